@@ -37,3 +37,7 @@ def missing_extra(package: str, extra: str, needed_for: str) -> Refusal:
         f"needed for {needed_for} and not installed",
         f'pip install -c constraints.txt "lockstep-rl[{extra}]"',
     )
+
+
+class Interrupted(Exception):
+    """The user asked to stop; the step was finished and saved."""

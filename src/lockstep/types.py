@@ -29,10 +29,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Example:
-    """A row as tokens. `trained[i]` says whether token i is a target (predicted from the tokens before it)."""
+    """A row as tokens. `trained[i]` is 1 where token i is a target (predicted from the tokens before it), else 0."""
 
     ids: Sequence[int]
-    trained: Sequence[bool]
+    trained: Sequence[int]
     origin: Origin
 
     def __len__(self) -> int:

@@ -1,0 +1,6 @@
+"""The devices and the facts about each. Importing this package is cheap: nothing here pulls in torch."""
+
+from lockstep.device import autoload
+
+# Before the first `import torch`, which is the only moment at which it helps.
+autoload.defer()

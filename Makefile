@@ -1,0 +1,52 @@
+# The two commands of a newcomer are `make quickstart` and `make test`. Everything runs in .venv, which is made on demand.
+SHELL := /bin/sh
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python3.10; do \
+	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.PHONY: quickstart test test-slow lint format docs bench clean
+
+quickstart: $(VENV)/.core
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
+
+test: $(VENV)/.test lint
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.test
+	$(BIN)/python tools/recipe_reference.py > docs/recipe.md
+
+bench: $(VENV)/.bench
+	$(BIN)/python bench/sft.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+
+$(BIN)/pip:
+	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.13 found; install one or say: make PYTHON=/path/to/python3 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "python cannot make a virtual environment (on Debian: apt install python3-venv)"; exit 1; }
+
+$(VENV)/.core: $(BIN)/pip pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.test: $(BIN)/pip pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@touch $@ $(VENV)/.core
+
+$(VENV)/.bench: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	@touch $@

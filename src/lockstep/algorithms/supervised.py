@@ -1,0 +1,16 @@
+"""Supervised losses as sums over tokens. K is the number of trained tokens in a micro-batch."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.types import Sums
+
+
+def nll(logprobs_K: torch.Tensor) -> Sums:
+    """Negative log-likelihood of the trained tokens: the cross entropy of next-token prediction.
+
+    A sum, not a mean: the step divides once by the trained tokens of the whole update. This is the per-token
+    mean over the update, as in transformers with `num_items_in_batch`; a mean of per-row means differs from it.
+    """
+    return Sums(loss=-logprobs_K.sum())

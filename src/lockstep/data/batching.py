@@ -1,0 +1,139 @@
+"""Rows into micro-batches: packed under a token budget or padded to a row count, balanced over devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from lockstep.types import Example, MicroBatch
+
+# Attention costs length^2, the rest costs length; they are about equal where a sequence is some thousand tokens long.
+QUADRATIC_AT = 4096
+
+
+def cost(length: int) -> float:
+    """Relative work of one sequence."""
+    return length + length * length / QUADRATIC_AT
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], *, devices: int, tokens: int | None, rows: int | None
+) -> list[list[list[int]]]:
+    """For each device, its micro-batches as lists of row numbers.
+
+    Every device gets the same number of micro-batches (the sharded step is a collective), and the micro-batches that
+    run at the same time cost about the same. A device may get an empty one when there are fewer rows than devices.
+    """
+    bins = _pack(lengths, devices, tokens) if tokens is not None else _chunk(lengths, devices, rows or 1)
+    # Neighbours in cost run side by side on the devices.
+    bins.sort(key=lambda members: -sum(cost(lengths[i]) for i in members))
+    return [bins[device::devices] for device in range(devices)]
+
+
+def _pack(lengths: Sequence[int], devices: int, tokens: int) -> list[list[int]]:
+    """Longest first into the bin with the least work that still has room; more bins when none has."""
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    count = _round_up(max(1, -(-sum(lengths) // tokens)), devices)
+    while True:
+        bins: list[list[int]] = [[] for _ in range(count)]
+        room, work = [tokens] * count, [0.0] * count
+        for i in longest_first:
+            fitting = [b for b in range(count) if room[b] >= lengths[i]]
+            if not fitting:
+                break
+            chosen = min(fitting, key=lambda b: work[b])
+            bins[chosen].append(i)
+            room[chosen] -= lengths[i]
+            work[chosen] += cost(lengths[i])
+        else:
+            return bins
+        count += devices
+
+
+def _chunk(lengths: Sequence[int], devices: int, rows: int) -> list[list[int]]:
+    """Rows of like length together, so that little is padded."""
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    count = _round_up(-(-len(lengths) // rows), devices)
+    even = -(-len(lengths) // count)
+    bins = [longest_first[start : start + even] for start in range(0, len(lengths), even)]
+    return bins + [[] for _ in range(count - len(bins))]
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def micro_batch(examples: Sequence[Example], *, packed: bool, pad_id: int) -> MicroBatch:
+    """Tensors of some examples. None at all gives one token that trains nothing."""
+    if not examples:
+        blank = torch.full((1, 1), pad_id)
+        nothing = torch.empty(0, dtype=torch.long)
+        return MicroBatch(blank, torch.zeros_like(blank), (1,), True, nothing, nothing)
+    return (_packed if packed else _padded)(examples, pad_id)
+
+
+def _packed(examples: Sequence[Example], _pad_id: int) -> MicroBatch:
+    ids: list[int] = []
+    positions: list[int] = []
+    predictors: list[int] = []
+    targets: list[int] = []
+    start = 0
+    for example in examples:
+        ids.extend(example.ids)
+        positions.extend(range(len(example)))
+        for place in _trained_places(example):
+            predictors.append(start + place - 1)
+            targets.append(example.ids[place])
+        start += len(example)
+    return _assemble([ids], [positions], examples, True, predictors, targets)
+
+
+def _padded(examples: Sequence[Example], pad_id: int) -> MicroBatch:
+    width = max(len(example) for example in examples)
+    ids: list[list[int]] = []
+    positions: list[list[int]] = []
+    predictors: list[int] = []
+    targets: list[int] = []
+    for row, example in enumerate(examples):
+        ids.append([*example.ids, *[pad_id] * (width - len(example))])
+        positions.append(list(range(width)))
+        for place in _trained_places(example):
+            predictors.append(row * width + place - 1)
+            targets.append(example.ids[place])
+    return _assemble(ids, positions, examples, False, predictors, targets)
+
+
+def _trained_places(example: Example) -> list[int]:
+    """Positions of the tokens that are predicted; the first token of a sequence has nothing before it."""
+    return [place for place, trained in enumerate(example.trained) if trained and place > 0]
+
+
+def _assemble(
+    ids: list[list[int]],
+    positions: list[list[int]],
+    examples: Sequence[Example],
+    packed: bool,
+    predictors: list[int],
+    targets: list[int],
+) -> MicroBatch:
+    return MicroBatch(
+        input_ids_NT=torch.tensor(ids),
+        position_ids_NT=torch.tensor(positions),
+        lengths=tuple(len(example) for example in examples),
+        packed=packed,
+        predictors_K=torch.tensor(predictors, dtype=torch.long),
+        targets_K=torch.tensor(targets, dtype=torch.long),
+        origins=tuple(example.origin for example in examples),
+    )
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    return replace(
+        batch,
+        input_ids_NT=batch.input_ids_NT.to(device, non_blocking=True),
+        position_ids_NT=batch.position_ids_NT.to(device, non_blocking=True),
+        predictors_K=batch.predictors_K.to(device, non_blocking=True),
+        targets_K=batch.targets_K.to(device, non_blocking=True),
+    )

@@ -1,0 +1,156 @@
+"""All rows of a recipe as examples, with what was counted on the way; and the updates they are taken in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.data.examples import Encoder, find_columns, fit, last_trained
+from lockstep.data.mix import Mixture
+from lockstep.data.read import RowSet, read_rows
+from lockstep.errors import Problem, Refusal
+from lockstep.recipe.schema import Data, Source
+from lockstep.types import Example
+
+# Refusals listed one by one before the rest is only counted.
+SHOWN_PROBLEMS = 10
+
+
+@dataclass
+class Counts:
+    """What became of the rows. Nothing leaves the data without a number here."""
+
+    rows: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    longest: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    split: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {f"data/{name}": float(value) for name, value in vars(self).items()}
+
+
+@dataclass
+class Dataset:
+    """Examples by source, and where they came from."""
+
+    sources: list[list[Example]]
+    weights: list[float] | None
+    fingerprints: list[dict[str, object]]
+    notes: list[str] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    end_tokens: set[int] = field(default_factory=set)
+
+    @property
+    def examples(self) -> list[Example]:
+        return [example for source in self.sources for example in source]
+
+
+def load_dataset(
+    sources: Sequence[Source],
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    advance: Callable[[int], None] = lambda rows: None,
+    opened: Sequence[RowSet] | None = None,
+) -> Dataset:
+    """Read and encode every row before anything is trained; all bad rows are told together."""
+    rowsets = opened if opened is not None else [read_rows(source.path) for source in sources]
+    weights = [source.weight for source in sources if source.weight is not None]
+    dataset = Dataset([], weights or None, [fingerprint(rows) for rows in rowsets])
+    problems: list[Problem] = []
+    for source, rows in zip(sources, rowsets, strict=True):
+        columns = find_columns(source, data, list(rows.columns))
+        encoder = Encoder(tokenizer, columns, data)
+        dataset.notes.append(f"{source.path}: {len(rows)} rows as {columns}")
+        dataset.sources.append(_encode_source(rows, encoder, data.overlong, limit, dataset, problems, advance))
+        dataset.counts.split += encoder.split_rows
+    if problems:
+        hidden = len(problems) - SHOWN_PROBLEMS
+        more = [Problem("data", f"and {hidden} more rows are refused")] if hidden > 0 else []
+        raise Refusal(problems[:SHOWN_PROBLEMS] + more)
+    for source, examples in zip(sources, dataset.sources, strict=True):
+        if not examples:
+            raise Refusal.at(source.path, f"all rows are over {limit} tokens and were dropped", "raise data.max_tokens")
+    return dataset
+
+
+def fingerprint(rows: RowSet) -> dict[str, object]:
+    """What a resume compares: content, not names."""
+    return {
+        "fingerprint": rows.fingerprint,
+        "files": [{"name": f.name, "rows": f.rows, "bytes": f.bytes, "sha256": f.sha256} for f in rows.files],
+    }
+
+
+def _encode_source(
+    rows: RowSet,
+    encoder: Encoder,
+    overlong: str,
+    limit: int,
+    dataset: Dataset,
+    problems: list[Problem],
+    advance: Callable[[int], None],
+) -> list[Example]:
+    examples: list[Example] = []
+    counts = dataset.counts
+    for i in range(len(rows)):
+        try:
+            whole = encoder(rows[i], rows.origin(i))
+            example = fit(whole, limit, overlong)
+        except Refusal as refusal:
+            problems.extend(refusal.problems)
+            continue
+        finally:
+            advance(1)
+        if example is None:
+            counts.dropped += 1
+            continue
+        counts.truncated += len(example) < len(whole)
+        counts.rows += 1
+        counts.tokens += len(example)
+        counts.trained_tokens += example.targets
+        counts.longest = max(counts.longest, len(example))
+        dataset.end_tokens.add(last_trained(whole))
+        examples.append(example)
+    return examples
+
+
+class Loader:
+    """The rows of each update: a pure function of the seed and the step, so any position can be resumed.
+
+    Updates run on over the end of an epoch; every row is visited once in each epoch, and only the very last
+    update of the run may be smaller.
+    """
+
+    def __init__(self, dataset: Dataset, *, rows_per_update: int, seed: int, shuffle: bool, total_rows: int):
+        self.sources = dataset.sources
+        self.mixture = Mixture([len(source) for source in dataset.sources], dataset.weights, seed, shuffle)
+        self.rows_per_update = rows_per_update
+        self.total_rows = total_rows
+        self._epoch = -1
+        self._order: Sequence[tuple[int, int]] = ()
+
+    def take(self, step: int) -> list[Example]:
+        """The rows of update `step`, counted from 0."""
+        first = step * self.rows_per_update
+        return [self._row(i) for i in range(first, min(first + self.rows_per_update, self.total_rows))]
+
+    def _row(self, index: int) -> Example:
+        epoch, place = divmod(index, self.mixture.epoch_length)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self.mixture.order(epoch)
+        source, row = self._order[place]
+        return self.sources[source][row]
+
+
+def steps_and_rows(rows: int, rows_per_update: int, *, epochs: int | None, steps: int | None) -> tuple[int, int]:
+    """How many updates the run has, and how many rows they visit in all."""
+    if steps is not None:
+        return steps, steps * rows_per_update
+    total = rows * (epochs or 1)
+    return -(-total // rows_per_update), total

@@ -1,0 +1,165 @@
+"""In which order the rows of several sources are visited: a pure function of (seed, epoch).
+
+The random numbers are splitmix64 (Steele, Lea and Flood, 2014) used as a hash: number i of a stream is
+`mix64(key + (i + 1) * GOLDEN)`, and a permutation is the argsort of such numbers. That is integer arithmetic modulo
+2^64 and nothing else, so the order is the same on every platform and with every version of every library, and a
+resume needs no generator state. GOLDEN is odd and mix64 is one-to-one, so the numbers of a stream are all different
+and the sort has no ties.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import Problem, Refusal
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_ROWS, _SOURCE, _INTERLEAVE = 1, 2, 3  # what a stream is for; part of its key, so that no two uses share numbers
+
+
+class Order(Sequence[tuple[int, int]]):
+    """(source, row) pairs kept as two arrays: an epoch of a million rows does not become a million tuples."""
+
+    def __init__(self, sources: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
+        self._sources = sources
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Order: ...
+    def __getitem__(self, index: int | slice) -> tuple[int, int] | Order:
+        if isinstance(index, slice):
+            return Order(self._sources[index], self._rows[index])
+        return int(self._sources[index]), int(self._rows[index])
+
+
+class Mixture:
+    """Sources of `sizes` rows mixed by `weights` (any positive scale), or plainly joined without weights.
+
+    An epoch always has as many rows as all sources together. Without weights it is every row once. With weights each
+    source has its share of the epoch (rounded by largest remainder), and walks on from epoch to epoch through one
+    permutation of its rows after another, so that no row comes again before all of its source have come.
+
+    With `shuffle` off, rows keep their order: source after source, or, weighted, evenly interleaved.
+    """
+
+    def __init__(self, sizes: list[int], weights: list[float] | None, seed: int, shuffle: bool) -> None:
+        _check(sizes, weights)
+        self.sizes = list(sizes)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch_length: int = sum(sizes)
+        self.counts: list[int] | None = None if weights is None else _shares(self.epoch_length, weights)
+
+    def order(self, epoch: int) -> Order:
+        """The (source, row) pairs of one epoch, counted from 0."""
+        if epoch < 0:
+            raise ValueError(f"epoch {epoch}")
+        if self.counts is None:
+            return self._joined(epoch)
+        return self._weighted(epoch, self.counts)
+
+    def _joined(self, epoch: int) -> Order:
+        sources = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        rows = np.concatenate([np.arange(size) for size in self.sizes])
+        if not self.shuffle:
+            return Order(sources, rows)
+        visit = permutation(self.epoch_length, self.seed, _ROWS, epoch)
+        return Order(sources[visit], rows[visit])
+
+    def _weighted(self, epoch: int, counts: list[int]) -> Order:
+        sources = np.repeat(np.arange(len(counts)), counts)
+        if self.shuffle:
+            sources = sources[permutation(self.epoch_length, self.seed, _INTERLEAVE, epoch)]
+        else:
+            # Row k of n stands at (k + 1/2) / n of the epoch; the stable sort settles ties by source.
+            places = np.concatenate([(2 * np.arange(count) + 1) / (2 * count) for count in counts])
+            sources = sources[np.argsort(places, kind="stable")]
+        rows = np.empty(self.epoch_length, dtype=np.int64)
+        for source, count in enumerate(counts):
+            rows[sources == source] = self._walk(source, epoch * count, count)
+        return Order(sources, rows)
+
+    def _walk(self, source: int, start: int, count: int) -> npt.NDArray[np.int64]:
+        """The `count` rows from position `start` of the source's endless chain of permutations."""
+        size = self.sizes[source]
+        first, last = start // size, (start + count - 1) // size
+        passes = [
+            permutation(size, self.seed, _SOURCE, source, number) if self.shuffle else np.arange(size)
+            for number in range(first, last + 1)
+        ]
+        begin = start - first * size
+        return np.concatenate(passes)[begin : begin + count]
+
+
+def permutation(length: int, *key: int) -> npt.NDArray[np.int64]:
+    """The permutation of range(length) that belongs to the key's integers."""
+    return np.argsort(_numbers(length, _fold(key)), kind="stable")
+
+
+def _mix64(value: int) -> int:
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
+def _fold(words: Sequence[int]) -> int:
+    """One 64-bit key from several integers; the order counts."""
+    key = 0
+    for word in words:
+        key = _mix64(((key + _GOLDEN) ^ word) & _MASK)
+    return key
+
+
+def _numbers(length: int, key: int) -> npt.NDArray[np.uint64]:
+    """splitmix64 seeded with `key`: its first `length` numbers. Array arithmetic on uint64 wraps, as is wanted."""
+    value = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def _shares(total: int, weights: list[float]) -> list[int]:
+    """Largest remainder, in exact fractions: floats would let rounding decide who gets the last row."""
+    exact = [Fraction(weight) for weight in weights]
+    quotas = [total * weight / sum(exact) for weight in exact]
+    counts = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda source: (counts[source] - quotas[source], source))
+    for source in by_remainder[: total - sum(counts)]:
+        counts[source] += 1
+    problems = [
+        Problem(
+            f"mixing weight of source {source}",
+            f"{weights[source]} of {sum(weights)} gives it no row in an epoch of {total}",
+            f"raise it to {float((sum(exact) - exact[source]) / (total - 1)):.4g} or more, or leave the source out",
+        )
+        for source, count in enumerate(counts)
+        if count == 0
+    ]
+    if problems:
+        raise Refusal(problems)
+    return counts
+
+
+def _check(sizes: list[int], weights: list[float] | None) -> None:
+    if not sizes:
+        raise Refusal.at("sources", "there is none")
+    problems = [Problem(f"source {source}", "has no rows") for source, size in enumerate(sizes) if size < 1]
+    if weights is not None and len(weights) != len(sizes):
+        problems.append(Problem("mixing weights", f"{len(weights)} for {len(sizes)} sources", "give each source one"))
+    for source, weight in enumerate(weights or []):
+        if not (weight > 0 and math.isfinite(weight)):
+            problems.append(Problem(f"mixing weight of source {source}", f"{weight} is not a positive number"))
+    if problems:
+        raise Refusal(problems)

@@ -1,0 +1,213 @@
+"""Rows from jsonl, json and csv bytes. Everything wrong is reported by line; parsing goes on where it can."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.data.problems import Problems
+from lockstep.data.rowset import LineOrigin
+from lockstep.data.schema import a, kind_of
+from lockstep.types import Origin, Row
+
+_TRUNCATED = "the file looks truncated"
+_COPY_AGAIN = "copy or download it again"
+_NO_FIELD_LIMIT = 2**31 - 1  # the csv module's default of 128 KiB is shorter than a long answer
+
+
+@dataclass
+class Parsed:
+    """Rows in file order. `lines` runs beside them in line formats and is None in json."""
+
+    rows: list[Row] = field(default_factory=list)
+    lines: list[int] | None = None
+
+
+def parse(format: str, name: str, data: bytes, problems: Problems) -> Parsed:
+    return {"jsonl": _parse_jsonl, "json": _parse_json, "csv": _parse_csv}[format](
+        name, data.removeprefix(codecs.BOM_UTF8), problems
+    )
+
+
+def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
+    rows: list[Row] = []
+    lines: list[int] = []
+    last = data.rstrip().count(b"\n") + 1
+    # Split at \n alone: str.splitlines would also split at U+2028, which may stand inside a JSON string.
+    for line, raw in enumerate(io.BytesIO(data), start=1):
+        raw = raw.strip()
+        if not raw:
+            continue
+        where = LineOrigin(name, line)
+        try:
+            text = raw.decode()
+            value = _load(text)
+        except UnicodeDecodeError as error:
+            _report_bytes(where, error, problems, at_end=line == last and error.end == len(raw))
+        except json.JSONDecodeError as error:
+            cut = line == last and raw[:1] == b"{" and (not data.endswith(b"\n") or _ran_out(error, text))
+            why = f"invalid JSON at line {line}, column {error.colno}: {error.msg}"
+            problems.add(where, why + (f"; {_TRUNCATED}" if cut else ""), _COPY_AGAIN if cut else "")
+        except (ValueError, RecursionError) as error:
+            problems.add(where, f"JSON that cannot be read: {error}")
+        else:
+            if isinstance(value, dict):
+                rows.append(value)
+                lines.append(line)
+            else:
+                remedy = "one JSON list for the whole file is the .json format" if isinstance(value, list) else ""
+                problems.add(where, f"is {a(kind_of(value))}, not an object", remedy)
+    return Parsed(rows, lines)
+
+
+def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
+    text = _decode(name, data, problems)
+    if text is None or not text.strip():
+        return Parsed()
+    try:
+        value = _load(text)
+    except json.JSONDecodeError as error:
+        where = LineOrigin(name, error.lineno)
+        why = f"invalid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        if error.msg == "Extra data":
+            problems.add(where, why, "one object on each line is the .jsonl format: rename the file")
+        elif _ran_out(error, text):
+            problems.add(where, f"{why}; {_TRUNCATED}", _COPY_AGAIN)
+        else:
+            problems.add(where, why)
+        return Parsed()
+    except (ValueError, RecursionError) as error:
+        problems.add(name, f"JSON that cannot be read: {error}")
+        return Parsed()
+    return Parsed(_objects(name, _the_list(name, value, problems), problems))
+
+
+def _the_list(name: str, value: Any, problems: Problems) -> list[Any]:
+    """The rows' list: the whole file, or the only list of objects in an object such as {"data": [...]}."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        problems.add(name, f"holds {a(kind_of(value))}, not a list of objects")
+        return []
+    lists = {key: inner for key, inner in value.items() if isinstance(inner, list) and _has_objects(inner)}
+    if len(lists) == 1:
+        return next(iter(lists.values()))
+    held = f"several lists of objects ({', '.join(map(repr, lists))})" if lists else "no list of objects"
+    problems.add(name, f"is an object with {held}", 'give a list of objects, or an object with one: {"data": [...]}')
+    return []
+
+
+def _has_objects(values: list[Any]) -> bool:
+    return any(isinstance(value, dict) for value in values)
+
+
+def _objects(name: str, values: list[Any], problems: Problems) -> list[Row]:
+    for number, value in enumerate(values):
+        if not isinstance(value, dict):
+            problems.add(Origin(name, number), f"is {a(kind_of(value))}, not an object")
+    # A row left out would shift the numbers of those after it, so nothing is judged further until this is mended.
+    return values if all(isinstance(value, dict) for value in values) else []
+
+
+def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
+    text = _decode(name, data, problems)
+    parsed = Parsed([], [])
+    if text is None:
+        return parsed
+    records = _csv_records(name, text, problems)
+    first = next(records, None)
+    if first is None:
+        return parsed
+    line, header = first
+    twice = sorted({column for column in header if header.count(column) > 1})
+    if twice or "" in header:
+        what = f"names {', '.join(map(repr, twice))} twice" if twice else "has a column without a name"
+        problems.add(LineOrigin(name, line), f"the header {what}", "give every column its own name")
+        return parsed
+    last = text.rstrip("\r\n").count("\n") + 1
+    for line, fields in records:
+        if len(fields) == len(header):
+            parsed.rows.append(dict(zip(header, fields, strict=True)))
+            assert parsed.lines is not None
+            parsed.lines.append(line)
+            continue
+        cut = len(fields) < len(header) and line == last and not text.endswith(("\n", "\r"))
+        why = f"has {len(fields)} fields, the header has {len(header)}"
+        problems.add(LineOrigin(name, line), why + (f"; {_TRUNCATED}" if cut else ""), _COPY_AGAIN if cut else "")
+    return parsed
+
+
+def _csv_records(name: str, text: str, problems: Problems) -> Iterator[tuple[int, list[str]]]:
+    """(the line it starts on, fields) for each record; blank lines are none."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    start = 1
+    with _no_field_limit():
+        try:
+            for fields in reader:
+                if fields:
+                    yield start, fields
+                start = reader.line_num + 1
+        except csv.Error as error:
+            cut = "unexpected end of data" in str(error)
+            why = f"a quoted field never ends; {_TRUNCATED}" if cut else f"invalid csv: {error}"
+            problems.add(LineOrigin(name, start), why, _COPY_AGAIN if cut else "")
+
+
+@contextmanager
+def _no_field_limit() -> Iterator[None]:
+    before = csv.field_size_limit(_NO_FIELD_LIMIT)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _load(text: str) -> Any:
+    """json.loads that refuses what it would silently lose or what no tokenizer can take."""
+    value = json.loads(text, object_pairs_hook=_object)
+    if "\\ud" in text or "\\uD" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("it holds half of a surrogate pair, which is not text") from error
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return row
+
+
+def _ran_out(error: json.JSONDecodeError, text: str) -> bool:
+    return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
+
+
+def _decode(name: str, data: bytes, problems: Problems) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        for line, raw in enumerate(io.BytesIO(data), start=1):
+            try:
+                raw.decode()
+            except UnicodeDecodeError as error:
+                last = data.count(b"\n") + 1 == line
+                _report_bytes(LineOrigin(name, line), error, problems, at_end=last and error.end == len(raw))
+        return None
+
+
+def _report_bytes(where: Origin, error: UnicodeDecodeError, problems: Problems, at_end: bool) -> None:
+    bad = error.object[error.start]
+    why = f"is not UTF-8: byte 0x{bad:02x} at byte {error.start + 1} of the line"
+    if at_end and error.reason == "unexpected end of data":
+        problems.add(where, f"{why}; {_TRUNCATED}", _COPY_AGAIN)
+    else:
+        problems.add(where, why, "save the file as UTF-8")

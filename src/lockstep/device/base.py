@@ -1,0 +1,146 @@
+"""What a device must say about itself. All that differs between devices outside the kernels is in these classes."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. `allocated` and `peak` are this process's own; `total` and `free` are the device's."""
+
+    total: int
+    free: int
+    allocated: int
+    peak: int
+
+
+class Device(ABC):
+    """One kind of device. Each fact is an attribute or a small method; nothing else asks which kind it is."""
+
+    name: ClassVar[str]
+    collective: ClassVar[str]
+    """Name of the torch.distributed backend."""
+    visible_variable: ClassVar[str | None]
+    """Environment variable that says which devices a process sees."""
+    fused_optimizer: ClassVar[bool]
+    """Whether torch.optim.AdamW takes `fused=True`, with the learning rate as a number (not a tensor)."""
+    graph_capture: ClassVar[bool]
+    attention: ClassVar[str]
+    """Name of the attention kernel for packed rows; `kernels/attention.py` maps it to a function."""
+    determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Environment variables of deterministic runs, each with its accepted values; the first is the one we set."""
+
+    @abstractmethod
+    def unavailable(self) -> str | None:
+        """Why this device cannot be used here; None when it can."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """How many devices this process sees."""
+
+    @abstractmethod
+    def torch_device(self, index: int = 0) -> torch.device: ...
+
+    @abstractmethod
+    def use(self, index: int) -> None:
+        """Make device `index` the current one of this process."""
+
+    @abstractmethod
+    def rng_state(self) -> torch.Tensor:
+        """State of the current device's own random generator, as a tensor on the CPU."""
+
+    @abstractmethod
+    def set_rng_state(self, state: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def synchronise(self) -> None:
+        """Wait until everything given to the current device is done."""
+
+    @abstractmethod
+    def memory(self) -> Memory: ...
+
+    @abstractmethod
+    def reset_peak(self) -> None: ...
+
+    @property
+    @abstractmethod
+    def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The reduced precisions this device really computes in."""
+
+    @abstractmethod
+    def chip(self) -> str:
+        """The chip's name as the device gives it."""
+
+    @abstractmethod
+    def versions(self) -> dict[str, str | None]:
+        """Driver and runtime versions; None for one that cannot be read here."""
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's generators: the CPU's and those of every visible device."""
+        torch.manual_seed(seed)
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.float32 or dtype in self.autocast_dtypes
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        """Dense matrix FLOP/s that the maker promises for this chip; None where we do not know it."""
+        return None
+
+    def deterministic(self, on: bool) -> dict[str, str]:
+        """Switch deterministic computation on or off; returns every switch with its value, for the run's record.
+
+        To be called before the first tensor reaches the device and before the process group is made: the libraries
+        read their variables once.
+        """
+        torch.use_deterministic_algorithms(on)
+        switches = {"torch.use_deterministic_algorithms": str(on)}
+        if not on:
+            _restore_variables(self.determinism)
+            return switches
+        for variable, accepted in self.determinism.items():
+            switches[variable] = _ensure_variable(variable, accepted)
+        return switches
+
+    def facts(self) -> dict[str, Any]:
+        """What the run's env.json records of the device."""
+        return {
+            "name": self.name,
+            "chip": self.chip(),
+            "count": self.count(),
+            "torch": torch.__version__,
+            **self.versions(),
+            "memory": asdict(self.memory()),
+            "visible": os.environ.get(self.visible_variable) if self.visible_variable else None,
+        }
+
+
+# What the variables were before `deterministic(True)`; None for unset.
+_before: dict[str, str | None] = {}
+
+
+def _ensure_variable(variable: str, accepted: tuple[str, ...]) -> str:
+    """The user's own value stays when it is deterministic too."""
+    present = os.environ.get(variable)
+    if present is not None and present.lower() in accepted:
+        return present
+    _before.setdefault(variable, present)
+    os.environ[variable] = accepted[0]
+    return accepted[0]
+
+
+def _restore_variables(variables: Mapping[str, tuple[str, ...]]) -> None:
+    for variable in variables:
+        if variable not in _before:
+            continue
+        before = _before.pop(variable)
+        if before is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = before

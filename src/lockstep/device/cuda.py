@@ -1,0 +1,125 @@
+"""NVIDIA devices, through torch's own CUDA module."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from lockstep.device.accelerator import Accelerator, first_sentence
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class _Peak(NamedTuple):
+    half: float
+    """bfloat16 and float16 with float32 sums, dense."""
+    single: float
+    """float32 proper, without TF32: torch's default."""
+
+
+# From NVIDIA's data sheets; figures "with sparsity" there are halved. Looked up as whole words of the device's name,
+# the more specific name first.
+PEAKS: dict[str, _Peak] = {
+    "H100 PCIe": _Peak(756e12, 51e12),
+    "H100 NVL": _Peak(835e12, 60e12),
+    "H100": _Peak(989e12, 67e12),
+    "H200 NVL": _Peak(836e12, 60e12),
+    "H200": _Peak(989e12, 67e12),
+    "GH200": _Peak(989e12, 67e12),
+    "H800 PCIe": _Peak(756e12, 51e12),
+    "H800": _Peak(989e12, 67e12),
+    "H20": _Peak(148e12, 44e12),
+    "A100": _Peak(312e12, 19.5e12),
+    "A800": _Peak(312e12, 19.5e12),
+    "A40": _Peak(149.7e12, 37.4e12),
+    "A10": _Peak(125e12, 31.2e12),
+    "L40S": _Peak(362e12, 91.6e12),
+    "L40": _Peak(181e12, 90.5e12),
+    "L20": _Peak(119.5e12, 59.8e12),
+    "L4": _Peak(121e12, 30.3e12),
+}
+
+
+class Cuda(Accelerator):
+    name = "cuda"
+    collective = "nccl"
+    visible_variable = "CUDA_VISIBLE_DEVICES"
+    fused_optimizer = True
+    graph_capture = True
+    attention = "flash_varlen"
+    determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8")}
+
+    @property
+    def api(self) -> Any:
+        return torch.cuda
+
+    def unavailable(self) -> str | None:
+        if torch.version.cuda is None:
+            reason = f"torch {torch.__version__} is built without CUDA"
+            if DRIVER.exists():
+                reason += ", although this machine has an NVIDIA driver: install a CUDA build of torch"
+            return reason
+        if torch.cuda.is_available():
+            return None
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None and visible.strip() in ("", "-1"):
+            return f"CUDA_VISIBLE_DEVICES={visible!r} hides every device"
+        # is_available() keeps its reason to itself; initialising tells it: no driver, driver too old, no device.
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+            return f"torch {torch.__version__} (CUDA {torch.version.cuda}) says: {first_sentence(error)}{shown}"
+        return f"torch {torch.__version__} sees no NVIDIA device"
+
+    @property
+    def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
+        # Before compute capability 8.0 bfloat16 is emulated, slower than float32.
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return (torch.bfloat16, torch.float16)
+        return (torch.float16,)
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        """For float32 without TF32, as torch computes unless told otherwise."""
+        peak = peak_of(self.chip())
+        if peak is None:
+            return None
+        if dtype == torch.float32:
+            return peak.single
+        return peak.half if self.supports(dtype) else None
+
+    def deterministic(self, on: bool) -> dict[str, str]:
+        switches = super().deterministic(on)
+        if on:
+            # Trying kernels out picks by time, so differently from run to run.
+            torch.backends.cudnn.benchmark = False
+            switches["torch.backends.cudnn.benchmark"] = "False"
+        return switches
+
+    def versions(self) -> dict[str, str | None]:
+        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+        cudnn = torch.backends.cudnn.version()
+        return {
+            "driver": driver_version(DRIVER.read_text()) if DRIVER.exists() else None,
+            "cuda": torch.version.cuda,
+            "cudnn": str(cudnn) if cudnn is not None else None,
+            "nccl": ".".join(str(part) for part in nccl) if nccl else None,
+        }
+
+
+def peak_of(chip: str) -> _Peak | None:
+    for name, peak in PEAKS.items():
+        if re.search(rf"\b{re.escape(name)}\b", chip, re.IGNORECASE):
+            return peak
+    return None
+
+
+def driver_version(text: str) -> str | None:
+    """The version in /proc/driver/nvidia/version, of the closed and of the open kernel module."""
+    found = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s", text, re.MULTILINE)
+    return found.group(1) if found else None

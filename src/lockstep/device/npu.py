@@ -1,0 +1,159 @@
+"""Huawei Ascend devices, through torch_npu. Contract-tested on an emulated CANN, not yet run on Ascend hardware."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from lockstep.device import autoload
+from lockstep.device.accelerator import Accelerator, first_sentence
+
+DRIVER_NODE = Path("/dev/davinci_manager")
+
+# FLOP/s of the matrix unit in float16 and bfloat16: cores x 8192 x clock. The data sheets' totals (376T for a 910B2)
+# add the vector unit, which multiplies no matrices.
+PEAKS: dict[str, float] = {
+    "Ascend910B1": 373.9e12,
+    "Ascend910B2": 353.9e12,
+    "Ascend910B3": 294.9e12,
+    "Ascend910B4": 245.8e12,
+    "Ascend910_9362": 353.9e12,
+    "Ascend910_9392": 353.9e12,
+}
+
+_CANN_LIBRARIES = ("libascendcl", "libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libruntime", "libopapi")
+_DRIVER_LIBRARIES = ("libascend_hal", "libdrvdsmi", "libdcmi", "libmmpa")
+
+
+class Npu(Accelerator):
+    name = "npu"
+    collective = "hccl"
+    visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
+    # torch_npu registers torch's own fused AdamW for a learning rate that is a number, not for one that is a tensor.
+    fused_optimizer = True
+    # torch_npu.npu.NPUGraph exists and calls itself beta; eager until a capture has been seen to work.
+    graph_capture = False
+    attention = "npu_fusion"
+    determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "HCCL_DETERMINISTIC": ("true", "strict"),
+        "LCCL_DETERMINISTIC": ("1",),
+        "CLOSE_MATMUL_K_SHIFT": ("1",),
+        "ATB_MATMUL_SHUFFLE_K_ENABLE": ("0",),
+        "ATB_LLM_LCOC_ENABLE": ("0",),
+    }
+
+    @property
+    def api(self) -> Any:
+        import torch_npu
+
+        return torch_npu.npu
+
+    def unavailable(self) -> str | None:
+        return _package_problem() or _load_problem() or _visibility_problem()
+
+    @property
+    def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
+        if self.api.is_bf16_supported():
+            return (torch.bfloat16, torch.float16)
+        return (torch.float16,)
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        if dtype == torch.float32 or not self.supports(dtype):
+            return None
+        return peak_of(self.chip())
+
+    def versions(self) -> dict[str, str | None]:
+        from torch_npu.npu.utils import get_cann_version
+
+        # An installation without version files answers with an empty text.
+        return {
+            "torch_npu": installed_version(),
+            "cann": get_cann_version("CANN") or None,
+            "hccl": get_cann_version("HCCL") or None,
+            "driver": get_cann_version("DRIVER") or None,
+        }
+
+
+def peak_of(chip: str) -> float | None:
+    for name, flops in PEAKS.items():
+        # A suffix letter is a variant of the same die (910B2C); a further digit would be another chip.
+        if re.match(rf"{name}(?!\d)", chip):
+            return flops
+    return None
+
+
+def installed_version() -> str | None:
+    """Version of the torch_npu package, without importing it."""
+    try:
+        return metadata.version("torch_npu")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> str:
+    """2.13.0 of 2.13.0+cpu, 2.13.0rc1 or 2.13.0.post4: the part in which torch and torch_npu must agree."""
+    found = re.match(r"\d+\.\d+\.\d+", version)
+    return found.group(0) if found else version
+
+
+def _package_problem() -> str | None:
+    version = installed_version()
+    if version is None and find_spec("torch_npu") is None:
+        reason = "package torch_npu is not installed"
+        if DRIVER_NODE.exists():
+            reason += ", although this machine has an Ascend driver: install the torch_npu of the same version as torch"
+        return reason
+    if version is not None and _release(version) != _release(torch.__version__):
+        return (
+            f"torch_npu {version} needs torch {_release(version)} and torch {torch.__version__} is installed; "
+            "the two must be of the same version"
+        )
+    return None
+
+
+@cache
+def _load_problem() -> str | None:
+    """Cached: a second import after a failed one runs on half-initialised modules, and its error says less."""
+    try:
+        import torch_npu  # noqa: F401
+    except Exception as error:  # noqa: BLE001  a broken installation raises whatever it likes; each is a reason
+        return f"torch_npu {installed_version()} does not load: {first_sentence(error)}{_load_hint(str(error))}"
+    autoload.restore()
+    return None
+
+
+def _load_hint(message: str) -> str:
+    missing = re.search(r"(lib\w+)\.so\S*: cannot open shared object file", message)
+    if missing and missing.group(1).startswith(_DRIVER_LIBRARIES):
+        return " (library of the Ascend driver: install the driver, and add its lib64 folders to LD_LIBRARY_PATH)"
+    if missing and missing.group(1).startswith(_CANN_LIBRARIES):
+        return " (library of the CANN toolkit, which was not found: install it, and source its set_env.sh)"
+    if "undefined symbol" in message:
+        return " (torch, torch_npu and CANN do not belong together)"
+    return ""
+
+
+def _visibility_problem() -> str | None:
+    import torch_npu
+
+    try:
+        # Not is_available(): it can be true while the variable hides every device.
+        if torch_npu.npu.device_count() > 0:
+            return None
+    except RuntimeError as error:
+        return f"the Ascend runtime does not start: {first_sentence(error)}"
+    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    if visible is not None:
+        return (
+            f"ASCEND_RT_VISIBLE_DEVICES={visible!r} leaves no device visible "
+            "(it takes existing device numbers in ascending order, parted by commas)"
+        )
+    return "the Ascend runtime sees no device: is the driver loaded, and are /dev/davinci* open to this process?"

@@ -1,0 +1,63 @@
+"""From the recipe's `device` to a device. An absent device is refused with the reason, never replaced."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from lockstep.device.base import Device
+from lockstep.device.cpu import Cpu
+from lockstep.device.cuda import Cuda
+from lockstep.device.npu import Npu
+from lockstep.errors import Refusal
+
+# In the order in which `auto` tries them.
+DEVICES: dict[str, type[Device]] = {"npu": Npu, "cuda": Cuda, "cpu": Cpu}
+
+# What people write, where the nearest spelling would be the wrong device ("gpu" is one letter from "npu").
+_MEANT = {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "huawei": "npu"}
+
+
+def select(name: str) -> Device:
+    """The device for `auto`, `npu`, `cuda` or `cpu`; refused when it cannot be used."""
+    return explain(name)[0]
+
+
+def explain(name: str) -> tuple[Device, str]:
+    """The device, and the sentence that says which it is and why not another."""
+    if name == "auto":
+        return _first_available()
+    if name not in DEVICES:
+        raise _unknown(name)
+    device = DEVICES[name]()
+    reason = device.unavailable()
+    if reason is not None:
+        usable = [other for other, kind in DEVICES.items() if other != name and kind().unavailable() is None]
+        raise Refusal.at(
+            "device",
+            f"{name} was asked for and is not available: {reason}",
+            f"put that right, or set device to what can be used here: {', '.join(usable)} (or auto)",
+        )
+    return device, f"device {name}, as asked for"
+
+
+def _first_available() -> tuple[Device, str]:
+    passed_over: list[str] = []
+    for name, kind in DEVICES.items():
+        device = kind()
+        reason = device.unavailable()
+        if reason is None:
+            why = "; ".join(passed_over) or f"the first of {', '.join(DEVICES)}"
+            return device, f"device {name}, picked by auto: {why}"
+        passed_over.append(f"no {name}, because {reason}")
+    raise Refusal.at("device", "; ".join(passed_over))
+
+
+def _unknown(name: str) -> Refusal:
+    valid = ["auto", *DEVICES]
+    kind, colon, index = name.lower().partition(":")
+    nearest = _MEANT.get(kind) or next(iter(get_close_matches(kind, valid, n=1)), None)
+    remedy = f"valid: {', '.join(valid)}" + (f"; did you mean {nearest}?" if nearest else "")
+    variable = DEVICES[nearest].visible_variable if nearest in DEVICES else None
+    if colon and variable:
+        remedy += f" A single device is chosen by {variable}={index}"
+    return Refusal.at("device", f"unknown device {name!r}", remedy)

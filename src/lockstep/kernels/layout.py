@@ -1,0 +1,90 @@
+"""How the sequences of a micro-batch lie in memory, computed once and used by every layer's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# A bucket holds sequences down to this share of its longest one: padding stays small, buckets stay few.
+BUCKET_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length, padded to `width` in the regrouped buffer from `start` on."""
+
+    start: int
+    count: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sequences packed along one line, and where each token goes when they are regrouped by length.
+
+    `slots_of_tokens` maps a token of the line to its slot in the regrouped buffer, `tokens_of_slots` the other way;
+    padding slots point at token 0 and nobody reads what comes out of them. Both are None when the line is already
+    a grid (all sequences of one length), so that regrouping is a view.
+    """
+
+    kernel: str
+    longest: int
+    bounds: torch.Tensor
+    buckets: tuple[Bucket, ...]
+    slots_of_tokens: torch.Tensor | None
+    tokens_of_slots: torch.Tensor | None
+
+
+def make_layout(lengths: Sequence[int], device: torch.device, kernel: str) -> Layout:
+    """Lay `lengths` out for the attention named `kernel` (a device's `attention`)."""
+    ends = [0]
+    for length in lengths:
+        ends.append(ends[-1] + length)
+    shared: dict[str, Any] = {
+        "kernel": kernel,
+        "longest": max(lengths),
+        "bounds": torch.tensor(ends, dtype=torch.int32, device=device),
+    }
+    if len(set(lengths)) == 1:
+        grid = Bucket(0, len(lengths), lengths[0])
+        return Layout(**shared, buckets=(grid,), slots_of_tokens=None, tokens_of_slots=None)
+    buckets, slots_of_tokens, tokens_of_slots = _regroup(lengths, ends)
+    return Layout(
+        **shared,
+        buckets=buckets,
+        slots_of_tokens=slots_of_tokens.to(device),
+        tokens_of_slots=tokens_of_slots.to(device),
+    )
+
+
+def padded_layout(rows: int, width: int, device: torch.device, kernel: str) -> Layout:
+    """Right-padded rows are a packed line of equal lengths: causal attention never looks right, at the padding."""
+    return make_layout([width] * rows, device, kernel)
+
+
+def _regroup(lengths: Sequence[int], ends: Sequence[int]) -> tuple[tuple[Bucket, ...], torch.Tensor, torch.Tensor]:
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    for sequence in longest_first:
+        if groups and lengths[sequence] >= BUCKET_SHARE * lengths[groups[-1][0]]:
+            groups[-1].append(sequence)
+        else:
+            groups.append([sequence])
+    buckets = []
+    start = 0
+    for group in groups:
+        buckets.append(Bucket(start, len(group), lengths[group[0]]))
+        start += len(group) * lengths[group[0]]
+    slots_of_tokens = torch.empty(ends[-1], dtype=torch.long)
+    tokens_of_slots = torch.zeros(start, dtype=torch.long)
+    for bucket, group in zip(buckets, groups, strict=True):
+        for place, sequence in enumerate(group):
+            first_slot = bucket.start + place * bucket.width
+            slots = torch.arange(first_slot, first_slot + lengths[sequence])
+            tokens = torch.arange(ends[sequence], ends[sequence + 1])
+            slots_of_tokens[tokens] = slots
+            tokens_of_slots[slots] = tokens
+    return tuple(buckets), slots_of_tokens, tokens_of_slots

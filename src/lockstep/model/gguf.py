@@ -1,0 +1,64 @@
+"""A GGUF file (one packed model, often quantised) as a Hugging Face folder that can be trained."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from lockstep.errors import Refusal, missing_extra
+from lockstep.model.load import first_line
+
+
+def import_gguf(file: Path, folder: Path) -> str:
+    """Dequantise `file` to fp32 weights in `folder`; returns a sentence that says what it is."""
+    if importlib.util.find_spec("gguf") is None:
+        raise missing_extra("gguf", "hub", "reading GGUF files")
+    if not file.is_file():
+        raise Refusal.at(str(file), "no such file")
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise Refusal.at(str(file), "is not a GGUF file: it does not start with the letters GGUF")
+    if folder.exists() and any(folder.iterdir()):
+        raise Refusal.at(str(folder), "is not empty", "choose a new folder")
+    transformers_logging.disable_progress_bar()
+    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        packed = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+        raise Refusal.at(str(file), f"transformers cannot read it: {first_line(error)}") from error
+    _restore_digits(tokenizer, file)
+    model = _unquantised(packed)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    count = sum(p.numel() for p in model.parameters())
+    return f"wrote {type(model).__name__} with {count:,} parameters to {folder}"
+
+
+def _unquantised(packed: Any) -> Any:
+    """The same weights in a model that does not remember being quantised; such a one cannot be saved."""
+    config = packed.config.__class__(**{k: v for k, v in packed.config.to_dict().items() if k != "quantization_config"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(packed.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.generation_config.bos_token_id = config.bos_token_id
+    model.generation_config.pad_token_id = config.pad_token_id
+    return model
+
+
+def _restore_digits(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Files of the SmolLM family say `smollm` for a pre-tokenizer that splits digits; transformers drops that part."""
+    from gguf import GGUFReader
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    field = GGUFReader(file).get_field("tokenizer.ggml.pre")
+    if field is not None and field.contents() == "smollm":
+        splitting = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(splitting)

@@ -1,0 +1,127 @@
+"""From a Hugging Face folder to a policy that trains: dtype, LoRA, checkpointing, and checks that catch bad folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from lockstep.errors import Problem, Refusal
+from lockstep.kernels.attention import ATTENTION, register_attention
+from lockstep.model.policy import Policy, check_policy
+from lockstep.recipe.schema import Lora, Model
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    _require_folder(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise Refusal.at(f"model.path {path}", f"its tokenizer cannot be loaded: {first_line(error)}") from error
+
+
+def load_config(path: str) -> Any:
+    _require_folder(path)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise Refusal.at(f"model.path {path}", f"its config.json cannot be used: {first_line(error)}") from error
+
+
+def load_policy(settings: Model, device: torch.device, kernel: str, seed: int) -> Policy:
+    """The model as the recipe wants it, on `device`, checked against transformers' own forward."""
+    register_attention()
+    config = load_config(settings.path)
+    transformers_logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            settings.path,
+            config=config,
+            dtype=DTYPES[settings.dtype],
+            attn_implementation=ATTENTION,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise Refusal.at(f"model.path {settings.path}", f"its weights cannot be loaded: {first_line(error)}") from error
+    _refuse_missing_weights(settings.path, info)
+    model.to(device)
+    policy = Policy(with_lora(model, settings.lora, seed), "sdpa" if settings.attention == "sdpa" else kernel)
+    check_policy(policy, settings.path)
+    if settings.gradient_checkpointing:
+        policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return policy
+
+
+def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
+    """The model itself, or a PEFT model around it whose fresh adapter is drawn from `seed`."""
+    if settings is None:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=settings.targets,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    # The adapter starts the same whatever was drawn before it.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(model, config, autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise Refusal.at("model.lora.targets", first_line(error)) from error
+
+
+def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows: int, path: str) -> None:
+    """A token id past the embedding would crash far from its cause, or read another row on some devices."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= embedding_rows:
+        raise Refusal.at(
+            f"model.path {path}",
+            f"the tokenizer has token {token!r} with id {largest}, but the embedding has {embedding_rows} rows",
+            "use the tokenizer the model was trained with, or resize the model's embedding",
+        )
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _require_folder(path: str) -> None:
+    """A path that looks local must be a folder; anything else is left to the hub."""
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise Refusal.at(
+                f"model.path {path}", "the folder has no config.json", "point at a Hugging Face model folder"
+            )
+        return
+    looks_local = folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1 or folder.parent.exists()
+    if looks_local:
+        raise Refusal.at(
+            f"model.path {path}", "no such folder", f"make the embedded tiny model with: lockstep tiny {path}"
+        )
+
+
+def _refuse_missing_weights(path: str, info: dict[str, Any]) -> None:
+    problems = [
+        Problem(f"model.path {path}", f"the weights lack {key}, which would start random", "use a causal LM folder")
+        for key in sorted(info.get("missing_keys", ()))
+    ]
+    problems += [
+        Problem(
+            f"model.path {path}", f"the shape of {key[0] if isinstance(key, tuple) else key} does not fit the config"
+        )
+        for key in sorted(info.get("mismatched_keys", ()))
+    ]
+    if problems:
+        raise Refusal(problems[:10])

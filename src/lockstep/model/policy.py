@@ -1,0 +1,133 @@
+"""The policy: a causal language model that answers one question, the log-probability of given tokens.
+
+Scoring happens inside this module's forward, so that a sharded model has its head at hand when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lockstep.errors import Refusal
+from lockstep.kernels.attention import ATTENTION
+from lockstep.kernels.layout import Layout, make_layout, padded_layout
+from lockstep.kernels.logprob import token_logprobs
+from lockstep.types import MicroBatch
+
+# How far our packed log-probabilities may lie from transformers' own before the model counts as unsupported.
+CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+
+
+class Policy(nn.Module):
+    """Wraps a Hugging Face causal LM (with or without a PEFT adapter)."""
+
+    def __init__(self, model: nn.Module, kernel: str):
+        super().__init__()
+        self.model = model
+        self.kernel = kernel
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The transformers model inside, adapter layers included."""
+        get_base = getattr(self.model, "get_base_model", None)
+        return get_base() if get_base is not None else self.model
+
+    @property
+    def has_adapter(self) -> bool:
+        return self.causal_lm is not self.model
+
+    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Log-probabilities of `batch.targets_K`, fp32."""
+        model = self.causal_lm
+        hidden = model.get_decoder()(
+            input_ids=batch.input_ids_NT,
+            position_ids=batch.position_ids_NT,
+            use_cache=False,
+            layout=self._layout(batch),
+        ).last_hidden_state
+        # Only positions that predict a trained token go through the vocabulary projection.
+        hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
+        head = model.get_output_embeddings()
+        logprobs_K = token_logprobs(hidden_KH, head.weight, batch.targets_K, bias_V=head.bias)
+        # Keeps every parameter in the graph where a device's share of an update is empty: the sharded backward
+        # is a collective that all devices must enter.
+        return logprobs_K if len(batch.targets_K) else logprobs_K + hidden.sum() * 0
+
+    def _layout(self, batch: MicroBatch) -> Layout:
+        rows, width = batch.input_ids_NT.shape
+        device = batch.input_ids_NT.device
+        if batch.packed:
+            return make_layout(batch.lengths, device, self.kernel)
+        return padded_layout(rows, width, device, self.kernel)
+
+    @contextmanager
+    def generating(self) -> Iterator[PreTrainedModel]:
+        """The transformers model ready for `generate`: evaluation mode and an attention with a cache."""
+        model, training = self.causal_lm, self.training
+        self.eval()
+        model.set_attn_implementation("sdpa")
+        try:
+            yield model
+        finally:
+            model.set_attn_implementation(ATTENTION)
+            self.train(training)
+
+
+@torch.no_grad()
+def check_policy(policy: Policy, path: str) -> None:
+    """Refuse a model that we would score differently from transformers itself.
+
+    Two short packed sequences against the model's own forward, one by one: catches soft-capped or scaled logits,
+    attention that looks across packed sequences, and architectures without the attention interface.
+    """
+    model = policy.causal_lm
+    parameter = next(model.parameters())
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    sequences = [[(7 * i + 3) % vocabulary for i in range(n)] for n in (5, 9)]
+    name = type(model).__name__
+    policy.eval()
+    try:
+        ours = policy(_line(sequences, parameter.device))
+    except (TypeError, NotImplementedError, AttributeError, RuntimeError) as error:
+        raise Refusal.at(
+            f"model.path {path}",
+            f"{name} cannot be run packed: {error}",
+            "use an architecture with transformers' attention interface",
+        ) from error
+    with policy.generating():
+        theirs = torch.cat([_own_logprobs(model, torch.tensor([ids], device=parameter.device)) for ids in sequences])
+    policy.train()
+    difference = (ours - theirs).abs().max().item()
+    if not difference <= CHECK_TOLERANCE[parameter.dtype]:
+        raise Refusal.at(
+            f"model.path {path}",
+            f"{name}: packed log-probabilities differ from transformers' own by {difference:.3g}",
+            "its head or attention does something beyond a linear projection and causal attention; it is not supported",
+        )
+
+
+def _own_logprobs(model: Any, ids_1T: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0]
+
+
+def _line(sequences: list[list[int]], device: torch.device) -> MicroBatch:
+    positions = [i for ids in sequences for i in range(len(ids))]
+    flat = [token for ids in sequences for token in ids]
+    predictors = [i for i in range(len(flat) - 1) if positions[i + 1] > 0]
+    return MicroBatch(
+        input_ids_NT=torch.tensor([flat], device=device),
+        position_ids_NT=torch.tensor([positions], device=device),
+        lengths=tuple(len(ids) for ids in sequences),
+        packed=True,
+        predictors_K=torch.tensor(predictors, device=device),
+        targets_K=torch.tensor([flat[i + 1] for i in predictors], device=device),
+    )

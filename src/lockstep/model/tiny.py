@@ -1,0 +1,150 @@
+"""The embedded default model: a small random Qwen2 that needs no hub and trains on a CPU in a minute."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import Problem, Refusal
+
+PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+HEAD_SIZE = 32
+CONTEXT = 2048
+
+# ChatML. The generation markers hold what the assistant itself must produce: its words and the end of its turn.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\n' -}}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}"
+    "{{- '\n' -}}"
+    "{%- else -%}"
+    "{{- message['content'] + '<|im_end|>\n' -}}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+
+
+def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 4) -> None:
+    """Write a random Qwen2 with a byte tokenizer to `folder` as a Hugging Face model.
+
+    The same arguments give the same files, so writing twice is harmless; a file that differs is never overwritten.
+    The default has 1.1 M parameters (1 to 4 M is what the sizes are meant for).
+    """
+    _refuse_bad_sizes(seed, hidden, layers)
+    if folder.exists() and not folder.is_dir():
+        raise Refusal.at(str(folder), "is a file, not a folder", "give another folder")
+    with tempfile.TemporaryDirectory() as aside:
+        tokens = _save_tokenizer(Path(aside))
+        _save_model(Path(aside), tokens, seed, hidden, layers)
+        _refuse_overwriting(Path(aside), folder)
+        shutil.copytree(aside, folder, dirs_exist_ok=True)
+
+
+def byte_vocabulary() -> dict[str, int]:
+    """A token for each of the 256 bytes, its id being the byte, under the printable names of byte-level BPE."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    names = {byte: chr(byte) for byte in printable}
+    unprintable = [byte for byte in range(256) if byte not in names]
+    names.update({byte: chr(256 + i) for i, byte in enumerate(unprintable)})
+    return {names[byte]: byte for byte in range(256)}
+
+
+def _refuse_bad_sizes(seed: int, hidden: int, layers: int) -> None:
+    problems = []
+    if seed < 0:
+        problems.append(Problem("seed", f"{seed} is negative", "give 0 or more"))
+    if hidden < HEAD_SIZE or hidden % HEAD_SIZE:
+        problems.append(
+            Problem("hidden", f"{hidden} is not a multiple of the head size {HEAD_SIZE}", "give 128 or 256")
+        )
+    if layers < 1:
+        problems.append(Problem("layers", f"{layers} is not a number of layers", "give 1 or more"))
+    if problems:
+        raise Refusal(problems)
+
+
+def _refuse_overwriting(written: Path, folder: Path) -> None:
+    problems = [
+        Problem(str(folder / new.name), "exists and holds something else", "remove it or give another folder")
+        for new in sorted(written.iterdir())
+        if (folder / new.name).exists() and (folder / new.name).read_bytes() != new.read_bytes()
+    ]
+    if problems:
+        raise Refusal(problems)
+
+
+def _save_tokenizer(folder: Path) -> dict[str, int]:
+    """Write the tokenizer and return what the model must know of it: its size and its special tokens' ids."""
+    from transformers import Qwen2Tokenizer
+
+    # transformers loads the tokenizer of every qwen2 model as this class, whatever the folder says, and rebuilds the
+    # text splitting from it. Made by the same class, tokenizer.json means the same to every reader of the folder.
+    tokenizer = Qwen2Tokenizer(
+        vocab=byte_vocabulary(),
+        merges=[],
+        bos_token=TURN_START,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        unk_token=PAD,
+        model_max_length=CONTEXT,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _save_model(folder: Path, tokens: dict[str, int], seed: int, hidden: int, layers: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    heads = hidden // HEAD_SIZE
+    config = Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        # Grouped queries where the heads divide, as in the Qwen2 models that people train.
+        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        dtype="float32",
+        **tokens,
+    )
+    # The library's own initialisation moves the caller's random state and is replaced by ours anyway.
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen2ForCausalLM(config)
+    _initialise(model, seed, layers)
+    config.save_pretrained(folder)
+    special = {name: token for name, token in tokens.items() if name != "vocab_size"}
+    GenerationConfig(do_sample=False, **special).save_pretrained(folder)
+    # named_parameters lists a tied weight once, which is how a tied model is stored.
+    save_file(dict(model.named_parameters()), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _initialise(model: Any, seed: int, layers: int) -> None:
+    """Draw the weights in parameter order from one generator, independent of the library's version."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.zero_()
+            elif weight.dim() == 1:
+                weight.fill_(1.0)
+            else:
+                weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                # What each block adds is kept small, so that the sum over blocks starts at the embedding's size.
+                weight.mul_((2 * layers) ** -0.5)

@@ -1,0 +1,65 @@
+"""Sharded models (FSDP2): each rank holds a slice of every parameter, its gradient and its optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lockstep.device.base import Device
+from lockstep.parallel.world import World
+
+
+def shard(root: nn.Module, layers: Iterator[nn.Module], device: Device, world: World) -> None:
+    """Shard `layers` one by one and what remains at the root. One rank: nothing to do."""
+    if world.size == 1:
+        return
+    mesh = init_device_mesh(device.name, (world.size,))
+    # Gradients are summed in fp32 whatever the weights are.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(root, mesh=mesh, mp_policy=policy)
+    for module in _sharded(root):
+        # The loss is already divided by the global count: gradients are summed over ranks, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _sharded(root: nn.Module) -> list[FSDPModule]:
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def gathered(root: nn.Module) -> Iterator[None]:
+    """Whole parameters on every rank, so that ranks can run forward passes independently (no collectives inside)."""
+    modules = _sharded(root)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+        for module in modules:
+            # The root keeps its parameters between forward and backward, as `fully_shard` sets it up.
+            module.set_reshard_after_forward(module is not root, recurse=False)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a shard (a collective: every rank must call it in the same order)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def fill(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a full tensor into a parameter or state, sharded or not."""
+    if isinstance(target, DTensor):
+        value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
+    target.copy_(value)

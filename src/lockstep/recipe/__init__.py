@@ -1,0 +1,6 @@
+"""The recipe: one schema, a YAML file and dotted overrides. `load_recipe` is the way in."""
+
+from lockstep.recipe.load import load_recipe, recipe_text
+from lockstep.recipe.schema import Recipe, Source
+
+__all__ = ["Recipe", "Source", "load_recipe", "recipe_text"]

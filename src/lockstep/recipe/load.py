@@ -1,0 +1,210 @@
+"""From YAML and `key=value` words to a checked recipe, with every problem told at once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from lockstep.errors import Problem, Refusal
+from lockstep.recipe.checks import combination_problems, with_derived_defaults
+from lockstep.recipe.schema import Recipe
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that reads 1e-5 as a number (YAML 1.1 wants 1.0e-5) and refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def builtin_names() -> list[str]:
+    """Recipes shipped with the package."""
+    folder = resources.files("lockstep") / "recipes"
+    return sorted(entry.name[: -len(".yaml")] for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def recipe_text(name_or_path: str) -> str:
+    """The YAML text of a recipe file or of a built-in recipe."""
+    path = Path(name_or_path)
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise Refusal.at(name_or_path, f"is not UTF-8 text ({error})") from error
+    names = builtin_names()
+    if name_or_path in names:
+        return (resources.files("lockstep") / "recipes" / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+    near = difflib.get_close_matches(name_or_path, names, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise Refusal.at(
+        f"recipe {name_or_path}",
+        "no such file and no built-in recipe of that name",
+        f"{hint}built in: {', '.join(names)}",
+    )
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override, check. Raises one Refusal with every problem found."""
+    values = _parse_yaml(recipe_text(name_or_path), name_or_path)
+    if not isinstance(values, dict):
+        raise Refusal.at(name_or_path, f"a recipe is a mapping of keys, not {type(values).__name__}")
+    problems = [problem for word in overrides for problem in _apply_override(values, word)]
+    recipe, more = _validate(values)
+    problems += more
+    if problems or recipe is None:
+        raise Refusal(problems)
+    return with_derived_defaults(recipe)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that `load_recipe` reads back to the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise Refusal.at(where, f"not valid YAML: {error}") from error
+
+
+def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        return [Problem(word, "an override is written key=value", "for example optim.lr=1e-5")]
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        return [Problem(key, f"value {text!r} is not valid YAML: {error}")]
+    target: Any = values
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        if isinstance(target, list):
+            if not parent.isdigit() or int(parent) >= len(target):
+                return [Problem(key, f"{parent} is not an index into a list of {len(target)}")]
+            target = target[int(parent)]
+        else:
+            if target.get(parent) is None:
+                target[parent] = {}
+            target = target[parent]
+        if not isinstance(target, dict | list):
+            return [Problem(key, f"{parent} is a value, not a group of keys")]
+    if isinstance(target, list):
+        if not leaf.isdigit() or int(leaf) >= len(target):
+            return [Problem(key, f"{leaf} is not an index into a list of {len(target)}")]
+        target[int(leaf)] = value
+    else:
+        target[leaf] = value
+    return []
+
+
+def _validate(values: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
+    """Schema problems, then combination problems of what is left when the bad keys are taken out.
+
+    Pydantic stops at the schema; taking the bad keys out lets the second kind be told in the same breath.
+    """
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as failure:
+        problems = [_problem(error, values) for error in failure.errors()]
+        rest = _without(values, [_plain_loc(error["loc"]) for error in failure.errors()])
+        try:
+            partial = Recipe.model_validate(rest)
+        except ValidationError:
+            return None, _unique(problems)
+        return None, _unique(problems + list(combination_problems(partial)))
+    return recipe, list(combination_problems(recipe))
+
+
+def _unique(problems: list[Problem]) -> list[Problem]:
+    return list({problem.where + problem.why: problem for problem in problems}.values())
+
+
+def _plain_loc(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Pydantic names the branch of a union in the location ('list[str]', 'literal[...]'); a key has no bracket."""
+    return tuple(part for part in loc if isinstance(part, int) or ("[" not in part and part not in ("int", "float")))
+
+
+def _problem(error: Any, values: dict[str, Any]) -> Problem:
+    loc = _plain_loc(error["loc"])
+    key = ".".join(str(part) for part in loc)
+    if error["type"] == "extra_forbidden":
+        return Problem(key, "no such key", _nearest(loc))
+    if error["type"] == "missing":
+        return Problem(key, "must be set", _describe(loc))
+    reason = error["msg"][0].lower() + error["msg"][1:]
+    remedy = ""
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        near = difflib.get_close_matches(error["input"], choices, n=1)
+        remedy = f"did you mean {near[0]}?" if near else ""
+    return Problem(key, f"{reason} (given: {error['input']!r})", remedy)
+
+
+def _without(values: Any, locs: list[tuple[int | str, ...]]) -> Any:
+    heads = {loc[0] for loc in locs if len(loc) == 1}
+    pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else None
+    if pairs is None:
+        return values
+    kept = {
+        key: _without(value, [loc[1:] for loc in locs if len(loc) > 1 and loc[0] == key])
+        for key, value in pairs
+        if key not in heads
+    }
+    return kept if isinstance(values, dict) else list(kept.values())
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    """Every full key of the schema with its description."""
+    found: dict[str, str] = {}
+    for name, info in model.model_fields.items():
+        full = f"{prefix}{name}"
+        found[full] = info.description or ""
+        for section in sections_of(info.annotation):
+            found |= _keys(section, f"{full}.")
+    return found
+
+
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """Schema classes inside an annotation: `Lora | None` and `list[Source]` hold one each."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in getattr(annotation, "__args__", ()) for found in sections_of(part)]
+
+
+def _nearest(loc: tuple[int | str, ...]) -> str:
+    known = _keys(Recipe)
+    names = [str(part) for part in loc if isinstance(part, str)]
+    full, leaf = ".".join(names), names[-1]
+    parent = full[: -len(leaf)]
+    siblings = [key[len(parent) :] for key in known if key.startswith(parent) and "." not in key[len(parent) :]]
+    near = [parent + name for name in difflib.get_close_matches(leaf, siblings, n=1)]
+    near = near or [key for key in known if key.split(".")[-1] == leaf]
+    near = near or difflib.get_close_matches(full, list(known), n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"keys of {parent.rstrip('.') or 'a recipe'}: {', '.join(siblings)}"
+
+
+def _describe(loc: tuple[int | str, ...]) -> str:
+    return _keys(Recipe).get(".".join(str(part) for part in loc if isinstance(part, str)), "")

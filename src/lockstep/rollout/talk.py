@@ -1,0 +1,77 @@
+"""One answer, or a conversation, with a model on the console."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from lockstep.data.chat import render_prompt
+from lockstep.device.select import select
+from lockstep.errors import Refusal
+from lockstep.model.load import load_config, load_tokenizer
+from lockstep.model.resolve import model_folder
+from lockstep.rollout.hf import generate_batches
+from lockstep.types import Message, Origin
+
+_HERE = Origin("the prompt", 0)
+
+
+class Talker:
+    """A loaded model that answers."""
+
+    def __init__(
+        self, model: str, device: str, *, max_new_tokens: int, temperature: float, seed: int, system: str | None
+    ):
+        folder = model_folder(model)
+        chosen = select(device)
+        self.tokenizer = load_tokenizer(folder)
+        load_config(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(chosen.torch_device()).eval()
+        chosen.seed(seed)
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.opening: list[Message] = [{"role": "system", "content": system}] if system else []
+
+    def answer(self, prompt: str) -> str:
+        """The reply to one user message."""
+        if not self.tokenizer.chat_template:
+            return self.continue_text(prompt)
+        return self.reply([*self.opening, {"role": "user", "content": prompt}])
+
+    def reply(self, messages: list[Message]) -> str:
+        if not self.tokenizer.chat_template:
+            raise Refusal.at("--chat", "the model has no chat template", "give a prompt with --raw")
+        text = render_prompt(self.tokenizer, messages, _HERE)
+        return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def continue_text(self, prompt: str) -> str:
+        ids = self.tokenizer(prompt)["input_ids"]
+        if not ids:
+            raise Refusal.at("prompt", "is empty")
+        return self._generate(ids)
+
+    @torch.no_grad()
+    def _generate(self, ids: list[int]) -> str:
+        batches = generate_batches(
+            self.model, self.tokenizer, [ids], max_new_tokens=self.max_new_tokens, temperature=self.temperature
+        )
+        return next(batches)[0].text
+
+
+def converse(talker: Talker, first: str | None) -> None:
+    """Turn by turn until the input ends or an empty line is given."""
+    messages = list(talker.opening)
+    said = first
+    while True:
+        if said is None:
+            try:
+                said = input("you> ").strip()
+            except EOFError:
+                print()
+                return
+        if not said:
+            return
+        messages.append({"role": "user", "content": said})
+        reply = talker.reply(messages)
+        print(f"model> {reply}")
+        messages.append({"role": "assistant", "content": reply})
+        said = None

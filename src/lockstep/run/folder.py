@@ -1,0 +1,148 @@
+"""The run folder: everything a run did, in one place, and one process at a time writing it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import Refusal
+from lockstep.run.environment import describe_environment
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The names of what a run leaves behind, under `path`."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def env(self) -> Path:
+        return self.path / "env.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def tape(self) -> Path:
+        return self.path / "tape"
+
+    @property
+    def trackers(self) -> Path:
+        """The run's ids at outside trackers, so that a resumed run continues there under the same id."""
+        return self.path / "trackers.json"
+
+    def create(self) -> None:
+        """Makes the folder; one that is already there is left as it is."""
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refusal.at(
+                f"run folder {self.path}", f"cannot be made: {error.strerror}", "choose a folder you can write to"
+            ) from error
+
+    def write_recipe(self, text: str) -> None:
+        atomic_write_text(self.recipe, text)
+
+    def write_env(self, extra: dict[str, Any]) -> None:
+        """Writes env.json. Where a resumed run already had one, the earlier ones stay, under `before_resume`."""
+        facts = describe_environment()
+        if taken := sorted(facts.keys() & extra.keys()):
+            raise ValueError(f"env facts given twice: {', '.join(taken)}")
+        facts.update(extra)
+        if self.env.exists():
+            earlier = json.loads(self.env.read_text(encoding="utf-8"))
+            facts["before_resume"] = [*earlier.pop("before_resume", []), earlier]
+        atomic_write_text(self.env, json.dumps(facts, indent=2) + "\n")
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Holds the folder for this process. The kernel frees it when the process ends, however it ends."""
+        file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock_or_refuse(file, self.path)
+            os.ftruncate(file, 0)
+            os.pwrite(file, str(os.getpid()).encode(), 0)
+            _held.add(file)
+            yield
+        finally:
+            # The file stays: removing it would let two processes lock two different files of the same name.
+            _held.discard(file)
+            os.close(file)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Replaces `path` so that a kill or a power cut leaves the old text or the new one, never half of it."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes new names in a folder survive a power cut: the rename itself is data of the folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock_or_refuse(file: int, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(file, 32, 0).decode(errors="replace").strip()
+        raise Refusal.at(
+            f"run folder {path}",
+            f"process {holder} is training in it" if holder else "another process is training in it",
+            "wait for it, stop it, or give this run another folder",
+        ) from None
+    except OSError as error:
+        raise Refusal.at(
+            f"run folder {path}",
+            f"its file system cannot lock files ({error.strerror}), so two runs could mix in it",
+            "put the run folder on a file system with flock, such as a local disk",
+        ) from error
+
+
+# A forked child shares its parent's lock and would keep it after the parent is killed (a data worker, for instance),
+# so children let go of theirs at once.
+_held: set[int] = set()
+
+
+def _release_in_child() -> None:
+    for file in _held:
+        os.close(file)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

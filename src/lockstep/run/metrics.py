@@ -1,0 +1,139 @@
+"""`metrics.jsonl`, a line a step, and the clock for the phases of a step.
+
+A line is `{"step": 7, "data": {"train/loss": 1.25}}`. Numbers come back bit for bit. JSON has no NaN or infinity, so
+these are written as the strings "NaN", "Infinity" and "-Infinity", and read back as floats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import Refusal
+from lockstep.run.folder import atomic_write_text, sync_folder
+
+
+class MetricsLog:
+    """Appends to metrics.jsonl. What `append` returned from is on the disk."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._last: int | None = None
+
+    def append(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds one step's line. Steps only go up: a resumed run calls `rewind` first."""
+        if self._last is None:
+            self._last = _last_step(self.path)
+        if step <= self._last:
+            raise ValueError(f"{self.path} already has step {self._last}, so step {step} cannot follow; rewind first")
+        data = {name: _to_json(float(value)) for name, value in metrics.items()}
+        line = json.dumps({"step": step, "data": data}, allow_nan=False) + "\n"
+        new = not self.path.exists()
+        with self.path.open("ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            sync_folder(self.path.parent)
+        self._last = step
+
+    def rewind(self, step: int) -> None:
+        """Forgets what came after `step`, and a line cut short by a kill. `rewind(-1)` forgets everything."""
+        rewind_lines(self.path, step)
+        self._last = None
+
+
+def read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:
+    """Every step's metrics in order. A last line cut short is left out; any other damage is refused."""
+    steps = []
+    for number, line in enumerate(_parse(path, _whole_lines(path)), start=1):
+        if not isinstance(line.get("data"), dict):
+            raise _damaged(path, number, json.dumps(line))
+        steps.append((line["step"], {name: float(value) for name, value in line["data"].items()}))
+    return steps
+
+
+def rewind_lines(path: Path, step: int) -> None:
+    """Drops the lines of steps after `step`, and a line cut short, from a file of JSON lines with a `step`."""
+    if not path.exists():
+        return
+    lines = _whole_lines(path)
+    kept = [text for text, line in zip(lines, _parse(path, lines), strict=True) if line["step"] <= step]
+    content = b"".join(line + b"\n" for line in kept)
+    if content != path.read_bytes():
+        atomic_write_text(path, content.decode())
+
+
+class Phases:
+    """Times the phases of a step: `with phases("update_actor"): ...`, then `take()`.
+
+    `synchronise` is the device's: without it an asynchronous device's work would be counted in a later phase.
+    """
+
+    def __init__(self, synchronise: Callable[[], None] = lambda: None):
+        self._synchronise = synchronise
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._synchronise()
+        start = time.perf_counter()
+        try:
+            yield
+            self._synchronise()
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """`timing_s/<phase>` for every phase since the last call; entering a phase twice adds up."""
+        taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return taken
+
+
+def _to_json(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    # A line is whole when its newline was written: that is the last byte of the one write that makes it.
+    return path.read_bytes().split(b"\n")[:-1]
+
+
+def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
+    parsed = []
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise _damaged(path, number, text.decode(errors="replace"))
+        parsed.append(line)
+    return parsed
+
+
+def _damaged(path: Path, number: int, text: str) -> Refusal:
+    return Refusal.at(
+        f"{path} line {number}",
+        f"not a line of this log: {text[:60]!r}",
+        "the file was changed from outside; restore it, or remove the line",
+    )
+
+
+def _last_step(path: Path) -> int:
+    """The highest step in the log, -1 when there is none."""
+    if not path.exists():
+        return -1
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        raise ValueError(f"the last line of {path} was cut short by a kill; rewind before appending")
+    return max((line["step"] for line in _parse(path, _whole_lines(path))), default=-1)

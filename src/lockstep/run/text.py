@@ -1,0 +1,84 @@
+"""Text that fits a terminal, and numbers the way a person reads them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+WIDTH = 80
+_CONTROL = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+
+
+class Column(NamedTuple):
+    """A metric that is shown at each step: its name, what it is called on the screen, its number format."""
+
+    metric: str
+    label: str
+    format: str
+
+
+OFFLINE_COLUMNS = (
+    Column("train/loss", "loss", ".4f"),
+    Column("train/lr", "lr", ".2e"),
+    Column("train/grad_norm", "grad", ".3g"),
+    Column("perf/throughput", "tok/s", ",.0f"),
+)
+ONLINE_COLUMNS = (
+    Column("critic/rewards/mean", "reward", ".3f"),
+    Column("actor/pg_loss", "loss", ".4f"),
+    Column("actor/ppo_kl", "kl", ".4f"),
+    Column("response_length/mean", "length", ".0f"),
+    Column("perf/throughput", "tok/s", ",.0f"),
+)
+
+
+def fit(text: str, width: int = WIDTH) -> list[str]:
+    """`text` as lines of at most `width`. Words stay whole, so that a long path can still be copied."""
+    lines: list[str] = []
+    for line in text.translate(_CONTROL).expandtabs(4).split("\n"):
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        wrapped = textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+        lines += wrapped or [""]
+    return lines
+
+
+def fit_rows(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> list[tuple[str, str]]:
+    """A table of two columns as one (key, value) pair a line: keys padded to one width, values wrapped beside them."""
+    margin = max((len(key) for key, _ in rows), default=0) + 2
+    pairs: list[tuple[str, str]] = []
+    for key, value in rows:
+        first, *others = [line.strip() for line in fit(value, max(width - margin, 20))]
+        pairs += [(key.ljust(margin), first), *((" " * margin, line) for line in others)]
+    return pairs
+
+
+def show(columns: Sequence[Column], metrics: dict[str, float], width: int = WIDTH) -> str:
+    """The columns that the metrics have, from the left as far as they fit."""
+    line = ""
+    for column in columns:
+        if column.metric in metrics:
+            cell = f"{column.label} {metrics[column.metric]:{column.format}}"
+            longer = f"{line}  {cell}" if line else cell
+            if len(longer) > width:
+                break
+            line = longer
+    return line
+
+
+def clock(seconds: float) -> str:
+    """7384 -> '2:03:04'."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}"
+
+
+def brief_seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)

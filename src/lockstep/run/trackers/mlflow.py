@@ -1,0 +1,89 @@
+"""The MLflow sink."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep.run.folder import RunFolder
+from lockstep.run.progress import Console
+from lockstep.run.trackers.common import import_tracker, remember_id, tracker_id
+
+
+class MlflowSink:
+    """MLflow. MLFLOW_TRACKING_URI says where; without it, files under `mlflow/`."""
+
+    def __init__(self, folder: RunFolder, project: str, console: Console):
+        self._mlflow = import_tracker("mlflow")
+        self._folder, self._project, self._console = folder, project, console
+        self._notes: list[str] = []
+
+    def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
+        self._client = client = self._mlflow.MlflowClient(tracking_uri=self._uri())
+        run_id, known = tracker_id(self._folder, "mlflow", resumed_at)
+        if known:
+            run = client.get_run(run_id)
+            client.update_run(run_id, status="RUNNING")
+            self._notes = [text for text in [run.data.tags.get("mlflow.note.content")] if text]
+        else:
+            experiment = client.get_experiment_by_name(self._project)
+            experiment_id = experiment.experiment_id if experiment else client.create_experiment(self._project)
+            run_id = client.create_run(experiment_id, run_name=name).info.run_id
+            self._log_recipe(run_id, recipe)
+        self._run_id = run_id
+        remember_id(self._folder, "mlflow", run_id)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        entries = [
+            self._mlflow.entities.Metric(_mlflow_name(metric), value, now, step) for metric, value in metrics.items()
+        ]
+        for batch in _batches(entries, 1000):
+            self._client.log_batch(self._run_id, metrics=batch)
+
+    def note(self, text: str) -> None:
+        self._notes.append(text)
+        self._client.set_tag(self._run_id, "mlflow.note.content", "\n\n".join(self._notes))
+
+    def close(self, ok: bool) -> None:
+        self._client.set_terminated(self._run_id, "FINISHED" if ok else "FAILED")
+
+    def _uri(self) -> str:
+        if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+            return uri
+        # The small mlflow package has no database, and mlflow 3 wants to be told that files are meant.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        store = (self._folder.path / "mlflow").resolve()
+        self._console.say(
+            "mlflow: no MLFLOW_TRACKING_URI, so the run is kept in files; see it with "
+            f"`MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {store}`"
+        )
+        return store.as_uri()
+
+    def _log_recipe(self, run_id: str, recipe: dict[str, Any]) -> None:
+        # mlflow refuses longer values; the whole recipe is in recipe.yaml.
+        parameters = [
+            self._mlflow.entities.Param(_mlflow_name(key), str(value)[:6000]) for key, value in _flatten(recipe)
+        ]
+        for batch in _batches(parameters, 100):
+            self._client.log_batch(run_id, params=batch)
+
+
+def _mlflow_name(name: str) -> str:
+    """mlflow takes only some characters in a name; `mean@32` is common for metrics."""
+    return re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_"))
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

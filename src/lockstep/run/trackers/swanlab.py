@@ -1,0 +1,66 @@
+"""The SwanLab sink."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from lockstep.run.folder import RunFolder
+from lockstep.run.progress import Console
+from lockstep.run.trackers.common import earlier_steps, import_tracker, remember_id, tracker_id
+
+
+class SwanlabSink:
+    """SwanLab. Its own mode setting decides; without one, online when there is an API key, on this disk otherwise."""
+
+    def __init__(self, folder: RunFolder, project: str, console: Console):
+        self._swanlab = import_tracker("swanlab")
+        self._folder, self._project, self._console = folder, project, console
+        self._step = 0
+
+    def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
+        swanlab = self._swanlab
+        run_id, known = tracker_id(self._folder, "swanlab", resumed_at)
+        # Not interactive: a missing key is an error, not a question. Their terminal capture would fight with the bar.
+        mode = self._mode()
+        settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
+        self._run = swanlab.init(
+            project=self._project,
+            name=name,
+            id=run_id,
+            resume="allow" if known else None,
+            config=recipe,
+            mode=mode,
+            log_dir=str(self._folder.path / "swanlab"),
+            settings=settings,
+        )
+        remember_id(self._folder, "swanlab", run_id)
+        self._step = resumed_at
+        if mode in ("local", "offline"):  # a new file for each process; their server keeps what it has
+            for step, metrics in earlier_steps(self._folder, resumed_at):
+                self.log(step, metrics)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._step = step
+        self._run.log(metrics, step=step)
+
+    def note(self, text: str) -> None:
+        self._run.log({"note": self._swanlab.Text(text)}, step=self._step)
+
+    def close(self, ok: bool) -> None:
+        self._run.finish(state="success" if ok else "crashed")
+
+    def _mode(self) -> str:
+        settings = self._swanlab.Settings()
+        mode: str = settings.mode
+        if "mode" in settings.model_fields_set or settings.api_key:
+            return mode
+        where = self._folder.path / "swanlab"
+        if find_spec("swanboard") is not None:
+            self._console.say(f"swanlab: no API key and no SWANLAB_MODE; see the run with `swanlab watch {where}`")
+            return "local"
+        self._console.say(
+            "swanlab: no API key and no SWANLAB_MODE, so the run is kept offline; upload it with "
+            f"`swanlab sync {where / 'run-*'}`"
+        )
+        return "offline"

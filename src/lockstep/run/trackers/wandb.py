@@ -1,0 +1,67 @@
+"""The Weights & Biases sink."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.errors import Refusal
+from lockstep.run.folder import RunFolder
+from lockstep.run.progress import Console
+from lockstep.run.trackers.common import earlier_steps, import_tracker, remember_id, tracker_id
+
+
+class WandbSink:
+    """Weights & Biases. WANDB_MODE decides; without it, online when there is an API key, offline otherwise."""
+
+    def __init__(self, folder: RunFolder, project: str, console: Console):
+        self._wandb = import_tracker("wandb")
+        self._folder, self._project, self._console = folder, project, console
+
+    def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
+        wandb = self._wandb
+        run_id, known = tracker_id(self._folder, "wandb", resumed_at)
+        mode = self._mode()
+        # Their console capture would fight with the progress bar; their closing summary repeats ours.
+        settings = wandb.Settings(console="off", silent=mode == "offline")
+        self._run = wandb.init(
+            project=self._project,
+            name=name,
+            id=run_id,
+            resume="allow" if known else None,
+            config=recipe,
+            mode=mode,
+            dir=str(self._folder.path),
+            settings=settings,
+        )
+        remember_id(self._folder, "wandb", run_id)
+        # The server keeps what it has, also beyond the resumed step: those steps come out the same again.
+        self._next = self._run.step
+        for step, metrics in earlier_steps(self._folder, resumed_at):
+            self.log(step, metrics)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if step >= self._next:
+            self._run.log(metrics, step=step)
+
+    def note(self, text: str) -> None:
+        self._run.notes = f"{self._run.notes}\n{text}" if self._run.notes else text
+
+    def close(self, ok: bool) -> None:
+        self._run.finish(exit_code=0 if ok else 1)
+
+    def _mode(self) -> str:
+        settings = self._wandb.setup().settings
+        mode: str = settings.mode
+        if mode not in ("online", "shared") or self._wandb.login(prompt=False, verify=False):
+            return mode
+        if "mode" in settings.model_fields_set:
+            raise Refusal.at(
+                "sink wandb",
+                f"the mode is {mode!r} and there is no API key",
+                "set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline",
+            )
+        self._console.say(
+            "wandb: no API key and no WANDB_MODE, so the run is kept offline; upload it with "
+            f"`wandb sync {self._folder.path / 'wandb' / 'offline-run-*'}`"
+        )
+        return "offline"

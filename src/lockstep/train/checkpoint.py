@@ -1,0 +1,200 @@
+"""Checkpoints that are whole or not there: written aside, checksummed, renamed; the newest whole one is resumed.
+
+A checkpoint folder holds `model.safetensors` (the trained weights: all of them, or the adapter),
+`optimizer.safetensors` (moments, master weights, random states), `state.json` and, last, `manifest.json` with the
+size and SHA-256 of each file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from lockstep.errors import Refusal
+from lockstep.run.folder import sync_folder
+
+VERSION = 1
+MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+# Room asked for beyond the tensors: headers, json, and a little for the metrics that follow.
+SPARE_BYTES = 4 * 2**20
+
+
+@dataclass
+class State:
+    """Everything of a run that is neither a tensor nor already in its recipe."""
+
+    step: int
+    rows_seen: int
+    recipe: dict[str, Any]
+    data: dict[str, Any]
+    world_size: int
+    val_loss: float | None = None
+    loss_scale: list[float] = field(default_factory=list)
+    skipped: int = 0
+    end_tokens: list[int] = field(default_factory=list)
+    version: int = VERSION
+
+
+@dataclass
+class Checkpoint:
+    state: State
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    path: Path
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step_{step}"
+
+
+def steps_in(checkpoints: Path) -> list[int]:
+    """Steps that have a checkpoint folder, oldest first."""
+    found = [p.name.removeprefix("step_") for p in checkpoints.glob("step_*") if p.is_dir()]
+    return sorted(int(step) for step in found if step.isdigit())
+
+
+def save(checkpoints: Path, state: State, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> Path:
+    """Write a whole checkpoint or none. Nothing that is already there is touched."""
+    target = folder_of(checkpoints, state.step)
+    require_disk(checkpoints, _bytes(weights) + _bytes(optimizer), "a checkpoint")
+    aside = checkpoints / f".writing-{target.name}"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        save_file(_contiguous(weights), aside / MODEL)
+        save_file(_contiguous(optimizer), aside / OPTIMIZER)
+        (aside / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
+        names = (MODEL, OPTIMIZER, STATE)
+        manifest = {name: {"bytes": (aside / name).stat().st_size, "sha256": _sha256(aside / name)} for name in names}
+        (aside / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        for name in (*names, MANIFEST):
+            _sync(aside / name)
+        sync_folder(aside)
+        aside.rename(target)
+        sync_folder(checkpoints)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise Refusal.at(
+            str(target), f"could not be written: {error}", "free some disk; the checkpoints before it are untouched"
+        ) from error
+    return target
+
+
+def require_disk(folder: Path, needed: int, what: str) -> None:
+    """Refuse before anything is written or overwritten."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + SPARE_BYTES:
+        raise Refusal.at(
+            str(folder),
+            f"{what} needs {(needed + SPARE_BYTES) / 2**20:,.0f} MiB and the disk has {free / 2**20:,.0f} MiB free",
+            "free some disk, lower checkpoint.keep_last, or move run.folder; nothing was overwritten",
+        )
+
+
+def prune(checkpoints: Path, *, keep_last: int, keep_best: int) -> None:
+    """Remove checkpoints that are neither among the newest nor among the best. Renamed first: no half folder stays."""
+    steps = steps_in(checkpoints)
+    kept = set(steps[-keep_last:])
+    if keep_best:
+        losses = {step: _val_loss(folder_of(checkpoints, step)) for step in steps}
+        ranked = sorted((loss, step) for step, loss in losses.items() if loss is not None)
+        kept |= {step for _, step in ranked[:keep_best]}
+    for step in steps:
+        if step not in kept:
+            doomed = checkpoints / f".removing-step_{step}"
+            folder_of(checkpoints, step).rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def best_step(checkpoints: Path) -> int | None:
+    """The kept step with the lowest validation loss."""
+    losses = {step: _val_loss(folder_of(checkpoints, step)) for step in steps_in(checkpoints)}
+    known = {step: loss for step, loss in losses.items() if loss is not None}
+    return min(known, key=lambda step: (known[step], step)) if known else None
+
+
+def sweep(checkpoints: Path) -> None:
+    """Clear what a kill left half written or half removed."""
+    for pattern in (".writing-*", ".removing-*"):
+        for leftover in checkpoints.glob(pattern):
+            shutil.rmtree(leftover)
+
+
+def newest(checkpoints: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest whole checkpoint. Damaged ones are passed over aloud; only damaged ones is a refusal."""
+    steps = steps_in(checkpoints)
+    for step in reversed(steps):
+        path = folder_of(checkpoints, step)
+        damage = damage_of(path)
+        if damage is None:
+            return read(path)
+        warn(f"checkpoint {path.name} is damaged ({damage}); trying the one before it")
+    if steps:
+        raise Refusal.at(str(checkpoints), "every checkpoint in it is damaged", "start again under another run.name")
+    return None
+
+
+def damage_of(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder; None when every file is as it was written."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    for name, expected in manifest.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != expected["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
+        if _sha256(file) != expected["sha256"]:
+            return f"{name} has another checksum than when it was written"
+    return None
+
+
+def read(path: Path) -> Checkpoint:
+    """A checkpoint whose files were verified."""
+    try:
+        values = json.loads((path / STATE).read_text(encoding="utf-8"))
+        if values.get("version") != VERSION:
+            raise Refusal.at(str(path), f"was written in format {values.get('version')}, this version reads {VERSION}")
+        return Checkpoint(State(**values), load_file(path / MODEL), load_file(path / OPTIMIZER), path)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise Refusal.at(str(path), f"cannot be read: {error}") from error
+
+
+def _val_loss(path: Path) -> float | None:
+    return json.loads((path / STATE).read_text(encoding="utf-8")).get("val_loss")
+
+
+def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _bytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

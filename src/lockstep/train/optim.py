@@ -1,0 +1,141 @@
+"""AdamW over the trained parameters, with fp32 master weights where asked, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from lockstep.parallel.shard import fill, whole
+from lockstep.recipe.schema import Optim
+
+
+def learning_rate(step: int, total: int, settings: Optim) -> float:
+    """The rate of update `step` (from 0) of `total`: a linear warm-up from lr/warmup, then the schedule.
+
+    cosine and linear reach the minimum in the last update; wsd stays at the peak and falls linearly to the
+    minimum in the last `decay` share of the updates.
+    """
+    warmup = warmup_steps(total, settings)
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    low = settings.min_lr_ratio
+    done = (step - warmup + 1) / max(1, total - warmup)
+    if settings.schedule == "constant":
+        share = 1.0
+    elif settings.schedule == "linear":
+        share = 1 - done
+    elif settings.schedule == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    else:
+        tail = max(1, round(settings.decay * total))
+        share = min(1.0, (total - 1 - step) / tail)
+    return settings.lr * (low + (1 - low) * max(0.0, share))
+
+
+def warmup_steps(total: int, settings: Optim) -> int:
+    """A share below 1 counts in updates of the run; a whole number is taken as it is."""
+    return round(settings.warmup * total) if settings.warmup < 1 else int(settings.warmup)
+
+
+class LossScale:
+    """Dynamic loss scaling for fp16: halve on overflow and skip the update, double after a quiet while."""
+
+    GROWTH_INTERVAL = 1000
+
+    def __init__(self, value: float = 2.0**15):
+        self.value = value
+        self.quiet = 0
+
+    def update(self, overflowed: bool) -> None:
+        if overflowed:
+            self.value, self.quiet = self.value / 2, 0
+            return
+        self.quiet += 1
+        if self.quiet == self.GROWTH_INTERVAL:
+            self.value, self.quiet = self.value * 2, 0
+
+
+class Optimizer:
+    """AdamW on the parameters themselves, or on fp32 masters that the parameters follow.
+
+    With masters the gradients of each micro-batch are added up in fp32 (`collect`), so that neither a long
+    accumulation nor a small update is lost to rounding.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], settings: Optim, *, masters: bool, fused: bool):
+        self.parameters = dict(parameters)
+        self.masters = masters
+        self.stepped = {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
+        self.trained: dict[str, torch.Tensor] = dict(self.stepped) if masters else dict(self.parameters)
+        decayed = [p for p in self.trained.values() if p.ndim >= 2]
+        spared = [p for p in self.trained.values() if p.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+        self.clip = settings.clip
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.lr,
+            betas=(settings.betas[0], settings.betas[1]),
+            eps=settings.eps,
+            fused=fused,
+        )
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Move the gradients of a micro-batch from the parameters to the masters."""
+        if not self.masters:
+            return
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            master = self.trained[name]
+            gradient = parameter.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def gradient_norm(self, scale: float = 1.0) -> torch.Tensor:
+        """Undo the loss scale and return the norm of all gradients."""
+        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
+        if scale != 1.0:
+            torch._foreach_div_(gradients, scale)
+        return whole(torch.nn.utils.get_total_norm(gradients))
+
+    @torch.no_grad()
+    def step(self, lr: float, norm: torch.Tensor) -> None:
+        """Clip, update, forget the gradients."""
+        if self.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(list(self.trained.values()), self.clip, norm)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        for name, master in self.stepped.items():
+            self.parameters[name].copy_(master)
+        self.forget()
+
+    def forget(self) -> None:
+        self.adamw.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Full state by name, for a checkpoint (a collective when sharded)."""
+        state = {f"master/{name}": whole(master).cpu() for name, master in self.stepped.items()}
+        for name, parameter in self.trained.items():
+            for key, value in self.adamw.state[parameter].items():
+                state[f"{key}/{name}"] = whole(value).cpu()
+        return state
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, master in self.stepped.items():
+            fill(master, tensors[f"master/{name}"])
+        for name, parameter in self.trained.items():
+            state = self.adamw.state[parameter]
+            # AdamW makes its state at the first step; a restored one needs it before.
+            step = tensors[f"step/{name}"]
+            state["step"] = step.to(parameter.device) if self.adamw.defaults["fused"] else step.clone()
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.zeros_like(parameter, requires_grad=False)
+                fill(state[key], tensors[f"{key}/{name}"])

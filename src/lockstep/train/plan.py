@@ -1,0 +1,169 @@
+"""What a run will do and what it will take, told before a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from lockstep.data.batching import plan_micro_batches
+from lockstep.data.dataset import Dataset, Loader, steps_and_rows
+from lockstep.errors import Refusal
+from lockstep.kernels.logprob import CHUNK_BYTES
+from lockstep.model.load import DTYPES, with_lora
+from lockstep.recipe import Recipe
+
+# Updates whose packing is tried out for the plan; the rest look alike.
+SAMPLED_UPDATES = 100
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Rows into updates into micro-batches."""
+
+    rows: int
+    rows_per_update: int
+    steps: int
+    total_rows: int
+    devices: int
+    fewest: int
+    most: int
+    fill: float
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.rows / self.rows_per_update
+
+    def lines(self) -> list[tuple[str, str]]:
+        each = f"{self.fewest}" if self.fewest == self.most else f"{self.fewest} to {self.most}"
+        return [
+            ("rows", f"{self.rows:,} an epoch, {self.total_rows:,} in all"),
+            ("updates", f"{self.steps:,} of {self.rows_per_update} rows ({self.steps_per_epoch:,.1f} an epoch)"),
+            ("micro-batches", f"{each} an update on each of {self.devices} device(s), {self.fill:.0%} full"),
+        ]
+
+
+def plan_batches(recipe: Recipe, dataset: Dataset, devices: int) -> BatchPlan:
+    batch, run = recipe.batch, recipe.run
+    rows = sum(len(source) for source in dataset.sources)
+    steps, total = steps_and_rows(rows, batch.rows_per_update, epochs=run.epochs, steps=run.steps)
+    loader = make_loader(recipe, dataset)
+    counts, used, room = [], 0, 0
+    for step in range(min(steps, SAMPLED_UPDATES)):
+        lengths = [len(example) for example in loader.take(step)]
+        bins = plan_micro_batches(lengths, devices=devices, tokens=batch.tokens, rows=batch.rows)
+        counts.append(len(bins[0]))
+        used += sum(lengths)
+        room += sum(_room(members, lengths, batch.tokens) for share in bins for members in share)
+    return BatchPlan(rows, batch.rows_per_update, steps, total, devices, min(counts), max(counts), used / room)
+
+
+def make_loader(recipe: Recipe, dataset: Dataset) -> Loader:
+    rows = sum(len(source) for source in dataset.sources)
+    _, total = steps_and_rows(rows, recipe.batch.rows_per_update, epochs=recipe.run.epochs, steps=recipe.run.steps)
+    return Loader(
+        dataset,
+        rows_per_update=recipe.batch.rows_per_update,
+        seed=recipe.run.seed,
+        shuffle=recipe.data.shuffle,
+        total_rows=total,
+    )
+
+
+def _room(members: Sequence[int], lengths: Sequence[int], tokens: int | None) -> int:
+    if tokens is not None:
+        return tokens
+    return max((lengths[i] for i in members), default=1) * max(1, len(members))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes on one device while something happens."""
+
+    name: str
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    parameters: int
+    trained: int
+    phases: tuple[Phase, ...]
+    checkpoint_bytes: int
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def plan_memory(recipe: Recipe, config: Any, devices: int, longest: int) -> MemoryPlan:
+    """Estimates from shapes alone: the model is built without storage."""
+    with torch.device("meta"):
+        model = with_lora(AutoModelForCausalLM.from_config(config), recipe.model.lora, seed=0)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    size = DTYPES[recipe.model.dtype].itemsize
+    masters = bool(recipe.model.master_weights)
+    tokens = recipe.batch.tokens or (recipe.batch.rows or 1) * longest
+    # Shards are divided over the devices; a layer at a time is gathered, which the spare share covers.
+    weights = parameters * size // devices
+    moments = trained * 2 * (4 if masters else size) // devices
+    master_bytes = trained * 4 // devices if masters else 0
+    gradients = trained * (4 + size if masters else size) // devices
+    layers = activation_bytes(config, tokens, size, recipe.model.gradient_checkpointing)
+    head = head_bytes(config, tokens, recipe.model.lora is None)
+    kept = Phase("", weights, 0, moments + master_bytes)
+    phases = (
+        Phase("load", parameters * size),
+        Phase("forward and backward", kept.weights, gradients, kept.optimizer, layers + head),
+        Phase("optimizer step", kept.weights, gradients, kept.optimizer),
+        Phase("validation", kept.weights, 0, kept.optimizer, layers // max(1, config.num_hidden_layers) + head),
+    )
+    checkpoint = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
+    return MemoryPlan(parameters, trained, phases, checkpoint)
+
+
+def activation_bytes(config: Any, tokens: int, size: int, checkpointing: bool) -> int:
+    """What the decoder layers keep for the backward pass, counted over the tensors of a Llama-like layer.
+
+    Per token: the inputs of two norms and of the projections, queries, keys, values, the attention's output, and
+    four tensors as wide as the feed-forward; the norms also keep fp32 copies of their input.
+    """
+    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", heads) or heads
+    head_size = getattr(config, "head_dim", None) or hidden // heads
+    attention = 3 * (heads + 2 * key_heads) * head_size + heads * head_size
+    layer = tokens * (size * (4 * hidden + attention + 4 * inner) + 2 * 2 * 4 * hidden)
+    if checkpointing:
+        return config.num_hidden_layers * tokens * hidden * size + layer
+    return config.num_hidden_layers * layer
+
+
+def head_bytes(config: Any, tokens: int, head_trained: bool) -> int:
+    """A chunk of fp32 logits and its working copies, and the head's fp32 gradient."""
+    chunk = min(CHUNK_BYTES, 4 * config.vocab_size * tokens)
+    return 3 * chunk + (4 * config.vocab_size * config.hidden_size if head_trained else 0)
+
+
+def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
+    """Say it now rather than after the model is loaded."""
+    peak = memory.peak
+    if peak.total > available:
+        raise Refusal.at(
+            "memory",
+            f"{peak.name} needs about {peak.total / 2**30:.1f} GiB on each device, "
+            f"and {device} has {available / 2**30:.1f} GiB",
+            "lower batch.tokens, set model.gradient_checkpointing, train a LoRA adapter (model.lora.rank), "
+            "use model.dtype=bf16, or shard over more devices with torchrun",
+        )

@@ -1,0 +1,49 @@
+"""`lockstep plan`: the batch plan and the memory of a recipe as tables."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from lockstep.device.select import explain
+from lockstep.recipe import Recipe
+from lockstep.run.progress import Console
+from lockstep.train.plan import MemoryPlan, refuse_misfit
+from lockstep.train.setup import prepare
+
+
+def show_plan(recipe: Recipe, devices: int) -> None:
+    """Prints first, refuses after: the numbers say what to change."""
+    device, sentence = explain(recipe.device)
+    console = Console.open()
+    console.say(sentence)
+    prepared = prepare(recipe, device, devices, console, must_fit=False)
+    counts = prepared.train.counts
+    console.banner(
+        f"plan of {recipe.run.name}",
+        [
+            *[("data", note) for note in prepared.train.notes],
+            ("tokens", f"{counts.tokens:,}, of which {counts.trained_tokens:,} trained; longest row {counts.longest}"),
+            ("left out", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"),
+            *prepared.batches.lines(),
+            ("parameters", f"{prepared.memory.parameters:,}, of which {prepared.memory.trained:,} trained"),
+            ("checkpoint", f"{prepared.memory.checkpoint_bytes / 2**20:,.1f} MiB on disk"),
+        ],
+    )
+    RichConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 80).print(_memory_table(prepared.memory))
+    available = device.memory().total
+    refuse_misfit(prepared.memory, available, device.name)
+    console.say(f"fits: {device.name} has {available / 2**30:.1f} GiB")
+
+
+def _memory_table(memory: MemoryPlan) -> Table:
+    table = Table(title="memory of one device, MiB (estimate)", title_justify="left")
+    table.add_column("phase")
+    for name in ("weights", "gradients", "optimizer", "activations", "total"):
+        table.add_column(name, justify="right")
+    for phase in memory.phases:
+        parts = (phase.weights, phase.gradients, phase.optimizer, phase.activations, phase.total)
+        table.add_row(phase.name, *[f"{part / 2**20:,.1f}" for part in parts])
+    return table

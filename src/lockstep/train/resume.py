@@ -1,0 +1,86 @@
+"""May this run go on from that checkpoint? Said with the difference when it may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.errors import Problem, Refusal
+
+# Keys that may change between two parts of a run: they do not change what an update computes.
+# (Micro-batch sizes never change a gradient; more steps stretch the schedule, which is said aloud.)
+FREE = (
+    "run.steps",
+    "run.epochs",
+    "run.folder",
+    "run.resume",
+    "run.export",
+    "device",
+    "log.",
+    "checkpoint.",
+    "val.",
+    "batch.tokens",
+    "batch.rows",
+)
+
+
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping of dotted keys."""
+    if isinstance(values, dict):
+        pairs = values.items()
+    elif isinstance(values, list):
+        pairs = {str(i): value for i, value in enumerate(values)}.items()
+    else:
+        return {prefix.rstrip("."): values}
+    return {k: v for name, value in pairs for k, v in flatten(value, f"{prefix}{name}.").items()}
+
+
+def refuse_changed_recipe(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Refuse a recipe that would train something else; returns the harmless changes as sentences."""
+    old, new = flatten(before), flatten(now)
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    harmful = [key for key in changed if not _free(key)]
+    if harmful:
+        raise Refusal(
+            [
+                Problem(
+                    key,
+                    f"the checkpoint was trained with {old.get(key)!r}, the recipe now says {new.get(key)!r}",
+                    "set it back, or start a new run with another run.name",
+                )
+                for key in harmful
+            ]
+        )
+    return [f"{key} changed from {old.get(key)!r} to {new.get(key)!r}" for key in changed]
+
+
+def _free(key: str) -> bool:
+    return any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
+
+
+def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse rows other than those the run began with: their order would no longer mean the same."""
+    problems = []
+    for part in ("train", "val"):
+        old, new = before.get(part, []), now.get(part, [])
+        if [source["fingerprint"] for source in old] == [source["fingerprint"] for source in new]:
+            continue
+        problems += [
+            Problem(f"data.{part}", difference, "restore the file, or start a new run with another run.name")
+            for difference in _differences(old, new)
+        ]
+    if problems:
+        raise Refusal(problems)
+
+
+def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
+    before = [file for source in old for file in source["files"]]
+    now = [file for source in new for file in source["files"]]
+    found = [
+        f"{b['name']} had {b['rows']} rows and {b['bytes']} bytes, {n['name']} now has {n['rows']} and {n['bytes']}"
+        + (" (same size, other content)" if b["bytes"] == n["bytes"] else "")
+        for b, n in zip(before, now, strict=False)
+        if b["sha256"] != n["sha256"]
+    ]
+    if len(before) != len(now):
+        found.append(f"the checkpoint was trained on {len(before)} files, now there are {len(now)}")
+    return found or ["the files are in another order or grouping"]

@@ -1,0 +1,373 @@
+"""A run in progress: its folder, learner, logs and checkpoints, so that the loop itself stays a page.
+
+Rank 0 alone writes. Collectives (gathering weights, validation) run on every rank, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from lockstep.device.base import Device
+from lockstep.errors import Interrupted, Refusal
+from lockstep.methods import METHODS
+from lockstep.model.export import export_model
+from lockstep.model.load import load_policy
+from lockstep.model.weights import restore_weights, trained_weights
+from lockstep.parallel.shard import shard
+from lockstep.parallel.world import World
+from lockstep.recipe.load import dump_recipe
+from lockstep.run.folder import RunFolder
+from lockstep.run.metrics import MetricsLog, Phases, read_metrics, rewind_lines
+from lockstep.run.progress import Console
+from lockstep.run.sinks import open_sinks
+from lockstep.train import checkpoint as checkpoints
+from lockstep.train.evaluate import accuracy, answer, validation_loss
+from lockstep.train.optim import LossScale, Optimizer
+from lockstep.train.resume import refuse_changed_data, refuse_changed_recipe
+from lockstep.train.setup import Prepared
+from lockstep.train.step import Learner
+from lockstep.types import Answer
+
+# Answers of a validation that are stored in samples.jsonl.
+STORED_ANSWERS = 20
+
+
+@contextmanager
+def opened(
+    prepared: Prepared, device: Device, world: World, console: Console, switches: dict[str, str]
+) -> Iterator[Session]:
+    """A session that is fresh or resumed, and closed whatever happens."""
+    folder = RunFolder(Path(prepared.recipe.run.folder) / prepared.recipe.run.name)
+    if world.main:
+        _claim(folder, prepared, console)
+    with folder.lock() if world.main else nullcontext(), _graceful_interrupt(console) as interrupt:
+        session = Session(prepared, folder, device, world, console, switches, interrupt)
+        try:
+            yield session
+        except BaseException:
+            session.close(ok=False)
+            raise
+        session.close(ok=True)
+
+
+def _claim(folder: RunFolder, prepared: Prepared, console: Console) -> None:
+    resume, used = prepared.recipe.run.resume, folder.path.exists() and bool(checkpoints.steps_in(folder.checkpoints))
+    if resume == "never" and folder.path.exists():
+        raise Refusal.at("run.resume", f"{folder.path} exists and resume is never", "choose another run.name")
+    if resume == "required" and not used:
+        raise Refusal.at("run.resume", f"{folder.path} has no checkpoint to continue from", "set run.resume=auto")
+    folder.create()
+    checkpoints.require_disk(folder.checkpoints, prepared.memory.checkpoint_bytes, "a checkpoint")
+
+
+@contextmanager
+def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
+    """The first Ctrl-C is remembered until the step is done; the second stops at once."""
+    asked: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        console.warn("stopping after this step and a checkpoint; press Ctrl-C again to stop at once")
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Session:
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: RunFolder,
+        device: Device,
+        world: World,
+        console: Console,
+        switches: dict[str, str],
+        interrupt: list[int],
+    ):
+        self.prepared, self.folder, self.device, self.world, self.console = prepared, folder, device, world, console
+        self.interrupt = interrupt
+        self.recipe = prepared.recipe
+        self.switches = switches
+        self.torch_device = device.torch_device(world.local_rank)
+        self.phases = Phases(device.synchronise)
+        self.metrics = MetricsLog(folder.metrics)
+        self.sinks = (
+            open_sinks(list(self.recipe.log.track), folder, self.recipe.log.project, console) if world.main else []
+        )
+        self.learner = self._learner()
+        self.step = self._resume()
+        self.saved_at = self.step
+        self._show_plan()
+        if world.main:
+            self._write_evidence()
+            for sink in self.sinks:
+                sink.start(self.recipe.run.name, self.recipe.model_dump(mode="json"), self.step)
+        self.console.begin(prepared.batches.steps, self.step)
+
+    # -- the way in
+
+    def _learner(self) -> Learner:
+        recipe = self.recipe
+        with self.console.task(f"Loading {recipe.model.path}", None):
+            policy = load_policy(recipe.model, self.torch_device, self.device.attention, recipe.run.seed)
+        shard(policy, policy.causal_lm.get_decoder().layers, self.device, self.world)
+        optimizer = Optimizer(
+            policy.trainable(),
+            recipe.optim,
+            masters=bool(recipe.model.master_weights),
+            fused=self.device.fused_optimizer,
+        )
+        # Each rank draws its own dropout; nothing else in a step is random.
+        self.device.seed(recipe.run.seed + self.world.rank)
+        scale = LossScale() if recipe.model.dtype == "fp16" else None
+        return Learner(policy, optimizer, self.torch_device, self.world, scale)
+
+    def _resume(self) -> int:
+        if self.world.main:
+            checkpoints.sweep(self.folder.checkpoints)
+        self.world.barrier()
+        found = checkpoints.newest(self.folder.checkpoints, self.console.warn)
+        if found is None:
+            if self.world.main:
+                self.metrics.rewind(-1)
+                rewind_lines(self.folder.samples, -1)
+            return 0
+        for change in refuse_changed_recipe(found.state.recipe, self.recipe.model_dump(mode="json")):
+            self.console.warn(f"resuming although {change}")
+        refuse_changed_data(found.state.data, self.prepared.fingerprints)
+        restore_weights(self.learner.policy.model, found.weights, str(found.path))
+        self.learner.optimizer.restore(found.optimizer)
+        self.learner.skipped = found.state.skipped
+        if self.learner.scale and found.state.loss_scale:
+            self.learner.scale.value, self.learner.scale.quiet = (
+                found.state.loss_scale[0],
+                int(found.state.loss_scale[1]),
+            )
+        self._restore_random_states(found)
+        if self.world.main:
+            self.metrics.rewind(found.state.step)
+            rewind_lines(self.folder.samples, found.state.step)
+        self.console.say(f"resuming {self.folder.path} after step {found.state.step}")
+        return found.state.step
+
+    def _restore_random_states(self, found: checkpoints.Checkpoint) -> None:
+        if found.state.world_size != self.world.size:
+            self.console.warn(
+                f"resuming on {self.world.size} processes what ran on {found.state.world_size}: "
+                "rows and updates are the same, dropout draws anew"
+            )
+            return
+        torch.set_rng_state(found.optimizer[f"rng/host/{self.world.rank}"])
+        self.device.set_rng_state(found.optimizer[f"rng/device/{self.world.rank}"])
+
+    def _write_evidence(self) -> None:
+        self.folder.write_recipe(dump_recipe(self.recipe))
+        self.folder.write_env(
+            {
+                "device": self.device.facts(),
+                "world_size": self.world.size,
+                "determinism": self.switches,
+                "data": self.prepared.fingerprints,
+            }
+        )
+
+    def _show_plan(self) -> None:
+        counts, memory = self.prepared.train.counts, self.prepared.memory
+        trained = f"{memory.trained:,} of {memory.parameters:,} parameters"
+        rows = [
+            ("model", f"{self.recipe.model.path} ({trained} trained, {self.recipe.model.dtype})"),
+            *[("data", note) for note in self.prepared.train.notes],
+            ("tokens", f"{counts.tokens:,}, of which {counts.trained_tokens:,} trained; longest row {counts.longest}"),
+            *self.prepared.batches.lines(),
+            ("memory", f"about {memory.peak.total / 2**30:.2f} GiB at the peak ({memory.peak.name})"),
+            ("run folder", str(self.folder.path)),
+        ]
+        self.console.banner(f"{self.recipe.method} run {self.recipe.run.name}", rows)
+        for number, what in ((counts.dropped, "dropped"), (counts.truncated, "truncated")):
+            if number:
+                self.console.warn(
+                    f"{number:,} rows over the limit were {what} (data.overlong={self.recipe.data.overlong})"
+                )
+
+    # -- a step
+
+    def finish_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Log, validate and save as the recipe asks; stop here if the user asked."""
+        metrics = {"train/epoch": step * self.recipe.batch.rows_per_update / self.prepared.batches.rows, **metrics}
+        metrics |= self._performance(metrics)
+        last = step == self.prepared.batches.steps
+        stopping = bool(sum(self.world.gather(len(self.interrupt))))
+        save = last or stopping or _due(step, self.recipe.checkpoint.every)
+        needs_loss = save and self.recipe.checkpoint.keep_best > 0
+        if last or needs_loss or _due(step, self.recipe.val.every):
+            metrics |= self.validate(step)
+        self._log(step, metrics)
+        self.step = step
+        if save:
+            self.save(metrics.get("val/loss"))
+        if stopping and not last:
+            raise Interrupted(f"stopped after step {step}, saved; the same command goes on from there")
+
+    def _performance(self, metrics: dict[str, float]) -> dict[str, float]:
+        timing = self.phases.take()
+        memory = self.device.memory()
+        return {
+            "perf/throughput": metrics["train/tokens"] / (timing["timing_s/step"] * self.world.size),
+            "perf/max_memory_gb": memory.peak / 1e9,
+            **timing,
+        }
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        if self.world.main:
+            self.metrics.append(step, metrics)
+            for sink in self.sinks:
+                sink.log(step, metrics)
+        self.console.step(step, metrics)
+        validation = {name: value for name, value in metrics.items() if name.startswith("val/")}
+        if validation:
+            self.console.validation(step, validation)
+
+    # -- validation
+
+    def validate_at_start(self) -> None:
+        if self.step == 0 and self.recipe.val.at_start:
+            metrics = self.validate(0)
+            if self.world.main and metrics:
+                self.metrics.append(0, metrics)
+                for sink in self.sinks:
+                    sink.log(0, metrics)
+            self.console.validation(0, metrics)
+
+    def validate(self, step: int) -> dict[str, float]:
+        prepared, recipe, policy = self.prepared, self.recipe, self.learner.policy
+        metrics: dict[str, float] = {}
+        if prepared.val is not None:
+            metrics["val/loss"] = validation_loss(
+                policy,
+                prepared.val.examples,
+                METHODS[recipe.method].loss,
+                self.world,
+                self.torch_device,
+                tokens=recipe.batch.tokens,
+                rows=recipe.batch.rows,
+                pad_id=prepared.pad_id,
+            )
+        if prepared.questions:
+            answers = answer(
+                policy,
+                prepared.tokenizer,
+                prepared.questions,
+                self.world,
+                max_new_tokens=recipe.val.max_new_tokens,
+                end_tokens=prepared.end_tokens,
+            )
+            metrics |= accuracy(answers)
+            if self.world.main:
+                self._store(step, answers[:STORED_ANSWERS])
+        return metrics
+
+    def _store(self, step: int, answers: list[Answer]) -> None:
+        with self.folder.samples.open("a", encoding="utf-8") as file:
+            for given in answers:
+                line: dict[str, Any] = {
+                    "step": step,
+                    "origin": str(given.question.origin),
+                    "prompt": given.question.prompt,
+                    "response": given.text,
+                    "ground_truth": given.question.ground_truth,
+                    "score": given.score,
+                    "tokens": given.tokens,
+                    "stopped": given.stopped,
+                }
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    # -- the way out
+
+    def save(self, val_loss: float | None) -> None:
+        """A checkpoint of the step just finished."""
+        learner = self.learner
+        weights = trained_weights(learner.policy.model)
+        optimizer = learner.optimizer.tensors()
+        states = self.world.gather((torch.get_rng_state(), self.device.rng_state()))
+        if self.world.main:
+            for rank, (host, own) in enumerate(states):
+                optimizer |= {f"rng/host/{rank}": host, f"rng/device/{rank}": own.cpu()}
+            state = checkpoints.State(
+                step=self.step,
+                rows_seen=min(self.step * self.recipe.batch.rows_per_update, self.prepared.batches.total_rows),
+                recipe=self.recipe.model_dump(mode="json"),
+                data=self.prepared.fingerprints,
+                world_size=self.world.size,
+                val_loss=val_loss,
+                loss_scale=[learner.scale.value, float(learner.scale.quiet)] if learner.scale else [],
+                skipped=learner.skipped,
+                end_tokens=self.prepared.end_tokens,
+            )
+            path = checkpoints.save(self.folder.checkpoints, state, weights, optimizer)
+            settings = self.recipe.checkpoint
+            checkpoints.prune(self.folder.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best)
+            self.console.say(f"saved {path}")
+        self.saved_at = self.step
+        self.world.barrier()
+
+    def finish(self) -> None:
+        """Export, and say what came out of it."""
+        self.console.end()
+        if not self.world.main:
+            return
+        if self.saved_at == self.step and self.recipe.run.export:
+            self._export()
+        changes = self._before_and_after()
+        self.console.banner(
+            f"{self.recipe.run.name}: {self.step} steps done",
+            [
+                *changes,
+                ("run folder", str(self.folder.path)),
+                ("talk to it", f"lockstep generate {self.folder.path} --chat"),
+            ],
+        )
+
+    def _export(self) -> None:
+        found = checkpoints.read(checkpoints.folder_of(self.folder.checkpoints, self.step))
+        checkpoints.require_disk(self.folder.path, self.prepared.memory.parameters * 4, "the exported model")
+        export_model(
+            self.recipe.model,
+            found.weights,
+            self.folder.export,
+            where=str(found.path),
+            end_tokens=found.state.end_tokens,
+            replace=True,
+        )
+        self.console.say(f"exported the model to {self.folder.export}")
+
+    def _before_and_after(self) -> list[tuple[str, str]]:
+        """First and last value of what says whether training worked."""
+        history = read_metrics(self.folder.metrics)
+        rows = []
+        for name in ("train/loss", "val/loss", "val/accuracy"):
+            values = [metrics[name] for _, metrics in history if name in metrics]
+            if len(values) > 1:
+                rows.append((name, f"{values[0]:.4g} -> {values[-1]:.4g}"))
+        return rows
+
+    def close(self, *, ok: bool) -> None:
+        self.console.end()
+        for sink in self.sinks:
+            sink.close(ok)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

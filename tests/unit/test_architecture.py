@@ -1,0 +1,398 @@
+"""The house rules that a reader relies on: accelerators are named in one place, imports go down, extras stay outside.
+
+Each rule is a function from a package folder to its violations, so that the tests below can show it a bad house too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import lockstep
+
+HOUSE = Path(lockstep.__file__).parent
+PACKAGE = "lockstep"
+
+
+class Violation(NamedTuple):
+    file: str
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.what}"
+
+
+def listing(violations: Iterable[Violation]) -> str:
+    return "\n" + "\n".join(str(violation) for violation in violations)
+
+
+def modules(root: Path) -> Iterator[tuple[str, Path]]:
+    """Every Python file of the package, with its path in the package."""
+    for path in sorted(root.rglob("*.py")):
+        yield path.relative_to(root).as_posix(), path
+
+
+# (a) Accelerators are named in their own folders only ------------------------------------------------------------
+
+# doctor/ reports on the vendors' software, compat/ reads other projects' command lines: both are about those names.
+MAY_NAME_ACCELERATORS = ("device/", "kernels/", "doctor/", "compat/")
+
+# file -> whole strings allowed there. The recipe is below the devices and cannot ask them for their names; a test
+# holds its names to the table of devices.
+ALLOWED_NAMES = {"recipe/schema.py": {"cuda", "npu"}}
+
+ACCELERATOR = re.compile(r"(cuda|nccl|hccl)[a-z0-9]*|npu[s0-9]*|ascend[0-9]*")
+
+
+def names_an_accelerator(text: str) -> bool:
+    """Whether a word of the text, or a part of a name (snake_case, CamelCase), is an accelerator's."""
+    parts = re.findall(r"[A-Z]+s?(?![a-z])|[A-Z]?[a-z0-9]+", text)
+    return any(ACCELERATOR.fullmatch(part.lower()) for part in parts)
+
+
+def accelerator_names(root: Path) -> list[Violation]:
+    """Names and strings in code that speak of an accelerator. Comments and docstrings may."""
+    found = []
+    for file, path in modules(root):
+        if file.startswith(MAY_NAME_ACCELERATORS):
+            continue
+        tree = ast.parse(path.read_text())
+        for name, line in names_in_code(tree):
+            if names_an_accelerator(name):
+                found.append(Violation(file, line, f"name {name}"))
+        for constant in strings_in_code(tree):
+            text = str(constant.value)
+            if names_an_accelerator(text) and text not in ALLOWED_NAMES.get(file, set()):
+                found.append(Violation(file, constant.lineno, f"string {text!r}"))
+    return found
+
+
+def names_in_code(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Every identifier, whatever it names: all text in a syntax tree that is not a constant is one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            continue
+        for _, value in ast.iter_fields(node):
+            for name in value if isinstance(value, list) else [value]:
+                if isinstance(name, str):
+                    yield name, getattr(node, "lineno", 1)
+
+
+def strings_in_code(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Strings that the program uses. One that stands alone as a statement is documentation."""
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield node
+
+
+def test_accelerators_are_named_in_their_own_folders_only() -> None:
+    violations = accelerator_names(HOUSE)
+    assert not violations, listing(violations) + "\nput the fact on a Device (device/) and ask it for it"
+
+
+def test_the_recipe_names_the_devices_there_are() -> None:
+    from lockstep.device.select import DEVICES
+
+    for file, names in ALLOWED_NAMES.items():
+        assert names < set(DEVICES)
+        if (HOUSE / file).exists():
+            used = {node.value for node in strings_in_code(ast.parse((HOUSE / file).read_text()))}
+            assert {"auto", *DEVICES} <= used
+
+
+@pytest.mark.parametrize(
+    ("code", "hits"),
+    [
+        ("x.cuda()", ["name cuda"]),
+        ("print('2 NPUs', 'npu0', 'Ascend910B')", ["string '2 NPUs'", "string 'npu0'", "string 'Ascend910B'"]),
+        ("is_cuda = 1", ["name is_cuda"]),
+        ("print(f'{x.cuda()}')", ["name cuda"]),
+        ("def to_npu(hccl, *, x=1): ...", ["name to_npu", "name hccl"]),
+        ("torch.npu.synchronize()", ["name npu"]),
+        ("NpuFusedAdamW()", ["name NpuFusedAdamW"]),
+        ("CUDAGraph()", ["name CUDAGraph"]),
+        ("import torch_npu", ["name torch_npu"]),
+        ("f(backend='nccl')", ["string 'nccl'"]),
+        ("f'cpu:gloo,npu:hccl{x}'", ["string 'cpu:gloo,npu:hccl'"]),
+        ("os.environ['ASCEND_RT_VISIBLE_DEVICES']", ["string 'ASCEND_RT_VISIBLE_DEVICES'"]),
+        ("f('cuda:0')  # reached", ["string 'cuda:0'"]),
+        ("'''About cuda.'''\nx = 1  # and npu\ndef f():\n    '''hccl'''", []),
+        ("input_ids = sorted(ascending, key='barracuda')", []),
+    ],
+)
+def test_the_accelerator_rule_can_fail(tmp_path: Path, code: str, hits: list[str]) -> None:
+    write(tmp_path, {"train/step.py": code, "device/ok.py": code, "kernels/ok.py": code})
+    assert [violation.what for violation in accelerator_names(tmp_path)] == hits
+
+
+def test_the_recipe_may_name_devices_and_nothing_more(tmp_path: Path) -> None:
+    write(tmp_path, {"recipe/schema.py": "device = ('auto', 'cuda', 'npu')\nbackend = 'nccl'\ncuda = 'cuda:0'\n"})
+    assert [v.what for v in accelerator_names(tmp_path)] == ["name cuda", "string 'nccl'", "string 'cuda:0'"]
+
+
+# (b) Imports go down ---------------------------------------------------------------------------------------------
+
+# From the top. A module imports from its own package, from those beside it while no circle results, and from below.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("__main__", "cli"),
+    ("train", "parity", "compat"),
+    ("methods",),
+    ("rollout", "reward"),
+    ("data", "model", "run"),
+    ("parallel",),
+    ("kernels",),
+    ("device", "doctor"),
+    ("types", "recipe", "recipes", "algorithms", "errors"),
+)
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+
+
+class Import(NamedTuple):
+    file: str
+    line: int
+    target: str
+    in_function: bool
+
+
+def imports(root: Path) -> Iterator[Import]:
+    """Every import of every module, wherever it stands (also under TYPE_CHECKING), as absolute dotted names."""
+    for file, path in modules(root):
+        tree = ast.parse(path.read_text())
+        inside = {
+            id(node)
+            for function in ast.walk(tree)
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for node in ast.walk(function)
+        }
+        for node in ast.walk(tree):
+            for target in targets(node, file):
+                yield Import(file, node.lineno, target, id(node) in inside)  # type: ignore[attr-defined]
+
+
+def targets(node: ast.AST, file: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            home = [PACKAGE, *Path(file).parent.parts]
+            base = ".".join([*home[: len(home) - node.level + 1], *([base] if base else [])])
+        # `from package import module` may name a module or a thing in it; the longer name serves both.
+        return [f"{base}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if function in ("import_module", "__import__"):
+            return [str(node.args[0].value)]
+    return []
+
+
+def home_of(file: str) -> str:
+    """The first name below the package: `data` for data/read.py, `cli` for cli.py, nothing for the package itself."""
+    first = Path(file).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def layer_violations(root: Path) -> list[Violation]:
+    found = []
+    edges: dict[str, set[str]] = {}
+    for file, _ in modules(root):
+        if home_of(file) and home_of(file) not in RANK:
+            found.append(
+                Violation(file, 1, f"{home_of(file)} has no layer: give it one in LAYERS, and in the design page")
+            )
+    for line in imports(root):
+        parts = line.target.split(".")
+        source, target = home_of(line.file), parts[1] if parts[0] == PACKAGE and len(parts) > 1 else ""
+        if target == source or target not in RANK or (source and source not in RANK):
+            continue
+        if not source:
+            # The package itself is imported by everything, so it may only bring in what is cheap and needs nothing.
+            if target != "device":
+                found.append(Violation(line.file, line.line, f"the package itself imports {line.target}"))
+            continue
+        edges.setdefault(source, set()).add(target)
+        if RANK[target] < RANK[source]:
+            found.append(Violation(line.file, line.line, f"{source} imports {line.target} from a layer above"))
+    found += [Violation(circle[0], 1, "circle of packages: " + " > ".join(circle)) for circle in circles(edges)]
+    return found
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Circles among packages of one layer; a circle through layers has an upward import, which is reported itself."""
+    found = []
+
+    def walk(trail: list[str]) -> None:
+        for target in sorted(edges.get(trail[-1], ())):
+            if RANK[target] != RANK[trail[0]]:
+                continue
+            if target == trail[0] and target == min(trail):
+                found.append([*trail, target])
+            elif target not in trail:
+                walk([*trail, target])
+
+    for start in sorted(edges):
+        walk([start])
+    return found
+
+
+def test_imports_go_down_the_layers() -> None:
+    violations = layer_violations(HOUSE)
+    assert not violations, listing(violations)
+
+
+@pytest.mark.parametrize(
+    ("files", "hits"),
+    [
+        ({"data/read.py": "from lockstep.errors import Refusal\nfrom lockstep.model.load import load\n"}, []),
+        ({"__init__.py": "import lockstep.device\n", "cli.py": "from lockstep import __version__\n"}, []),
+        (
+            {"device/cpu.py": "from lockstep.train.step import x\n"},
+            ["device imports lockstep.train.step.x from a layer above"],
+        ),
+        ({"device/cpu.py": "from lockstep import train\n"}, ["device imports lockstep.train from a layer above"]),
+        ({"data/prepare/a.py": "from ... import cli\n"}, ["data imports lockstep.cli from a layer above"]),
+        (
+            {"data/a.py": "from ..rollout.engine import x\n"},
+            ["data imports lockstep.rollout.engine.x from a layer above"],
+        ),
+        ({"data/prepare/a.py": "from ..read import x\nfrom .b import y\n"}, []),
+        (
+            {"types.py": "if TYPE_CHECKING:\n    from lockstep.run.folder import Folder\n"},
+            ["types imports lockstep.run.folder.Folder from a layer above"],
+        ),
+        (
+            {"kernels/a.py": "def f():\n    import_module('lockstep.parallel')\n"},
+            ["kernels imports lockstep.parallel from a layer above"],
+        ),
+        ({"helpers/a.py": ""}, ["helpers has no layer: give it one in LAYERS, and in the design page"]),
+        ({"__init__.py": "from lockstep.train import x\n"}, ["the package itself imports lockstep.train.x"]),
+        (
+            {
+                "data/a.py": "import lockstep.model\n",
+                "model/a.py": "import lockstep.run\n",
+                "run/a.py": "import lockstep.data",
+            },
+            ["circle of packages: data > model > run > data"],
+        ),
+    ],
+)
+def test_the_layer_rule_can_fail(tmp_path: Path, files: dict[str, str], hits: list[str]) -> None:
+    write(tmp_path, files)
+    assert [violation.what for violation in layer_violations(tmp_path)] == hits
+
+
+# (c) The command line starts fast --------------------------------------------------------------------------------
+
+HEAVY = ("torch", "transformers", "pydantic")
+
+
+def heavy_imports(module: str, search: Path) -> list[str]:
+    """Which of the heavy packages `import module` brings in, in a fresh interpreter."""
+    code = f"import sys; sys.path.insert(0, {str(search)!r}); import {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return sorted({name.split(".")[0] for name in done.stdout.split()} & set(HEAVY))
+
+
+@pytest.mark.parametrize("module", ["lockstep", "lockstep.device", "lockstep.cli"])
+def test_importing_the_command_line_is_light(module: str) -> None:
+    if module == "lockstep.cli" and not (HOUSE / "cli.py").exists():
+        pytest.skip("no cli.py yet")
+    assert heavy_imports(module, HOUSE.parent) == []
+
+
+def test_the_light_import_rule_can_fail(tmp_path: Path) -> None:
+    write(
+        tmp_path, {"slow/cli.py": "import slow.schema", "slow/schema.py": "import pydantic", "pydantic/__init__.py": ""}
+    )
+    assert heavy_imports("slow.cli", tmp_path) == ["pydantic"]
+
+
+# (d) Optional packages stay in their adapters --------------------------------------------------------------------
+
+# package -> the files that may import it, inside their functions.
+ADAPTERS: dict[str, tuple[str, ...]] = {
+    "wandb": ("run/trackers/wandb.py",),
+    "mlflow": ("run/trackers/mlflow.py",),
+    "swanlab": ("run/trackers/swanlab.py",),
+    "tensorboard": ("run/trackers/tensorboard.py",),
+    "datasets": ("data/hub.py",),
+    "gguf": ("model/gguf.py",),
+    "ray": ("parallel/launch.py", "parallel/ray.py"),
+    "vllm": ("rollout/vllm.py",),
+    "sglang": ("rollout/sglang.py",),
+    "torch_npu": ("device/npu.py", "kernels/npu_*.py"),
+    "math_verify": ("reward/*.py",),
+    "trl": (),
+}
+
+
+def optional_package(target: str) -> str | None:
+    # torch's writer is a door to the tensorboard package and fails without it.
+    if target.startswith("torch.utils.tensorboard"):
+        return "tensorboard"
+    first = target.split(".")[0]
+    return first if first in ADAPTERS else None
+
+
+def optional_imports(root: Path) -> list[Violation]:
+    found = []
+    for line in imports(root):
+        package = optional_package(line.target)
+        if package is None:
+            continue
+        if not any(fnmatch(line.file, pattern) for pattern in ADAPTERS[package]):
+            allowed = ", ".join(ADAPTERS[package]) or "no file of the package"
+            found.append(Violation(line.file, line.line, f"imports {package}; allowed in {allowed}"))
+        elif not line.in_function:
+            found.append(Violation(line.file, line.line, f"imports {package} outside of a function"))
+    return found
+
+
+def test_optional_packages_are_imported_by_their_adapters_only() -> None:
+    violations = optional_imports(HOUSE)
+    assert not violations, listing(violations)
+
+
+@pytest.mark.parametrize(
+    ("files", "hits"),
+    [
+        ({"run/trackers/wandb.py": "class Wandb:\n    def start(self):\n        import wandb\n"}, []),
+        ({"run/trackers/wandb.py": "import wandb\n"}, ["imports wandb outside of a function"]),
+        (
+            {"run/trackers/mlflow.py": "try:\n    import mlflow\nexcept ImportError: ...\n"},
+            ["imports mlflow outside of a function"],
+        ),
+        (
+            {"run/trackers/tensorboard.py": "from torch.utils.tensorboard import SummaryWriter\n"},
+            ["imports tensorboard outside of a function"],
+        ),
+        (
+            {"train/a.py": "def f():\n    import torch_npu\n"},
+            ["imports torch_npu; allowed in device/npu.py, kernels/npu_*.py"],
+        ),
+        ({"kernels/npu_norm.py": "def f():\n    import torch_npu\n"}, []),
+        ({"train/a.py": "def f():\n    from trl import x\n"}, ["imports trl; allowed in no file of the package"]),
+        ({"data/read.py": "def f():\n    import_module('datasets')\n"}, ["imports datasets; allowed in data/hub.py"]),
+        ({"data/read.py": "from lockstep.data.datasets import x\nfrom .gguf import y\nimport rays\n"}, []),
+    ],
+)
+def test_the_optional_package_rule_can_fail(tmp_path: Path, files: dict[str, str], hits: list[str]) -> None:
+    write(tmp_path, files)
+    assert [violation.what for violation in optional_imports(tmp_path)] == hits
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)

@@ -1,0 +1,207 @@
+import io
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console as Screen
+
+from lockstep.errors import Problem, Refusal
+from lockstep.run import pace as pace_module
+from lockstep.run import plain as plain_module
+from lockstep.run.live import LiveConsole
+from lockstep.run.pace import Pace
+from lockstep.run.plain import PlainConsole
+from lockstep.run.progress import Console
+from lockstep.run.text import OFFLINE_COLUMNS, ONLINE_COLUMNS, clock, fit, show
+
+METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "train/grad_norm": 0.5, "perf/throughput": 12345.6}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    fake = Clock()
+    monkeypatch.setattr(pace_module, "time", fake)
+    monkeypatch.setattr(plain_module, "time", fake)
+    return fake
+
+
+def run(console: Console, total: int, until: int, done: int = 0) -> None:
+    console.begin(total, done)
+    for step in range(done + 1, until + 1):
+        console.step(step, METRICS)
+    console.end()
+
+
+def steps(output: str) -> list[int]:
+    return [int(step) for step in re.findall(r"^step +(\d+)/", output, flags=re.M)]
+
+
+def test_a_pipe_gets_a_plain_console_and_a_terminal_a_live_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(Console.open(), PlainConsole)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(Console.open(), LiveConsole)
+    assert isinstance(Console.open(plain=True), PlainConsole)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(Console.open(), PlainConsole)
+    assert isinstance(Console.open(plain=False), LiveConsole)
+
+
+def test_plain_step_line(capsys: pytest.CaptureFixture[str], clock_at: Clock) -> None:
+    console = PlainConsole(OFFLINE_COLUMNS)
+    console.begin(120, done=5)
+    clock_at.now += 2.0
+    console.step(6, METRICS)
+    assert capsys.readouterr().out == "step   6/120  loss 1.2346  lr 1.00e-05  grad 0.5  tok/s 12,346  eta 0:03:48\n"
+
+
+def test_plain_shows_the_first_every_nth_and_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:
+    run(PlainConsole(OFFLINE_COLUMNS, every=5), total=12, until=12)
+    assert steps(capsys.readouterr().out) == [1, 5, 10, 12]
+    run(PlainConsole(OFFLINE_COLUMNS, every=5), total=20, until=13, done=6)
+    assert steps(capsys.readouterr().out) == [7, 10, 13]  # stopped early: the last one it did
+
+
+def test_plain_output_has_no_control_characters_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    console = PlainConsole(ONLINE_COLUMNS)
+    console.banner("a run", [("plan", "many words " * 20), ("k", "\x1b[31mred\x07")])
+    console.say("a sentence of many words " * 10)
+    console.warn("\x1b[2Jbeware\r")
+    console.validation(3, {f"val/metric_{i}": i / 7 for i in range(12)})
+    console.begin(1_000_000, 999_998)
+    console.step(999_999, {column.metric: 123456.789 for column in ONLINE_COLUMNS})
+    console.end()
+    with console.task("tokenising", 10) as task:
+        task.advance(10)
+    output = capsys.readouterr().out
+    assert re.search(r"[^\n\x20-\x7e]", output) is None
+    assert max(map(len, output.splitlines())) <= 80
+    assert "warning: \\x1b[2Jbeware\\x0d" in output
+    assert "step  999999/1000000  reward" in output
+
+
+def test_plain_task_speaks_at_both_ends_and_every_ten_seconds(
+    capsys: pytest.CaptureFixture[str], clock_at: Clock
+) -> None:
+    with PlainConsole(OFFLINE_COLUMNS).task("tokenising", 1000) as task:
+        for _ in range(10):
+            clock_at.now += 2.5
+            task.advance(100)
+    assert capsys.readouterr().out.splitlines() == [
+        "tokenising: 1,000 to do",
+        "tokenising: 400 of 1,000, eta 0:00:15",
+        "tokenising: 800 of 1,000, eta 0:00:05",
+        "tokenising: 1,000 done in 25.0 s",
+    ]
+
+
+def test_a_task_that_fails_is_not_called_done(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(file=io.StringIO(), force_terminal=True, width=80)
+    for console in (PlainConsole(OFFLINE_COLUMNS), LiveConsole(OFFLINE_COLUMNS, screen)):
+        with pytest.raises(ZeroDivisionError), console.task("tokenising", 10):
+            raise ZeroDivisionError
+    assert " done in" not in capsys.readouterr().out + screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_live_console_keeps_lines_and_shows_the_bar_with_the_metrics() -> None:
+    screen = Screen(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    console = LiveConsole(OFFLINE_COLUMNS, screen)
+    console.begin(10, done=2)
+    console.step(3, METRICS)
+    assert console._live is not None
+    console._live.refresh()
+    console.warn("look here")
+    with console.task("validating", 4) as task:
+        task.advance(4)
+    console.end()
+    console.end()
+    assert console._live is None
+    output = screen.file.getvalue()  # type: ignore[attr-defined]
+    lines = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", output).splitlines()
+    assert re.search(r"training .*━.* 3/10 0:00:0\d eta", output)
+    assert "warning: look here" in lines
+    assert "validating: 4 done in" in output
+    assert "step 3/10  loss 1.2346  lr 1.00e-05  grad 0.5  tok/s 12,346  0:00:0" in output
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1  # the cursor comes back
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_silent_console_says_nothing_but_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console.silent()
+    console.banner("title", [("a", "b")])
+    console.say("x")
+    console.warn("x")
+    console.validation(1, METRICS)
+    with console.task("tokenising", 10) as task:
+        task.advance(3)
+    run(console, total=2, until=2)
+    assert capsys.readouterr() == ("", "")
+    console.problems(Refusal.at("rank 1", "went wrong"))
+    assert "rank 1" in capsys.readouterr().err
+
+
+def test_problems_read_like_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    refusal = Refusal(
+        [
+            Problem("batch.row", "there is no [red]such[/red] key", "did you mean batch.rows?"),
+            Problem("data.jsonl row 7", "has no trained token"),
+        ]
+    )
+    PlainConsole(OFFLINE_COLUMNS).problems(refusal)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "2 problems:",
+        "",
+        "batch.row",
+        "  there is no [red]such[/red] key",
+        "  -> did you mean batch.rows?",
+        "",
+        "data.jsonl row 7",
+        "  has no trained token",
+    ]
+
+
+def test_columns_that_do_not_fit_are_left_out_from_the_right() -> None:
+    assert show(OFFLINE_COLUMNS, METRICS, 30) == "loss 1.2346  lr 1.00e-05"
+    assert show(OFFLINE_COLUMNS, {"train/lr": 0.5}) == "lr 5.00e-01"
+
+
+def test_long_words_stay_whole() -> None:
+    path = "/a" * 60
+    assert fit(f"saved in {path} just now") == ["saved in", f"  {path}", "  just now"]
+
+
+def test_clock() -> None:
+    assert [clock(seconds) for seconds in (0, 61.9, 7384, 100 * 3600)] == ["0:00:00", "0:01:01", "2:03:04", "100:00:00"]
+
+
+def test_pace_forgets_the_warm_up_and_counts_down(clock_at: Clock) -> None:
+    pace = Pace(total=10)
+    assert pace.left() is None
+    clock_at.now += 60.0
+    pace.reach(1)
+    assert pace.left() == pytest.approx(540.0)
+    for step in (2, 3):
+        clock_at.now += 4.0
+        pace.reach(step)
+    assert pace.left() == pytest.approx(28.0)
+    clock_at.now += 3.0
+    assert pace.left() == pytest.approx(25.0)
+
+
+def test_pace_of_many_quick_ticks_is_their_mean(clock_at: Clock) -> None:
+    pace = Pace(total=10_000)
+    for done in range(1, 5001):
+        clock_at.now += 0.003 if done % 2 else 0.001
+        pace.reach(done)
+    assert pace.left() == pytest.approx(10.0, rel=0.01)

@@ -1,0 +1,646 @@
+"""Rows from files: what is read, what each row says of its origin, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lockstep.data.hub import HubName, parse_hub_name
+from lockstep.data.read import FileInfo, LineOrigin, read_rows
+from lockstep.errors import Problem, Refusal
+from lockstep.types import Origin
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "1+1", "answer": "2", "score": 1, "tags": ["a"], "extra": {"index": 0}},
+    {"prompt": "π?\u2028", "answer": None, "score": 0.5, "tags": [], "extra": {"index": 1}},
+    {"prompt": 'a "quoted",\ntext', "answer": "x", "score": 2, "tags": ["b", "c"], "extra": {"index": 2}},
+]
+
+
+def jsonl(rows: Sequence[Any]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def write(path: Path, content: bytes | str | Sequence[dict[str, Any]]) -> Path:
+    if isinstance(content, str):
+        content = content.encode()
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        pq.write_table(pa.Table.from_pylist(list(content)), path)
+    return path
+
+
+def refusal(path: str, base: Path) -> list[Problem]:
+    with pytest.raises(Refusal) as refused:
+        read_rows(path, base=base)
+    return refused.value.problems
+
+
+def the_problem(path: str, base: Path) -> Problem:
+    (problem,) = refusal(path, base)
+    return problem
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("d.jsonl", jsonl(ROWS)),
+        ("d.ndjson", jsonl(ROWS)),
+        ("D.JSONL", jsonl(ROWS)),
+        ("d.json", json.dumps(ROWS)),
+        ("d.json", json.dumps({"version": "1", "data": ROWS, "notes": []})),
+        ("d.jsonl", b"\xef\xbb\xbf" + jsonl(ROWS)),
+        ("d.json", b"\xef\xbb\xbf" + json.dumps(ROWS, indent=2).encode()),
+        ("d.jsonl", jsonl(ROWS).rstrip()),
+        ("d.jsonl", jsonl(ROWS).replace(b"\n", b"\r\n")),
+        ("d.jsonl.gz", gzip.compress(jsonl(ROWS))),
+        ("d.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("d.parquet", ROWS),
+    ],
+)
+def test_formats_give_the_same_rows(tmp_path: Path, name: str, content: Any) -> None:
+    path = write(tmp_path / name, content)
+    rows = read_rows(str(path))
+    assert list(rows) == [rows[number] for number in range(len(rows))] == ROWS
+    assert rows.columns == ("prompt", "answer", "score", "tags", "extra")
+    assert rows.ignored == ()
+    assert rows.files == (FileInfo(str(path), 3, path.stat().st_size, rows.files[0].sha256),)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_csv(tmp_path: Path, pack: Callable[[bytes], bytes], mark: bytes, end: bytes) -> None:
+    name = "d.csv" if pack is bytes else "d.csv.gz"
+    write(tmp_path / name, pack(mark + b'q,a\n"one, ""1""\nmore",2\n\n,4\n'.replace(b"\n", end)))
+    rows = read_rows(name, base=tmp_path)
+    newline = end.decode()
+    assert list(rows) == [{"q": f'one, "1"{newline}more', "a": "2"}, {"q": "", "a": "4"}]
+    # The first row starts on line 2 and ends on 3; line 4 is blank.
+    assert [rows.origin(0), rows.origin(1)] == [LineOrigin(name, 2), LineOrigin(name, 5)]
+
+
+def test_csv_field_longer_than_the_csv_module_allows(tmp_path: Path) -> None:
+    write(tmp_path / "d.csv", "q\n" + "x" * 200_000 + "\n")
+    assert len(read_rows("d.csv", base=tmp_path)[0]["q"]) == 200_000
+
+
+def test_origins_count_lines_from_one_and_rows_from_zero(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b'\n{"x": 1}\n\n\n{"x": 2}\n')
+    write(tmp_path / "b.json", '[{"x": 1}, {"x": 2}]')
+    write(tmp_path / "c.parquet", [{"x": 1}, {"x": 2}])
+    said = [str(read_rows(name, base=tmp_path).origin(1)) for name in ("a.jsonl", "b.json", "c.parquet")]
+    assert said == ["a.jsonl line 5", "b.json row 1", "c.parquet row 1"]
+
+
+def test_rows_are_fresh_objects(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b'{"x": ["kept"]}\n')
+    rows = read_rows("a.jsonl", base=tmp_path)
+    rows[0]["x"].append("changed")
+    next(iter(rows))["x"].append("changed")
+    assert rows[0] == {"x": ["kept"]}
+
+
+def test_index_beyond_the_end(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b'{"x": 1}\n{"x": 2}\n')
+    rows = read_rows("a.jsonl", base=tmp_path)
+    assert rows[-1] == {"x": 2}
+    for index in (2, -3):
+        with pytest.raises(IndexError):
+            rows[index]
+
+
+def test_folder_is_read_by_name_and_names_what_it_ignores(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    (folder / "sub").mkdir(parents=True)
+    write(folder / "c.parquet", [{"x": 3, "y": "c"}])
+    write(folder / "a.jsonl", b'{"x": 1, "y": "a"}\n{"y": "a", "x": 1.5}\n')
+    write(folder / "b.json.gz", gzip.compress(b'[{"y": null, "x": 2}]'))
+    for name in ("README.md", "LICENSE", ".hidden.jsonl", "d.parquet.tmp", "e.parquet.gz"):
+        write(folder / name, b"not data")
+    rows = read_rows("set", base=tmp_path)
+    assert [row["x"] for row in rows] == [1, 1.5, 2, 3]
+    assert [file.name for file in rows.files] == [f"set/{name}" for name in ("a.jsonl", "b.json.gz", "c.parquet")]
+    assert [file.rows for file in rows.files] == [2, 1, 1]
+    assert [rows.origin(number) for number in range(4)] == [
+        LineOrigin("set/a.jsonl", 1),
+        LineOrigin("set/a.jsonl", 2),
+        Origin("set/b.json.gz", 0),
+        Origin("set/c.parquet", 0),
+    ]
+    assert rows.ignored == (
+        "set/.hidden.jsonl",
+        "set/LICENSE",
+        "set/README.md",
+        "set/d.parquet.tmp",
+        "set/e.parquet.gz",
+        "set/sub/",
+    )
+
+
+def test_pattern(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    write(tmp_path / "deep" / "train-1.jsonl", b'{"x": 1}\n')
+    write(tmp_path / "deep" / "er" / "train-2.jsonl", b'{"x": 2}\n')
+    write(tmp_path / "deep" / "test-0.jsonl", b'{"x": 0}\n')
+    assert [row["x"] for row in read_rows("deep/train-*.jsonl", base=tmp_path)] == [1]
+    assert [row["x"] for row in read_rows("**/train-*.jsonl", base=tmp_path)] == [2, 1]
+    assert [row["x"] for row in read_rows(str(tmp_path / "deep/t*.jsonl"))] == [0, 1]
+    assert "matches no file" in the_problem("deep/val-*.jsonl", tmp_path).why
+
+
+def test_a_file_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
+    write(tmp_path / "d[1].jsonl", b'{"x": 1}\n')
+    assert read_rows("d[1].jsonl", base=tmp_path)[0] == {"x": 1}
+
+
+def test_relative_to_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.jsonl", b'{"x": 1}\n')
+    monkeypatch.chdir(tmp_path)
+    assert str(read_rows("a.jsonl").origin(0)) == "a.jsonl line 1"
+
+
+def test_partition_folders_add_no_columns(tmp_path: Path) -> None:
+    (tmp_path / "lang=en").mkdir()
+    write(tmp_path / "lang=en" / "a.parquet", [{"x": 1}])
+    assert read_rows("lang=en/a.parquet", base=tmp_path)[0] == {"x": 1}
+
+
+def test_parquet_random_access_over_row_groups(tmp_path: Path) -> None:
+    table = pa.table({"x": list(range(20_000)), "s": [str(number) for number in range(20_000)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=700)
+    rows = read_rows("a.parquet", base=tmp_path)
+    for index in (0, 699, 700, 8191, 8192, 19_999, 12_345):
+        assert rows[index] == {"x": index, "s": str(index)}
+    assert [row["x"] for row in rows] == list(range(20_000))
+
+
+def test_a_million_parquet_rows_stay_in_arrow(tmp_path: Path) -> None:
+    table = pa.table({"x": pa.array(range(1_000_000)), "s": pa.array(["some text"] * 1_000_000)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    tracemalloc.start()
+    rows = read_rows("a.parquet", base=tmp_path)
+    for index in range(0, 1_000_000, 1000):
+        assert rows[index]["x"] == index
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(rows) == 1_000_000
+    # Arrow's memory is not counted here; a million dicts would be more than 180 MB of Python objects.
+    assert peak < 20_000_000
+
+
+def test_pandas_style_categories_are_strings(tmp_path: Path) -> None:
+    table = pa.table({"x": pa.array(["a", "b", "a"]).dictionary_encode()})
+    pq.write_table(table, tmp_path / "a.parquet")
+    write(tmp_path / "b.jsonl", b'{"x": "c"}\n')
+    assert [row["x"] for row in read_rows("*", base=tmp_path)] == ["a", "b", "a", "c"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc.", max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(st.lists(JSON, min_size=1, max_size=5), st.booleans())
+def test_jsonl_gives_back_what_json_wrote(tmp_path: Path, values: list[Any], ascii_only: bool) -> None:
+    # Wrapped in a list, so that every row has the same kind.
+    rows = [{"value": [value]} for value in values]
+    text = "\n".join(json.dumps(row, ensure_ascii=ascii_only) for row in rows)
+    write(tmp_path / "a.jsonl", text)
+    assert list(read_rows("a.jsonl", base=tmp_path)) == rows
+
+
+# --- fingerprint ------------------------------------------------------------------------------------------------------
+
+
+def test_fingerprint_is_of_the_contents_in_order(tmp_path: Path) -> None:
+    def fingerprint(**files: bytes) -> str:
+        folder = tmp_path / "-".join(files)
+        folder.mkdir(exist_ok=True)
+        for name, content in files.items():
+            write(folder / f"{name}.jsonl", content)
+        return read_rows(str(folder)).fingerprint
+
+    one, two = b'{"x": 1}\n', b'{"x": 2}\n'
+    assert fingerprint(a=one, b=two) == fingerprint(c=one, d=two)
+    assert fingerprint(a=one, b=two) != fingerprint(a=two, b=one)
+    assert fingerprint(a=one, b=two) != fingerprint(e=one + two)
+    assert len({fingerprint(a=one, b=two), fingerprint(f=one), fingerprint(g=one + b"\n")}) == 3
+
+
+def test_file_info_by_hand(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b'{"x": 1}\n')
+    # printf '{"x": 1}\n' | sha256sum, and the same over that line without a newline
+    assert read_rows("a.jsonl", base=tmp_path).files == (FileInfo("a.jsonl", 1, 9, SHA_OF_FILE),)
+    assert read_rows("a.jsonl", base=tmp_path).fingerprint == SHA_OF_SHA
+
+
+SHA_OF_FILE = "936353965b4ba9180e3acb781d81aa634390ac95fd2874a9cbc4c4846b49fbd4"
+SHA_OF_SHA = "67699ebc615c3178bab855b5f94a2b5e601c8634db0329e950b5bd6a22102c9e"
+
+
+# --- what is refused: the files ---------------------------------------------------------------------------------------
+
+
+def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", b'{"x": 1}\n')
+    problem = the_problem("trian.jsonl", tmp_path)
+    assert (problem.where, problem.why) == ("trian.jsonl", "does not exist")
+    assert problem.remedy.endswith(": train.jsonl")
+
+
+def test_missing_folder_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    problem = the_problem("gsm8/deep/train.jsonl", tmp_path)
+    assert problem.why == "does not exist: there is no folder 'gsm8'"
+    assert problem.remedy.endswith(": gsm8k")
+
+
+def test_a_hub_name_without_prefix(tmp_path: Path) -> None:
+    assert "write hub:openai/gsm8k" in the_problem("openai/gsm8k", tmp_path).remedy
+
+
+@pytest.mark.parametrize("name", ["data.tsv", "data.parquet.gz", "data", "data.gz"])
+def test_unsupported_suffix(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, b"x")
+    problem = the_problem(name, tmp_path)
+    assert problem.where == name
+    assert ".parquet, .jsonl, .ndjson, .json, .csv" in problem.remedy
+
+
+def test_folder_without_data(tmp_path: Path) -> None:
+    (tmp_path / "set" / "sub").mkdir(parents=True)
+    write(tmp_path / "set" / "README.md", b"x")
+    problem = the_problem("set", tmp_path)
+    assert problem.why == "holds no data file; ignored: set/README.md, set/sub/"
+    assert "set/**/*.parquet" in problem.remedy
+
+
+def test_empty_path(tmp_path: Path) -> None:
+    assert the_problem("", tmp_path).why == "is empty"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.jsonl", b"", "is empty"),
+        ("a.parquet", b"", "is empty"),
+        ("a.jsonl", b"\n\n", "has no rows"),
+        ("a.jsonl.gz", gzip.compress(b""), "has no rows"),
+        ("a.json", b"[]", "has no rows"),
+        ("a.json", b" \n", "has no rows"),
+        ("a.csv", b"q,a\n", "has no rows"),
+        ("a.csv", b"\n", "has no rows"),
+        ("a.jsonl", b"{}\n{}\n", "has rows without any column"),
+    ],
+)
+def test_no_rows(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+    write(tmp_path / name, content)
+    assert the_problem(name, tmp_path) == Problem(name, why)
+
+
+def test_parquet_without_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert the_problem("a.parquet", tmp_path).why == "has no rows"
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.json", "a.csv", "a.jsonl.gz"])
+def test_git_lfs_pointer(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    problem = the_problem(name, tmp_path)
+    assert "git-LFS pointer" in problem.why
+    assert "git lfs pull" in problem.remedy
+
+
+def test_unreadable_file(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    assert the_problem("set", tmp_path) == Problem("set/a.jsonl", "cannot be read: No such file or directory")
+
+
+# --- what is refused: damaged contents --------------------------------------------------------------------------------
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(st.floats(0, 1, exclude_max=True))
+def test_parquet_cut_anywhere_is_refused(tmp_path: Path, fraction: float) -> None:
+    whole = write(tmp_path / "whole.parquet", ROWS).read_bytes()
+    write(tmp_path / "a.parquet", whole[: int(len(whole) * fraction)])
+    assert the_problem("a.parquet", tmp_path).where == "a.parquet"
+
+
+def test_truncated_parquet(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole.parquet", ROWS).read_bytes()
+    write(tmp_path / "a.parquet", whole[:-100])
+    problem = the_problem("a.parquet", tmp_path)
+    assert "is truncated: the footer" in problem.why
+    write(tmp_path / "a.parquet", b"PAR1")
+    assert "is truncated" in the_problem("a.parquet", tmp_path).why
+    write(tmp_path / "a.parquet", b'{"x": 1}\n')
+    assert "is not a parquet file" in the_problem("a.parquet", tmp_path).why
+
+
+def test_damaged_parquet_page(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": ["text"] * 5000}), tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
+    whole = bytearray((tmp_path / "a.parquet").read_bytes())
+    whole[20:60] = b"\xff" * 40
+    write(tmp_path / "a.parquet", bytes(whole))
+    assert the_problem("a.parquet", tmp_path).why.startswith("damaged parquet: ")
+
+
+def test_parquet_text_that_is_not_utf8(tmp_path: Path) -> None:
+    values = pa.array([b"good", b"good", b"\xff\xfe"] + [b"good"] * 9000).cast(pa.binary())
+    column = pa.Array.from_buffers(pa.string(), len(values), values.buffers())
+    pq.write_table(pa.table({"x": column}), tmp_path / "a.parquet")
+    problem = the_problem("a.parquet", tmp_path)
+    assert problem.where == "a.parquet row 2"
+    assert "UTF8" in problem.why
+
+
+def test_parquet_column_twice(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert the_problem("a.parquet", tmp_path).why == "has the column 'x' twice"
+
+
+def test_truncated_jsonl(tmp_path: Path) -> None:
+    whole = jsonl(ROWS)
+    start_of_last = whole.rstrip().rindex(b"\n") + 1
+    for end in range(start_of_last + 1, len(whole) - 1):
+        write(tmp_path / "a.jsonl", whole[:end])
+        problem = the_problem("a.jsonl", tmp_path)
+        assert problem.where == "a.jsonl line 3"
+        assert "the file looks truncated" in problem.why
+
+
+def test_truncated_jsonl_inside_a_character(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", '{"x": "a"}\n{"x": "π'.encode()[:-1])
+    problem = the_problem("a.jsonl", tmp_path)
+    assert problem.where == "a.jsonl line 2"
+    assert "byte 0xcf at byte 8 of the line; the file looks truncated" in problem.why
+
+
+def test_invalid_json_in_the_middle(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b'{"x": 1}\n{"x" 2}\n{"x": 3}\n{"x": 4,}\n{"x": 5}\n')
+    first, second = refusal("a.jsonl", tmp_path)
+    assert (first.where, first.why) == ("a.jsonl line 2", "invalid JSON at line 2, column 6: Expecting ':' delimiter")
+    assert second.where == "a.jsonl line 4"
+
+
+def test_a_broken_line_before_the_last_is_not_called_truncation(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b'{"x": "text\n{"x": "text"}')
+    problem = the_problem("a.jsonl", tmp_path)
+    assert problem.where == "a.jsonl line 1"
+    assert "truncated" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"), [(b"[1]", "a list"), (b"3", "a number"), (b'"t"', "a string"), (b"null", "null")]
+)
+def test_jsonl_line_that_is_not_an_object(tmp_path: Path, line: bytes, kind: str) -> None:
+    write(tmp_path / "a.jsonl", b'{"x": 1}\n' + line + b"\n")
+    problem = the_problem("a.jsonl", tmp_path)
+    assert (problem.where, problem.why) == ("a.jsonl line 2", f"is {kind}, not an object")
+
+
+@pytest.mark.parametrize(
+    ("content", "where", "why"),
+    [
+        ('[{"x": 1},\n {"x": 2', "a.json line 2", "the file looks truncated"),
+        ('[{"x": 1},\n {"x": "te', "a.json line 2", "the file looks truncated"),
+        ('[{"x": 1},\n {"x" 2}]', "a.json line 2", "invalid JSON at line 2, column 7: Expecting ':' delimiter"),
+        ('{"x": 1}\n{"x": 2}\n', "a.json line 2", "Extra data"),
+        ('[{"x": 1}, 5]', "a.json row 1", "is a number, not an object"),
+        ('{"a": [{"x": 1}], "b": [{"x": 1}]}', "a.json", "several lists of objects ('a', 'b')"),
+        ('{"features": ["x"]}', "a.json", "no list of objects"),
+        ("3", "a.json", "holds a number, not a list"),
+        ('[{"x": 1, "x": 2}]', "a.json", "the key 'x' stands twice in one object"),
+        ("[" * 100_000, "a.json", ""),
+    ],
+)
+def test_json_refusals(tmp_path: Path, content: str, where: str, why: str) -> None:
+    write(tmp_path / "a.json", content)
+    problem = the_problem("a.json", tmp_path)
+    assert problem.where == where
+    assert why in problem.why
+
+
+def test_json_lines_under_the_wrong_name(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", jsonl(ROWS))
+    assert ".jsonl format" in the_problem("a.json", tmp_path).remedy
+
+
+def test_key_twice_and_half_a_character(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b'{"x": "\\ud83d\\ude00"}\n{"x": "a", "x": "b"}\n{"x": "\\ud83d"}\n')
+    twice, half = refusal("a.jsonl", tmp_path)
+    assert (twice.where, half.where) == ("a.jsonl line 2", "a.jsonl line 3")
+    assert "'x' stands twice" in twice.why
+    assert "surrogate" in half.why
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_bytes_that_are_not_utf8(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, b'{"x": 1}\n{"x": "\xe9"}\n')
+    problem = the_problem(name, tmp_path)
+    assert (problem.where, problem.why) == (f"{name} line 2", "is not UTF-8: byte 0xe9 at byte 8 of the line")
+
+
+def test_gzip_damage(tmp_path: Path) -> None:
+    packed = gzip.compress(jsonl(ROWS))
+    write(tmp_path / "a.jsonl.gz", packed[:-10])
+    assert "is truncated: the gzip stream" in the_problem("a.jsonl.gz", tmp_path).why
+    write(tmp_path / "a.jsonl.gz", jsonl(ROWS))
+    assert "is not a whole gzip file" in the_problem("a.jsonl.gz", tmp_path).why
+    write(tmp_path / "a.jsonl.gz", packed[:10] + b"\x07" + packed[11:])  # no such block type
+    assert "is not a whole gzip file" in the_problem("a.jsonl.gz", tmp_path).why
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "why"),
+    [
+        (b"q,a\n1,2\n3\n5,6\n", 3, "has 1 fields, the header has 2"),
+        (b'q,a\n"1\n1",2\n3,4,5\n5,6\n', 4, "has 3 fields, the header has 2"),
+        (b"q,a\n1,2\n3", 3, "has 1 fields, the header has 2; the file looks truncated"),
+        (b'q,a\n1,2\n3,"unfin', 3, "a quoted field never ends; the file looks truncated"),
+        (b'q,a\n1,2\n"3"x,4\n', 3, "invalid csv: ',' expected after '\"'"),
+        (b"q,q\n1,2\n", 1, "the header names 'q' twice"),
+        (b",q\n0,2\n", 1, "the header has a column without a name"),
+    ],
+)
+def test_csv_refusals(tmp_path: Path, content: bytes, line: int, why: str) -> None:
+    write(tmp_path / "a.csv", content)
+    problem = the_problem("a.csv", tmp_path)
+    assert (problem.where, problem.why) == (f"a.csv line {line}", why)
+
+
+# --- what is refused: mixed schemas -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "unit"), [("a.jsonl", "line"), ("a.json", "row")])
+@pytest.mark.parametrize("odd", [0, 2, 4])
+def test_odd_row_is_named_wherever_it_stands(tmp_path: Path, name: str, unit: str, odd: int) -> None:
+    rows: list[dict[str, Any]] = [{"q": "a", "a": "b"} for _ in range(5)]
+    rows[odd] = {"q": ["a"], "label": 1}
+    write(tmp_path / name, jsonl(rows) if unit == "line" else json.dumps(rows))
+    first = 1 if unit == "line" else 0
+    norm = first + (1 if odd == 0 else 0)
+    assert the_problem(name, tmp_path) == Problem(
+        f"{name} {unit} {odd + first}",
+        f"has the extra column 'label'; lacks the column 'a', which {unit} {norm} has; "
+        f"column 'q' is a list here and a string in {unit} {norm}",
+        "every row needs the same columns and kinds; null is allowed anywhere",
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "agrees"),
+    [
+        (["a", None, "b"], True),
+        ([1, 2.5, None], True),
+        ([None, None, None], True),
+        ([[1], [], ["a"]], True),
+        (["a", "b", 1], False),
+        ([1, 2, True], False),
+        ([[1], [1], {"a": 1}], False),
+        (["a", "b", ["a"]], False),
+    ],
+)
+def test_kinds(tmp_path: Path, values: list[Any], agrees: bool) -> None:
+    write(tmp_path / "a.jsonl", jsonl([{"x": value} for value in values]))
+    if agrees:
+        assert [row["x"] for row in read_rows("a.jsonl", base=tmp_path)] == values
+    else:
+        assert the_problem("a.jsonl", tmp_path).where == "a.jsonl line 3"
+
+
+def test_first_ten_problems_and_a_count(tmp_path: Path) -> None:
+    lines = [b'{"x": 1}'] * 30 + [b"broken"] * 25 + [b'{"x": 2}']
+    write(tmp_path / "a.jsonl", b"\n".join(lines))
+    problems = refusal("a.jsonl", tmp_path)
+    assert [problem.where for problem in problems] == [f"a.jsonl line {n}" for n in range(31, 41)] + ["a.jsonl"]
+    assert problems[-1].why == "and 15 more like these"
+
+
+def test_every_file_of_a_set_is_reported_at_once(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b'{"x": 1}\nbroken\n')
+    write(tmp_path / "b.parquet", b"PAR1 cut off here")
+    write(tmp_path / "c.csv", b"")
+    write(tmp_path / "d.jsonl", b'{"x": 1}\n')
+    write(tmp_path / "e.jsonl", b'{"y": 1}\n')
+    where = [problem.where for problem in refusal("*", tmp_path)]
+    assert where == ["a.jsonl line 2", "b.parquet", "c.csv", "e.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("files", "odd", "why"),
+    [
+        (
+            {"a.parquet": [{"x": "1", "y": 1}], "b.parquet": [{"x": "1", "z": 1}]},
+            "b.parquet",
+            "has the extra column 'z'; lacks the column 'y', which a.parquet has",
+        ),
+        (
+            {"a.parquet": [{"x": "1"}], "b.jsonl": jsonl([{"x": ["1"]}])},
+            "b.jsonl",
+            "column 'x' is a list here and a string in a.parquet",
+        ),
+        (
+            {"a.jsonl": jsonl([{"x": {"y": 1}}]), "b.jsonl": jsonl([{"x": "1"}]), "c.csv": b"x\n1\n"},
+            "a.jsonl",
+            "column 'x' is an object here and a string in b.jsonl",
+        ),
+        (
+            {"a.jsonl": jsonl([{"x": None}, {"x": 1}]), "b.csv": b"x\n1\n"},
+            "b.csv",
+            "column 'x' is a string here and a number in a.jsonl",
+        ),
+    ],
+)
+def test_files_that_disagree(tmp_path: Path, files: dict[str, Any], odd: str, why: str) -> None:
+    for name, content in files.items():
+        write(tmp_path / name, content)
+    problem = the_problem("*", tmp_path)
+    assert (problem.where, problem.why) == (odd, why)
+    assert "sources of its own" in problem.remedy
+
+
+def test_files_that_agree_but_for_null_and_width(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": pa.array([1], pa.int32()), "y": pa.array([None])}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"y": pa.array(["t"]), "x": pa.array([0.5])}), tmp_path / "b.parquet")
+    write(tmp_path / "c.jsonl", b'{"x": null, "y": "u"}\n')
+    assert list(read_rows("*", base=tmp_path)) == [{"x": 1, "y": None}, {"x": 0.5, "y": "t"}, {"x": None, "y": "u"}]
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("hub:openai/gsm8k", HubName("openai/gsm8k", None, None)),
+        ("hub:openai/gsm8k:main", HubName("openai/gsm8k", "main", None)),
+        ("hub:openai/gsm8k:main:train", HubName("openai/gsm8k", "main", "train")),
+        ("hub:openai/gsm8k::train", HubName("openai/gsm8k", None, "train")),
+        ("hub:openai/gsm8k:main:train[:10%]", HubName("openai/gsm8k", "main", "train[:10%]")),
+    ],
+)
+def test_hub_names(given: str, expected: HubName) -> None:
+    assert parse_hub_name(given) == expected
+
+
+def test_hub_name_of_nothing() -> None:
+    with pytest.raises(Refusal, match="names no data set"):
+        parse_hub_name("hub:")
+
+
+@pytest.mark.skipif(find_spec("datasets") is not None, reason="datasets is installed")
+def test_hub_without_the_package() -> None:
+    with pytest.raises(Refusal, match=r"package datasets: needed for hub:openai/gsm8k.*(?s:.*)lockstep-rl\[hub\]"):
+        read_rows("hub:openai/gsm8k:main:train")
+
+
+@pytest.fixture
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package reads its settings when imported, so they are set on it, not in the environment."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def test_hub_package_on_a_local_folder(datasets_cache: Path) -> None:
+    folder = datasets_cache / "set"
+    folder.mkdir()
+    write(folder / "train.parquet", ROWS)
+    write(folder / "test.parquet", ROWS[:1])
+    rows = read_rows(f"hub:{folder}::train")
+    assert list(rows) == [rows[number] for number in range(3)] == ROWS
+    assert rows.origin(2) == Origin(f"hub:{folder}::train", 2)
+    assert rows.columns == ("prompt", "answer", "score", "tags", "extra")
+    assert read_rows(f"hub:{folder}::train").fingerprint == rows.fingerprint
+    assert read_rows(f"hub:{folder}::train[:2]").fingerprint != rows.fingerprint
+    with pytest.raises(Refusal, match="has several splits: train, test"):
+        read_rows(f"hub:{folder}")
+
+
+def test_hub_failure_says_why(datasets_cache: Path) -> None:
+    with pytest.raises(Refusal, match=r"hub:nobody/nothing-here: cannot be loaded: \S+"):
+        read_rows("hub:nobody/nothing-here")

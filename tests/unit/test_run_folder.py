@@ -1,0 +1,150 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.errors import Refusal
+from lockstep.run.environment import checkout_commit
+from lockstep.run.folder import RunFolder, atomic_write_text
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from lockstep.run.folder import RunFolder
+with RunFolder(Path(sys.argv[1])).lock():
+    # The child speaks, so that it is known to run.
+    if sys.argv[2] == "alone":
+        print(0, flush=True)
+    elif os.fork() == 0:
+        print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / "first")
+    folder.create()
+    return folder
+
+
+def test_names_are_those_of_the_design(folder: RunFolder) -> None:
+    files = [folder.recipe, folder.env, folder.metrics, folder.samples, folder.checkpoints, folder.export, folder.tape]
+    assert [file.name for file in files] == [
+        "recipe.yaml",
+        "env.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "checkpoints",
+        "export",
+        "tape",
+    ]
+    assert {file.parent for file in files} == {folder.path}
+
+
+def test_create_keeps_what_is_there_and_refuses_a_file(folder: RunFolder) -> None:
+    folder.write_recipe("method: sft\n")
+    folder.create()
+    assert folder.recipe.read_text() == "method: sft\n"
+    with pytest.raises(Refusal, match="cannot be made"):
+        RunFolder(folder.recipe).create()
+
+
+def test_atomic_write_keeps_the_old_text_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.txt"
+    atomic_write_text(path, "old")
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        atomic_write_text(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_env_tells_versions_and_the_callers_facts_but_not_the_host(folder: RunFolder) -> None:
+    folder.write_env({"device": {"name": "cpu"}})
+    facts = json.loads(folder.env.read_text())
+    assert facts["lockstep"] == lockstep.__version__
+    assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert facts["packages"]["pydantic"] == version("pydantic")
+    assert facts["command"] == sys.argv
+    assert facts["cpu_count"] == os.cpu_count()
+    assert facts["device"] == {"name": "cpu"}
+    assert socket.gethostname() not in [value for value in facts.values() if isinstance(value, str)]
+    with pytest.raises(ValueError, match="python"):
+        folder.write_env({"python": "2.7"})
+
+
+def test_env_of_a_resumed_run_keeps_the_earlier_ones(folder: RunFolder) -> None:
+    for device in ("a", "b", "c"):
+        folder.write_env({"device": device})
+    facts = json.loads(folder.env.read_text())
+    assert facts["device"] == "c"
+    assert [earlier["device"] for earlier in facts["before_resume"]] == ["a", "b"]
+    assert all("before_resume" not in earlier for earlier in facts["before_resume"])
+
+
+def test_env_imports_none_of_what_it_describes(folder: RunFolder) -> None:
+    code = (
+        "import sys; from pathlib import Path; from lockstep.run.folder import RunFolder;"
+        "RunFolder(Path(sys.argv[1])).write_env({});"
+        "sys.exit(', '.join({'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder.path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_commit_is_that_of_our_own_checkout_only(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    package, foreign = tmp_path / "src" / "package", tmp_path / ".venv" / "package"
+    for place in (package, foreign):
+        place.mkdir(parents=True)
+        (place / "__init__.py").write_text("")
+    assert checkout_commit(package) is None
+    git("init", "-q")
+    git("add", "src")
+    git("commit", "-q", "-m", "start")
+    git("tag", "v1")
+    assert checkout_commit(package) == git("rev-parse", "HEAD")
+    assert checkout_commit(foreign) is None
+    (package / "__init__.py").write_text("changed = True")
+    assert checkout_commit(package) == git("rev-parse", "HEAD") + "-dirty"
+
+
+def test_lock_can_be_taken_again_after_it_was_given_back(folder: RunFolder) -> None:
+    for _ in range(2):
+        with folder.lock():
+            pass
+
+
+@pytest.mark.parametrize("forks", ["alone", "fork"])
+def test_lock_refuses_a_second_process_and_vanishes_with_a_killed_one(folder: RunFolder, forks: str) -> None:
+    command = [sys.executable, "-c", HOLDER, str(folder.path), forks]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        try:
+            with pytest.raises(Refusal, match=f"process {holder.pid} is training in it"), folder.lock():
+                pass
+            holder.send_signal(signal.SIGKILL)
+            holder.wait()
+            with folder.lock():  # also while a forked child of the killed process lives on
+                pass
+        finally:
+            holder.kill()
+            if child:
+                os.kill(child, signal.SIGKILL)
