@@ -118,7 +118,7 @@ def test_commit_is_that_of_our_own_checkout_only(tmp_path: Path) -> None:
     git("init", "-q")
     git("add", "src")
     git("commit", "-q", "-m", "start")
-    git("tag", "v1")
+    git("tag", "-a", "v1", "-m", "first")
     assert checkout_commit(package) == git("rev-parse", "HEAD")
     assert checkout_commit(foreign) is None
     (package / "__init__.py").write_text("changed = True")

@@ -65,6 +65,7 @@ def run_twice(name: str, folder: RunFolder, console: Console) -> None:
             sink.log(step, metrics)
         sink.note(f"resumed at {resumed_at}")
         sink.close(ok=True)
+        time.sleep(1.1)  # trackers name the files of one id by the second
 
 
 def test_unknown_names_and_missing_packages_are_refused_together(

@@ -130,18 +130,28 @@ def sweep(checkpoints: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def newest(checkpoints: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint. Damaged ones are passed over aloud; only damaged ones is a refusal."""
+def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
+    """Rename damaged checkpoints until the newest one is whole, and say so; only damaged ones is a refusal."""
     steps = steps_in(checkpoints)
     for step in reversed(steps):
         path = folder_of(checkpoints, step)
         damage = damage_of(path)
         if damage is None:
-            return read(path)
-        warn(f"checkpoint {path.name} is damaged ({damage}); trying the one before it")
-    if steps:
-        raise Refusal.at(str(checkpoints), "every checkpoint in it is damaged", "start again under another run.name")
-    return None
+            return
+        if step == steps[0]:
+            raise Refusal.at(
+                str(checkpoints), f"every checkpoint in it is damaged ({damage})", "start again under another run.name"
+            )
+        warn(f"checkpoint {path.name} is damaged ({damage}); using the one before it")
+        aside = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+
+
+def newest(checkpoints: Path) -> Checkpoint | None:
+    """The newest checkpoint; damaged ones have been set aside before."""
+    steps = steps_in(checkpoints)
+    return read(folder_of(checkpoints, steps[-1])) if steps else None
 
 
 def damage_of(path: Path) -> str | None:

@@ -8,7 +8,6 @@ from lockstep.errors import Refusal
 from lockstep.model.export import export_model
 from lockstep.recipe import load_recipe
 from lockstep.run.folder import RunFolder
-from lockstep.run.progress import Console
 from lockstep.train import checkpoint as checkpoints
 
 
@@ -23,21 +22,15 @@ def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: b
         raise Refusal.at(str(run), "has no checkpoint yet", "train it further, or set checkpoint.every")
     if best:
         step = checkpoints.best_step(folder.checkpoints)
-        if step is None:
-            raise Refusal.at("--best", "no kept checkpoint has a val/loss", "set data.val and checkpoint.keep_best")
-    if step is None:
-        found = checkpoints.newest(folder.checkpoints, Console.open().warn)
-        assert found is not None
-    else:
-        if step not in steps:
-            raise Refusal.at(
-                "--step", f"{run} has no checkpoint of step {step}", f"it has {', '.join(map(str, steps))}"
-            )
-        path = checkpoints.folder_of(folder.checkpoints, step)
-        damage = checkpoints.damage_of(path)
-        if damage is not None:
-            raise Refusal.at(str(path), f"is damaged: {damage}", "export another step")
-        found = checkpoints.read(path)
+        step = steps[-1] if step is None else step
+    if step not in steps:
+        raise Refusal.at("--step", f"{run} has no checkpoint of step {step}", f"it has {', '.join(map(str, steps))}")
+    path = checkpoints.folder_of(folder.checkpoints, step)
+    damage = checkpoints.damage_of(path)
+    if damage is not None:
+        others = [str(other) for other in steps if other != step]
+        raise Refusal.at(str(path), f"is damaged: {damage}", f"export another step: {', '.join(others) or 'none left'}")
+    found = checkpoints.read(path)
     export_model(
         recipe.model, found.weights, out, where=str(found.path), adapter=adapter, end_tokens=found.state.end_tokens
     )

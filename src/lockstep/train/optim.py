@@ -15,14 +15,15 @@ from lockstep.recipe.schema import Optim
 def learning_rate(step: int, total: int, settings: Optim) -> float:
     """The rate of update `step` (from 0) of `total`: a linear warm-up from lr/warmup, then the schedule.
 
-    cosine and linear reach the minimum in the last update; wsd stays at the peak and falls linearly to the
-    minimum in the last `decay` share of the updates.
+    The first update after the warm-up has the peak; cosine and linear would reach the minimum one update after
+    the last, so that no update is spent on a rate of zero. wsd stays at the peak and falls linearly in the last
+    `decay` share of the updates.
     """
     warmup = warmup_steps(total, settings)
     if step < warmup:
         return settings.lr * (step + 1) / warmup
     low = settings.min_lr_ratio
-    done = (step - warmup + 1) / max(1, total - warmup)
+    done = (step - warmup) / max(1, total - warmup)
     if settings.schedule == "constant":
         share = 1.0
     elif settings.schedule == "linear":
@@ -31,7 +32,7 @@ def learning_rate(step: int, total: int, settings: Optim) -> float:
         share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     else:
         tail = max(1, round(settings.decay * total))
-        share = min(1.0, (total - 1 - step) / tail)
+        share = min(1.0, (total - step) / tail)
     return settings.lr * (low + (1 - low) * max(0.0, share))
 
 
@@ -134,8 +135,9 @@ class Optimizer:
         for name, parameter in self.trained.items():
             state = self.adamw.state[parameter]
             # AdamW makes its state at the first step; a restored one needs it before.
-            step = tensors[f"step/{name}"]
-            state["step"] = step.to(parameter.device) if self.adamw.defaults["fused"] else step.clone()
+            # The fused kernel keeps its step count on the device.
+            step = tensors[f"step/{name}"].clone()
+            state["step"] = step.to(parameter.device) if self.adamw.defaults["fused"] else step
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter, requires_grad=False)
                 fill(state[key], tensors[f"{key}/{name}"])

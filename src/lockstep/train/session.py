@@ -138,8 +138,9 @@ class Session:
     def _resume(self) -> int:
         if self.world.main:
             checkpoints.sweep(self.folder.checkpoints)
+            checkpoints.set_damaged_aside(self.folder.checkpoints, self.console.warn)
         self.world.barrier()
-        found = checkpoints.newest(self.folder.checkpoints, self.console.warn)
+        found = checkpoints.newest(self.folder.checkpoints)
         if found is None:
             if self.world.main:
                 self.metrics.rewind(-1)

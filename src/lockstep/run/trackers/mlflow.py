@@ -22,6 +22,8 @@ class MlflowSink:
         self._notes: list[str] = []
 
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
+        # By default mlflow holds training up for four minutes before it says that its server is gone.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         self._client = client = self._mlflow.MlflowClient(tracking_uri=self._uri())
         run_id, known = tracker_id(self._folder, "mlflow", resumed_at)
         if known:

@@ -21,8 +21,8 @@ class SwanlabSink:
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
         swanlab = self._swanlab
         run_id, known = tracker_id(self._folder, "swanlab", resumed_at)
-        # Not interactive: a missing key is an error, not a question. Their terminal capture would fight with the bar.
         mode = self._mode()
+        # Not interactive: a missing key is an error, not a question. Their terminal capture would fight with the bar.
         settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
         self._run = swanlab.init(
             project=self._project,

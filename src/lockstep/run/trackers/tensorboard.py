@@ -29,7 +29,9 @@ class TensorboardSink:
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=self._step, session_log=start))
         # Four spaces make a block of code of it in tensorboard's text page.
-        self._text("recipe", "\n".join("    " + line for line in json.dumps(recipe, indent=2).splitlines()))
+        self._text(
+            "recipe", "\n".join("    " + line for line in json.dumps(recipe, indent=2, default=str).splitlines())
+        )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary

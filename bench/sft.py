@@ -1,0 +1,203 @@
+"""Tokens per second of our SFT step beside TRL's SFTTrainer, in one run.
+
+    python bench/sft.py                                  # the embedded tiny model, both cases
+    python bench/sft.py --model FOLDER --dtype bf16 --case mixed --out result.json
+
+Every side gets the same token ids, optimizer settings, precision, threads and micro-batch budget, keeps its own copy
+of the model and takes every row once in a pass. One update from the fresh weights is compared first (loss and gradient
+norm), an untimed pass warms up, then the sides take turns: A B A B ... Only real tokens are counted, not padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import platform
+import random
+import statistics
+import tempfile
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+import torch
+import transformers
+from sides import SIDES, Ours, Side, Work, has_trl, sides_for
+
+from lockstep.device.select import select
+from lockstep.model.tiny import write_tiny
+from lockstep.recipe.schema import Optim
+
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "lockstep-rl")
+# How far loss and gradient norm (relative) may lie from ours for the work to count as equal.
+TOLERANCE = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 5e-2)}
+
+
+def main() -> None:
+    args = _arguments()
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.model is None:
+            write_tiny(Path(folder) / "tiny")
+        model = args.model or f"{folder}/tiny"
+        record = {"settings": vars(args), "machine": _machine(args.device), "cases": {}}
+        print("  ".join(f"{name} {value}" for name, value in record["machine"].items()))
+        if not has_trl():
+            print("TRL is not installed: the peer is a plain transformers loop, NOT TRL (pip install -e '.[bench]')")
+        for case in ("equal", "mixed") if args.case == "all" else (args.case,):
+            record["cases"][case] = run_case(case, model, args)
+    record["machine"]["load_after"] = round(os.getloadavg()[0], 1)
+    if args.out:
+        Path(args.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {args.out}")
+
+
+def run_case(case: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
+    work = _work(case, model, args)
+    tokens = sum(len(row) for row in work.pool)
+    lengths = sorted({len(row) for row in work.pool})
+    print(f"\n{case}: {len(work.pool)} rows of {lengths[0]} to {lengths[-1]} tokens, {tokens} in all; ", end="")
+    print(f"{work.rows} rows an update, {work.tokens} tokens a micro-batch, {args.dtype}", flush=True)
+    names = args.sides or sides_for(case)
+    sides: dict[str, Side] = {name: SIDES[name](work) for name in names}
+    checks = check_equal_work(sides, args.dtype)
+    for side in sides.values():
+        side.train_pass()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(args.repeats):
+        for name, side in sides.items():
+            seconds[name].append(side.train_pass())
+    rates = {name: [tokens / value for value in values] for name, values in seconds.items()}
+    ratios = {name: [a / b for a, b in zip(rates["lockstep"], rates[name], strict=True)] for name in names[1:]}
+    _report(sides, rates, ratios, args.repeats)
+    return {
+        "rows": len(work.pool),
+        "tokens": tokens,
+        "shortest": lengths[0],
+        "longest": lengths[-1],
+        "sides": {
+            name: {"about": side.about, "seconds": seconds[name], "tokens_per_second": _summary(rates[name])}
+            for name, side in sides.items()
+        },
+        "ratio": {name: _summary(values) for name, values in ratios.items()},
+        "first_update": checks,
+    }
+
+
+def check_equal_work(sides: dict[str, Side], dtype: str) -> dict[str, Any]:
+    """The first update of each side against ours on the same rows, from the same weights."""
+    ours = sides["lockstep"]
+    assert isinstance(ours, Ours)
+    allowed_loss, allowed_norm = TOLERANCE[dtype]
+    checks: dict[str, Any] = {}
+    for name, side in sides.items():
+        theirs = side.first_update()
+        mine = ours.look_at(theirs.rows)
+        checks[name] = {"loss": theirs.loss, "our_loss": mine.loss, "norm": theirs.norm, "our_norm": mine.norm}
+        if abs(theirs.loss - mine.loss) > allowed_loss or abs(theirs.norm / mine.norm - 1) > allowed_norm:
+            raise SystemExit(f"{side.name} computes something else than we do in its first update: {checks[name]}")
+    return checks
+
+
+def _work(case: str, model: str, args: argparse.Namespace) -> Work:
+    draw = random.Random(args.seed)
+    words = transformers.AutoConfig.from_pretrained(model).vocab_size
+    low, high = math.log(args.shortest), math.log(args.longest)
+    pool = []
+    for _ in range(args.rows * args.updates):
+        length = args.length if case == "equal" else round(math.exp(draw.uniform(low, high)))
+        pool.append([draw.randrange(words) for _ in range(length)])
+    if max(len(row) for row in pool) > args.tokens:
+        raise SystemExit(f"--tokens {args.tokens} is less than the longest row of {max(len(row) for row in pool)}")
+    return Work(
+        device=select(args.device),
+        model=model,
+        dtype=args.dtype,
+        masters=args.dtype == "bf16" and not args.no_masters,
+        pool=pool,
+        rows=args.rows,
+        tokens=args.tokens,
+        optim=Optim(lr=1e-5, schedule="constant"),
+    )
+
+
+def _report(
+    sides: dict[str, Side], rates: dict[str, list[float]], ratios: dict[str, list[float]], repeats: int
+) -> None:
+    width = max(len(side.name) for side in sides.values())
+    for name, side in sides.items():
+        rate = _summary(rates[name])
+        line = f"  {side.name:{width}}  {rate['median']:9.0f} tokens/s ({rate['min']:.0f} to {rate['max']:.0f})"
+        if name in ratios:
+            ratio = _summary(ratios[name])
+            line += f"   ratio {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        print(f"{line}\n  {'':{width}}  {side.about}")
+    medians = {name: statistics.median(values) for name, values in ratios.items()}
+    if not medians:
+        return
+    default, hardest = next(iter(medians)), min(medians, key=lambda name: medians[name])
+    parts = [f"ratio {medians[default]:.2f} against {sides[default].name} (its default)"]
+    if hardest != default:
+        parts.append(f"{medians[hardest]:.2f} against {sides[hardest].name} (its fastest here)")
+    print(f"  {', '.join(parts)}; median of {repeats} repeats")
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _machine(device: str) -> dict[str, Any]:
+    chosen = select(device)
+    found: dict[str, Any] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found | {
+        "device": chosen.name,
+        "chip": chosen.chip(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 1),
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="Hugging Face folder; default: the embedded tiny model")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, npu or auto")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16 keeps fp32 master weights")
+    parser.add_argument("--no-masters", action="store_true", help="bf16 weights alone, on every side")
+    parser.add_argument("--case", choices=["equal", "mixed", "all"], default="all")
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), help="default: ours and what is installed")
+    parser.add_argument("--rows", type=int, default=32, help="rows of one update")
+    parser.add_argument("--updates", type=int, default=2, help="updates of one pass")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of one micro-batch, padding included")
+    parser.add_argument("--length", type=int, default=256, help="row length of the case equal")
+    parser.add_argument("--shortest", type=int, default=32, help="shortest row of the case mixed (log-uniform)")
+    parser.add_argument("--longest", type=int, default=1024, help="longest row of the case mixed")
+    parser.add_argument("--repeats", type=int, default=5, help="timed passes of each side")
+    parser.add_argument("--threads", type=int, help="torch threads; default: torch's own")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", help="write versions, settings and numbers to this JSON file")
+    args = parser.parse_args()
+    if args.sides and args.sides[0] != "lockstep":
+        parser.error("--sides begins with lockstep, which the others are compared with")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""The sides of `bench/sft.py`: the same rows through lockstep, TRL's SFTTrainer and a plain transformers loop.
+
+Each side holds its own copy of the model and trains on; `train_pass` takes every row once and says how long it took.
+`first_update` trains one update from the fresh weights and returns its loss and gradient norm together with the rows
+that were in it, so that the caller can hold it against ours.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lockstep.algorithms.supervised import nll
+from lockstep.data.batching import micro_batch, plan_micro_batches
+from lockstep.device.base import Device
+from lockstep.model.load import DTYPES, load_policy
+from lockstep.parallel.world import World
+from lockstep.recipe.schema import Model, Optim
+from lockstep.train.optim import Optimizer
+from lockstep.train.step import Learner
+from lockstep.types import Example, MicroBatch, Origin
+
+Row = list[int]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every side is given. `tokens` bounds a micro-batch, padding included; `rows` make an update."""
+
+    device: Device
+    model: str
+    dtype: str
+    masters: bool
+    pool: list[Row]
+    rows: int
+    tokens: int
+    optim: Optim
+
+    @property
+    def updates(self) -> list[list[Row]]:
+        return [self.pool[start : start + self.rows] for start in range(0, len(self.pool), self.rows)]
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of a padded micro-batch: as many as stay in the budget when the longest row is among them."""
+        fitting = max(1, self.tokens // max(len(row) for row in self.pool))
+        return max(n for n in range(1, min(fitting, self.rows) + 1) if self.rows % n == 0)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update as a side computed it: mean loss over trained tokens, gradient norm, and the rows."""
+
+    loss: float
+    norm: float
+    rows: list[Row]
+
+
+class Ours:
+    """lockstep: packed micro-batches under the token budget."""
+
+    name = "lockstep"
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.where = work.device.torch_device()
+        settings = Model(path=work.model, dtype=work.dtype, master_weights=work.masters)
+        policy = load_policy(settings, self.where, work.device.attention, seed=0)
+        optimizer = Optimizer(policy.trainable(), work.optim, masters=work.masters, fused=work.device.fused_optimizer)
+        self.learner = Learner(policy, optimizer, self.where, World())
+        self.about = f"packed to {work.tokens} tokens a micro-batch, attention {policy.kernel}"
+
+    def train_pass(self) -> float:
+        self.work.device.synchronise()
+        start = time.perf_counter()
+        for update in self.work.updates:
+            self.learner.forward_backward(self._micro_batches(update), nll)
+            self.learner.optim_step(self.work.optim.lr)
+        self.work.device.synchronise()
+        return time.perf_counter() - start
+
+    def first_update(self) -> Update:
+        return self.look_at(self.work.updates[0])
+
+    def look_at(self, rows: list[Row]) -> Update:
+        """Loss and gradient norm of some rows; the weights stay as they are."""
+        loss = self.learner.forward_backward(self._micro_batches(rows), nll)["train/loss"]
+        norm = self.learner.optimizer.gradient_norm().item()
+        self.learner.optimizer.forget()
+        return Update(loss, norm, rows)
+
+    def _micro_batches(self, rows: list[Row]) -> list[MicroBatch]:
+        examples = [Example(row, [1] * len(row), Origin("bench", i)) for i, row in enumerate(rows)]
+        plan = plan_micro_batches([len(row) for row in rows], devices=1, tokens=self.work.tokens, rows=None)
+        return [micro_batch([examples[i] for i in members], packed=True, pad_id=0) for members in plan[0]]
+
+
+class Trl:
+    """TRL's SFTTrainer on the same token ids, driven by its own `train()`.
+
+    Its sampler, collator, callbacks and metrics are in the time, its set-up is not. `variant` is one of its own
+    settings: `padded` (its default), `grouped` (`train_sampling_strategy="group_by_length"`) or `packed`
+    (`packing=True`, which is padding-free).
+    """
+
+    def __init__(self, work: Work, variant: str):
+        from datasets import Dataset
+        from transformers import PrinterCallback
+        from trl import SFTConfig, SFTTrainer
+
+        self.work, self.variant = work, variant
+        self.name = f"TRL {variant}"
+        self.folder = tempfile.TemporaryDirectory()
+        attention = _trl_attention(work) if variant == "packed" else "sdpa"
+        tokenizer = AutoTokenizer.from_pretrained(work.model)
+        rows = Dataset.from_dict({"input_ids": work.pool})
+        config = SFTConfig(
+            output_dir=self.folder.name,
+            per_device_train_batch_size=1 if variant == "packed" else work.padded_rows,
+            gradient_accumulation_steps=1 if variant == "packed" else work.rows // work.padded_rows,
+            num_train_epochs=1,
+            train_sampling_strategy="group_by_length" if variant == "grouped" else "sequential",
+            packing=variant == "packed",
+            max_length=work.tokens,
+            learning_rate=work.optim.lr,
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused" if work.device.fused_optimizer else "adamw_torch",
+            adam_beta1=work.optim.betas[0],
+            adam_beta2=work.optim.betas[1],
+            adam_epsilon=work.optim.eps,
+            weight_decay=work.optim.weight_decay,
+            max_grad_norm=work.optim.clip or 0.0,
+            bf16=_autocast(work),
+            gradient_checkpointing=False,
+            use_cpu=work.device.name == "cpu",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        self.clock = _clock(work.device)
+        self.trainer = SFTTrainer(
+            model=_their_model(work, attention),
+            args=config,
+            train_dataset=rows,
+            processing_class=tokenizer,
+            callbacks=[self.clock],
+        )
+        self.trainer.remove_callback(PrinterCallback)
+        if variant == "packed":
+            # As many updates as the others, each of as many packed lines as that takes.
+            config.gradient_accumulation_steps = -(-len(self.trainer.train_dataset) // len(work.updates))
+        self._refuse_lost_tokens()
+        self.about = self._describe(attention)
+
+    def train_pass(self) -> float:
+        self.trainer.train()
+        return self.clock.seconds
+
+    def first_update(self) -> Update:
+        trainer, args = self.trainer, self.trainer.args
+        collator, kept = trainer.data_collator, (args.max_steps, args.logging_steps)
+        seen: list[dict[str, Any]] = []
+
+        def remember(examples: list[dict[str, Any]]) -> dict[str, Any]:
+            seen.extend(examples)
+            return collator(examples)
+
+        trainer.data_collator, args.max_steps, args.logging_steps = remember, 1, 1
+        trainer.train()
+        trainer.data_collator, (args.max_steps, args.logging_steps) = collator, kept
+        log = trainer.state.log_history[0]
+        # The data loader reads one micro-batch ahead; the update holds only its own.
+        taken = seen[: args.gradient_accumulation_steps * args.per_device_train_batch_size]
+        return Update(log["loss"], float(log["grad_norm"]), [row for example in taken for row in _split(example)])
+
+    def _refuse_lost_tokens(self) -> None:
+        given = sum(len(row) for row in self.work.pool)
+        kept = sum(len(ids) for ids in self.trainer.train_dataset["input_ids"])
+        if given != kept:
+            raise SystemExit(f"{self.name} trains {kept} of {given} tokens: the sides would not do equal work")
+
+    def _describe(self, attention: str) -> str:
+        args = self.trainer.args
+        if self.variant == "packed":
+            lines = len(self.trainer.train_dataset)
+            note = "" if attention != "sdpa" else " (no flash attention here: a dense block-diagonal mask)"
+            return f"packing=True, rows whole, {lines} lines of at most {args.max_length} tokens, {attention}{note}"
+        order = "rows of like length together" if self.variant == "grouped" else "rows in order"
+        return f"{args.per_device_train_batch_size} right-padded rows a micro-batch, {order}, {attention}"
+
+
+class Plain:
+    """A plain transformers loop: `model(labels=...).loss` on right-padded rows, for machines without TRL.
+
+    It holds all logits and computes none of the metrics of SFTTrainer, so it stands for itself, not for TRL.
+    """
+
+    def __init__(self, work: Work, variant: str):
+        self.work, self.variant = work, variant
+        self.name = f"plain transformers {variant}"
+        self.where = work.device.torch_device()
+        self.model = _their_model(work, "sdpa").to(self.where).train()
+        optim = work.optim
+        parameters = list(self.model.parameters())
+        self.adamw = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
+                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=optim.lr,
+            betas=(optim.betas[0], optim.betas[1]),
+            eps=optim.eps,
+            fused=work.device.fused_optimizer,
+        )
+        order = "longest first in each update" if variant == "grouped" else "rows in order"
+        self.about = f"{work.padded_rows} right-padded rows a micro-batch, {order}, sdpa"
+
+    def train_pass(self) -> float:
+        self.work.device.synchronise()
+        start = time.perf_counter()
+        for update in self.work.updates:
+            self._update(update)
+        self.work.device.synchronise()
+        return time.perf_counter() - start
+
+    def first_update(self) -> Update:
+        rows = self.work.updates[0]
+        loss, norm = self._update(rows)
+        return Update(loss, norm, rows)
+
+    def _update(self, rows: list[Row]) -> tuple[float, float]:
+        if self.variant == "grouped":
+            rows = sorted(rows, key=len, reverse=True)
+        targets = sum(len(row) - 1 for row in rows)
+        losses = []
+        for start in range(0, len(rows), self.work.padded_rows):
+            batch = _right_padded(rows[start : start + self.work.padded_rows], self.where)
+            with torch.autocast(self.where.type, torch.bfloat16) if _autocast(self.work) else nullcontext():
+                loss = self.model(**batch, use_cache=False, num_items_in_batch=targets).loss
+            loss.backward()
+            losses.append(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.work.optim.clip or float("inf"))
+        self.adamw.step()
+        self.adamw.zero_grad()
+        return torch.stack(losses).sum().item(), norm.item()
+
+
+Side = Ours | Trl | Plain
+
+SIDES = {
+    "lockstep": Ours,
+    "trl-padded": lambda work: Trl(work, "padded"),
+    "trl-grouped": lambda work: Trl(work, "grouped"),
+    "trl-packed": lambda work: Trl(work, "packed"),
+    "plain-padded": lambda work: Plain(work, "padded"),
+    "plain-grouped": lambda work: Plain(work, "grouped"),
+}
+
+
+def sides_for(case: str) -> list[str]:
+    """The sides of a case on this machine, ours first, the peer's default second."""
+    peer = "trl" if has_trl() else "plain"
+    if case == "equal":
+        return ["lockstep", f"{peer}-padded"]
+    return [name for name in SIDES if name == "lockstep" or name.startswith(peer)]
+
+
+def has_trl() -> bool:
+    return find_spec("trl") is not None and find_spec("datasets") is not None
+
+
+def _autocast(work: Work) -> bool:
+    """bf16 compute over fp32 weights, the peers' way of keeping fp32 masters."""
+    return work.dtype == "bf16" and work.masters
+
+
+def _their_model(work: Work, attention: str) -> Any:
+    dtype = torch.float32 if work.masters else DTYPES[work.dtype]
+    return AutoModelForCausalLM.from_pretrained(work.model, dtype=dtype, attn_implementation=attention)
+
+
+def _trl_attention(work: Work) -> str:
+    """Padding-free lines want flash attention; without it transformers builds a mask from the positions."""
+    usable = work.device.name == "cuda" and work.dtype == "bf16" and find_spec("flash_attn") is not None
+    return "flash_attention_2" if usable else "sdpa"
+
+
+def _clock(device: Device) -> Any:
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        """Seconds from before the first batch is fetched to the end of the last update."""
+
+        def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+            device.synchronise()
+            self.start = time.perf_counter()
+
+        def on_epoch_end(self, *_: Any, **__: Any) -> None:
+            # Nothing follows the last update but the wait for the device.
+            device.synchronise()
+            self.seconds = time.perf_counter() - self.start
+
+    return Clock()
+
+
+def _split(example: dict[str, Any]) -> list[Row]:
+    """The rows of a packed line, or the one row."""
+    ids, rows = list(example["input_ids"]), []
+    for length in example.get("seq_lengths", [len(ids)]):
+        rows.append(ids[:length])
+        ids = ids[length:]
+    return rows
+
+
+def _right_padded(rows: Sequence[Row], device: torch.device) -> dict[str, torch.Tensor]:
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return {name: tensor.to(device) for name, tensor in batch.items()}

@@ -1,0 +1,193 @@
+"""Runs that are really killed, and what a resume refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import chat_rows, lockstep, write_jsonl
+from safetensors.torch import load_file
+
+from lockstep.errors import Refusal
+from lockstep.recipe import load_recipe
+from lockstep.run.metrics import read_metrics
+from lockstep.run.progress import Console
+from lockstep.train.offline import train_offline
+
+# Dropout makes the random state matter; LoRA keeps the checkpoint small and has the dropout.
+SETTINGS = [
+    "run.steps=12",
+    "checkpoint.every=3",
+    "checkpoint.keep_best=1",
+    "val.every=4",
+    "val.at_start=true",
+    "model.lora.rank=4",
+    "model.lora.dropout=0.2",
+    "optim.lr=1e-2",
+]
+
+
+def facts(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """The metrics but for the clocks."""
+    return [
+        (step, {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "perf/"))})
+        for step, metrics in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def same_weights(a: Path, b: Path, step: int = 12) -> bool:
+    one, two = (load_file(f / "checkpoints" / f"step_{step}" / "model.safetensors") for f in (a, b))
+    return one.keys() == two.keys() and all(bool((one[name] == two[name]).all()) for name in one)
+
+
+def start(recipe_file: Path, name: str, *extra: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "lockstep", "train", recipe_file, f"run.name={name}", *SETTINGS, *extra]
+    return subprocess.Popen(
+        [str(word) for word in words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ)
+    )
+
+
+def kill_when(process: subprocess.Popen[bytes], moment, timeout: float = 120) -> bool:
+    """SIGKILL as soon as `moment()` is true; False when the process was quicker."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if moment():
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return process.returncode == -signal.SIGKILL
+        if process.poll() is not None:
+            return False
+        time.sleep(0.001)
+    process.kill()
+    raise AssertionError("the moment never came")
+
+
+def test_killed_at_many_moments_ends_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    assert lockstep("train", recipe_file, "run.name=whole", *SETTINGS).returncode == 0
+    killed, checkpoints = runs / "killed", runs / "killed" / "checkpoints"
+
+    def lines() -> int:
+        return (killed / "metrics.jsonl").read_bytes().count(b"\n") if (killed / "metrics.jsonl").exists() else 0
+
+    moments = [
+        lambda: killed.exists(),  # before anything is trained
+        lambda: lines() >= 2,  # before the first checkpoint
+        lambda: any(checkpoints.glob(".writing-step_3*")),  # while the first checkpoint is written
+        lambda: (checkpoints / "step_6").exists(),  # right after a checkpoint
+        lambda: any(checkpoints.glob(".writing-*/optimizer.safetensors")),  # half way through a later one
+        lambda: any(checkpoints.glob(".removing-*")) or lines() >= 11,  # while an old one is removed, or late
+    ]
+    kills = sum(kill_when(start(recipe_file, "killed"), moment) for moment in moments)
+    assert kills >= 4, "the run was never really killed"
+    done = lockstep("train", recipe_file, "run.name=killed", *SETTINGS)
+    assert done.returncode == 0, done.stderr
+    assert facts(killed) == facts(runs / "whole")
+    assert same_weights(killed, runs / "whole")
+    left = sorted(p.name for p in checkpoints.iterdir())
+    assert left == sorted(p.name for p in (runs / "whole" / "checkpoints").iterdir())
+
+
+def train(recipe_file: Path, *overrides: str) -> None:
+    train_offline(load_recipe(str(recipe_file), list(overrides)), Console.silent())
+
+
+def test_the_whole_model_in_bf16_with_masters_resumes_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
+    settings = ["model.dtype=bf16", "checkpoint.every=3", "checkpoint.keep_last=9"]
+    train(recipe_file, "run.name=whole", *settings)
+    train(recipe_file, "run.name=part", *settings)
+    part = tmp_path / "runs" / "part"
+    # As after a kill in step 5: the last checkpoint never came to be.
+    shutil.rmtree(part / "checkpoints" / "step_6")
+    train(recipe_file, "run.name=part", *settings)
+    assert facts(part) == facts(tmp_path / "runs" / "whole")
+    assert same_weights(part, tmp_path / "runs" / "whole", step=6)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_passed_over_aloud(recipe_file: Path, tmp_path: Path, file: str) -> None:
+    settings = ["checkpoint.every=2", "checkpoint.keep_last=9"]
+    train(recipe_file, *settings)
+    run = tmp_path / "runs" / "run"
+    before = facts(run)
+    path = run / "checkpoints" / "step_6" / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x20
+    path.write_bytes(content[:-1] if file == "manifest.json" else content)
+    again = lockstep("train", recipe_file, *settings)
+    assert again.returncode == 0, again.stderr
+    assert "step_6 is damaged" in again.stdout + again.stderr
+    assert "after step 4" in again.stdout
+    assert facts(run) == before
+
+
+def test_only_damaged_checkpoints_are_refused(recipe_file: Path, tmp_path: Path) -> None:
+    train(recipe_file)
+    (tmp_path / "runs" / "run" / "checkpoints" / "step_6" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(Refusal, match="every checkpoint in it is damaged"):
+        train(recipe_file)
+
+
+def test_changed_data_is_refused_with_the_difference(recipe_file: Path, rows_file: Path) -> None:
+    train(recipe_file)
+    write_jsonl(rows_file, chat_rows(47))
+    with pytest.raises(Refusal, match=r"train\.jsonl had 48 rows.*now has 47") as caught:
+        train(recipe_file)
+    assert caught.value.problems[0].where == "data.train"
+
+
+def test_a_changed_recipe_is_refused_with_the_keys(recipe_file: Path) -> None:
+    train(recipe_file)
+    with pytest.raises(Refusal) as caught:
+        train(recipe_file, "optim.lr=2e-3", "batch.rows_per_update=4", "batch.tokens=512")
+    assert {problem.where for problem in caught.value.problems} == {"optim.lr", "batch.rows_per_update"}
+    assert "0.001" in str(caught.value)
+    assert "0.002" in str(caught.value)
+
+
+def test_more_steps_go_on_from_the_last(recipe_file: Path, tmp_path: Path) -> None:
+    train(recipe_file, "optim.schedule=constant")
+    train(recipe_file, "optim.schedule=constant", "run.steps=9")
+    whole = ["run.name=whole", "optim.schedule=constant", "run.steps=9"]
+    train(recipe_file, *whole)
+    assert same_weights(tmp_path / "runs" / "run", tmp_path / "runs" / "whole", step=9)
+
+
+def test_a_finished_run_stays_as_it_is(recipe_file: Path, tmp_path: Path) -> None:
+    train(recipe_file)
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    before = metrics.read_bytes()
+    train(recipe_file)
+    assert metrics.read_bytes() == before
+
+
+def test_resume_never_and_required(recipe_file: Path) -> None:
+    with pytest.raises(Refusal, match="no checkpoint to continue"):
+        train(recipe_file, "run.resume=required")
+    train(recipe_file, "run.resume=never")
+    with pytest.raises(Refusal, match="exists and resume is never"):
+        train(recipe_file, "run.resume=never")
+
+
+def test_ctrl_c_finishes_the_step_saves_and_goes_on(recipe_file: Path, tmp_path: Path) -> None:
+    settings = ["run.steps=200", "checkpoint.every=200"]
+    words = [sys.executable, "-m", "lockstep", "train", str(recipe_file), *settings]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "the same command goes on" in output
+    steps = [p.name for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()]
+    assert len(steps) == 1
+    state = json.loads((tmp_path / "runs" / "run" / "checkpoints" / steps[0] / "state.json").read_text())
+    assert read_metrics(metrics)[-1][0] == state["step"] < 200

@@ -1,0 +1,101 @@
+"""Two real processes against one: the same losses, gradients and weights; one rank's failure ends both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import lockstep
+from safetensors.torch import load_file
+
+from lockstep.run.metrics import read_metrics
+
+pytestmark = pytest.mark.torchrun
+
+
+def torchrun(*words: object, processes: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run(
+        [*command, "-m", "lockstep", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def history(folder: Path, name: str) -> list[float]:
+    return [metrics[name] for _, metrics in read_metrics(folder / "metrics.jsonl") if name in metrics]
+
+
+def weights(folder: Path, step: int = 6) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step_{step}" / "model.safetensors")
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all((a[name] - b[name]).abs().max() <= 1e-5 for name in a)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_two_processes_train_what_one_does(recipe_file: Path, tmp_path: Path, lora: bool) -> None:
+    # eps above the gradients' noise: Adam's first steps would blow a rounding difference up to a whole step.
+    common = ["optim.eps=1e-4", "val.every=3", *(["model.lora.rank=4"] if lora else [])]
+    one = lockstep("train", recipe_file, "run.name=one", *common)
+    assert one.returncode == 0, one.stderr
+    two = torchrun("train", recipe_file, "run.name=two", *common)
+    assert two.returncode == 0, two.stderr
+    single, double = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    for metric in ("train/loss", "train/grad_norm", "val/loss", "train/tokens", "train/trained_tokens"):
+        assert history(double, metric) == pytest.approx(history(single, metric), rel=1e-5), metric
+    assert close(weights(double), weights(single))
+    assert close(load_file(double / "export" / "model.safetensors"), load_file(single / "export" / "model.safetensors"))
+    # Rank 0 alone speaks.
+    assert two.stdout.count("saved ") == one.stdout.count("saved ")
+
+
+def test_an_update_with_fewer_rows_than_ranks(recipe_file: Path, tmp_path: Path) -> None:
+    common = ["optim.eps=1e-4", "batch.rows_per_update=1"]
+    assert lockstep("train", recipe_file, "run.name=one", *common).returncode == 0
+    two = torchrun("train", recipe_file, "run.name=two", *common)
+    assert two.returncode == 0, two.stderr
+    assert close(weights(tmp_path / "runs" / "two"), weights(tmp_path / "runs" / "one"))
+
+
+def test_a_run_changes_its_number_of_processes(recipe_file: Path, tmp_path: Path) -> None:
+    common = ["optim.eps=1e-4", "optim.schedule=constant"]
+    assert lockstep("train", recipe_file, "run.name=one", *common).returncode == 0
+    first = torchrun("train", recipe_file, "run.name=moved", *common, "run.steps=3")
+    assert first.returncode == 0, first.stderr
+    second = lockstep("train", recipe_file, "run.name=moved", *common)
+    assert second.returncode == 0, second.stderr
+    assert "after step 3" in second.stdout
+    assert close(weights(tmp_path / "runs" / "moved"), weights(tmp_path / "runs" / "one"))
+
+
+def test_a_failing_rank_ends_all_with_its_error(recipe_file: Path, tmp_path: Path) -> None:
+    """Rank 1 alone cannot read the rows: its own error must be shown and nobody may hang."""
+    broken = tmp_path / "sitecustomize.py"
+    broken.write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import lockstep.train.step as step\n"
+        "    def fail(*_):\n"
+        "        raise RuntimeError('the second device fell over')\n"
+        "    step.Learner.optim_step = fail\n",
+        encoding="utf-8",
+    )
+    done = torchrun("train", recipe_file, PYTHONPATH=str(tmp_path))
+    assert done.returncode != 0
+    assert "the second device fell over" in done.stderr
+    assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("step_*"))
+
+
+def test_bad_input_is_told_once(recipe_file: Path) -> None:
+    done = torchrun("train", recipe_file, "data.train=nowhere.jsonl")
+    assert done.returncode != 0
+    assert done.stderr.count("nowhere.jsonl\n") == 1, done.stderr

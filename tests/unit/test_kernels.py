@@ -1,0 +1,147 @@
+"""Fast kernels against a loop over sequences and plain cross entropy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.kernels.attention import varlen_attention
+from lockstep.kernels.layout import make_layout
+from lockstep.kernels.logprob import plain_token_logprobs, token_logprobs
+
+CPU = torch.device("cpu")
+
+
+def one_by_one(query, key, value, lengths, scale, window):
+    """Softmax attention written out, a sequence at a time."""
+    outputs, start = [], 0
+    repeat = query.shape[1] // key.shape[1]
+    for length in lengths:
+        q = query[start : start + length].transpose(0, 1)
+        k = key[start : start + length].repeat_interleave(repeat, 1).transpose(0, 1)
+        v = value[start : start + length].repeat_interleave(repeat, 1).transpose(0, 1)
+        back = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        seen = (back >= 0) & (back < (window or length))
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+        start += length
+    return torch.cat(outputs)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=7),
+    window=st.sampled_from([None, 1, 4]),
+    groups=st.sampled_from([1, 2, 4]),
+)
+def test_packed_attention_and_gradients_equal_each_sequence_alone(lengths, window, groups):
+    torch.manual_seed(0)
+    total = sum(lengths)
+    inputs = [torch.randn(total, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, groups, groups)]
+    ours = varlen_attention(*inputs, make_layout(lengths, CPU, "sdpa"), scale=0.3, window=window)
+    theirs = one_by_one(*inputs, lengths, 0.3, window)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    upstream = torch.randn_like(ours)
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(theirs, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_layout_groups_like_lengths_and_bounds_padding():
+    layout = make_layout([3, 100, 90, 4], CPU, "sdpa")
+    assert [(bucket.count, bucket.width) for bucket in layout.buckets] == [(2, 100), (2, 4)]
+    assert layout.bounds.tolist() == [0, 3, 103, 193, 197]
+    # Token 0 opens the 3-token sequence, which stands last: after 2 x 100 slots and the 4-token one.
+    assert layout.slots_of_tokens[0] == 204
+    assert layout.slots_of_tokens[3] == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("positions", [1, 7, 1000])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_chunked_logprobs_equal_plain_cross_entropy(temperature, positions, with_bias):
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    bias = torch.randn(300, requires_grad=True) if with_bias else None
+    targets = torch.randint(300, (50,))
+    inputs = [t for t in (hidden, weight, bias) if t is not None]
+    chunked = token_logprobs(
+        hidden, weight, targets, bias_V=bias, temperature=temperature, chunk_bytes=4 * 300 * positions
+    )
+    logits = (hidden @ weight.T + (bias if with_bias else 0)) / temperature
+    theirs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(chunked, theirs, rtol=1e-6, atol=1e-5)
+    twin = plain_token_logprobs(hidden, weight, targets, bias_V=bias, temperature=temperature)
+    torch.testing.assert_close(twin, theirs, rtol=1e-6, atol=1e-5)
+    upstream = torch.randn(50)
+    for a, b in zip(
+        torch.autograd.grad(chunked, inputs, upstream), torch.autograd.grad(theirs, inputs, upstream), strict=True
+    ):
+        assert (a - b).norm() <= 1e-6 * b.norm()
+
+
+def test_logprob_by_hand():
+    # Two words, logits (0, ln 3): probabilities 1/4 and 3/4.
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [torch.log(torch.tensor(3.0))]])
+    assert token_logprobs(hidden, weight, torch.tensor([1])).item() == pytest.approx(-0.287682, abs=1e-6)
+    assert token_logprobs(hidden, weight, torch.tensor([0])).item() == pytest.approx(-1.386294, abs=1e-6)
+
+
+def test_large_vocabulary_never_holds_all_logits():
+    """151,936 words x 512 positions are 297 MiB of fp32 logits; a chunk of 8 MiB must not let that appear."""
+    import resource
+    import subprocess
+    import sys
+
+    script = """
+import resource, torch
+from lockstep.kernels.logprob import token_logprobs, plain_token_logprobs
+import sys
+torch.set_num_threads(1)
+hidden = torch.randn(512, 16, requires_grad=True); weight = torch.randn(151936, 16, requires_grad=True)
+targets = torch.randint(151936, (512,))
+token_logprobs(hidden[:4], weight, targets[:4], chunk_bytes=2**20).sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.argv[1] == "chunked":
+    token_logprobs(hidden, weight, targets, chunk_bytes=8 * 2**20).sum().backward()
+else:
+    plain_token_logprobs(hidden, weight, targets).sum().backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+    assert resource.RUSAGE_SELF is not None
+    grown = {
+        kind: float(
+            subprocess.run([sys.executable, "-c", script, kind], capture_output=True, text=True, check=True).stdout
+        )
+        for kind in ("chunked", "plain")
+    }
+    assert grown["chunked"] < 100, grown
+    assert grown["plain"] > 297, grown
+
+
+def _cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not _cuda(), reason="no NVIDIA device")
+@pytest.mark.parametrize("window", [None, 16])
+def test_flash_varlen_equals_its_twin(window):
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    lengths = [5, 130, 64, 1, 77]
+    inputs = [
+        torch.randn(sum(lengths), heads, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (8, 2, 2)
+    ]
+    fast = varlen_attention(*inputs, make_layout(lengths, device, "flash_varlen"), scale=0.125, window=window)
+    twin = varlen_attention(*inputs, make_layout(lengths, device, "sdpa"), scale=0.125, window=window)
+    torch.testing.assert_close(fast, twin, rtol=2e-2, atol=2e-2)
+    upstream = torch.randn_like(fast)
+    for a, b in zip(
+        torch.autograd.grad(fast, inputs, upstream), torch.autograd.grad(twin, inputs, upstream), strict=True
+    ):
+        assert (a - b).float().norm() <= 2e-2 * b.float().norm()
