@@ -96,15 +96,16 @@ def check_policy(policy: Policy, path: str) -> None:
     policy.eval()
     try:
         ours = policy(_line(sequences, parameter.device))
-    except (TypeError, NotImplementedError, AttributeError, RuntimeError) as error:
+        with policy.generating():
+            own = [_own_logprobs(model, torch.tensor([ids], device=parameter.device)) for ids in sequences]
+    except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
         raise Refusal.at(
             f"model.path {path}",
-            f"{name} cannot be run packed: {error}",
+            f"{name} cannot be run packed: {str(error).splitlines()[0]}",
             "use an architecture with transformers' attention interface",
         ) from error
-    with policy.generating():
-        theirs = torch.cat([_own_logprobs(model, torch.tensor([ids], device=parameter.device)) for ids in sequences])
     policy.train()
+    theirs = torch.cat(own)
     difference = (ours - theirs).abs().max().item()
     if not difference <= CHECK_TOLERANCE[parameter.dtype]:
         raise Refusal.at(

@@ -22,7 +22,9 @@ def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: b
         raise Refusal.at(str(run), "has no checkpoint yet", "train it further, or set checkpoint.every")
     if best:
         step = checkpoints.best_step(folder.checkpoints)
-        step = steps[-1] if step is None else step
+        if step is None:
+            raise Refusal.at("--best", "no kept checkpoint has a val/loss", "set data.val and checkpoint.keep_best")
+    step = steps[-1] if step is None else step
     if step not in steps:
         raise Refusal.at("--step", f"{run} has no checkpoint of step {step}", f"it has {', '.join(map(str, steps))}")
     path = checkpoints.folder_of(folder.checkpoints, step)

@@ -1,0 +1,158 @@
+"""What must be refused before or during training, with the row or key named and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import chat_rows, write_jsonl
+from safetensors.torch import load_file, save_file
+
+from lockstep.errors import Refusal
+from lockstep.recipe import load_recipe
+from lockstep.run.progress import Console
+from lockstep.train import checkpoint as checkpoints
+from lockstep.train.offline import train_offline
+
+
+def train(recipe_file: Path, *overrides: str) -> None:
+    train_offline(load_recipe(str(recipe_file), list(overrides)), Console.silent())
+
+
+def damaged_model(tiny_folder: Path, tmp_path: Path, change) -> Path:
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_every_problem_of_the_inputs_is_told_at_once(recipe_file: Path, tmp_path: Path) -> None:
+    rows = [*chat_rows(3), {"messages": [{"role": "user", "content": "hi"}]}]
+    write_jsonl(tmp_path / "bad.jsonl", rows)
+    with pytest.raises(Refusal) as caught:
+        train(
+            recipe_file,
+            f"data.train={tmp_path / 'bad.jsonl'}",
+            "data.val=nowhere.jsonl",
+            "val.questions=neither.parquet",
+        )
+    text = str(caught.value)
+    for part in ("bad.jsonl line 4", "no assistant turn", "nowhere.jsonl", "neither.parquet"):
+        assert part in text
+
+
+def test_rows_longer_than_the_limit_name_themselves(recipe_file: Path) -> None:
+    with pytest.raises(Refusal, match=r"train\.jsonl line \d+: has \d+ tokens, over data.max_tokens=48"):
+        train(recipe_file, "data.max_tokens=48")
+
+
+def test_dropped_rows_are_counted_and_said(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_offline(load_recipe(str(recipe_file), ["data.max_tokens=60", "data.overlong=drop"]), Console.open(plain=True))
+    assert "rows over the limit were dropped" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_names_rows_and_keeps_the_checkpoint(recipe_file: Path, tmp_path: Path) -> None:
+    train(recipe_file, "checkpoint.every=3", "run.steps=3", "optim.schedule=constant")
+    run = tmp_path / "runs" / "run"
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*.safetensors") if "checkpoints" in str(p)}
+    # A poisoned weight in an otherwise whole checkpoint stands for a run that diverges after it.
+    path = run / "checkpoints" / "step_3"
+    weights = load_file(path / "model.safetensors")
+    name = next(iter(weights))
+    weights[name][3] = float("nan")
+    save_file(weights, path / "model.safetensors")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["model.safetensors"] = {
+        "bytes": (path / "model.safetensors").stat().st_size,
+        "sha256": checkpoints._sha256(path / "model.safetensors"),
+    }
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    before[path / "model.safetensors"] = (path / "model.safetensors").stat().st_mtime_ns
+    with pytest.raises(Refusal, match="not finite") as caught:
+        train(recipe_file, "checkpoint.every=3", "run.steps=6", "optim.schedule=constant")
+    assert "train.jsonl line" in caught.value.problems[0].where
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    assert checkpoints.steps_in(run / "checkpoints") == [3]
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(recipe_file: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    """Weights so large that the loss is finite and its gradient is not."""
+
+    def blow_up(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.norm.weight"].fill_(1e38)
+        weights["model.embed_tokens.weight"].mul_(1e-38)
+
+    folder = damaged_model(tiny_folder, tmp_path, blow_up)
+    with pytest.raises(Refusal, match=r"gradient norm is (inf|nan)|not finite"):
+        train(recipe_file, f"model.path={folder}")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding(recipe_file: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "foreign"
+    shutil.copytree(tiny_folder, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<extra{i}>" for i in range(300)])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(Refusal, match=r"<extra299>.*the embedding has \d+ rows"):
+        train(recipe_file, f"model.path={folder}")
+
+
+def test_weights_that_would_start_random(recipe_file: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    folder = damaged_model(tiny_folder, tmp_path, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(Refusal, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight"):
+        train(recipe_file, f"model.path={folder}")
+
+
+def test_what_cannot_fit_is_refused_before_loading(recipe_file: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "huge"
+    folder.mkdir()
+    for file in tiny_folder.iterdir():
+        if file.name != "model.safetensors":
+            shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 200}
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Refusal, match=r"needs about [\d.]+ GiB") as caught:
+        train(recipe_file, f"model.path={folder}")
+    assert "gradient_checkpointing" in caught.value.problems[0].remedy
+
+
+def test_two_runs_cannot_share_a_folder(recipe_file: Path, tmp_path: Path) -> None:
+    from lockstep.run.folder import RunFolder
+
+    folder = RunFolder(tmp_path / "runs" / "run")
+    folder.create()
+    with folder.lock(), pytest.raises(Refusal, match=f"process {os.getpid()}"):
+        train(recipe_file)
+
+
+def _small_disk(path: Path, mebibytes: int) -> bool:
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(path)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_a_full_disk_is_refused_before_anything_is_overwritten(recipe_file: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    if not _small_disk(disk, 10):
+        pytest.skip("mounting a small disk needs privileges this machine does not give")
+    try:
+        train(recipe_file, f"run.folder={disk}", "run.steps=3", "run.export=false", "optim.schedule=constant")
+        whole = {p: p.read_bytes() for p in (disk / "run" / "checkpoints").rglob("*") if p.is_file()}
+        assert whole
+        (disk / "ballast").write_bytes(b"x" * shutil.disk_usage(disk).free)
+        with pytest.raises(Refusal, match=r"needs [\d,]+ MiB and the disk has 0 MiB free"):
+            train(recipe_file, f"run.folder={disk}", "run.steps=6", "run.export=false", "optim.schedule=constant")
+        assert {p: p.read_bytes() for p in (disk / "run" / "checkpoints").rglob("*") if p.is_file()} == whole
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,189 @@
+"""Prints docs/recipe.md from the schema: `make docs` stores it, tests/unit/test_docs.py keeps it current."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from lockstep.errors import Refusal
+from lockstep.recipe.load import builtin_names, load_recipe, sections_of
+from lockstep.recipe.schema import Recipe, Source
+from lockstep.run.progress import print_problems
+from lockstep.train.resume import FREE
+
+WORDS = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+INTRO = """\
+<!-- Printed by tools/recipe_reference.py from src/lockstep/recipe/schema.py. Change those, then run `make docs`. -->
+
+# The recipe
+
+A recipe is one YAML file that says everything about a run. `lockstep train` takes a file, or the name of a recipe that
+comes with the package ({builtin}), and any number of overrides:
+
+<!-- run -->
+```sh
+lockstep recipes
+lockstep recipes sft-arithmetic > mine.yaml
+```
+
+```sh
+lockstep train mine.yaml run.name=second optim.lr=3e-4 data.overlong=drop model.lora.rank=8
+```
+
+- An override is `key=value`, with dots between the parts of the key. The value is read as YAML: `3e-4` is a number,
+  `[0.9, 0.99]` a list, `null` nothing, `true` a switch, anything else text. Groups that the file does not have are
+  made; a number in the key is the place in a list (`data.train.0.weight=2`, where the file lists its sources in full).
+- What the file says replaces the default, an override replaces what the file says, and a later override replaces an
+  earlier one.
+- The file itself is strict: a key given twice, a key that does not exist and a number in quotes are errors.
+
+## The resolved recipe
+
+Before training, defaults that depend on other keys are filled in and the whole recipe is stored as
+`runs/<name>/recipe.yaml`. It holds every key below and is a recipe itself: `lockstep train runs/<name>/recipe.yaml`
+goes on with that run, and with `run.name=other` it trains the same again.
+
+## Bad input
+
+All that is wrong is told at once, on stderr and with exit code 2, before a model is loaded. Each problem names the key,
+the reason and, where there is one, the nearest valid name or the way out. This recipe
+
+```yaml
+{bad}```
+
+is answered with
+
+```
+{answer}```
+
+Files, rows and the model folder are looked at next, still before the weights are loaded: see [the data](data.md).
+
+## What may change when a run goes on
+
+With `run.resume: auto` the same command continues a run from its newest whole checkpoint. These keys may then have
+another value, because they do not change what an update computes: {free}. A change is said aloud; `run.steps` and
+`run.epochs` also stretch or shorten the learning-rate schedule. A change of any other key, or of the rows, is refused
+with the two values.
+
+## The keys
+
+"Must be set" marks the keys that have no default.
+"""
+
+NOTES = {
+    "": "`npu` is Huawei Ascend. Not yet run on Ascend hardware.",
+    "data": "`train` and `val` take a path, a list of paths, or a list of sources with the keys of the next table.",
+}
+
+BAD = """\
+model: {path: quickstart/model, dtype: fp8}
+data: {trian: rows.jsonl, train: rows.jsonl}
+run: {epochs: 2, steps: 100}
+optim: {lr: "1e-5", weight_decay: -0.1}
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    free = ", ".join(f"`{key}*`" if key.endswith(".") else f"`{key}`" for key in FREE)
+    builtin = ", ".join(f"`{name}`" for name in builtin_names())
+    intro = INTRO.format(builtin=builtin, bad=BAD, answer=_answer(BAD), free=free)
+    return intro + "".join(f"\n{table}" for table in _tables(Recipe, ""))
+
+
+def _answer(text: str) -> str:
+    """What the command really says to a bad recipe, at 80 columns."""
+    os.environ["COLUMNS"] = "80"
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as said:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(text, encoding="utf-8")
+        try:
+            load_recipe(str(file))
+        except Refusal as refusal:
+            print_problems(refusal, colour=False)
+    return said.getvalue()
+
+
+def _tables(model: type[BaseModel], key: str) -> Iterator[str]:
+    """The table of a section, then those of the sections inside it."""
+    own = {name: info for name, info in model.model_fields.items() if not _is_section(info)}
+    lines = [f"### {f'`{key}`' if key else 'The run as a whole'}", ""]
+    if key in NOTES:
+        lines += [NOTES[key], ""]
+    lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
+    dot = f"{key}." if key else ""
+    for name, info in own.items():
+        cells = (f"`{dot}{name}`", _values(info), _default(info), info.description or "")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    yield "\n".join(lines) + "\n"
+    for name, info in model.model_fields.items():
+        for section in sections_of(info.annotation):
+            if section is not Source:
+                yield from _tables(section, dot + name)
+            elif name == "train":
+                yield from _tables(section, f"{dot}{name}.N")
+
+
+def _is_section(info: FieldInfo) -> bool:
+    return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+
+
+def _values(info: FieldInfo) -> str:
+    parts = [_type(info.annotation)]
+    for limit in info.metadata:
+        parts += [f"`{sign} {_number(getattr(limit, name))}`" for name, sign in SIGNS.items() if hasattr(limit, name)]
+        if pattern := getattr(limit, "pattern", None):
+            parts.append(f"like `{pattern}`")
+    shortest, longest = (
+        next((getattr(limit, name) for limit in info.metadata if hasattr(limit, name)), None)
+        for name in ("min_length", "max_length")
+    )
+    if shortest is not None:
+        parts.append(f"{shortest} of them" if shortest == longest else f"at least {shortest}")
+    return ", ".join(parts)
+
+
+def _type(kind: Any) -> str:
+    if kind in WORDS:
+        return WORDS[kind]
+    if kind is type(None):
+        return "`null`"
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    if get_origin(kind) is list:
+        inner = get_args(kind)[0]
+        return "path, paths or sources" if inner is Source else f"list of {_type(inner)}"
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(_type(part) for part in get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "the keys below"
+    raise TypeError(f"no words for {kind}")
+
+
+def _number(value: float) -> str:
+    return "2^63" if value == 2**63 else f"{value:g}"
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "must be set"
+    value = info.get_default(call_default_factory=True)
+    if isinstance(value, float):
+        return f"`{value:g}`" if value else "`0`"
+    return f"`{yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}`"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
