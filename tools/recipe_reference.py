@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import tempfile
+import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from lockstep.run.progress import print_problems
 from lockstep.train.resume import FREE
 
 WORDS = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}
+PLURALS = {str: "texts", int: "whole numbers", float: "numbers"}
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 INTRO = """\
@@ -73,9 +75,12 @@ Files, rows and the model folder are looked at next, still before the weights ar
 ## What may change when a run goes on
 
 With `run.resume: auto` the same command continues a run from its newest whole checkpoint. These keys may then have
-another value, because they do not change what an update computes: {free}. A change is said aloud; `run.steps` and
-`run.epochs` also stretch or shorten the learning-rate schedule. A change of any other key, or of the rows, is refused
-with the two values.
+another value, because they do not change what an update computes:
+
+{free}
+
+A change is said aloud. `run.steps` and `run.epochs` also stretch or shorten the learning-rate schedule. A change of any
+other key, or of the rows themselves, is refused with the two values.
 
 ## The keys
 
@@ -98,14 +103,14 @@ optim: {lr: "1e-5", weight_decay: -0.1}
 def reference() -> str:
     """The whole page."""
     free = ", ".join(f"`{key}*`" if key.endswith(".") else f"`{key}`" for key in FREE)
+    free = textwrap.fill(free, 120, break_on_hyphens=False)
     builtin = ", ".join(f"`{name}`" for name in builtin_names())
     intro = INTRO.format(builtin=builtin, bad=BAD, answer=_answer(BAD), free=free)
     return intro + "".join(f"\n{table}" for table in _tables(Recipe, ""))
 
 
 def _answer(text: str) -> str:
-    """What the command really says to a bad recipe, at 80 columns."""
-    os.environ["COLUMNS"] = "80"
+    """What the command really says to a bad recipe."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as said:
         file = Path(folder) / "recipe.yaml"
         file.write_text(text, encoding="utf-8")
@@ -145,7 +150,7 @@ def _values(info: FieldInfo) -> str:
     for limit in info.metadata:
         parts += [f"`{sign} {_number(getattr(limit, name))}`" for name, sign in SIGNS.items() if hasattr(limit, name)]
         if pattern := getattr(limit, "pattern", None):
-            parts.append(f"like `{pattern}`")
+            parts.append(f"matching `{pattern}`")
     shortest, longest = (
         next((getattr(limit, name) for limit in info.metadata if hasattr(limit, name)), None)
         for name in ("min_length", "max_length")
@@ -164,9 +169,11 @@ def _type(kind: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
     if get_origin(kind) is list:
         inner = get_args(kind)[0]
-        return "path, paths or sources" if inner is Source else f"list of {_type(inner)}"
+        return "path, paths or sources" if inner is Source else f"list of {PLURALS.get(inner) or _type(inner)}"
     if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(_type(part) for part in get_args(kind))
+        # A whole number is a number too.
+        parts = [part for part in get_args(kind) if not (part is int and float in get_args(kind))]
+        return " or ".join(_type(part) for part in parts)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "the keys below"
     raise TypeError(f"no words for {kind}")
@@ -186,4 +193,6 @@ def _default(info: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
+    # The sample refusal is as wide as the terminal, and the page must not be.
+    os.environ["COLUMNS"] = "80"
     print(reference(), end="")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import lockstep
+from conftest import lockstep, write_jsonl
 from safetensors.torch import load_file
 
 from lockstep.run.metrics import read_metrics
@@ -56,6 +56,26 @@ def test_two_processes_train_what_one_does(recipe_file: Path, tmp_path: Path, lo
     assert close(load_file(double / "export" / "model.safetensors"), load_file(single / "export" / "model.safetensors"))
     # Rank 0 alone speaks.
     assert two.stdout.count("saved ") == one.stdout.count("saved ")
+
+
+def test_greedy_answers_are_those_of_one_process(recipe_file: Path, tmp_path: Path) -> None:
+    """Before any training step and after; each process answers its share with the gathered model."""
+    rows: list[dict[str, object]] = [
+        {
+            "data_source": "arithmetic",
+            "prompt": [{"role": "user", "content": f"{a}+1?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(a + 1)},
+        }
+        for a in range(7)
+    ]
+    questions = write_jsonl(tmp_path / "questions.jsonl", rows)
+    common = ["data.val=[]", f"val.questions={questions}", "val.at_start=true", "val.max_new_tokens=12", "optim.eps=1e-4"]
+    assert lockstep("train", recipe_file, "run.name=one", *common).returncode == 0
+    two = torchrun("train", recipe_file, "run.name=two", *common)
+    assert two.returncode == 0, two.stderr
+    one_samples, two_samples = ((tmp_path / "runs" / name / "samples.jsonl").read_text() for name in ("one", "two"))
+    assert one_samples == two_samples
+    assert one_samples.count("\n") == 14
 
 
 def test_an_update_with_fewer_rows_than_ranks(recipe_file: Path, tmp_path: Path) -> None:

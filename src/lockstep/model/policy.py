@@ -41,6 +41,11 @@ class Policy(nn.Module):
     def has_adapter(self) -> bool:
         return self.causal_lm is not self.model
 
+    def layers(self) -> list[nn.Module]:
+        """The blocks that transformers says must stay whole: the decoder layers, which are sharded one by one."""
+        whole = set(self.causal_lm._no_split_modules or ())
+        return [module for module in self.causal_lm.modules() if type(module).__name__ in whole]
+
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 

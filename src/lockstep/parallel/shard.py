@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from lockstep.device.base import Device
 from lockstep.parallel.world import World
 
 
-def shard(root: nn.Module, layers: Iterator[nn.Module], device: Device, world: World) -> None:
+def shard(root: nn.Module, layers: Iterable[nn.Module], device: Device, world: World) -> None:
     """Shard `layers` one by one and what remains at the root. One rank: nothing to do."""
     if world.size == 1:
         return

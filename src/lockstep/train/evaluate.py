@@ -76,12 +76,17 @@ def answer(
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[Question],
     world: World,
+    device: torch.device,
     *,
     max_new_tokens: int,
     end_tokens: Sequence[int] = (),
 ) -> list[Answer]:
     """Greedy answers, scored by the rule of each question's data source, in the order of the questions."""
     mine = list(range(world.rank, len(questions), world.size))
+    if world.size > 1:
+        # A sharded model must be entered through its root once; `generate` enters below it.
+        with torch.no_grad():
+            policy(to_device(micro_batch([], packed=True, pad_id=0), device))
     answers: list[tuple[int, Answer]] = []
     with gathered(policy), policy.generating() as model:
         stops = sorted({*end_ids(model, tokenizer), *end_tokens})

@@ -119,7 +119,8 @@ def plan_memory(recipe: Recipe, config: Any, devices: int, longest: int) -> Memo
     weights = parameters * size // devices
     moments = trained * 2 * (4 if masters else size) // devices
     master_bytes = trained * 4 // devices if masters else 0
-    gradients = trained * (4 + size if masters else size) // devices
+    # bf16 gradients of a micro-batch grow while its activations go, so only the summed ones count beside them.
+    gradients = trained * (4 if masters else size) // devices
     layers = activation_bytes(config, tokens, size, recipe.model.gradient_checkpointing)
     head = head_bytes(config, tokens, recipe.model.lora is None)
     kept = Phase("", weights, 0, moments + master_bytes)

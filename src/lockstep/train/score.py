@@ -42,12 +42,13 @@ def score_model(
             rule_for(source)
         tokenizer = load_tokenizer(folder)
         settings = Model(path=folder, dtype=dtype)  # type: ignore[arg-type]
-        policy = load_policy(settings, device.torch_device(world.local_rank), device.attention, seed=0)
+        place = device.torch_device(world.local_rank)
+        policy = load_policy(settings, place, device.attention, seed=0)
         answers: list[Answer] = []
         with console.task("Answering", len(questions)) as task:
             for start in range(0, len(questions), GROUP * world.size):
                 group = questions[start : start + GROUP * world.size]
-                answers += answer(policy, tokenizer, group, world, max_new_tokens=max_new_tokens)
+                answers += answer(policy, tokenizer, group, world, place, max_new_tokens=max_new_tokens)
                 task.advance(len(group))
         metrics = accuracy(answers)
         if world.main:

@@ -123,7 +123,7 @@ class Session:
         recipe = self.recipe
         with self.console.task(f"Loading {recipe.model.path}", None):
             policy = load_policy(recipe.model, self.torch_device, self.device.attention, recipe.run.seed)
-        shard(policy, policy.causal_lm.get_decoder().layers, self.device, self.world)
+        shard(policy, policy.layers(), self.device, self.world)
         optimizer = Optimizer(
             policy.trainable(),
             recipe.optim,
@@ -272,6 +272,7 @@ class Session:
                 prepared.tokenizer,
                 prepared.questions,
                 self.world,
+                self.torch_device,
                 max_new_tokens=recipe.val.max_new_tokens,
                 end_tokens=prepared.end_tokens,
             )

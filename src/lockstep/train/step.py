@@ -83,12 +83,14 @@ class Learner:
     def _refuse_loss(self, losses: list[float], micro_batches: Sequence[MicroBatch]) -> None:
         bad = [o for value, b in zip(losses, micro_batches, strict=True) if not math.isfinite(value) for o in b.origins]
         raise Refusal.at(
-            self._rows(bad) if bad else "another rank",
+            self._rows(bad),
             "the loss of the micro-batch with these rows is not finite",
             "lower optim.lr, use bf16 or fp32, or look at these rows; the last checkpoint is untouched",
         )
 
-    def _rows(self, origins: Sequence[Origin]) -> str:
+    def _rows(self, mine: Sequence[Origin]) -> str:
+        """Names of rows, those of the other ranks among them (all ranks stop at the same place)."""
+        origins = [origin for share in self.world.gather(list(mine)) for origin in share]
         names = ", ".join(str(origin) for origin in origins[:SHOWN_ROWS])
         rest = len(origins) - SHOWN_ROWS
         return f"rows {names}" + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,102 @@
+"""Planned against measured peak memory of an update, on a device that counts its memory.
+
+    python bench/memory.py --out bench/results/memory.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+
+from lockstep.algorithms.supervised import nll
+from lockstep.data.batching import micro_batch
+from lockstep.device.select import select
+from lockstep.model.load import load_config, load_policy
+from lockstep.parallel.world import World
+from lockstep.recipe.checks import with_derived_defaults
+from lockstep.recipe.schema import Recipe
+from lockstep.train.optim import Optimizer
+from lockstep.train.plan import plan_memory
+from lockstep.train.step import Learner
+from lockstep.types import Example, Origin
+
+# The shape of Qwen2.5-0.5B, with random weights.
+SHAPE = {
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+CASES = [
+    {"dtype": "bf16", "tokens": 4096},
+    {"dtype": "bf16", "tokens": 16384},
+    {"dtype": "bf16", "tokens": 16384, "gradient_checkpointing": True},
+    {"dtype": "bf16", "tokens": 16384, "lora": {"rank": 16}},
+    {"dtype": "fp32", "tokens": 4096},
+]
+
+
+def measure(folder: Path, case: dict, device_name: str) -> dict:
+    device = select(device_name)
+    settings = {key: value for key, value in case.items() if key != "tokens"}
+    recipe = with_derived_defaults(
+        Recipe.model_validate(
+            {
+                "model": {"path": str(folder), **settings},
+                "data": {"train": "unused"},
+                "batch": {"tokens": case["tokens"]},
+            }
+        )
+    )
+    plan = plan_memory(recipe, load_config(str(folder)), 1, case["tokens"])
+    device.reset_peak()
+    policy = load_policy(recipe.model, device.torch_device(), device.attention, seed=0)
+    optimizer = Optimizer(
+        policy.trainable(), recipe.optim, masters=bool(recipe.model.master_weights), fused=device.fused_optimizer
+    )
+    learner = Learner(policy, optimizer, device.torch_device(), World())
+    draw = torch.Generator().manual_seed(0)
+    rows = []
+    for row in range(case["tokens"] // 512):
+        ids = torch.randint(SHAPE["vocab_size"], (512,), generator=draw).tolist()
+        rows.append(Example(ids, [1] * 512, Origin("random", row)))
+    for _ in range(2):
+        learner.forward_backward([micro_batch(rows, packed=True, pad_id=0)], nll)
+        learner.optim_step(1e-5)
+    measured = device.memory().peak
+    del learner, optimizer, policy
+    torch.cuda.empty_cache()
+    planned = plan.peak.total
+    return {**case, "planned_gib": planned / 2**30, "measured_gib": measured / 2**30, "ratio": planned / measured}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    words = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        config = transformers.Qwen2Config(**SHAPE)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        for case in CASES:
+            result = measure(Path(folder), case, words.device)
+            results.append(result)
+            print({key: round(v, 3) if isinstance(v, float) else v for key, v in result.items()}, flush=True)
+    if words.out:
+        facts = {"torch": torch.__version__, "transformers": transformers.__version__, **select(words.device).facts()}
+        words.out.write_text(json.dumps({"versions": facts, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

