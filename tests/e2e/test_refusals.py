@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
+from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.train import checkpoint as checkpoints
 from lockstep.train.offline import train_offline
@@ -55,7 +56,13 @@ def test_rows_longer_than_the_limit_name_themselves(recipe_file: Path) -> None:
 
 def test_dropped_rows_are_counted_and_said(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_offline(load_recipe(str(recipe_file), ["data.max_tokens=60", "data.overlong=drop"]), Console.open(plain=True))
-    assert "rows over the limit were dropped" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    _, first = read_metrics(recipe_file.parent / "runs" / "run" / "metrics.jsonl")[0]
+    dropped = int(first["data/dropped"])
+    assert 0 < dropped < 48
+    assert first["data/rows"] == 48 - dropped
+    assert f"{dropped} rows over the limit were dropped" in output
+    assert f"{dropped} rows dropped, 0 truncated" in output
 
 
 def test_a_loss_that_is_not_finite_names_rows_and_keeps_the_checkpoint(recipe_file: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lockstep.run.pace import Pace
 from lockstep.run.progress import Console, Task, validation_rows
-from lockstep.run.text import Column, brief_seconds, clock, fit, fit_rows, show
+from lockstep.run.text import Column, clock, fit, fit_rows, show, task_summary
 
 
 class LiveConsole(Console):
@@ -57,7 +57,7 @@ class LiveConsole(Console):
         finally:
             self._progress.remove_task(bar)
             self._hide_when_idle()
-        self._print(f"{description}: {pace.done:,} done in {brief_seconds(pace.elapsed)}")
+        self._print(task_summary(description, total, pace.done, pace.elapsed))
 
     def begin(self, total_steps: int, done: int = 0) -> None:
         self._pace = Pace(total_steps, done)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from lockstep.errors import Refusal
 from lockstep.run.pace import Pace
 from lockstep.run.progress import Console, Task, print_problems, validation_rows
-from lockstep.run.text import WIDTH, Column, brief_seconds, clock, fit, fit_rows, show
+from lockstep.run.text import WIDTH, Column, clock, fit, fit_rows, show, task_summary
 
 
 class PlainConsole(Console):
@@ -36,7 +36,7 @@ class PlainConsole(Console):
         _print(f"{description} ..." if total is None else f"{description}: {total:,} to do")
         task = _PlainTask(description, total)
         yield task
-        _print(f"{description}: {task.pace.done:,} done in {brief_seconds(task.pace.elapsed)}")
+        _print(task_summary(description, total, task.pace.done, task.pace.elapsed))
 
     def begin(self, total_steps: int, done: int = 0) -> None:
         self._pace = Pace(total_steps, done)

@@ -209,6 +209,8 @@ class Session:
         """Log, validate and save as the recipe asks; stop here if the user asked."""
         metrics = {"train/epoch": step * self.recipe.batch.rows_per_update / self.prepared.batches.rows, **metrics}
         metrics |= self._performance(metrics)
+        if step == 1:
+            metrics |= self.prepared.train.counts.metrics()
         last = step == self.prepared.batches.steps
         stopping = bool(sum(self.world.gather(len(self.interrupt))))
         save = last or stopping or _due(step, self.recipe.checkpoint.every)
@@ -333,6 +335,9 @@ class Session:
         if self.saved_at == self.step and self.recipe.run.export:
             self._export()
         changes = self._before_and_after()
+        counts = self.prepared.train.counts
+        if counts.dropped or counts.truncated:
+            changes.append(("left out", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"))
         self.console.banner(
             f"{self.recipe.run.name}: {self.step} steps done",
             [
