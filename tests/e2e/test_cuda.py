@@ -52,7 +52,13 @@ def test_packed_flash_equals_padded_and_twin(recipe_file: Path) -> None:
 def test_a_deterministic_run_resumes_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
     import shutil
 
-    settings = ["device=cuda", "model.dtype=bf16", "run.deterministic=true", "checkpoint.every=3", "checkpoint.keep_last=9"]
+    settings = [
+        "device=cuda",
+        "model.dtype=bf16",
+        "run.deterministic=true",
+        "checkpoint.every=3",
+        "checkpoint.keep_last=9",
+    ]
     whole = losses(recipe_file, "whole", *settings)
     losses(recipe_file, "part", *settings)
     shutil.rmtree(tmp_path / "runs" / "part" / "checkpoints" / "step_6")

@@ -69,7 +69,13 @@ def test_greedy_answers_are_those_of_one_process(recipe_file: Path, tmp_path: Pa
         for a in range(7)
     ]
     questions = write_jsonl(tmp_path / "questions.jsonl", rows)
-    common = ["data.val=[]", f"val.questions={questions}", "val.at_start=true", "val.max_new_tokens=12", "optim.eps=1e-4"]
+    common = [
+        "data.val=[]",
+        f"val.questions={questions}",
+        "val.at_start=true",
+        "val.max_new_tokens=12",
+        "optim.eps=1e-4",
+    ]
     assert lockstep("train", recipe_file, "run.name=one", *common).returncode == 0
     two = torchrun("train", recipe_file, "run.name=two", *common)
     assert two.returncode == 0, two.stderr

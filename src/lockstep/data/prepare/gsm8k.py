@@ -1,0 +1,64 @@
+"""GSM8K as RL rows: from the data set's raw jsonl files, or from the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.data.prepare.write import write_parquet
+from lockstep.data.read import RowSet, read_rows
+from lockstep.errors import Problem, Refusal
+
+DATA_SOURCE = "openai/gsm8k"
+INSTRUCTION = "Think step by step, and give the final answer after ####."
+COUNTS = {"train": 7473, "test": 1319}
+SHOWN_PROBLEMS = 10
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = True) -> dict[str, int]:
+    """Write train.parquet and test.parquet; returns rows by file. `source` holds the raw train.jsonl and test.jsonl."""
+    counts: dict[str, int] = {}
+    written: dict[str, list[dict[str, Any]]] = {}
+    problems: list[Problem] = []
+    for split, expected in COUNTS.items():
+        path = str(source / f"{split}.jsonl") if source is not None else f"hub:{DATA_SOURCE}:main:{split}"
+        rows = read_rows(path)
+        if check_counts and len(rows) != expected:
+            problems.append(
+                Problem(
+                    path, f"has {len(rows):,} rows, the data set has {expected:,}", "get a whole copy of the data set"
+                )
+            )
+        written[split] = list(_convert(rows, split, problems))
+    if problems:
+        more = len(problems) - SHOWN_PROBLEMS
+        rest = [Problem("gsm8k", f"and {more} more problems")] if more > 0 else []
+        raise Refusal(problems[:SHOWN_PROBLEMS] + rest)
+    for split, converted in written.items():
+        write_parquet(out / f"{split}.parquet", converted)
+        counts[f"{split}.parquet"] = len(converted)
+    return counts
+
+
+def _convert(rows: RowSet, split: str, problems: list[Problem]) -> Iterator[dict[str, Any]]:
+    for index in range(len(rows)):
+        row, origin = rows[index], rows.origin(index)
+        question, answer = row.get("question"), row.get("answer")
+        if not isinstance(question, str) or not isinstance(answer, str):
+            problems.append(Problem(str(origin), "needs a question and an answer, both text"))
+            continue
+        _, mark, final = answer.rpartition("####")
+        truth = final.strip().replace(",", "")
+        if not mark or not _NUMBER.fullmatch(truth):
+            problems.append(Problem(str(origin), "the answer does not end with '#### number'"))
+            continue
+        yield {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
+        }

@@ -1,0 +1,20 @@
+"""Rows to parquet, aside and renamed: a reader never meets half a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import Refusal
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    if path.parent.exists() and not path.parent.is_dir():
+        raise Refusal.at(str(path.parent), "is a file, not a folder", "give another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".writing-{path.name}")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
+    aside.replace(path)
