@@ -1,6 +1,6 @@
 """Planned against measured peak memory of an update, on a device that counts its memory.
 
-    python bench/memory.py --out bench/results/memory.json
+python bench/memory.py --out bench/results/memory.json
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import torch
 import transformers
-from sides import SIDES, Ours, Side, Work, has_trl, sides_for
 
 from lockstep.device.select import select
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Optim
+from sides import SIDES, Ours, Side, Work, has_trl, sides_for
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "lockstep-rl")
 # How far loss and gradient norm (relative) may lie from ours for the work to count as equal.

@@ -1,6 +1,6 @@
 """How long the command line takes to answer: `import lockstep` and `lockstep --help`, best and median of some starts.
 
-    python bench/startup.py --out bench/results/startup.json
+python bench/startup.py --out bench/results/startup.json
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from conftest import lockstep
-
 from lockstep.run.metrics import read_metrics
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import chat_rows, write_jsonl
 from safetensors.torch import load_file, save_file
 
+from conftest import chat_rows, write_jsonl
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics

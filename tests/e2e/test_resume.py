@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import chat_rows, lockstep, write_jsonl
 from safetensors.torch import load_file
 
+from conftest import chat_rows, lockstep, write_jsonl
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics

@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import lockstep
 
+from conftest import lockstep
 from lockstep.run.metrics import read_metrics
 
 pytestmark = pytest.mark.slow

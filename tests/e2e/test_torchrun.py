@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import lockstep, write_jsonl
 from safetensors.torch import load_file
 
+from conftest import lockstep, write_jsonl
 from lockstep.run.metrics import read_metrics
 
 pytestmark = pytest.mark.torchrun

@@ -76,7 +76,6 @@ def gradients(tiny_folder: Path, kernel: str, packed: bool, micro: int, chunk: i
 
 def encoded(tokenizer) -> list:
     from conftest import chat_rows
-
     from lockstep.data.examples import Columns, Encoder
     from lockstep.recipe.schema import Data
     from lockstep.types import Origin

@@ -56,7 +56,8 @@ def test_every_assistant_turn_and_its_end_is_trained_and_nothing_else(tokenizer,
     example = encode(tokenizer)({"messages": TURNS}, ORIGIN)
     assert trained_text(tokenizer, example) == ["#### 2<|im_end|>", "#### 4<|im_end|>"]
     assert tokenizer.decode(list(example.ids)) == (
-        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n#### 2<|im_end|>\n"
+        "<|im_start|>system\nAdd.<|im_end|>\n"
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n#### 2<|im_end|>\n"
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n#### 4<|im_end|>\n"
     )
     # Byte tokens: 6 characters and the end token, twice.
@@ -113,7 +114,10 @@ def test_templates_that_lose_the_assistant_are_refused(tokenizer, template, reas
 
 
 def test_a_template_without_an_end_token_is_refused(tokenizer):
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     with pytest.raises(Refusal, match="not an end token"):
         encode(tokenizer)({"messages": TURNS}, ORIGIN)
     example = encode(tokenizer, require_end=False)({"messages": TURNS}, ORIGIN)
@@ -185,7 +189,7 @@ def test_overlong_rows(tokenizer):
     example = pair(tokenizer, template="none")({"extra": {"q": "12345", "a": "678"}}, ORIGIN)
     assert len(example) == 9
     assert fit(example, 9, "error") is example
-    with pytest.raises(Refusal, match="rows.jsonl row 7: has 9 tokens, over data.max_tokens=8"):
+    with pytest.raises(Refusal, match=r"rows\.jsonl row 7: has 9 tokens, over data\.max_tokens=8"):
         fit(example, 8, "error")
     assert fit(example, 8, "drop") is None
     assert tokenizer.decode(list(fit(example, 4, "truncate_left").ids)) == "678<|im_end|>"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
-from conftest import write_jsonl
 
+from conftest import write_jsonl
 from lockstep.data.prepare.gsm8k import write_gsm8k
 from lockstep.errors import Refusal
 
