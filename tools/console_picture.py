@@ -18,8 +18,7 @@ COLUMNS = 80
 def picture(recorded: str, title: str) -> str:
     """The recorded screen as SVG, colours and all; it fetches no font, so that it looks the same offline."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    for line in recorded.rstrip().splitlines():
-        console.print(Text.from_ansi(line), soft_wrap=True)
+    console.print(Text.from_ansi(recorded.strip("\n")), soft_wrap=True)
     svg = console.export_svg(title=title, unique_id="console")
     svg = re.sub(r"\s*(@font-face \{.*?\}|<!--.*?-->)", "", svg, flags=re.DOTALL)
     return "\n".join(line.rstrip() for line in svg.splitlines() if line.strip()) + "\n"
