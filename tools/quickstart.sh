@@ -14,10 +14,10 @@ lockstep generate runs/sft-arithmetic "What is 7 + 6?"
 cat <<'TEXT'
 
 Next:
-  lockstep generate runs/sft-arithmetic --chat        talk to it
-  lockstep data show sft-arithmetic                   see which tokens were trained
-  lockstep plan sft-arithmetic batch.tokens=512       batches and memory before a run
-  lockstep train sft-arithmetic run.name=lora model.lora.rank=8 optim.lr=3e-3
-  lockstep export runs/sft-arithmetic my-model        a Hugging Face folder
-  docs/recipe.md                                      every key of a recipe
+  lockstep generate runs/sft-arithmetic --chat    talk to it
+  lockstep data show sft-arithmetic               see which tokens are trained
+  lockstep plan sft-arithmetic batch.tokens=512   batches and memory of a run
+  lockstep train sft-arithmetic run.name=lora model.lora.rank=8
+  lockstep export runs/sft-arithmetic my-model    a Hugging Face folder
+  docs/recipe.md                                  every key of a recipe
 TEXT

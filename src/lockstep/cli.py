@@ -43,7 +43,7 @@ def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 def plan(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    devices: Annotated[int, typer.Option(help="Devices to plan for.")] = 1,
+    devices: Annotated[int, typer.Option(min=1, help="Devices to plan for.")] = 1,
 ) -> None:
     """Show batches and memory of RECIPE without loading the model; refuse what cannot fit."""
     from lockstep.recipe import load_recipe
@@ -91,14 +91,15 @@ def generate(
     device: str = "auto",
 ) -> None:
     """Let MODEL answer a prompt."""
+    if prompt is None and not chat:
+        raise typer.BadParameter("give a prompt, or --chat")
+
     from lockstep.rollout.talk import Talker, converse
 
     talker = Talker(model, device, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, system=system)
     if chat:
         converse(talker, prompt)
-    elif prompt is None:
-        raise typer.BadParameter("give a prompt, or --chat")
-    else:
+    elif prompt is not None:
         typer.echo(talker.continue_text(prompt) if raw else talker.answer(prompt))
 
 
@@ -106,7 +107,7 @@ def generate(
 def evaluate(
     model: ModelArgument,
     data: Annotated[str, typer.Argument(metavar="DATA", help="Rows in the RL schema (arithmetic, gsm8k).")],
-    rows: Annotated[int | None, typer.Option(help="Only the first so many rows.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
     max_new_tokens: int = 256,
     out: Annotated[Path | None, typer.Option(help="Write every answer to this jsonl file.")] = None,
     dtype: str = "fp32",

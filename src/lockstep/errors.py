@@ -30,12 +30,19 @@ class Refusal(Exception):
         return cls([Problem(where, why, remedy)])
 
 
+def shortened(problems: Sequence[Problem], what: str, most: int = 10) -> list[Problem]:
+    """The first `most` problems, and how many more there are."""
+    hidden = len(problems) - most
+    rest = [Problem(f"{hidden:,} more {what}", "are refused too")] if hidden > 0 else []
+    return [*problems[:most], *rest]
+
+
 def missing_extra(package: str, extra: str, needed_for: str) -> Refusal:
     """The refusal for an optional package that is not installed."""
     return Refusal.at(
         f"package {package}",
         f"needed for {needed_for} and not installed",
-        f'pip install -c constraints.txt "lockstep-rl[{extra}]"',
+        f'in a checkout: pip install -c constraints.txt -e ".[{extra}]"; elsewhere: pip install "lockstep-rl[{extra}]"',
     )
 
 

@@ -191,3 +191,19 @@ def test_ctrl_c_finishes_the_step_saves_and_goes_on(recipe_file: Path, tmp_path:
     assert len(steps) == 1
     state = json.loads((tmp_path / "runs" / "run" / "checkpoints" / steps[0] / "state.json").read_text())
     assert read_metrics(metrics)[-1][0] == state["step"] < 200
+
+
+def test_a_smaller_budget_that_drops_other_rows_is_refused(recipe_file: Path) -> None:
+    """batch.tokens may change on resume, unless it is what limits the rows."""
+    settings = ["data.overlong=drop", "batch.tokens=90", "optim.schedule=constant"]
+    train(recipe_file, *settings)
+    with pytest.raises(Refusal, match=r"trained on \d+ rows of .* now leaves \d+ rows"):
+        train(recipe_file, "data.overlong=drop", "batch.tokens=60", "optim.schedule=constant", "run.steps=9")
+
+
+def test_a_data_file_may_move(recipe_file: Path, rows_file: Path, tmp_path: Path) -> None:
+    train(recipe_file, "run.steps=3")
+    moved = tmp_path / "elsewhere.jsonl"
+    rows_file.rename(moved)
+    train(recipe_file, "run.steps=6", f"data.train={moved}")
+    assert read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")[-1][0] == 6

@@ -34,8 +34,7 @@ def has_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin) -> Spans:
-    """The chat in the tokenizer's template, checked: each assistant turn is there, whole."""
-    _check_messages(messages, origin)
+    """A checked chat in the tokenizer's template; each assistant turn must be there, whole."""
     spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, messages, origin)
     turns = [message for message in messages if message["role"] == "assistant"]
     if len(spans.trained) != len(turns):
@@ -54,7 +53,8 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
     return spans
 
 
-def _check_messages(messages: list[Message], origin: Origin) -> None:
+def check_messages(messages: list[Message], origin: Origin) -> None:
+    """Refuse what is no chat with something to train."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise Refusal.at(
             str(origin), "a chat is a list of {role, content} messages", "set data.messages_key or data.shape"

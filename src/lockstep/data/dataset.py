@@ -10,12 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.data.examples import Encoder, find_columns, fit, last_trained
 from lockstep.data.mix import Mixture
 from lockstep.data.read import RowSet, read_rows
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, shortened
 from lockstep.recipe.schema import Data, Source
 from lockstep.types import Example
-
-# Refusals listed one by one before the rest is only counted.
-SHOWN_PROBLEMS = 10
 
 
 @dataclass
@@ -66,13 +63,13 @@ def load_dataset(
     for source, rows in zip(sources, rowsets, strict=True):
         columns = find_columns(source, data, list(rows.columns))
         encoder = Encoder(tokenizer, columns, data)
-        dataset.notes.append(f"{source.path}: {len(rows)} rows as {columns}")
+        dataset.notes.append(f"{source.path}: {len(rows):,} rows as {columns}")
+        if rows.ignored:
+            dataset.notes.append(f"{source.path}: not read: {', '.join(rows.ignored)}")
         dataset.sources.append(_encode_source(rows, encoder, data.overlong, limit, dataset, problems, advance))
         dataset.counts.split += encoder.split_rows
     if problems:
-        hidden = len(problems) - SHOWN_PROBLEMS
-        more = [Problem("data", f"and {hidden} more rows are refused")] if hidden > 0 else []
-        raise Refusal(problems[:SHOWN_PROBLEMS] + more)
+        raise Refusal(shortened(problems, "rows"))
     for source, examples in zip(sources, dataset.sources, strict=True):
         if not examples:
             raise Refusal.at(source.path, f"all rows are over {limit} tokens and were dropped", "raise data.max_tokens")

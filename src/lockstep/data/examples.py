@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.chat import encode_spans, render_chat, special_ids
+from lockstep.data.chat import check_messages, encode_spans, render_chat, special_ids
 from lockstep.data.fields import lookup
 from lockstep.errors import Refusal
 from lockstep.recipe.schema import Data, Source
@@ -90,6 +90,8 @@ class Encoder:
         # What the tokenizer itself puts before plain text: a BOS token, or nothing.
         self.opening: list[int] = list(tokenizer("")["input_ids"])
         self.split_rows = 0
+        if data.system and (columns.shape == "text" or not self.templated):
+            raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
         if columns.shape == "messages" and not tokenizer.chat_template:
             raise Refusal.at(
                 "data.shape",
@@ -117,7 +119,8 @@ class Encoder:
         return value
 
     def _chat(self, messages: Any, origin: Origin) -> Example:
-        if self.system and isinstance(messages, list) and messages and messages[0].get("role") != "system":
+        check_messages(messages, origin)
+        if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         example, split = encode_spans(self.tokenizer, render_chat(self.tokenizer, messages, origin), origin)
         self.split_rows += split

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.data.fields import lookup
 from lockstep.data.read import RowSet
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, shortened
 from lockstep.types import Question
 
 
@@ -28,5 +28,5 @@ def read_questions(rows: RowSet, limit: int | None = None) -> list[Question]:
         else:
             questions.append(Question(str(source), prompt, str(truth), origin))
     if problems:
-        raise Refusal(problems[:10])
+        raise Refusal(shortened(problems, "rows"))
     return questions

@@ -30,6 +30,8 @@ def export_model(
     """Write `out` aside and rename it. `adapter` keeps a LoRA run's adapter apart instead of merging it."""
     if adapter and settings.lora is None:
         raise Refusal.at("--adapter", "the run trained all weights, so it has no adapter", "export without --adapter")
+    if out.exists() and not out.is_dir():
+        raise Refusal.at(str(out), "is a file, not a folder", "choose a new folder")
     if out.exists() and any(out.iterdir()) and not replace:
         raise Refusal.at(str(out), "is not empty", "choose a new folder")
     transformers_logging.disable_progress_bar()
@@ -50,6 +52,10 @@ def export_model(
         _stop_at(merged, end_tokens)
         merged.save_pretrained(aside)
     load_tokenizer(settings.path).save_pretrained(aside)
+    # Weights are written for their owner alone; an exported model is as open as the other files.
+    mode = (aside / "tokenizer_config.json").stat().st_mode
+    for file in aside.iterdir():
+        file.chmod(mode)
     if out.exists():
         shutil.rmtree(out)
     aside.rename(out)

@@ -23,6 +23,8 @@ def import_gguf(file: Path, folder: Path) -> str:
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
             raise Refusal.at(str(file), "is not a GGUF file: it does not start with the letters GGUF")
+    if folder.exists() and not folder.is_dir():
+        raise Refusal.at(str(folder), "is a file, not a folder", "choose a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise Refusal.at(str(folder), "is not empty", "choose a new folder")
     transformers_logging.disable_progress_bar()

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, shortened
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.model.policy import Policy, check_policy
 from lockstep.recipe.schema import Lora, Model
@@ -124,4 +124,4 @@ def _refuse_missing_weights(path: str, info: dict[str, Any]) -> None:
         for key in sorted(info.get("mismatched_keys", ()))
     ]
     if problems:
-        raise Refusal(problems[:10])
+        raise Refusal(shortened(problems, "weights"))

@@ -30,7 +30,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(f"data.{key}", f"{bare} has no weight but others have", "give every source a weight, or none")
     if isinstance(optim.warmup, float) and optim.warmup >= 1 and not optim.warmup.is_integer():
         yield Problem("optim.warmup", f"{optim.warmup} is neither a share below 1 nor a whole number of steps")
-    if isinstance(optim.warmup, int) and run.steps is not None and optim.warmup >= run.steps:
+    if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:
         yield Problem("optim.warmup", f"{optim.warmup} warm-up steps of {run.steps} steps leave nothing to train")
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Problem("optim.betas", f"{optim.betas} are not in [0, 1)")
@@ -40,6 +40,10 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if val.every and not (data.val or val.questions):
         yield Problem("val.every", "nothing to validate on", "set data.val or val.questions")
+    if val.at_start and not (data.val or val.questions):
+        yield Problem("val.at_start", "nothing to validate on", "set data.val or val.questions")
+    if val.question_rows and not val.questions:
+        yield Problem("val.question_rows", "val.questions is not set", "set val.questions, or remove it")
     lora = recipe.model.lora
     if lora and isinstance(lora.targets, list):
         if not lora.targets:

@@ -23,6 +23,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key is a word, not a list", key_node.start_mark)
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=deep)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
@@ -30,11 +34,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would read as a number."""
+
+
+_EXPONENT = re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
 def builtin_names() -> list[str]:
@@ -78,7 +84,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML that `load_recipe` reads back to the same recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _parse_yaml(text: str, where: str) -> Any:
@@ -126,18 +132,23 @@ def _validate(values: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as failure:
-        problems = [_problem(error, values) for error in failure.errors()]
+        problems = _first_of_each_key([_problem(error) for error in failure.errors()])
         rest = _without(values, [_plain_loc(error["loc"]) for error in failure.errors()])
+        # What must be set gets a stand-in, so that its absence does not hide the other problems.
+        for section, key in (("model", "path"), ("data", "train")):
+            given = rest.get(section)
+            rest[section] = {key: "unset", **(given if isinstance(given, dict) else {})}
         try:
             partial = Recipe.model_validate(rest)
         except ValidationError:
-            return None, _unique(problems)
-        return None, _unique(problems + list(combination_problems(partial)))
+            return None, problems
+        return None, problems + list(combination_problems(partial))
     return recipe, list(combination_problems(recipe))
 
 
-def _unique(problems: list[Problem]) -> list[Problem]:
-    return list({problem.where + problem.why: problem for problem in problems}.values())
+def _first_of_each_key(problems: list[Problem]) -> list[Problem]:
+    """A value that fits no branch of a union fails once for each branch; one of them tells enough."""
+    return list({problem.where: problem for problem in reversed(problems)}.values())[::-1]
 
 
 def _plain_loc(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -145,18 +156,21 @@ def _plain_loc(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return tuple(part for part in loc if isinstance(part, int) or ("[" not in part and part not in ("int", "float")))
 
 
-def _problem(error: Any, values: dict[str, Any]) -> Problem:
+def _problem(error: Any) -> Problem:
     loc = _plain_loc(error["loc"])
     key = ".".join(str(part) for part in loc)
     if error["type"] == "extra_forbidden":
         return Problem(key, "no such key", _nearest(loc))
     if error["type"] == "missing":
         return Problem(key, "must be set", _describe(loc))
+    if error["type"] == "model_type":
+        return Problem(key, f"is a group of keys, not a value (given: {error['input']!r})", f"write {key}.NAME=VALUE")
     reason = error["msg"][0].lower() + error["msg"][1:]
     remedy = ""
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        near = difflib.get_close_matches(error["input"], choices, n=1)
+        # "gpu" is one letter from another device than the one it means: no guess is better than a wrong one.
+        near = difflib.get_close_matches(error["input"], choices, n=1) if loc != ("device",) else []
         remedy = f"did you mean {near[0]}?" if near else ""
     return Problem(key, f"{reason} (given: {error['input']!r})", remedy)
 
@@ -192,13 +206,41 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [found for part in getattr(annotation, "__args__", ()) for found in sections_of(part)]
 
 
+# What other trainers call a key of ours.
+_ELSEWHERE = {
+    "learning_rate": "optim.lr",
+    "max_length": "data.max_tokens",
+    "max_seq_length": "data.max_tokens",
+    "max_seq_len": "data.max_tokens",
+    "batch_size": "batch.rows_per_update",
+    "train_batch_size": "batch.rows_per_update",
+    "micro_batch_size": "batch.rows",
+    "per_device_train_batch_size": "batch.rows",
+    "gradient_accumulation_steps": "batch.rows_per_update",
+    "num_train_epochs": "run.epochs",
+    "total_epochs": "run.epochs",
+    "max_steps": "run.steps",
+    "lora_rank": "model.lora.rank",
+    "lora_r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "max_grad_norm": "optim.clip",
+    "grad_clip": "optim.clip",
+    "warmup_ratio": "optim.warmup",
+    "warmup_steps": "optim.warmup",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "val.every",
+    "report_to": "log.track",
+}
+
+
 def _nearest(loc: tuple[int | str, ...]) -> str:
     known = _keys(Recipe)
     names = [str(part) for part in loc if isinstance(part, str)]
     full, leaf = ".".join(names), names[-1]
     parent = full[: -len(leaf)]
     siblings = [key[len(parent) :] for key in known if key.startswith(parent) and "." not in key[len(parent) :]]
-    near = [parent + name for name in difflib.get_close_matches(leaf, siblings, n=1)]
+    near = [_ELSEWHERE[leaf]] if leaf in _ELSEWHERE else []
+    near = near or [parent + name for name in difflib.get_close_matches(leaf, siblings, n=1)]
     near = near or [key for key in known if key.split(".")[-1] == leaf]
     near = near or difflib.get_close_matches(full, list(known), n=1, cutoff=0.5)
     if near:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from lockstep.data.chat import render_prompt
 from lockstep.device.select import select
@@ -24,6 +25,7 @@ class Talker:
     ):
         folder = model_folder(model)
         chosen = select(device)
+        transformers_logging.disable_progress_bar()
         self.tokenizer = load_tokenizer(folder)
         load_config(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(chosen.torch_device()).eval()

@@ -107,14 +107,18 @@ class MemoryPlan:
 
 
 def plan_memory(recipe: Recipe, config: Any, devices: int, longest: int) -> MemoryPlan:
-    """Estimates from shapes alone: the model is built without storage."""
+    """Estimates from shapes alone: the model is built without storage.
+
+    A micro-batch holds at most the token budget, and at most the longest row times the rows of an update.
+    """
     with torch.device("meta"):
         model = with_lora(AutoModelForCausalLM.from_config(config), recipe.model.lora, seed=0)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = DTYPES[recipe.model.dtype].itemsize
     masters = bool(recipe.model.master_weights)
-    tokens = recipe.batch.tokens or (recipe.batch.rows or 1) * longest
+    rows = min(recipe.batch.rows or recipe.batch.rows_per_update, recipe.batch.rows_per_update)
+    tokens = min(recipe.batch.tokens or rows * longest, rows * longest)
     # Shards are divided over the devices; a layer at a time is gathered, which the spare share covers.
     weights = parameters * size // devices
     moments = trained * 2 * (4 if masters else size) // devices

@@ -8,6 +8,7 @@ from lockstep.errors import Problem, Refusal
 
 # Keys that may change between two parts of a run: they do not change what an update computes.
 # (Micro-batch sizes never change a gradient; more steps stretch the schedule, which is said aloud.)
+# A data file may move: its content is compared instead.
 FREE = (
     "run.steps",
     "run.epochs",
@@ -54,6 +55,8 @@ def refuse_changed_recipe(before: dict[str, Any], now: dict[str, Any]) -> list[s
 
 
 def _free(key: str) -> bool:
+    if key.startswith("data.") and key.endswith(".path"):
+        return True
     return any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
 
 
@@ -68,8 +71,20 @@ def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> None:
             Problem(f"data.{part}", difference, "restore the file, or start a new run with another run.name")
             for difference in _differences(old, new)
         ]
+    if not problems and before["kept"] != now["kept"]:
+        problems.append(
+            Problem(
+                "data.max_tokens",
+                f"the checkpoint was trained on {_kept(before)}, the limit on row length now leaves {_kept(now)}",
+                "set data.max_tokens, or batch.tokens where it is the limit, back to what it was",
+            )
+        )
     if problems:
         raise Refusal(problems)
+
+
+def _kept(data: dict[str, Any]) -> str:
+    return f"{data['kept']['rows']:,} rows of {data['kept']['tokens']:,} tokens"
 
 
 def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:

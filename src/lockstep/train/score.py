@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console as RichConsole
 from rich.table import Table
+from rich.text import Text
 
 from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
@@ -72,7 +73,7 @@ def _write(out: Path, answers: list[Answer]) -> None:
 
 
 def _show(model: str, data: str, answers: list[Answer], metrics: dict[str, float]) -> None:
-    table = Table(title=f"{model} on {data}", title_justify="left")
+    table = Table(title=Text(f"{model} on {data}"), title_justify="left")
     table.add_column("measure")
     table.add_column("value", justify="right")
     table.add_row("questions", f"{len(answers):,}")

@@ -43,7 +43,12 @@ class Prepared:
 
     @property
     def fingerprints(self) -> dict[str, Any]:
-        return {"train": self.train.fingerprints, "val": self.val.fingerprints if self.val else []}
+        """What the rows are and what was kept of them: all that a resume must find unchanged."""
+        return {
+            "train": self.train.fingerprints,
+            "val": self.val.fingerprints if self.val else [],
+            "kept": {"rows": self.train.counts.rows, "tokens": self.train.counts.tokens},
+        }
 
     @property
     def pad_id(self) -> int:

@@ -23,9 +23,8 @@ def show_rows(recipe: Recipe, rows: int) -> None:
     screen = RichConsole(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 80)
     for source in prepared.train.sources:
         for example in source[:rows]:
-            screen.rule(
-                f"{example.origin}: {len(example)} tokens, {example.targets} trained", align="left", style="dim"
-            )
+            title = f"{example.origin}: {len(example)} tokens, {example.targets} trained"
+            screen.print(Text(title, style="bold"), soft_wrap=True)
             screen.print(render(example, prepared.tokenizer, marks=not screen.is_terminal), soft_wrap=True)
     counts = prepared.train.counts
     console.banner(

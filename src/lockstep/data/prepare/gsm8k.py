@@ -9,12 +9,11 @@ from typing import Any
 
 from lockstep.data.prepare.write import write_parquet
 from lockstep.data.read import RowSet, read_rows
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, shortened
 
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = "Think step by step, and give the final answer after ####."
 COUNTS = {"train": 7473, "test": 1319}
-SHOWN_PROBLEMS = 10
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
@@ -34,9 +33,7 @@ def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = T
             )
         written[split] = list(_convert(rows, split, problems))
     if problems:
-        more = len(problems) - SHOWN_PROBLEMS
-        rest = [Problem("gsm8k", f"and {more} more problems")] if more > 0 else []
-        raise Refusal(problems[:SHOWN_PROBLEMS] + rest)
+        raise Refusal(shortened(problems, "rows"))
     for split, converted in written.items():
         write_parquet(out / f"{split}.parquet", converted)
         counts[f"{split}.parquet"] = len(converted)
