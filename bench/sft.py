@@ -34,7 +34,7 @@ import transformers
 from lockstep.device.select import select
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Optim
-from sides import SIDES, Ours, Side, Work, has_trl, sides_for
+from sides import SIDES, Ours, Seconds, Side, Work, has_trl, sides_for
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "lockstep-rl")
 # How far loss and gradient norm (relative) may lie from ours for the work to count as equal.
@@ -75,24 +75,30 @@ def run_case(case: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
     checks = check_equal_work(sides, args.dtype)
     for side in sides.values():
         side.train_pass()
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[Seconds]] = {name: [] for name in names}
     for _ in range(args.repeats):
         for name, side in sides.items():
             seconds[name].append(side.train_pass())
-    rates = {name: [tokens / value for value in values] for name, values in seconds.items()}
-    ratios = {name: [a / b for a, b in zip(rates["lockstep"], rates[name], strict=True)] for name in names[1:]}
-    _report(sides, rates, ratios, args.repeats)
+    found = {name: _numbers(tokens, seconds[name], seconds["lockstep"]) for name in names}
+    _report(sides, found)
     return {
         "rows": len(work.pool),
         "tokens": tokens,
         "shortest": lengths[0],
         "longest": lengths[-1],
-        "sides": {
-            name: {"about": side.about, "seconds": seconds[name], "tokens_per_second": _summary(rates[name])}
-            for name, side in sides.items()
-        },
-        "ratio": {name: _summary(values) for name, values in ratios.items()},
+        "sides": {name: {"about": side.about} | found[name] for name, side in sides.items()},
         "first_update": checks,
+    }
+
+
+def _numbers(tokens: int, theirs: list[Seconds], ours: list[Seconds]) -> dict[str, Any]:
+    """Tokens per second, and how much faster ours was in the same repeat."""
+    return {
+        "seconds": [value.wall for value in theirs],
+        "cpu_seconds": [value.cpu for value in theirs],
+        "tokens_per_second": _summary([tokens / value.wall for value in theirs]),
+        "ratio": _summary([a.wall / b.wall for a, b in zip(theirs, ours, strict=True)]),
+        "cpu_ratio": _summary([a.cpu / b.cpu for a, b in zip(theirs, ours, strict=True)]),
     }
 
 
@@ -133,25 +139,27 @@ def _work(case: str, model: str, args: argparse.Namespace) -> Work:
     )
 
 
-def _report(
-    sides: dict[str, Side], rates: dict[str, list[float]], ratios: dict[str, list[float]], repeats: int
-) -> None:
+def _report(sides: dict[str, Side], found: dict[str, dict[str, Any]]) -> None:
     width = max(len(side.name) for side in sides.values())
     for name, side in sides.items():
-        rate = _summary(rates[name])
-        line = f"  {side.name:{width}}  {rate['median']:9.0f} tokens/s ({rate['min']:.0f} to {rate['max']:.0f})"
-        if name in ratios:
-            ratio = _summary(ratios[name])
-            line += f"   ratio {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        line = f"  {side.name:{width}}  {_spread(found[name]['tokens_per_second'], '.0f')} tokens/s"
+        if name != "lockstep":
+            line += f"   ratio {_spread(found[name]['ratio'], '.2f')}"
+        if name != "lockstep" and side.work.device.name == "cpu":
+            line += f", in CPU time {_spread(found[name]['cpu_ratio'], '.2f')}"
         print(f"{line}\n  {'':{width}}  {side.about}")
-    medians = {name: statistics.median(values) for name, values in ratios.items()}
+    medians = {name: found[name]["ratio"]["median"] for name in sides if name != "lockstep"}
     if not medians:
         return
     default, hardest = next(iter(medians)), min(medians, key=lambda name: medians[name])
     parts = [f"ratio {medians[default]:.2f} against {sides[default].name} (its default)"]
     if hardest != default:
         parts.append(f"{medians[hardest]:.2f} against {sides[hardest].name} (its fastest here)")
-    print(f"  {', '.join(parts)}; median of {repeats} repeats")
+    print(f"  {', '.join(parts)}; medians")
+
+
+def _spread(values: dict[str, float], form: str) -> str:
+    return f"{values['median']:{form}} ({values['min']:{form}} to {values['max']:{form}})"
 
 
 def _summary(values: list[float]) -> dict[str, float]:

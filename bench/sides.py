@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -55,6 +55,24 @@ class Work:
         return max(n for n in range(1, min(fitting, self.rows) + 1) if self.rows % n == 0)
 
 
+class Seconds(NamedTuple):
+    """`cpu` adds up over threads and leaves out what other programs took: the steadier one on a shared machine."""
+
+    wall: float
+    cpu: float
+
+
+class Stopwatch:
+    def __init__(self, device: Device):
+        self.device = device
+        device.synchronise()
+        self.began = Seconds(time.perf_counter(), time.process_time())
+
+    def read(self) -> Seconds:
+        self.device.synchronise()
+        return Seconds(time.perf_counter() - self.began.wall, time.process_time() - self.began.cpu)
+
+
 @dataclass(frozen=True)
 class Update:
     """One update as a side computed it: mean loss over trained tokens, gradient norm, and the rows."""
@@ -78,14 +96,12 @@ class Ours:
         self.learner = Learner(policy, optimizer, self.where, World())
         self.about = f"packed to {work.tokens} tokens a micro-batch, attention {policy.kernel}"
 
-    def train_pass(self) -> float:
-        self.work.device.synchronise()
-        start = time.perf_counter()
+    def train_pass(self) -> Seconds:
+        watch = Stopwatch(self.work.device)
         for update in self.work.updates:
             self.learner.forward_backward(self._micro_batches(update), nll)
             self.learner.optim_step(self.work.optim.lr)
-        self.work.device.synchronise()
-        return time.perf_counter() - start
+        return watch.read()
 
     def first_update(self) -> Update:
         return self.look_at(self.work.updates[0])
@@ -107,8 +123,8 @@ class Trl:
     """TRL's SFTTrainer on the same token ids, driven by its own `train()`.
 
     Its sampler, collator, callbacks and metrics are in the time, its set-up is not. `variant` is one of its own
-    settings: `padded` (its default), `grouped` (`train_sampling_strategy="group_by_length"`) or `packed`
-    (`packing=True`, which is padding-free).
+    settings: `padded` (its default), `grouped` (`train_sampling_strategy="group_by_length"`), `single` (a row a
+    micro-batch, so nothing is padded) or `packed` (`packing=True`, which is padding-free).
     """
 
     def __init__(self, work: Work, variant: str):
@@ -120,12 +136,13 @@ class Trl:
         self.name = f"TRL {variant}"
         self.folder = tempfile.TemporaryDirectory()
         attention = _trl_attention(work) if variant == "packed" else "sdpa"
+        at_once = 1 if variant in ("packed", "single") else work.padded_rows
         tokenizer = AutoTokenizer.from_pretrained(work.model)
         rows = Dataset.from_dict({"input_ids": work.pool})
         config = SFTConfig(
             output_dir=self.folder.name,
-            per_device_train_batch_size=1 if variant == "packed" else work.padded_rows,
-            gradient_accumulation_steps=1 if variant == "packed" else work.rows // work.padded_rows,
+            per_device_train_batch_size=at_once,
+            gradient_accumulation_steps=work.rows // at_once,
             num_train_epochs=1,
             train_sampling_strategy="group_by_length" if variant == "grouped" else "sequential",
             packing=variant == "packed",
@@ -160,7 +177,7 @@ class Trl:
         self._refuse_lost_tokens()
         self.about = self._describe(attention)
 
-    def train_pass(self) -> float:
+    def train_pass(self) -> Seconds:
         self.trainer.train()
         return self.clock.seconds
 
@@ -194,7 +211,7 @@ class Trl:
             note = "" if attention != "sdpa" else " (no flash attention here: a dense block-diagonal mask)"
             return f"packing=True, rows whole, {lines} lines of at most {args.max_length} tokens, {attention}{note}"
         order = "rows of like length together" if self.variant == "grouped" else "rows in order"
-        return f"{args.per_device_train_batch_size} right-padded rows a micro-batch, {order}, {attention}"
+        return f"right-padded rows, {args.per_device_train_batch_size} a micro-batch, {order}, {attention}"
 
 
 class Plain:
@@ -206,6 +223,7 @@ class Plain:
     def __init__(self, work: Work, variant: str):
         self.work, self.variant = work, variant
         self.name = f"plain transformers {variant}"
+        self.at_once = 1 if variant == "single" else work.padded_rows
         self.where = work.device.torch_device()
         self.model = _their_model(work, "sdpa").to(self.where).train()
         optim = work.optim
@@ -221,15 +239,13 @@ class Plain:
             fused=work.device.fused_optimizer,
         )
         order = "longest first in each update" if variant == "grouped" else "rows in order"
-        self.about = f"{work.padded_rows} right-padded rows a micro-batch, {order}, sdpa"
+        self.about = f"right-padded rows, {self.at_once} a micro-batch, {order}, sdpa"
 
-    def train_pass(self) -> float:
-        self.work.device.synchronise()
-        start = time.perf_counter()
+    def train_pass(self) -> Seconds:
+        watch = Stopwatch(self.work.device)
         for update in self.work.updates:
             self._update(update)
-        self.work.device.synchronise()
-        return time.perf_counter() - start
+        return watch.read()
 
     def first_update(self) -> Update:
         rows = self.work.updates[0]
@@ -241,8 +257,8 @@ class Plain:
             rows = sorted(rows, key=len, reverse=True)
         targets = sum(len(row) - 1 for row in rows)
         losses = []
-        for start in range(0, len(rows), self.work.padded_rows):
-            batch = _right_padded(rows[start : start + self.work.padded_rows], self.where)
+        for start in range(0, len(rows), self.at_once):
+            batch = _right_padded(rows[start : start + self.at_once], self.where)
             with torch.autocast(self.where.type, torch.bfloat16) if _autocast(self.work) else nullcontext():
                 loss = self.model(**batch, use_cache=False, num_items_in_batch=targets).loss
             loss.backward()
@@ -259,9 +275,11 @@ SIDES = {
     "lockstep": Ours,
     "trl-padded": lambda work: Trl(work, "padded"),
     "trl-grouped": lambda work: Trl(work, "grouped"),
+    "trl-single": lambda work: Trl(work, "single"),
     "trl-packed": lambda work: Trl(work, "packed"),
     "plain-padded": lambda work: Plain(work, "padded"),
     "plain-grouped": lambda work: Plain(work, "grouped"),
+    "plain-single": lambda work: Plain(work, "single"),
 }
 
 
@@ -297,16 +315,13 @@ def _clock(device: Device) -> Any:
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
-        """Seconds from before the first batch is fetched to the end of the last update."""
+        """From before the first batch is fetched to the end of the last update."""
 
         def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-            device.synchronise()
-            self.start = time.perf_counter()
+            self.watch = Stopwatch(device)
 
         def on_epoch_end(self, *_: Any, **__: Any) -> None:
-            # Nothing follows the last update but the wait for the device.
-            device.synchronise()
-            self.seconds = time.perf_counter() - self.start
+            self.seconds = self.watch.read()
 
     return Clock()
 

@@ -83,6 +83,15 @@ def test_chunked_logprobs_equal_plain_cross_entropy(temperature, positions, with
         assert (a - b).norm() <= 1e-6 * b.norm()
 
 
+def test_chunked_logprobs_can_be_differentiated_twice():
+    """The first backward uses up the logits that the forward kept; a second one computes them again."""
+    hidden, weight = torch.randn(10, 4, requires_grad=True), torch.randn(30, 4, requires_grad=True)
+    logprobs = token_logprobs(hidden, weight, torch.randint(30, (10,)), chunk_bytes=4 * 30 * 5).sum()
+    first = torch.autograd.grad(logprobs, [hidden, weight], retain_graph=True)
+    second = torch.autograd.grad(logprobs, [hidden, weight])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_logprob_by_hand():
     # Two words, logits (0, ln 3): probabilities 1/4 and 3/4.
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [torch.log(torch.tensor(3.0))]])
@@ -124,6 +133,26 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 def _cuda() -> bool:
     return torch.cuda.is_available()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not _cuda(), reason="no NVIDIA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("words", "temperature"), [(5000, 1.0), (151936, 0.7), (4096, 1.3)])
+def test_fused_log_softmax_equals_its_twin(dtype, words, temperature):
+    from lockstep.kernels import logprob, triton_logprob
+
+    torch.manual_seed(0)
+    logits = (torch.randn(33, words, device="cuda") * 5).to(dtype)
+    targets = torch.randint(words, (33,), device="cuda")
+    upstream = torch.randn(33, device="cuda")
+    normalisers, logprobs = logprob.row_logprobs(logits, targets, temperature)
+    fused_normalisers, fused_logprobs = triton_logprob.row_logprobs(logits, targets, temperature)
+    torch.testing.assert_close(fused_normalisers, normalisers, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused_logprobs, logprobs, rtol=1e-5, atol=1e-5)
+    twin = logprob.row_gradients_(logits.clone(), targets, normalisers, upstream, temperature)
+    fused = triton_logprob.row_gradients_(logits.clone(), targets, normalisers, upstream, temperature)
+    assert (fused.float() - twin.float()).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * twin.float().norm()
 
 
 @pytest.mark.cuda

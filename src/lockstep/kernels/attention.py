@@ -49,10 +49,11 @@ def _sdpa_buckets(
 ) -> torch.Tensor:
     """The twin: sequences of like length are padded on the right to a grid, where plain causal attention is exact."""
     query, key, value = (_to_slots(tensor, layout) for tensor in (query_THD, key_TGD, value_TGD))
+    # One split: its backward joins the buckets' gradients, where slices would each fill and add a whole line.
+    sizes = [bucket.count * bucket.width for bucket in layout.buckets]
     outputs = []
-    for bucket in layout.buckets:
-        end = bucket.start + bucket.count * bucket.width
-        q, k, v = (_grid(rows[bucket.start : end], bucket) for rows in (query, key, value))
+    for bucket, *parts in zip(layout.buckets, *(rows.split(sizes) for rows in (query, key, value)), strict=True):
+        q, k, v = (_grid(part, bucket) for part in parts)
         mask = _window_mask(bucket.width, window, query.device) if window and bucket.width > window else None
         out = scaled_dot_product_attention(
             q,

@@ -1,15 +1,17 @@
 """Log-probabilities of chosen tokens straight from hidden states, never holding all logits.
 
-Shapes: K positions, H hidden size, V vocabulary.
+Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from types import ModuleType
 from typing import Any
 
 import torch
 
-# Memory of one chunk of fp32 logits. With 151,936 words this is some 440 positions a chunk.
+# Memory of one chunk of logits. With 151,936 words this is some 440 positions in fp32, 880 in bf16.
 CHUNK_BYTES = 256 * 2**20
 
 
@@ -23,7 +25,7 @@ def token_logprobs(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
     """log softmax(hidden @ weight.T / temperature)[target] in fp32, in chunks of positions, forward and backward."""
-    positions = max(1, chunk_bytes // (4 * weight_VH.shape[0]))
+    positions = max(1, chunk_bytes // (_logit_bytes(hidden_KH) * weight_VH.shape[0]))
     return _ChunkedLogprobs.apply(hidden_KH, weight_VH, bias_V, targets_K, temperature, positions)
 
 
@@ -40,9 +42,51 @@ def plain_token_logprobs(
     return logits.log_softmax(-1).gather(-1, targets_K[:, None])[:, 0]
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
+def row_logprobs(
+    logits_RV: torch.Tensor, targets_R: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normaliser (log of the sum of exponentials) and log-probability of the target, in fp32."""
+    logits = logits_RV.float() if temperature == 1.0 else logits_RV.float().div_(temperature)
+    normalisers = logits.logsumexp(-1)
+    return normalisers, logits.gather(-1, targets_R[:, None])[:, 0] - normalisers
+
+
+def row_gradients_(
+    logits_RV: torch.Tensor,
+    targets_R: torch.Tensor,
+    normalisers_R: torch.Tensor,
+    upstream_R: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """d(upstream . logprobs) / d logits = upstream (onehot - softmax) / temperature, in the dtype of the logits.
+
+    The logits are used up: their memory may be overwritten.
+    """
+    gradient = logits_RV.float() if temperature == 1.0 else logits_RV.float().div_(temperature)
+    gradient.sub_(normalisers_R[:, None]).exp_().mul_(-upstream_R[:, None])
+    gradient.scatter_add_(-1, targets_R[:, None], upstream_R[:, None].to(gradient.dtype))
+    if temperature != 1.0:
+        gradient.div_(temperature)
+    return gradient.to(logits_RV.dtype)
+
+
+def _rows(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """`row_logprobs` and `row_gradients_` for the device of `tensor`."""
+    fused = _fused(tensor)
+    return (fused.row_logprobs, fused.row_gradients_) if fused else (row_logprobs, row_gradients_)
+
+
+def _fused(tensor: torch.Tensor) -> ModuleType | None:
+    if not tensor.is_cuda or importlib.util.find_spec("triton") is None:
+        return None
+    from lockstep.kernels import triton_logprob
+
+    return triton_logprob
+
+
+def _logit_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a logit while a chunk is worked on: the twin works in fp32, the fused kernels in place."""
+    return tensor.element_size() if _fused(tensor) else 4
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -58,35 +102,31 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> torch.Tensor:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         normalisers = torch.empty_like(logprobs)
+        score, _ = _rows(hidden)
         for start in range(0, len(targets), positions):
             part = slice(start, start + positions)
-            logits = _logits(hidden[part], weight, bias, temperature)
-            normalisers[part] = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalisers[part]
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            normalisers[part], logprobs[part] = score(logits, targets[part], temperature)
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
         ctx.temperature, ctx.positions = temperature, positions
         return logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad_K,) = grads
+        (upstream,) = grads
         hidden, weight, bias, targets, normalisers = ctx.saved_tensors
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         # fp32 sums: a bf16 running sum over many chunks would lose the small ones.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=weight.device) if want_bias else None
+        _, differentiate = _rows(hidden)
         for start in range(0, len(targets), ctx.positions):
             part = slice(start, start + ctx.positions)
-            # d logprob[target] / d logits = onehot(target) - softmax, scaled by the incoming gradient.
-            grad_logits = _logits(hidden[part], weight, bias, ctx.temperature)
-            grad_logits.sub_(normalisers[part, None]).exp_().mul_(-grad_K[part, None])
-            grad_logits.scatter_add_(-1, targets[part, None], grad_K[part, None].to(grad_logits.dtype))
-            if ctx.temperature != 1.0:
-                grad_logits.div_(ctx.temperature)
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            grad_logits = differentiate(logits, targets[part], normalisers[part], upstream[part], ctx.temperature)
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(hidden.dtype)
+                grad_bias += grad_logits.sum(0, dtype=torch.float32)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is not None:

@@ -1,0 +1,27 @@
+"""Write a model of the shape of Qwen2.5-0.5B with random weights and the tiny tokenizer, for speed measurements.
+
+python bench/half_billion.py FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from lockstep.model.tiny import write_tiny
+from memory import SHAPE
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    write_tiny(folder)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**SHAPE), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()
