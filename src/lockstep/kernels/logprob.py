@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-# Memory of one chunk of logits. With 151,936 words this is some 440 positions in fp32, 880 in bf16.
+# Memory of one chunk of logits. The twin works on fp32 copies of it (440 positions of 151,936 words), the fused kernels
+# in place (3,500 positions in bf16): both take about 1 GiB at their peak.
 CHUNK_BYTES = 256 * 2**20
+FUSED_CHUNK_BYTES = 2**30
 
 
 def token_logprobs(
@@ -22,10 +24,13 @@ def token_logprobs(
     *,
     bias_V: torch.Tensor | None = None,
     temperature: float = 1.0,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> torch.Tensor:
     """log softmax(hidden @ weight.T / temperature)[target] in fp32, in chunks of positions, forward and backward."""
-    positions = max(1, chunk_bytes // (_logit_bytes(hidden_KH) * weight_VH.shape[0]))
+    fused = _fused(hidden_KH) is not None
+    logit_bytes = hidden_KH.element_size() if fused else 4
+    room = chunk_bytes or (FUSED_CHUNK_BYTES if fused else CHUNK_BYTES)
+    positions = max(1, room // (logit_bytes * weight_VH.shape[0]))
     return _ChunkedLogprobs.apply(hidden_KH, weight_VH, bias_V, targets_K, temperature, positions)
 
 
@@ -46,7 +51,7 @@ def row_logprobs(
     logits_RV: torch.Tensor, targets_R: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normaliser (log of the sum of exponentials) and log-probability of the target, in fp32."""
-    logits = logits_RV.float() if temperature == 1.0 else logits_RV.float().div_(temperature)
+    logits = logits_RV.float() if temperature == 1.0 else logits_RV.float() / temperature
     normalisers = logits.logsumexp(-1)
     return normalisers, logits.gather(-1, targets_R[:, None])[:, 0] - normalisers
 
@@ -82,11 +87,6 @@ def _fused(tensor: torch.Tensor) -> ModuleType | None:
     from lockstep.kernels import triton_logprob
 
     return triton_logprob
-
-
-def _logit_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a logit while a chunk is worked on: the twin works in fp32, the fused kernels in place."""
-    return tensor.element_size() if _fused(tensor) else 4
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

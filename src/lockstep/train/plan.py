@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from lockstep.data.batching import plan_micro_batches
 from lockstep.data.dataset import Dataset, Loader, steps_and_rows
 from lockstep.errors import Refusal
-from lockstep.kernels.logprob import CHUNK_BYTES
+from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
 from lockstep.model.load import DTYPES, with_lora
 from lockstep.recipe import Recipe
 
@@ -156,9 +156,9 @@ def activation_bytes(config: Any, tokens: int, size: int, checkpointing: bool) -
 
 
 def head_bytes(config: Any, tokens: int, head_trained: bool) -> int:
-    """A chunk of fp32 logits and its working copies, and the head's fp32 gradient."""
-    chunk = min(CHUNK_BYTES, 4 * config.vocab_size * tokens)
-    return 3 * chunk + (4 * config.vocab_size * config.hidden_size if head_trained else 0)
+    """A chunk of logits with its working copies, and the head's fp32 gradient."""
+    chunk = min(FUSED_CHUNK_BYTES, 3 * 4 * config.vocab_size * tokens)
+    return chunk + (4 * config.vocab_size * config.hidden_size if head_trained else 0)
 
 
 def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
