@@ -527,3 +527,16 @@ def test_the_table_is_complete() -> None:
         ("nccl", "CUDA_VISIBLE_DEVICES", "flash_varlen"),
         ("gloo", None, "sdpa"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "5"}, "None")],
+)
+def test_worker_threads_wait_asleep_unless_told_otherwise(given: dict[str, str], expected: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    script = "import lockstep, os; print(os.environ.get('OMP_WAIT_POLICY'))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment | given, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == expected
