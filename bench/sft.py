@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# As lockstep sets it for itself; here it must come before torch, and for every side.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
@@ -37,8 +39,9 @@ from lockstep.recipe.schema import Optim
 from sides import SIDES, Ours, Seconds, Side, Work, has_trl, sides_for
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "lockstep-rl")
-# How far loss and gradient norm (relative) may lie from ours for the work to count as equal.
-TOLERANCE = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 5e-2)}
+# How far loss and gradient norm (relative) may lie from ours for the work to count as equal. In bf16 this is coarse:
+# the peers run autocast over fp32 weights and keep the residual stream in fp32, we run in bf16 beside fp32 masters.
+TOLERANCE = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 1e-1)}
 
 
 def main() -> None:

@@ -50,6 +50,16 @@ def test_answers_are_right_and_val_is_held_out(tmp_path: Path, difficulty: int) 
     assert not set(questions["train"]) & set(questions["val"])
 
 
+@pytest.mark.parametrize(("level", "smallest", "largest"), [(1, 0, 9), (2, 10, 99), (3, 100, 999), (4, 10, 99)])
+def test_every_question_of_a_level_is_there_once(level: int, smallest: int, largest: int) -> None:
+    size, question_at = LEVELS[level]
+    questions = {question_at(number) for number in range(size)}
+    assert len(questions) == size
+    numbers = {number for _, numbers in questions for number in numbers}
+    assert (min(numbers), max(numbers)) == (smallest, largest)
+    assert all(numbers[0] > numbers[1] for sign, numbers in questions if sign == "-")
+
+
 def test_a_small_level_gives_what_it_has(tmp_path: Path) -> None:
     counts = write_arithmetic(tmp_path, train_rows=2000, val_rows=500)
     assert (counts["train.parquet"], counts["val.parquet"]) == (880, 220)

@@ -21,6 +21,15 @@ from lockstep.reward.rules import extract_answer, gsm8k_score, rule_for
         ("#### 12 apples and 3 pears", "12"),
         ("#### 1\nno, wait\n#### 2", "2"),
         ("#### .5", ".5"),
+        ("#### **18**", "18"),
+        ("#### 18\n", "18"),
+        ("#### 1,234,567", "1234567"),
+        ("#### 3/4", None),
+        ("#### 3 + 4 = 7", None),
+        ("#### 10-15", None),
+        ("#### 1e5", None),
+        ("#### 1,00,000", None),
+        ("##### 5", None),
         ("the answer is 18", None),
         ("#### none", None),
         ("", None),
@@ -31,7 +40,16 @@ def test_strict(text, answer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"), [("so 3 and 4 give 7.", "7"), ("it costs $1,000", "1000"), ("nothing", None), ("#### 5", "5")]
+    ("text", "answer"),
+    [
+        ("so 3 and 4 give 7.", "7"),
+        ("it costs $1,000", "1000"),
+        ("nothing", None),
+        ("#### 5", "5"),
+        ("20 - 2", "2"),
+        ("10-15", "15"),
+        ("it is -4", "-4"),
+    ],
 )
 def test_flexible_takes_the_last_number(text, answer) -> None:
     assert extract_answer(text, strict=False) == answer
@@ -47,8 +65,9 @@ def test_scores() -> None:
 
 
 def test_a_ground_truth_that_is_no_number_is_an_error_not_a_zero() -> None:
-    with pytest.raises(Refusal, match="'eighteen' is not a number"):
-        gsm8k_score("#### 18", "eighteen")
+    for truth in ("eighteen", "nan", "Infinity", ""):
+        with pytest.raises(Refusal, match="is not a number"):
+            gsm8k_score("#### 18", truth)
 
 
 def test_a_source_without_a_rule_is_refused() -> None:

@@ -30,7 +30,10 @@ def token_logprobs(
     fused = _fused(hidden_KH) is not None
     logit_bytes = hidden_KH.element_size() if fused else 4
     room = chunk_bytes or (FUSED_CHUNK_BYTES if fused else CHUNK_BYTES)
-    positions = max(1, room // (logit_bytes * weight_VH.shape[0]))
+    most = max(1, room // (logit_bytes * weight_VH.shape[0]))
+    # Even chunks: the last one, which is not computed twice, is then as large as the others.
+    chunks = max(1, -(-len(targets_K) // most))
+    positions = max(1, -(-len(targets_K) // chunks))
     return _ChunkedLogprobs.apply(hidden_KH, weight_VH, bias_V, targets_K, temperature, positions)
 
 
@@ -103,12 +106,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         normalisers = torch.empty_like(logprobs)
         score, _ = _rows(hidden)
+        logits = None
         for start in range(0, len(targets), positions):
             part = slice(start, start + positions)
+            logits = None  # before the next chunk takes its memory
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             normalisers[part], logprobs[part] = score(logits, targets[part], temperature)
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
         ctx.temperature, ctx.positions = temperature, positions
+        # The backward begins with the chunk that stands in memory anyway; only the others are computed twice.
+        ctx.last_logits = logits
         return logprobs
 
     @staticmethod
@@ -121,9 +128,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=weight.device) if want_bias else None
         _, differentiate = _rows(hidden)
-        for start in range(0, len(targets), ctx.positions):
+        for start in reversed(range(0, len(targets), ctx.positions)):
             part = slice(start, start + ctx.positions)
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            logits, ctx.last_logits = ctx.last_logits, None
+            if logits is None:
+                logits = torch.nn.functional.linear(hidden[part], weight, bias)
             grad_logits = differentiate(logits, targets[part], normalisers[part], upstream[part], ctx.temperature)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)

@@ -10,9 +10,12 @@ from decimal import Decimal, InvalidOperation
 from lockstep.errors import Refusal
 
 # A number as people write it: sign, currency, thousands separators, decimals. A trailing point is punctuation.
-_NUMBER = r"[-+]?\s*\$?\s*[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\s*\$?\s*\.\d+"
-_MARKED = re.compile(rf"####\s*({_NUMBER})")
-_ANY = re.compile(_NUMBER)
+_NUMBER = r"[-+]?\s?\$?\s?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?!\d))(?:\.\d+)?|[-+]?\$?\.\d+"
+# After the mark comes one number and then, at most, words: an expression (3/4, 3 + 4 = 7) or a form such as 1e5 or
+# 1,00,000 is no final number. Markdown stars around the number are let through.
+_MARKED = re.compile(rf"(?<!#)####(?!#)\s*\**\s*({_NUMBER})(?![\d/^=]|[eE][-+]?\d|,\d|\s*[-+*/=]\s*[\d$])")
+# In running text a minus right after a digit or a space between numbers is an operator, not a sign.
+_ANY = re.compile(r"(?<![\d.,])(?:(?<!\d\s)(?<!\d\s\s)[-+]\s?)?\$?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?")
 
 
 def extract_answer(text: str, *, strict: bool = True) -> str | None:
@@ -38,9 +41,10 @@ def gsm8k_score(solution: str, ground_truth: str, *, strict: bool = True) -> flo
 
 def _value(text: str) -> Decimal | None:
     try:
-        return Decimal(text)
+        value = Decimal(text)
     except InvalidOperation:
         return None
+    return value if value.is_finite() else None
 
 
 RULES: dict[str, Callable[[str, str], float]] = {

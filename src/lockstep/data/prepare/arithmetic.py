@@ -6,6 +6,7 @@ no validation question is a training question.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,9 +21,8 @@ DATA_SOURCE = "arithmetic"
 LARGEST_VAL_SHARE = 0.2
 
 
-# A sign and the numbers it joins. A level is all its questions, or a way to draw one.
+# A sign and the numbers it joins.
 Question = tuple[str, tuple[int, ...]]
-Level = list[Question] | Callable[[random.Random], Question]
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ def write_arithmetic(
     """Write train and val rows in the RL schema and in the SFT schema (`sft_*`); returns rows by file.
 
     Difficulty 1: sums of two or three 1-digit numbers (1,100 questions in all). 2: sums of two 2-digit numbers
-    (8,100). 3: sums and differences of 3-digit numbers. 4: products of 2-digit numbers (8,100).
+    (8,100). 3: sums and differences of 3-digit numbers (1,214,550). 4: products of 2-digit numbers (8,100).
     A level with fewer questions than asked for gives what it has, a fifth of it for validation at most: the returned
-    counts say so.
+    counts say so. Questions are held out, not facts: `3 + 4 = 7` may be a step of another row's answer.
     """
     problems = [
         Problem(name, f"{count} rows are not enough", "give at least 1")
@@ -54,8 +54,10 @@ def write_arithmetic(
     if problems:
         raise Refusal(problems)
     draw = random.Random(f"{difficulty}/{seed}")
-    sums = _draw(LEVELS[difficulty], train_rows + val_rows, draw)
-    held_out = min(val_rows, int(LARGEST_VAL_SHARE * len(sums)))
+    size, question_at = LEVELS[difficulty]
+    held_out = min(val_rows, int(LARGEST_VAL_SHARE * size))
+    drawn = draw.sample(range(size), min(size, held_out + train_rows))
+    sums = [_worked(*question_at(number)) for number in drawn]
     splits = {"val": sums[:held_out], "train": sums[held_out : held_out + train_rows]}
     counts: dict[str, int] = {}
     for split in ("train", "val"):
@@ -67,33 +69,35 @@ def write_arithmetic(
     return counts
 
 
-def _draw(level: Level, wanted: int, draw: random.Random) -> list[Sum]:
-    """Distinct questions: all of a small level in random order, or a random part of a large one."""
-    if isinstance(level, list):
-        questions = list(level)
-        draw.shuffle(questions)
-        return [_worked(*question) for question in questions[:wanted]]
-    seen: dict[tuple[str, tuple[int, ...]], None] = {}
-    while len(seen) < wanted:
-        seen[level(draw)] = None
-    return [_worked(*question) for question in seen]
+def _one_digit(number: int) -> Question:
+    if number < 100:
+        return "+", divmod(number, 10)
+    a, rest = divmod(number - 100, 100)
+    return "+", (a, *divmod(rest, 10))
 
 
-def _one_digit() -> list[Question]:
-    pairs: list[Question] = [("+", (a, b)) for a in range(10) for b in range(10)]
-    return pairs + [("+", (a, b, c)) for a in range(10) for b in range(10) for c in range(10)]
+def _two_digit(number: int) -> tuple[int, int]:
+    a, b = divmod(number, 90)
+    return 10 + a, 10 + b
 
 
-def _two_digit(sign: str) -> list[Question]:
-    return [(sign, (a, b)) for a in range(10, 100) for b in range(10, 100)]
+def _three_digit(number: int) -> Question:
+    if number < 900 * 900:
+        a, b = divmod(number, 900)
+        return "+", (100 + a, 100 + b)
+    # The rest are the pairs a > b in the order (1, 0), (2, 0), (2, 1), (3, 0) ...
+    rest = number - 900 * 900
+    a = (1 + math.isqrt(8 * rest + 1)) // 2
+    return "-", (100 + a, 100 + rest - a * (a - 1) // 2)
 
 
-def _three_digit(draw: random.Random) -> Question:
-    a, b = draw.randrange(100, 1000), draw.randrange(100, 1000)
-    return ("+", (a, b)) if draw.random() < 0.5 else ("-", (max(a, b), min(a, b)))
-
-
-LEVELS: dict[int, Level] = {1: _one_digit(), 2: _two_digit("+"), 3: _three_digit, 4: _two_digit("*")}
+# How many questions a level has, and which is the one of a number.
+LEVELS: dict[int, tuple[int, Callable[[int], Question]]] = {
+    1: (1100, _one_digit),
+    2: (90 * 90, lambda number: ("+", _two_digit(number))),
+    3: (900 * 900 + 900 * 899 // 2, _three_digit),
+    4: (90 * 90, lambda number: ("*", _two_digit(number))),
+}
 
 
 def _worked(sign: str, numbers: tuple[int, ...]) -> Sum:

@@ -44,7 +44,7 @@ def _convert(rows: RowSet, split: str, problems: list[Problem]) -> Iterator[dict
     for index in range(len(rows)):
         row, origin = rows[index], rows.origin(index)
         question, answer = row.get("question"), row.get("answer")
-        if not isinstance(question, str) or not isinstance(answer, str):
+        if not (isinstance(question, str) and question.strip() and isinstance(answer, str)):
             problems.append(Problem(str(origin), "needs a question and an answer, both text"))
             continue
         _, mark, final = answer.rpartition("####")
