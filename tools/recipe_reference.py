@@ -80,7 +80,8 @@ another value, because they do not change what an update computes:
 {free}
 
 A change is said aloud. `run.steps` and `run.epochs` also stretch or shorten the learning-rate schedule. A change of any
-other key, or of the rows themselves, is refused with the two values.
+other key, or of the rows themselves, is refused with the two values. A data file may move: its content is compared, not
+its path.
 
 ## The keys
 
