@@ -64,7 +64,7 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this one.")] 
         typer.echo(recipe_text(name), nl=False)
         return
     for each in builtin_names():
-        typer.echo(f"{each:24}{recipe_text(each).splitlines()[0].lstrip('# ')}")
+        typer.echo(f"{each:18}{recipe_text(each).splitlines()[0].lstrip('# ')}")
 
 
 @app.command()
