@@ -130,7 +130,7 @@ def test_folder_is_read_by_name_and_names_what_it_ignores(tmp_path: Path) -> Non
     (folder / "sub").mkdir(parents=True)
     write(folder / "c.parquet", [{"x": 3, "y": "c"}])
     write(folder / "a.jsonl", b'{"x": 1, "y": "a"}\n{"y": "a", "x": 1.5}\n')
-    write(folder / "b.json.gz", gzip.compress(b'[{"y": null, "x": 2}]'))
+    write(folder / "b.json.gz", gzip.compress(b'[{"y": null, "x": 2}]', mtime=0))
     for name in ("README.md", "LICENSE", ".hidden.jsonl", "d.parquet.tmp", "e.parquet.gz"):
         write(folder / name, b"not data")
     rows = read_rows("set", base=tmp_path)
@@ -304,7 +304,7 @@ def test_empty_path(tmp_path: Path) -> None:
         ("a.jsonl", b"", "is empty"),
         ("a.parquet", b"", "is empty"),
         ("a.jsonl", b"\n\n", "has no rows"),
-        ("a.jsonl.gz", gzip.compress(b""), "has no rows"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0), "has no rows"),
         ("a.json", b"[]", "has no rows"),
         ("a.json", b" \n", "has no rows"),
         ("a.csv", b"q,a\n", "has no rows"),
