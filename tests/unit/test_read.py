@@ -68,8 +68,8 @@ def the_problem(path: str, base: Path) -> Problem:
         ("d.json", b"\xef\xbb\xbf" + json.dumps(ROWS, indent=2).encode()),
         ("d.jsonl", jsonl(ROWS).rstrip()),
         ("d.jsonl", jsonl(ROWS).replace(b"\n", b"\r\n")),
-        ("d.jsonl.gz", gzip.compress(jsonl(ROWS))),
-        ("d.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("d.jsonl.gz", gzip.compress(jsonl(ROWS), mtime=0)),
+        ("d.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
         ("d.parquet", ROWS),
     ],
 )
