@@ -41,7 +41,7 @@ from sides import SIDES, Ours, Seconds, Side, Work, has_trl, sides_for
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "lockstep-rl")
 # How far loss and gradient norm (relative) may lie from ours for the work to count as equal. In bf16 this is coarse:
 # the peers run autocast over fp32 weights and keep the residual stream in fp32, we run in bf16 beside fp32 masters.
-TOLERANCE = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 1e-1)}
+TOLERANCE = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 5e-2)}
 
 
 def main() -> None:

@@ -97,7 +97,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(recipe_file: Path, tiny_fol
         weights["model.embed_tokens.weight"].mul_(1e-38)
 
     folder = damaged_model(tiny_folder, tmp_path, blow_up)
-    with pytest.raises(Refusal, match=r"gradient norm is (inf|nan)|not finite"):
+    with pytest.raises(Refusal, match=r"gradient norm is (inf|nan)"):
         train(recipe_file, f"model.path={folder}")
 
 

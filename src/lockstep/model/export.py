@@ -14,7 +14,7 @@ from lockstep.errors import Refusal
 from lockstep.model.load import DTYPES, load_tokenizer, with_lora
 from lockstep.model.weights import restore_weights
 from lockstep.recipe.schema import Model
-from lockstep.run.folder import sync_folder
+from lockstep.run.folder import sync_path
 
 
 def export_model(
@@ -59,7 +59,7 @@ def export_model(
     if out.exists():
         shutil.rmtree(out)
     aside.rename(out)
-    sync_folder(out.parent)
+    sync_path(out.parent)
 
 
 def _stop_at(model: PreTrainedModel, end_tokens: Sequence[int]) -> None:

@@ -104,11 +104,11 @@ def atomic_write_text(path: Path, text: str) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Makes new names in a folder survive a power cut: the rename itself is data of the folder."""
+def sync_path(path: Path) -> None:
+    """Makes a file, or the names in a folder, survive a power cut: a rename is data of the folder it happens in."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

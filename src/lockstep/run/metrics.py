@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal
-from lockstep.run.folder import atomic_write_text, sync_folder
+from lockstep.run.folder import atomic_write_text, sync_path
 
 
 class MetricsLog:
@@ -40,7 +40,7 @@ class MetricsLog:
             file.flush()
             os.fsync(file.fileno())
         if new:
-            sync_folder(self.path.parent)
+            sync_path(self.path.parent)
         self._last = step
 
     def rewind(self, step: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lockstep.errors import Refusal
-from lockstep.run.folder import sync_folder
+from lockstep.run.folder import sync_path
 
 VERSION = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -78,10 +77,10 @@ def save(checkpoints: Path, state: State, weights: dict[str, torch.Tensor], opti
         manifest = {name: {"bytes": (aside / name).stat().st_size, "sha256": _sha256(aside / name)} for name in names}
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         for name in (*names, MANIFEST):
-            _sync(aside / name)
-        sync_folder(aside)
+            sync_path(aside / name)
+        sync_path(aside)
         aside.rename(target)
-        sync_folder(checkpoints)
+        sync_path(checkpoints)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise Refusal.at(
@@ -200,11 +199,3 @@ def _sha256(path: Path) -> str:
         while block := file.read(2**22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
