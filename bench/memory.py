@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from lockstep.algorithms.supervised import nll
 from lockstep.data.batching import micro_batch
 from lockstep.device.select import select
+from lockstep.methods import METHODS
 from lockstep.model.load import load_config, load_policy
 from lockstep.parallel.world import World
 from lockstep.recipe.checks import with_derived_defaults
@@ -57,7 +57,7 @@ def measure(folder: Path, case: dict, device_name: str) -> dict:
             }
         )
     )
-    plan = plan_memory(recipe, load_config(str(folder)), 1, case["tokens"])
+    plan = plan_memory(recipe, load_config(str(folder)), 1, case["tokens"], recipe.batch.rows_per_update)
     device.reset_peak()
     policy = load_policy(recipe.model, device.torch_device(), device.attention, seed=0)
     optimizer = Optimizer(
@@ -70,7 +70,7 @@ def measure(folder: Path, case: dict, device_name: str) -> dict:
         ids = torch.randint(SHAPE["vocab_size"], (512,), generator=draw).tolist()
         rows.append(Example(ids, [1] * 512, Origin("random", row)))
     for _ in range(2):
-        learner.forward_backward([micro_batch(rows, packed=True, pad_id=0)], nll)
+        learner.forward_backward([micro_batch(rows, packed=True, pad_id=0)], METHODS["sft"].loss)
         learner.optim_step(1e-5)
     measured = device.memory().peak
     del learner, optimizer, policy

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.algorithms.supervised import nll
 from lockstep.data.batching import micro_batch, plan_micro_batches
 from lockstep.device.base import Device
+from lockstep.methods import METHODS
 from lockstep.model.load import DTYPES, load_policy
 from lockstep.parallel.world import World
 from lockstep.recipe.schema import Model, Optim
@@ -82,6 +82,9 @@ class Update:
     rows: list[Row]
 
 
+SFT = METHODS["sft"].loss
+
+
 class Ours:
     """lockstep: packed micro-batches under the token budget."""
 
@@ -99,7 +102,7 @@ class Ours:
     def train_pass(self) -> Seconds:
         watch = Stopwatch(self.work.device)
         for update in self.work.updates:
-            self.learner.forward_backward(self._micro_batches(update), nll)
+            self.learner.forward_backward(self._micro_batches(update), SFT)
             self.learner.optim_step(self.work.optim.lr)
         return watch.read()
 
@@ -108,7 +111,7 @@ class Ours:
 
     def look_at(self, rows: list[Row]) -> Update:
         """Loss and gradient norm of some rows; the weights stay as they are."""
-        loss = self.learner.forward_backward(self._micro_batches(rows), nll)["train/loss"]
+        loss = self.learner.forward_backward(self._micro_batches(rows), SFT).loss
         norm = self.learner.optimizer.gradient_norm().item()
         self.learner.optimizer.forget()
         return Update(loss, norm, rows)

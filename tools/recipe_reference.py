@@ -168,6 +168,10 @@ def _type(kind: Any) -> str:
         return "`null`"
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    if get_origin(kind) is dict:
+        key, value = get_args(kind)
+        named = "names" if key is str else _type(key)
+        return f"mapping of {named} to {PLURALS.get(value) or _type(value)}"
     if get_origin(kind) is list:
         inner = get_args(kind)[0]
         return "path, paths or sources" if inner is Source else f"list of {PLURALS.get(inner) or _type(inner)}"

@@ -33,10 +33,18 @@ def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
     checked = load_recipe(recipe, overrides or [])
 
+    from lockstep.recipe.methods import ONLINE
     from lockstep.run.progress import Console
-    from lockstep.train.offline import train_offline
 
-    train_offline(checked, Console.open(every=checked.log.every))
+    if checked.method in ONLINE:
+        from lockstep.run.text import ONLINE_COLUMNS
+        from lockstep.train.online import train_online
+
+        train_online(checked, Console.open(ONLINE_COLUMNS, every=checked.log.every))
+    else:
+        from lockstep.train.offline import train_offline
+
+        train_offline(checked, Console.open(every=checked.log.every))
 
 
 @app.command()
@@ -56,15 +64,20 @@ def plan(
 
 
 @app.command()
-def recipes(name: Annotated[str | None, typer.Argument(help="Print this one.")] = None) -> None:
-    """List the built-in recipes, or print one."""
-    from lockstep.recipe.load import builtin_names, recipe_text
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this recipe, or the defaults of this method.")] = None,
+) -> None:
+    """List the built-in recipes and methods, or print one."""
+    from lockstep.recipe.load import builtin_names, method_text, recipe_text
+    from lockstep.recipe.methods import ONLINE
 
     if name:
-        typer.echo(recipe_text(name), nl=False)
+        typer.echo(method_text(name) or recipe_text(name), nl=False)
         return
     for each in builtin_names():
         typer.echo(f"{each:18}{recipe_text(each).splitlines()[0].lstrip('# ')}")
+    typer.echo(f"\nmethods: sft, {', '.join(ONLINE)}")
+    typer.echo("`lockstep recipes METHOD` prints what a method sets; a recipe may say otherwise.")
 
 
 @app.command()
@@ -109,14 +122,28 @@ def evaluate(
     data: Annotated[str, typer.Argument(metavar="DATA", help="Rows in the RL schema (arithmetic, gsm8k).")],
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
     max_new_tokens: int = 256,
+    n: Annotated[int, typer.Option(min=1, help="Answers to each question: pass@k and maj@k.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: int = 0,
     out: Annotated[Path | None, typer.Option(help="Write every answer to this jsonl file.")] = None,
     dtype: str = "fp32",
     device: str = "auto",
 ) -> None:
-    """Greedy accuracy of MODEL on DATA, by the rule of each row's data source."""
+    """Accuracy of MODEL on DATA, by the rule of each row's data source."""
     from lockstep.train.score import score_model
 
-    score_model(model, data, rows=rows, max_new_tokens=max_new_tokens, out=out, dtype=dtype, device_name=device)
+    score_model(
+        model,
+        data,
+        rows=rows,
+        max_new_tokens=max_new_tokens,
+        n=n,
+        temperature=temperature,
+        seed=seed,
+        out=out,
+        dtype=dtype,
+        device_name=device,
+    )
 
 
 @app.command()

@@ -49,7 +49,8 @@ class MicroBatch:
     """What one device runs forward at once: packed rows in one line (N = 1), or right-padded rows.
 
     `lengths` are the sequence lengths in order: along the line when packed, one for each row when padded.
-    `predictors_K` index the flattened N*T positions whose hidden state predicts `targets_K`.
+    `predictors_K` index the flattened N*T positions whose hidden state predicts `targets_K`; `index_K` says where
+    these targets stand among all the targets of the update.
     """
 
     input_ids_NT: torch.Tensor
@@ -58,6 +59,7 @@ class MicroBatch:
     packed: bool
     predictors_K: torch.Tensor
     targets_K: torch.Tensor
+    index_K: torch.Tensor
     origins: tuple[Origin, ...] = field(default=())
 
     @property
@@ -72,24 +74,91 @@ class Sums:
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    maxima: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt whose answer can be checked by a rule (one RL row)."""
+    """A prompt whose answer a reward can judge (one RL row)."""
 
     data_source: str
     prompt: list[Message]
     ground_truth: str
     origin: Origin
+    extra_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A generated answer to a question, as scored."""
+class Prompt:
+    """A question as the tokens that the model will continue."""
 
     question: Question
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is greedy. `seed` is the run's; see `kernels/noise.py` for the rest."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+    score_truncated: bool = False
+    """Log-probabilities are those of the truncated distribution (top-p, top-k, min-p), not of the whole one."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to be continued `n` times. `key` is the prompt's part of the noise's counter."""
+
+    ids: Sequence[int]
+    key: int
+    n: int = 1
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Sample number `sample` of request number `request`. An end token that was produced is the last of `ids`."""
+
+    request: int
+    sample: int
+    ids: list[int]
+    logprobs: list[float]
+    stop: str
+    """Why it ended: `token`, `string` or `length`."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a response earned: the weighted total, and each reward by itself."""
+
+    total: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A reward that gave no score: the response is left out of baselines and loss, and counted. Never a zero."""
+
+    part: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A completion with its prompt, its text and its judgement. `place` is the prompt's place in the step."""
+
+    prompt: Prompt
+    place: int
+    sample: int
+    ids: list[int]
+    logprobs: list[float]
+    stop: str
     text: str
-    score: float
-    tokens: int
-    stopped: bool
+    score: Score | Failure

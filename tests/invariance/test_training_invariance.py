@@ -68,7 +68,7 @@ def gradients(tiny_folder: Path, kernel: str, packed: bool, micro: int, chunk: i
     count = sum(example.targets for example in examples)
     for start in range(0, len(examples), micro):
         batch = micro_batch(examples[start : start + micro], packed=packed, pad_id=0)
-        sums = nll(policy(batch))
+        sums = nll(policy(batch).logprobs_K)
         (sums.loss / count).backward()
         total += sums.loss.item()
     return total / count, {name: p.grad.clone() for name, p in policy.trainable()}

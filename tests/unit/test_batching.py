@@ -83,7 +83,7 @@ def test_steps_of_ten_rows_by_three(epochs, steps, expected):
 def test_updates_run_on_over_the_epoch_and_visit_every_row():
     rows = [example([i, i], [0, 1], row=i) for i in range(10)]
     dataset = Dataset([rows[:6], rows[6:]], None, [])
-    loader = Loader(dataset, rows_per_update=3, seed=5, shuffle=True, total_rows=20)
+    loader = Loader(dataset.sources, dataset.weights, rows_per_update=3, seed=5, shuffle=True, total_rows=20)
     seen = [[e.origin.row for e in loader.take(step)] for step in range(7)]
     assert [len(part) for part in seen] == [3, 3, 3, 3, 3, 3, 2]
     flat = [row for part in seen for row in part]
@@ -91,5 +91,5 @@ def test_updates_run_on_over_the_epoch_and_visit_every_row():
     assert sorted(flat[10:]) == list(range(10))
     assert flat[:10] != flat[10:]
     # A loader asked for a late update first gives the same rows: that is what a resume does.
-    again = Loader(dataset, rows_per_update=3, seed=5, shuffle=True, total_rows=20)
+    again = Loader(dataset.sources, dataset.weights, rows_per_update=3, seed=5, shuffle=True, total_rows=20)
     assert [e.origin.row for e in again.take(5)] == seen[5]

@@ -160,7 +160,7 @@ def test_the_life_of_a_sample_has_the_real_numbers(embedded: Path, tmp_path: Pat
     ours, other = loader.take(0)
     batch = micro_batch([other, ours], packed=True, pad_id=0)
     with torch.no_grad():
-        logprobs = load_policy(recipe.model, torch.device("cpu"), "sdpa", seed=0)(batch)
+        logprobs = load_policy(recipe.model, torch.device("cpu"), "sdpa", seed=0)(batch).logprobs_K
     text = " ".join(page.read_text(encoding="utf-8").replace("**", "").split())
     ids = " ".join(map(str, ours.ids))
     assert ids in text

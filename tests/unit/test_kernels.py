@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.kernels.attention import varlen_attention
 from lockstep.kernels.layout import make_layout
-from lockstep.kernels.logprob import plain_token_logprobs, token_logprobs
+from lockstep.kernels.logprob import plain_token_scores, token_logprobs, token_scores
+from lockstep.kernels.varlen import varlen_attention
 
 CPU = torch.device("cpu")
 
@@ -74,13 +74,44 @@ def test_chunked_logprobs_equal_plain_cross_entropy(temperature, positions, with
     logits = (hidden @ weight.T + (bias if with_bias else 0)) / temperature
     theirs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     torch.testing.assert_close(chunked, theirs, rtol=1e-6, atol=1e-5)
-    twin = plain_token_logprobs(hidden, weight, targets, bias_V=bias, temperature=temperature)
+    twin = plain_token_scores(hidden, weight, targets, bias_V=bias, temperature=temperature).logprobs_K
     torch.testing.assert_close(twin, theirs, rtol=1e-6, atol=1e-5)
     upstream = torch.randn(50)
     for a, b in zip(
         torch.autograd.grad(chunked, inputs, upstream), torch.autograd.grad(theirs, inputs, upstream), strict=True
     ):
         assert (a - b).norm() <= 1e-6 * b.norm()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("positions", [1, 7, 1000])
+def test_chunked_entropies_equal_plain_ones_with_their_gradients(temperature, positions):
+    torch.manual_seed(2)
+    hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    targets = torch.randint(300, (50,))
+    chunk = 4 * 300 * positions
+    ours = token_scores(hidden, weight, targets, temperature=temperature, entropy=True, chunk_bytes=chunk)
+    # Double precision: the reference's own rounding would be as large as ours.
+    theirs = torch.distributions.Categorical(logits=hidden.double() @ weight.double().T / temperature)
+    torch.testing.assert_close(ours.entropies_K.double(), theirs.entropy(), rtol=1e-5, atol=1e-5)
+    twin = plain_token_scores(hidden, weight, targets, temperature=temperature)
+    torch.testing.assert_close(twin.entropies_K.double(), theirs.entropy(), rtol=1e-5, atol=1e-5)
+    first, second = torch.randn(50), torch.randn(50)
+    mine = (ours.logprobs_K * first).sum() + (ours.entropies_K * second).sum()
+    plain = (theirs.log_prob(targets) * first).sum() + (theirs.entropy() * second).sum()
+    for a, b in zip(
+        torch.autograd.grad(mine, [hidden, weight]),
+        torch.autograd.grad(plain, [hidden, weight], retain_graph=True),
+        strict=True,
+    ):
+        assert (a - b).norm() <= 5e-6 * b.norm()
+    alone = token_scores(hidden, weight, targets, temperature=temperature, entropy=True, chunk_bytes=chunk).entropies_K
+    for a, b in zip(
+        torch.autograd.grad(alone.sum(), [hidden, weight]),
+        torch.autograd.grad(theirs.entropy().sum(), [hidden, weight]),
+        strict=True,
+    ):
+        assert (a - b).norm() <= 5e-6 * b.norm()
 
 
 def test_chunked_logprobs_can_be_differentiated_twice():
@@ -106,7 +137,7 @@ def test_large_vocabulary_never_holds_all_logits():
 
     script = """
 import resource, torch
-from lockstep.kernels.logprob import token_logprobs, plain_token_logprobs
+from lockstep.kernels.logprob import token_logprobs, plain_token_scores
 import sys
 torch.set_num_threads(1)
 hidden = torch.randn(512, 16, requires_grad=True); weight = torch.randn(151936, 16, requires_grad=True)
@@ -116,7 +147,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if sys.argv[1] == "chunked":
     token_logprobs(hidden, weight, targets, chunk_bytes=8 * 2**20).sum().backward()
 else:
-    plain_token_logprobs(hidden, weight, targets).sum().backward()
+    plain_token_scores(hidden, weight, targets).logprobs_K.sum().backward()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
     grown = {
@@ -144,13 +175,16 @@ def test_fused_log_softmax_equals_its_twin(dtype, words, temperature):
     logits = (torch.randn(33, words, device="cuda") * 5).to(dtype)
     targets = torch.randint(words, (33,), device="cuda")
     upstream = torch.randn(33, device="cuda")
-    normalisers, logprobs = logprob.row_logprobs(logits, targets, temperature)
-    fused_normalisers, fused_logprobs = triton_logprob.row_logprobs(logits, targets, temperature)
+    spread = torch.randn(33, device="cuda")
+    normalisers, logprobs, entropies = logprob.row_logprobs(logits, targets, temperature, True)
+    fused_normalisers, fused_logprobs, fused_entropies = triton_logprob.row_logprobs(logits, targets, temperature, True)
+    torch.testing.assert_close(fused_entropies, entropies, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(fused_normalisers, normalisers, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(fused_logprobs, logprobs, rtol=1e-5, atol=1e-5)
-    twin = logprob.row_gradients_(logits.clone(), targets, normalisers, upstream, temperature)
-    fused = triton_logprob.row_gradients_(logits.clone(), targets, normalisers, upstream, temperature)
-    assert (fused.float() - twin.float()).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * twin.float().norm()
+    for more in ((), (entropies, spread)):
+        twin = logprob.row_gradients_(logits.clone(), targets, normalisers, upstream, temperature, *more)
+        fused = triton_logprob.row_gradients_(logits.clone(), targets, normalisers, upstream, temperature, *more)
+        assert (fused.float() - twin.float()).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * twin.float().norm()
 
 
 @pytest.mark.cuda

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -65,13 +66,27 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def micro_batch(examples: Sequence[Example], *, packed: bool, pad_id: int) -> MicroBatch:
-    """Tensors of some examples. None at all gives one token that trains nothing."""
+def micro_batch(
+    examples: Sequence[Example], *, packed: bool, pad_id: int, starts: Sequence[int] | None = None
+) -> MicroBatch:
+    """Tensors of some examples. None at all gives one token that trains nothing.
+
+    `starts` says where the targets of each example begin among those of the update; by default they are all there is.
+    """
     if not examples:
         blank = torch.full((1, 1), pad_id)
         nothing = torch.empty(0, dtype=torch.long)
-        return MicroBatch(blank, torch.zeros_like(blank), (1,), True, nothing, nothing)
-    return (_packed if packed else _padded)(examples, pad_id)
+        return MicroBatch(blank, torch.zeros_like(blank), (1,), True, nothing, nothing, nothing)
+    batch = (_packed if packed else _padded)(examples, pad_id)
+    if starts is None:
+        return batch
+    places = [torch.arange(start, start + e.targets) for start, e in zip(starts, examples, strict=True)]
+    return replace(batch, index_K=torch.cat(places))
+
+
+def target_starts(examples: Sequence[Example]) -> list[int]:
+    """Where the targets of each example begin when all of them stand in one line."""
+    return [0, *accumulate(example.targets for example in examples)][:-1]
 
 
 def _packed(examples: Sequence[Example], _pad_id: int) -> MicroBatch:
@@ -125,6 +140,7 @@ def _assemble(
         packed=packed,
         predictors_K=torch.tensor(predictors, dtype=torch.long),
         targets_K=torch.tensor(targets, dtype=torch.long),
+        index_K=torch.arange(len(targets)),
         origins=tuple(example.origin for example in examples),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +14,8 @@ from lockstep.data.read import RowSet, read_rows
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.recipe.schema import Data, Source
 from lockstep.types import Example
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -26,6 +29,9 @@ class Counts:
     dropped: int = 0
     truncated: int = 0
     split: int = 0
+
+    def sentence(self) -> str:
+        return f"{self.tokens:,}, of which {self.trained_tokens:,} trained; longest row {self.longest}"
 
     def metrics(self) -> dict[str, float]:
         return {f"data/{name}": float(value) for name, value in vars(self).items()}
@@ -117,27 +123,41 @@ def _encode_source(
     return examples
 
 
-class Loader:
-    """The rows of each update: a pure function of the seed and the step, so any position can be resumed.
+class Loader(Generic[T]):
+    """The rows of each update: a pure function of the seed and the place, so any position can be resumed.
 
     Updates run on over the end of an epoch; every row is visited once in each epoch, and only the very last
-    update of the run may be smaller.
+    update of a run with `total_rows` may be smaller.
     """
 
-    def __init__(self, dataset: Dataset, *, rows_per_update: int, seed: int, shuffle: bool, total_rows: int):
-        self.sources = dataset.sources
-        self.mixture = Mixture([len(source) for source in dataset.sources], dataset.weights, seed, shuffle)
+    def __init__(
+        self,
+        sources: Sequence[Sequence[T]],
+        weights: list[float] | None,
+        *,
+        rows_per_update: int,
+        seed: int,
+        shuffle: bool,
+        total_rows: int | None,
+    ):
+        self.sources = sources
+        self.mixture = Mixture([len(source) for source in sources], weights, seed, shuffle)
         self.rows_per_update = rows_per_update
         self.total_rows = total_rows
         self._epoch = -1
         self._order: Sequence[tuple[int, int]] = ()
 
-    def take(self, step: int) -> list[Example]:
+    def take(self, step: int) -> list[T]:
         """The rows of update `step`, counted from 0."""
         first = step * self.rows_per_update
-        return [self._row(i) for i in range(first, min(first + self.rows_per_update, self.total_rows))]
+        last = first + self.rows_per_update
+        return self.between(first, last if self.total_rows is None else min(last, self.total_rows))
 
-    def _row(self, index: int) -> Example:
+    def between(self, first: int, last: int) -> list[T]:
+        """Rows at the places `first` to `last` of the endless list."""
+        return [self._row(i) for i in range(first, last)]
+
+    def _row(self, index: int) -> T:
         epoch, place = divmod(index, self.mixture.epoch_length)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self.mixture.order(epoch)

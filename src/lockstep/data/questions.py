@@ -26,7 +26,10 @@ def read_questions(rows: RowSet, limit: int | None = None) -> list[Question]:
         elif truth is None or not str(truth).strip():
             problems.append(Problem(str(origin), "reward_model.ground_truth is empty"))
         else:
-            questions.append(Question(str(source), prompt, str(truth), origin))
+            extra = row.get("extra_info")
+            questions.append(
+                Question(str(source), prompt, str(truth), origin, extra if isinstance(extra, dict) else {})
+            )
     if problems:
         raise Refusal(shortened(problems, "rows"))
     return questions

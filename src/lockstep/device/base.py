@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +33,9 @@ class Device(ABC):
     """Whether torch.optim.AdamW takes `fused=True`, with the learning rate as a number (not a tensor)."""
     graph_capture: ClassVar[bool]
     attention: ClassVar[str]
-    """Name of the attention kernel for packed rows; `kernels/attention.py` maps it to a function."""
+    """Name of the attention kernel for packed rows; `kernels/varlen.py` maps it to a function."""
+    paged_attention: ClassVar[str] = "gather"
+    """Name of the attention kernel for one token of each of many cached sequences; see `kernels/paged.py`."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Environment variables of deterministic runs, each with its accepted values; the first is the one we set."""
 
@@ -62,6 +64,10 @@ class Device(ABC):
     @abstractmethod
     def synchronise(self) -> None:
         """Wait until everything given to the current device is done."""
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Record what `step` gives to the device; calling the result repeats it on the same tensors."""
+        raise NotImplementedError(f"{self.name} does not capture graphs")
 
     @abstractmethod
     def memory(self) -> Memory: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -51,6 +51,7 @@ class Cuda(Accelerator):
     visible_variable = "CUDA_VISIBLE_DEVICES"
     fused_optimizer = True
     graph_capture = True
+    paged_attention = "triton"
     attention = "flash_varlen"
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8")}
 
@@ -92,6 +93,19 @@ class Cuda(Accelerator):
         if dtype == torch.float32:
             return peak.single
         return peak.half if self.supports(dtype) else None
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        # Libraries set themselves up in the first calls, which a graph must not record.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
 
     def deterministic(self, on: bool) -> dict[str, str]:
         switches = super().deterministic(on)

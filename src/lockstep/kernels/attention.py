@@ -1,151 +1,17 @@
-"""Causal attention inside each sequence of a packed line: one function, a kernel per device, a plain-torch twin.
-
-Shapes: T tokens of the line, H query heads, G key/value heads, D head size.
-"""
+"""Our attention as transformers calls it: packed sequences in training, the paged cache in generation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from lockstep.kernels.layout import Bucket, Layout
+from lockstep.kernels.layout import Layout
+from lockstep.kernels.paged import DecodePass, PrefillPass, paged_attention
+from lockstep.kernels.varlen import varlen_attention
 
 # The name under which transformers finds our attention (`attn_implementation`).
 ATTENTION = "lockstep"
-
-
-def varlen_attention(
-    query_THD: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    layout: Layout,
-    *,
-    scale: float,
-    window: int | None = None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
-    """Attention of every token to itself and the tokens before it in its own sequence (the last `window` of them)."""
-    kernel = KERNELS[layout.kernel]
-    if kernel is not _sdpa_buckets and (dropout or not _half(query_THD) or query_THD.shape[-1] % 8):
-        kernel = _sdpa_buckets
-    return kernel(query_THD, key_TGD, value_TGD, layout, scale, window, dropout)
-
-
-def _half(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.float16, torch.bfloat16)
-
-
-def _sdpa_buckets(
-    query_THD: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    layout: Layout,
-    scale: float,
-    window: int | None,
-    dropout: float,
-) -> torch.Tensor:
-    """The twin: sequences of like length are padded on the right to a grid, where plain causal attention is exact."""
-    query, key, value = (_to_slots(tensor, layout) for tensor in (query_THD, key_TGD, value_TGD))
-    # One split: its backward joins the buckets' gradients, where slices would each fill and add a whole line.
-    sizes = [bucket.count * bucket.width for bucket in layout.buckets]
-    outputs = []
-    for bucket, *parts in zip(layout.buckets, *(rows.split(sizes) for rows in (query, key, value)), strict=True):
-        q, k, v = (_grid(part, bucket) for part in parts)
-        mask = _window_mask(bucket.width, window, query.device) if window and bucket.width > window else None
-        out = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=dropout,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return _to_tokens(outputs[0] if len(outputs) == 1 else torch.cat(outputs), layout)
-
-
-def _grid(rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """(count * width, heads, D) as (count, heads, width, D)."""
-    return rows.unflatten(0, (bucket.count, bucket.width)).transpose(1, 2)
-
-
-def _flash_varlen(
-    query_THD: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    layout: Layout,
-    scale: float,
-    window: int | None,
-    dropout: float,
-) -> torch.Tensor:
-    return torch.ops.aten._flash_attention_forward(
-        query_THD,
-        key_TGD,
-        value_TGD,
-        layout.bounds,
-        layout.bounds,
-        layout.longest,
-        layout.longest,
-        dropout,
-        True,  # causal
-        False,  # no debug mask
-        scale=scale,
-        window_size_left=window - 1 if window else -1,
-        window_size_right=0 if window else -1,
-    )[0]
-
-
-# A device says in its `attention` which of these it uses.
-KERNELS: dict[str, Callable[..., torch.Tensor]] = {
-    "sdpa": _sdpa_buckets,
-    "flash_varlen": _flash_varlen,
-    "npu_fusion": _sdpa_buckets,  # until it has a kernel of its own, the twin
-}
-
-
-def _window_mask(width: int, window: int, device: torch.device) -> torch.Tensor:
-    back = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)[None, :]
-    return (back >= 0) & (back < window)
-
-
-class _Take(torch.autograd.Function):
-    """Rows by index, with a backward that is again rows by index.
-
-    Every token has exactly one slot, and what padding slots receive is never read, so the gradient needs no
-    scatter-add: it is the inverse selection (with zeros where the inverse points at padding).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(index, inverse)
-        return rows.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (grad,) = grads
-        index, inverse = ctx.saved_tensors
-        if len(inverse) <= len(index):
-            return grad.index_select(0, inverse), None, None
-        # From slots to tokens: padding slots get no gradient.
-        back = grad.new_zeros(len(inverse), *grad.shape[1:])
-        return back.index_copy_(0, index, grad), None, None
-
-
-def _to_slots(rows_T: torch.Tensor, layout: Layout) -> torch.Tensor:
-    if layout.tokens_of_slots is None or layout.slots_of_tokens is None:
-        return rows_T
-    return _Take.apply(rows_T, layout.tokens_of_slots, layout.slots_of_tokens)
-
-
-def _to_tokens(rows_S: torch.Tensor, layout: Layout) -> torch.Tensor:
-    if layout.tokens_of_slots is None or layout.slots_of_tokens is None:
-        return rows_S
-    return _Take.apply(rows_S, layout.slots_of_tokens, layout.tokens_of_slots)
 
 
 def transformers_attention(
@@ -159,12 +25,13 @@ def transformers_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    layout: Layout | None = None,
+    layout: Layout | PrefillPass | DecodePass | None = None,
     **_ignored: Any,
 ) -> tuple[torch.Tensor, None]:
     """Our attention in the form transformers calls: (N, heads, T, D) in, (N, T, heads, D) out.
 
-    `layout` travels from the model's forward as a keyword. What we cannot do exactly is an error.
+    `layout` travels from the model's forward as a keyword and says where the tokens lie: in a packed line, or in the
+    engine's cache. What we cannot do exactly is an error.
     """
     if layout is None:
         raise RuntimeError("the packed attention was called without a layout; generation uses another implementation")
@@ -174,10 +41,14 @@ def transformers_attention(
     # N rows of one width are one line: right-padded batches come through here too.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     scale = scaling if scaling is not None else size**-0.5
-    out = varlen_attention(
-        q, k, v, layout, scale=scale, window=sliding_window, dropout=dropout if module.training else 0.0
-    )
-    return out.view(rows, width, heads, -1), None
+    if isinstance(layout, Layout):
+        out = varlen_attention(
+            q, k, v, layout, scale=scale, window=sliding_window, dropout=dropout if module.training else 0.0
+        )
+    else:
+        layer: Any = module.layer_idx
+        out = paged_attention(q, k, v, layout, layer, scale=scale, window=sliding_window)
+    return out.reshape(rows, width, heads, -1), None
 
 
 def register_attention() -> None:

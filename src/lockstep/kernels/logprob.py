@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import importlib.util
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from lockstep.kernels.truncate import LEFT_OUT, Truncation, truncate_
 
 # Memory of one chunk of logits. The twin works on fp32 copies of it (440 positions of 151,936 words), the fused kernels
 # in place (3,500 positions in bf16): both take about 1 GiB at their peak.
 CHUNK_BYTES = 256 * 2**20
 FUSED_CHUNK_BYTES = 2**30
+
+
+class Scores(NamedTuple):
+    """Of each chosen token: its log-probability, and the entropy of the distribution it was chosen from."""
+
+    logprobs_K: torch.Tensor
+    entropies_K: torch.Tensor | None
 
 
 def token_logprobs(
@@ -27,6 +36,26 @@ def token_logprobs(
     chunk_bytes: int | None = None,
 ) -> torch.Tensor:
     """log softmax(hidden @ weight.T / temperature)[target] in fp32, in chunks of positions, forward and backward."""
+    return token_scores(
+        hidden_KH, weight_VH, targets_K, bias_V=bias_V, temperature=temperature, chunk_bytes=chunk_bytes
+    ).logprobs_K
+
+
+def token_scores(
+    hidden_KH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_K: torch.Tensor,
+    *,
+    bias_V: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+    entropy: bool = False,
+    chunk_bytes: int | None = None,
+) -> Scores:
+    """Log-probabilities as `token_logprobs`, with entropies where asked; both can be differentiated.
+
+    With a truncation the distribution is what it leaves (the chosen token always stays).
+    """
     fused = _fused(hidden_KH) is not None
     logit_bytes = hidden_KH.element_size() if fused else 4
     room = chunk_bytes or (FUSED_CHUNK_BYTES if fused else CHUNK_BYTES)
@@ -34,29 +63,37 @@ def token_logprobs(
     # Even chunks: the last one, which is not computed twice, is then as large as the others.
     chunks = max(1, -(-len(targets_K) // most))
     positions = max(1, -(-len(targets_K) // chunks))
-    return _ChunkedLogprobs.apply(hidden_KH, weight_VH, bias_V, targets_K, temperature, positions)
+    logprobs, entropies = _ChunkedLogprobs.apply(
+        hidden_KH, weight_VH, bias_V, targets_K, temperature, positions, truncation, entropy
+    )
+    return Scores(logprobs, entropies)
 
 
-def plain_token_logprobs(
+def plain_token_scores(
     hidden_KH: torch.Tensor,
     weight_VH: torch.Tensor,
     targets_K: torch.Tensor,
     *,
     bias_V: torch.Tensor | None = None,
     temperature: float = 1.0,
-) -> torch.Tensor:
-    """The twin of `token_logprobs` that holds all logits; autograd does the backward."""
+) -> Scores:
+    """The twin of `token_scores` that holds all logits; autograd does the backward."""
     logits = torch.nn.functional.linear(hidden_KH, weight_VH, bias_V).float() / temperature
-    return logits.log_softmax(-1).gather(-1, targets_K[:, None])[:, 0]
+    every = logits.log_softmax(-1)
+    return Scores(every.gather(-1, targets_K[:, None])[:, 0], -(every.exp() * every).sum(-1))
 
 
 def row_logprobs(
-    logits_RV: torch.Tensor, targets_R: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normaliser (log of the sum of exponentials) and log-probability of the target, in fp32."""
+    logits_RV: torch.Tensor, targets_R: torch.Tensor, temperature: float, entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Normaliser (log of the sum of exponentials), log-probability of the target and entropy, in fp32."""
     logits = logits_RV.float() if temperature == 1.0 else logits_RV.float() / temperature
     normalisers = logits.logsumexp(-1)
-    return normalisers, logits.gather(-1, targets_R[:, None])[:, 0] - normalisers
+    logprobs = logits.gather(-1, targets_R[:, None])[:, 0] - normalisers
+    if not entropy:
+        return normalisers, logprobs, None
+    shares = (logits - normalisers[:, None]).exp_()
+    return normalisers, logprobs, normalisers - (shares * logits).sum(-1)
 
 
 def row_gradients_(
@@ -65,13 +102,21 @@ def row_gradients_(
     normalisers_R: torch.Tensor,
     upstream_R: torch.Tensor,
     temperature: float,
+    entropies_R: torch.Tensor | None = None,
+    entropy_upstream_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """d(upstream . logprobs) / d logits = upstream (onehot - softmax) / temperature, in the dtype of the logits.
+    """Gradient of upstream . logprobs + entropy_upstream . entropies by the logits, in the dtype of the logits.
 
-    The logits are used up: their memory may be overwritten.
+    d logprob = onehot - p and d entropy = -p (log p + entropy), both over the temperature. The logits are used up:
+    their memory may be overwritten.
     """
     gradient = logits_RV.float() if temperature == 1.0 else logits_RV.float().div_(temperature)
-    gradient.sub_(normalisers_R[:, None]).exp_().mul_(-upstream_R[:, None])
+    gradient.sub_(normalisers_R[:, None])
+    if entropy_upstream_R is None or entropies_R is None:
+        gradient.exp_().mul_(-upstream_R[:, None])
+    else:
+        spread = (gradient + entropies_R[:, None]).mul_(entropy_upstream_R[:, None]).add_(upstream_R[:, None])
+        gradient.exp_().mul_(spread).neg_()
     gradient.scatter_add_(-1, targets_R[:, None], upstream_R[:, None].to(gradient.dtype))
     if temperature != 1.0:
         gradient.div_(temperature)
@@ -102,26 +147,34 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
         positions: int,
-    ) -> torch.Tensor:
+        truncation: Truncation | None,
+        entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         normalisers = torch.empty_like(logprobs)
+        entropies = torch.empty_like(logprobs) if entropy else None
         score, _ = _rows(hidden)
         logits = None
         for start in range(0, len(targets), positions):
             part = slice(start, start + positions)
             logits = None  # before the next chunk takes its memory
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            normalisers[part], logprobs[part] = score(logits, targets[part], temperature)
-        ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
-        ctx.temperature, ctx.positions = temperature, positions
+            logits = _logits(hidden[part], weight, bias, targets[part], temperature, truncation)
+            normalisers[part], logprobs[part], spread = score(logits, targets[part], temperature, entropy)
+            if entropies is not None:
+                entropies[part] = spread
+        ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
+        ctx.temperature, ctx.positions, ctx.truncation = temperature, positions, truncation
+        ctx.set_materialize_grads(False)
         # The backward begins with the chunk that stands in memory anyway; only the others are computed twice.
         ctx.last_logits = logits
-        return logprobs
+        return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (upstream,) = grads
-        hidden, weight, bias, targets, normalisers = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        upstream, entropy_upstream = grads
+        hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
+        if upstream is None:
+            upstream = torch.zeros_like(normalisers)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         # fp32 sums: a bf16 running sum over many chunks would lose the small ones.
@@ -132,8 +185,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.positions)
             logits, ctx.last_logits = ctx.last_logits, None
             if logits is None:
-                logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            grad_logits = differentiate(logits, targets[part], normalisers[part], upstream[part], ctx.temperature)
+                logits = _logits(hidden[part], weight, bias, targets[part], ctx.temperature, ctx.truncation)
+            extra = () if entropy_upstream is None else (entropies[part], entropy_upstream[part])
+            grad_logits = differentiate(
+                logits, targets[part], normalisers[part], upstream[part], ctx.temperature, *extra
+            )
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
             if grad_hidden is not None:
@@ -147,7 +203,24 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
+
+
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    truncation: Truncation | None,
+) -> torch.Tensor:
+    """Logits of a chunk; what a truncation leaves out of them gets no probability and no gradient.
+
+    Dividing by the temperature does not change their order, but it does change shares of probability.
+    """
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if truncation is None or not truncation.active:
+        return logits
+    left_out = truncate_(logits.float() / temperature, truncation, targets) == LEFT_OUT
+    return logits.masked_fill_(left_out, max(LEFT_OUT, torch.finfo(logits.dtype).min))

@@ -13,56 +13,78 @@ BLOCK = 4096
 
 
 @triton.jit
-def _stats(logits, targets, normalisers, logprobs, stride, words, sharpness, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row a program: running maximum and sum of exponentials, then the chosen word's log-probability."""
+def _stats(logits, targets, normalisers, logprobs, entropies, stride, words, sharpness, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One row a program: running maximum, sum of exponentials and sum of logits weighted by them."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     largest = -float("inf")
     total = 0.0
+    weighted = 0.0
     for offset in range(0, words, BLOCK):
         columns = offset + tl.arange(0, BLOCK)
         values = tl.load(start + columns, mask=columns < words, other=-float("inf")).to(tl.float32) * sharpness
         new = tl.maximum(largest, tl.max(values, axis=0))
-        total = total * tl.exp(largest - new) + tl.sum(tl.exp(values - new), axis=0)
+        shrink = tl.exp(largest - new)
+        shares = tl.exp(values - new)
+        total = total * shrink + tl.sum(shares, axis=0)
+        weighted = weighted * shrink + tl.sum(tl.where(columns < words, shares * values, 0.0), axis=0)
         largest = new
     normaliser = largest + tl.log(total)
     chosen = tl.load(start + tl.load(targets + row)).to(tl.float32) * sharpness
     tl.store(normalisers + row, normaliser)
     tl.store(logprobs + row, chosen - normaliser)
+    tl.store(entropies + row, normaliser - weighted / total)
 
 
 @triton.jit
-def _gradients(logits, targets, normalisers, upstream, stride, words, sharpness, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of a row a program: upstream * (onehot - softmax) over what was the logit."""
+def _gradients(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    normalisers,
+    upstream,
+    entropies,
+    entropy_upstream,
+    stride,
+    words,
+    sharpness,
+    SPREAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of a row a program: the gradient of log-probability and, with SPREAD, entropy over what was the logit."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row * stride + columns
     inside = columns < words
     values = tl.load(place, mask=inside, other=0.0).to(tl.float32) * sharpness
     chosen = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
-    softmax = tl.exp(values - tl.load(normalisers + row))
-    gradient = tl.load(upstream + row) * sharpness * (chosen - softmax)
+    every = values - tl.load(normalisers + row)
+    softmax = tl.exp(every)
+    gradient = tl.load(upstream + row) * (chosen - softmax)
+    if SPREAD:
+        gradient -= tl.load(entropy_upstream + row) * softmax * (every + tl.load(entropies + row))
+    gradient *= sharpness
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 def row_logprobs(
-    logits_RV: torch.Tensor, targets_R: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_RV: torch.Tensor, targets_R: torch.Tensor, temperature: float, entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     rows, words = logits_RV.shape
     normalisers = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
-    logprobs = torch.empty_like(normalisers)
+    logprobs, entropies = torch.empty_like(normalisers), torch.empty_like(normalisers)
     _stats[(rows,)](
         logits_RV,
         targets_R,
         normalisers,
         logprobs,
+        entropies,
         logits_RV.stride(0),
         words,
         1.0 / temperature,
         BLOCK=BLOCK,
         num_warps=8,
     )
-    return normalisers, logprobs
+    return normalisers, logprobs, entropies if entropy else None
 
 
 def row_gradients_(
@@ -71,17 +93,23 @@ def row_gradients_(
     normalisers_R: torch.Tensor,
     upstream_R: torch.Tensor,
     temperature: float,
+    entropies_R: torch.Tensor | None = None,
+    entropy_upstream_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows, words = logits_RV.shape
+    spread = entropies_R is not None and entropy_upstream_R is not None
     grid = (rows, triton.cdiv(words, BLOCK))
     _gradients[grid](
         logits_RV,
         targets_R,
         normalisers_R,
         upstream_R.contiguous(),
+        entropies_R if spread else normalisers_R,
+        entropy_upstream_R.contiguous() if spread else normalisers_R,  # type: ignore[union-attr]
         logits_RV.stride(0),
         words,
         1.0 / temperature,
+        SPREAD=spread,
         BLOCK=BLOCK,
         num_warps=8,
     )

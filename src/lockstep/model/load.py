@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.kernels.attention import ATTENTION, register_attention
-from lockstep.model.policy import Policy, check_policy
+from lockstep.model.policy import Policy, Scoring, check_policy
 from lockstep.recipe.schema import Lora, Model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,44 +33,59 @@ def load_config(path: str) -> Any:
         raise Refusal.at(f"model.path {path}", f"its config.json cannot be used: {first_line(error)}") from error
 
 
-def load_policy(settings: Model, device: torch.device, kernel: str, seed: int) -> Policy:
+def load_policy(
+    settings: Model, device: torch.device, kernel: str, seed: int, scoring: Scoring | None = None
+) -> Policy:
     """The model as the recipe wants it, on `device`, checked against transformers' own forward."""
-    register_attention()
-    config = load_config(settings.path)
-    transformers_logging.disable_progress_bar()
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            settings.path,
-            config=config,
-            dtype=DTYPES[settings.dtype],
-            attn_implementation=ATTENTION,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise Refusal.at(f"model.path {settings.path}", f"its weights cannot be loaded: {first_line(error)}") from error
+    model, info = load_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
     _refuse_missing_weights(settings.path, info)
     model.to(device)
-    policy = Policy(with_lora(model, settings.lora, seed), "sdpa" if settings.attention == "sdpa" else kernel)
+    policy = Policy(with_lora(model, settings.lora, seed), kernel_of(settings, kernel), scoring)
     check_policy(policy, settings.path)
     if settings.gradient_checkpointing:
         policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return policy
 
 
-def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
-    """The model itself, or a PEFT model around it whose fresh adapter is drawn from `seed`."""
-    if settings is None:
-        return model
-    from peft import LoraConfig, get_peft_model
+def kernel_of(settings: Model, kernel: str) -> str:
+    return "sdpa" if settings.attention == "sdpa" else kernel
 
-    config = LoraConfig(
+
+def load_transformers(kind: Any, path: str, dtype: str, **more: Any) -> tuple[Any, dict[str, Any]]:
+    """A model of an Auto class with our attention, and what transformers says about the loading."""
+    register_attention()
+    config = load_config(path)
+    for name, value in more.items():
+        setattr(config, name, value)
+    transformers_logging.disable_progress_bar()
+    try:
+        return kind.from_pretrained(
+            path, config=config, dtype=DTYPES[dtype], attn_implementation=ATTENTION, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise Refusal.at(f"model.path {path}", f"its weights cannot be loaded: {first_line(error)}") from error
+
+
+def lora_config(settings: Lora, task: str | None) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=settings.targets,
         bias="none",
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
+
+
+def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
+    """The model itself, or a PEFT model around it whose fresh adapter is drawn from `seed`."""
+    if settings is None:
+        return model
+    from peft import get_peft_model
+
+    config = lora_config(settings, "CAUSAL_LM")
     # The adapter starts the same whatever was drawn before it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,20 +17,31 @@ from transformers import PreTrainedModel
 from lockstep.errors import Refusal
 from lockstep.kernels.attention import ATTENTION
 from lockstep.kernels.layout import Layout, make_layout, padded_layout
-from lockstep.kernels.logprob import token_logprobs
+from lockstep.kernels.logprob import Scores, token_scores
+from lockstep.kernels.truncate import Truncation
 from lockstep.types import MicroBatch
 
 # How far our packed log-probabilities may lie from transformers' own before the model counts as unsupported.
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """The distribution whose log-probabilities a policy gives: that which its responses are sampled from."""
+
+    temperature: float = 1.0
+    truncation: Truncation | None = None
+    entropy: bool = False
+
+
 class Policy(nn.Module):
     """Wraps a Hugging Face causal LM (with or without a PEFT adapter)."""
 
-    def __init__(self, model: nn.Module, kernel: str):
+    def __init__(self, model: nn.Module, kernel: str, scoring: Scoring | None = None):
         super().__init__()
         self.model = model
         self.kernel = kernel
+        self.scoring = scoring or Scoring()
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -43,35 +55,41 @@ class Policy(nn.Module):
 
     def layers(self) -> list[nn.Module]:
         """The blocks that transformers says must stay whole: the decoder layers, which are sharded one by one."""
-        whole = set(self.causal_lm._no_split_modules or ())
-        return [module for module in self.causal_lm.modules() if type(module).__name__ in whole]
+        return decoder_layers(self.causal_lm)
 
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Log-probabilities of `batch.targets_K`, fp32."""
+    def forward(self, batch: MicroBatch) -> Scores:
+        """Log-probabilities of `batch.targets_K`, fp32, and entropies where the scoring asks for them."""
         model = self.causal_lm
         hidden = model.get_decoder()(
             input_ids=batch.input_ids_NT,
             position_ids=batch.position_ids_NT,
             use_cache=False,
-            layout=self._layout(batch),
+            layout=layout_of(batch, self.kernel),
         ).last_hidden_state
         # Only positions that predict a trained token go through the vocabulary projection.
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
         head = model.get_output_embeddings()
-        logprobs_K = token_logprobs(hidden_KH, head.weight, batch.targets_K, bias_V=head.bias)
+        scores = token_scores(
+            hidden_KH,
+            head.weight,
+            batch.targets_K,
+            bias_V=head.bias,
+            temperature=self.scoring.temperature,
+            truncation=self.scoring.truncation,
+            entropy=self.scoring.entropy,
+        )
         # Keeps every parameter in the graph where a device's share of an update is empty: the sharded backward
         # is a collective that all devices must enter.
-        return logprobs_K if len(batch.targets_K) else logprobs_K + hidden.sum() * 0
+        return scores if len(batch.targets_K) else scores._replace(logprobs_K=scores.logprobs_K + hidden.sum() * 0)
 
-    def _layout(self, batch: MicroBatch) -> Layout:
-        rows, width = batch.input_ids_NT.shape
-        device = batch.input_ids_NT.device
-        if batch.packed:
-            return make_layout(batch.lengths, device, self.kernel)
-        return padded_layout(rows, width, device, self.kernel)
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """The model that the adapter was put on: the reference of a LoRA run."""
+        with self.model.disable_adapter():  # type: ignore[operator]
+            yield
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
@@ -84,6 +102,20 @@ class Policy(nn.Module):
         finally:
             model.set_attn_implementation(ATTENTION)
             self.train(training)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    whole = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in whole]
+
+
+def layout_of(batch: MicroBatch, kernel: str) -> Layout:
+    """How the attention named `kernel` finds the sequences of a micro-batch."""
+    rows, width = batch.input_ids_NT.shape
+    device = batch.input_ids_NT.device
+    if batch.packed:
+        return make_layout(batch.lengths, device, kernel)
+    return padded_layout(rows, width, device, kernel)
 
 
 @torch.no_grad()
@@ -100,7 +132,7 @@ def check_policy(policy: Policy, path: str) -> None:
     name = type(model).__name__
     policy.eval()
     try:
-        ours = policy(_line(sequences, parameter.device))
+        ours = _whole(policy, _line(sequences, parameter.device))
         with policy.generating():
             own = [_own_logprobs(model, torch.tensor([ids], device=parameter.device)) for ids in sequences]
     except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
@@ -120,6 +152,15 @@ def check_policy(policy: Policy, path: str) -> None:
         )
 
 
+def _whole(policy: Policy, line: MicroBatch) -> torch.Tensor:
+    """Log-probabilities of the plain distribution, whatever the policy is set to score."""
+    scoring, policy.scoring = policy.scoring, Scoring()
+    try:
+        return policy(line).logprobs_K
+    finally:
+        policy.scoring = scoring
+
+
 def _own_logprobs(model: Any, ids_1T: torch.Tensor) -> torch.Tensor:
     logits = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0]
@@ -136,4 +177,5 @@ def _line(sequences: list[list[int]], device: torch.device) -> MicroBatch:
         packed=True,
         predictors_K=torch.tensor(predictors, device=device),
         targets_K=torch.tensor([flat[i + 1] for i in predictors], device=device),
+        index_K=torch.arange(len(predictors)),
     )

@@ -39,6 +39,12 @@ class World:
         dist.all_reduce(tensor)
         return tensor.tolist()
 
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks of a tensor on the host, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order."""
         if self.size == 1:

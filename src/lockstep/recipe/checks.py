@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.errors import Problem
+from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.schema import Recipe
 
 DEFAULT_TOKENS = 4096
+# Groups of keys that only online methods read.
+ONLINE_SECTIONS = ("rollout", "reward", "algorithm", "critic")
+# Estimators that compare the samples of a prompt with each other.
+GROUPED = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_pp_baseline")
 
 
 def combination_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -56,6 +61,69 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
                     f"remove {name}",
                 )
 
+    yield from (_online_problems(recipe) if recipe.method in ONLINE else _offline_problems(recipe))
+
+
+def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
+    for section in ONLINE_SECTIONS:
+        for key in getattr(recipe, section).model_fields_set:
+            yield Problem(f"{section}.{key}", f"method {recipe.method} generates nothing", "remove it")
+    for key in ("prompts", "prompts_per_update"):
+        if key in recipe.batch.model_fields_set:
+            yield Problem(f"batch.{key}", f"method {recipe.method} trains rows", "use batch.rows_per_update")
+    if recipe.val.n > 1 or recipe.val.temperature:
+        yield from _sampled_validation_problems(recipe)
+
+
+def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.val.n > 1 and not recipe.val.temperature:
+        yield Problem("val.n", f"{recipe.val.n} greedy answers would all be the same", "set val.temperature")
+
+
+def _online_problems(recipe: Recipe) -> Iterator[Problem]:
+    batch, rollout, algorithm, kl = recipe.batch, recipe.rollout, recipe.algorithm, recipe.algorithm.kl
+    if "rows_per_update" in batch.model_fields_set:
+        yield Problem("batch.rows_per_update", "online methods count prompts", "use batch.prompts_per_update")
+    per_update = batch.prompts_per_update or batch.prompts
+    if batch.prompts % per_update:
+        fitting = max(d for d in range(1, per_update + 1) if batch.prompts % d == 0)
+        yield Problem(
+            "batch.prompts_per_update", f"{per_update} does not divide batch.prompts={batch.prompts}", f"use {fitting}"
+        )
+    if algorithm.advantage in GROUPED and rollout.n < 2:
+        yield Problem(
+            "rollout.n",
+            f"{algorithm.advantage} compares the samples of a prompt, and there is one",
+            "set it to 2 or more",
+        )
+    truncated = [key for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(rollout, key) != off]
+    if truncated and rollout.truncated == "refuse":
+        yield Problem(
+            f"rollout.{truncated[0]}",
+            "responses would come from a truncated distribution while the trainer scores the whole one: every ratio of "
+            "new to old probability would be off",
+            "remove it, or say rollout.truncated=mask (the trainer truncates too) or ignore",
+        )
+    if recipe.data.val:
+        yield Problem("data.val", "online methods validate on questions", "use val.questions")
+    if recipe.data.overlong == "truncate_right":
+        yield Problem("data.overlong", "a prompt cut at its end asks nothing", "use truncate_left, drop or error")
+    if recipe.checkpoint.keep_best:
+        yield Problem("checkpoint.keep_best", "the best checkpoint is chosen by val/loss, which online runs lack")
+    if kl.target is not None and kl.where == "none":
+        yield Problem("algorithm.kl.target", "no divergence is used", "set algorithm.kl.where to loss or reward")
+    if kl.where == "reward" and kl.estimator.endswith("+"):
+        yield Problem("algorithm.kl.estimator", "a reward has no gradient to pass through", "drop the +")
+    if algorithm.correction.low > algorithm.correction.high:
+        yield Problem("algorithm.correction.low", "is over algorithm.correction.high")
+    if algorithm.overlong.buffer > rollout.max_tokens:
+        yield Problem("algorithm.overlong.buffer", "is longer than rollout.max_tokens")
+    if recipe.critic.model_fields_set and algorithm.advantage != "gae":
+        yield Problem("critic", f"advantage {algorithm.advantage} has no critic", "use method ppo, or remove the keys")
+    if algorithm.dynamic_sampling.rounds > 1 and algorithm.advantage not in GROUPED:
+        yield Problem("algorithm.dynamic_sampling.rounds", "looks at the rewards of a group", "use a group method")
+    yield from _sampled_validation_problems(recipe)
+
 
 def with_derived_defaults(recipe: Recipe) -> Recipe:
     """Fill in what depends on other keys, so that the stored recipe says everything."""
@@ -64,6 +132,8 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
         run = run.model_copy(update={"epochs": 1})
     if batch.tokens is None and batch.rows is None:
         batch = batch.model_copy(update={"tokens": max(DEFAULT_TOKENS, recipe.data.max_tokens or 0)})
+    if recipe.method in ONLINE and batch.prompts_per_update is None:
+        batch = batch.model_copy(update={"prompts_per_update": batch.prompts})
     if model.master_weights is None:
         model = model.model_copy(update={"master_weights": model.dtype != "fp32"})
     if model.lora and model.lora.alpha is None:

@@ -13,7 +13,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.errors import Problem, Refusal
-from lockstep.recipe.checks import combination_problems, with_derived_defaults
+from lockstep.recipe.checks import ONLINE_SECTIONS, combination_problems, with_derived_defaults
+from lockstep.recipe.methods import ONLINE, with_method_defaults
 from lockstep.recipe.schema import Recipe
 
 
@@ -75,7 +76,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     if not isinstance(values, dict):
         raise Refusal.at(name_or_path, f"a recipe is a mapping of keys, not {type(values).__name__}")
     problems = [problem for word in overrides for problem in _apply_override(values, word)]
-    recipe, more = _validate(values)
+    recipe, more = _validate(with_method_defaults(values))
     problems += more
     if problems or recipe is None:
         raise Refusal(problems)
@@ -84,7 +85,24 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML that `load_recipe` reads back to the same recipe."""
-    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(resolved(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def resolved(recipe: Recipe) -> dict[str, Any]:
+    """Every key that the method reads, with its value."""
+    unused: dict[str, Any]
+    if recipe.method not in ONLINE:
+        unused = {**dict.fromkeys(ONLINE_SECTIONS, True), "batch": {"prompts", "prompts_per_update"}}
+    else:
+        unused = {"batch": {"rows_per_update"}, **({} if recipe.algorithm.advantage == "gae" else {"critic": True})}
+    return recipe.model_dump(mode="json", exclude=unused)
+
+
+def method_text(name: str) -> str | None:
+    """The defaults of an online method as YAML; None when there is no such method."""
+    if name not in ONLINE:
+        return None
+    return yaml.dump({"method": name, **ONLINE[name]}, Dumper=_Dumper, sort_keys=False)
 
 
 def _parse_yaml(text: str, where: str) -> Any:
@@ -230,6 +248,30 @@ _ELSEWHERE = {
     "save_steps": "checkpoint.every",
     "eval_steps": "val.every",
     "report_to": "log.track",
+    "num_generations": "rollout.n",
+    "n_samples_per_prompt": "rollout.n",
+    "max_completion_length": "rollout.max_tokens",
+    "max_response_length": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "generate_max_len": "rollout.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "prompt_max_len": "data.max_prompt_tokens",
+    "adv_estimator": "algorithm.advantage",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "clip_ratio_c": "algorithm.dual_clip",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "loss_agg_mode": "algorithm.aggregation",
+    "entropy_coeff": "algorithm.entropy",
+    "kl_loss_coef": "algorithm.kl.coefficient",
+    "kl_coef": "algorithm.kl.coefficient",
+    "beta": "algorithm.kl.coefficient",
+    "use_kl_loss": "algorithm.kl.where",
+    "ppo_epochs": "algorithm.epochs",
+    "ppo_mini_batch_size": "batch.prompts_per_update",
+    "reward_funcs": "reward.function",
+    "custom_reward_function": "reward.function",
 }
 
 

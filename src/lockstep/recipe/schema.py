@@ -110,14 +110,25 @@ class Data(Section):
     max_tokens: int | None = Field(
         None, ge=2, description="Longest row in tokens. Default: the model's context, or `batch.tokens` if smaller."
     )
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Online: longest prompt in tokens. Default: what `rollout.max_tokens` leaves of the context.",
+    )
     overlong: Literal["error", "drop", "truncate_left", "truncate_right"] = Field(
-        "error", description="What happens to a row over `max_tokens`. Dropped and truncated rows are counted."
+        "error",
+        description="What happens to a row over `max_tokens` (online: a prompt over `max_prompt_tokens`). "
+        "Dropped and truncated rows are counted.",
     )
     shuffle: bool = Field(True, description="Visit the rows in a new seeded order each epoch.")
 
 
 class Batch(Section):
-    rows_per_update: int = Field(32, ge=1, description="Rows of one optimizer step, over all devices.")
+    rows_per_update: int = Field(32, ge=1, description="Offline: rows of one optimizer step, over all devices.")
+    prompts: int = Field(32, ge=1, description="Online: prompts of one step, over all devices.")
+    prompts_per_update: int | None = Field(
+        None, ge=1, description="Online: prompts of one optimizer step; must divide `batch.prompts`, the default."
+    )
     tokens: int | None = Field(
         None,
         ge=1,
@@ -146,6 +157,161 @@ class Optim(Section):
     )
 
 
+class Rollout(Section):
+    engine: Literal["native", "hf"] = Field(
+        "native", description="`native` is the built-in engine, `hf` plain `generate`: slow, for comparison."
+    )
+    n: int = Field(8, ge=1, description="Responses sampled for each prompt.")
+    max_tokens: int = Field(256, ge=1, description="Longest response in tokens.")
+    temperature: float = Field(
+        1.0, gt=0, description="Divides the logits, in the engine and in the trainer's log-probabilities alike."
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the most likely tokens that hold this probability.")
+    top_k: int = Field(0, ge=0, description="Sample from the so many most likely tokens; 0 is all.")
+    min_p: float = Field(0.0, ge=0, lt=1, description="Leave out tokens below this share of the likeliest one's.")
+    truncated: Literal["refuse", "mask", "ignore"] = Field(
+        "refuse",
+        description="With `top_p`, `top_k` or `min_p`: the trainer scores with the same truncation (`mask`) or under "
+        "the whole distribution (`ignore`: ratios are then off); `refuse` asks to choose.",
+    )
+    stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
+    stop_ids: list[int] = Field(default_factory=list, description="Tokens that end a response, besides the model's.")
+    max_sequences: int = Field(256, ge=1, description="Native: responses decoded at once on one device.")
+    prefill_tokens: int = Field(8192, ge=1, description="Native: prompt tokens of one forward pass.")
+    block_tokens: int = Field(16, ge=1, description="Native: tokens of one block of the key/value cache.")
+    cache_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Native: memory of the key/value cache. Default: what the step can use, at most half of what is "
+        "free.",
+    )
+    max_probs_diff: float | None = Field(
+        None, gt=0, description="Stop when the mean difference of engine's and trainer's probabilities is over this."
+    )
+
+
+class Correction(Section):
+    weight: Literal["none", "token", "sequence"] = Field(
+        "none", description="Truncated importance sampling: trainer's over engine's probability, as a weight."
+    )
+    cap: float = Field(2.0, gt=0, description="Largest weight.")
+    mask: Literal["none", "token", "sequence"] = Field(
+        "none", description="Leave out tokens, or sequences (by their geometric mean), whose ratio is out of band."
+    )
+    low: float = Field(0.5, gt=0, description="Lower end of the band.")
+    high: float = Field(2.0, gt=0, description="Upper end of the band.")
+
+
+Estimator = Literal[
+    "gae",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "opo",
+    "grpo_passk",
+    "gpg",
+]
+PolicyLoss = Literal["clip", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "policy_gradient"]
+Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+
+
+class Kl(Section):
+    where: Literal["none", "loss", "reward"] = Field(
+        "none", description="Divergence from the reference: not used, a term of the loss, or a part of the reward."
+    )
+    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"] = Field(
+        "k3", description="k3 is also known as low_var_kl. `+`: this value, with the gradient of k2 (straight through)."
+    )
+    coefficient: float = Field(0.001, ge=0, description="Weight of the divergence.")
+    target: float | None = Field(
+        None, gt=0, description="Adapt the coefficient so that the divergence (per token) comes to this value."
+    )
+    horizon: int = Field(10000, ge=1, description="Sequences over which the coefficient adapts.")
+    reference: str | None = Field(
+        None, description="Folder of the reference model. Default: `model.path` (with LoRA: the adapter switched off)."
+    )
+
+
+class DynamicSampling(Section):
+    rounds: int = Field(
+        1,
+        ge=1,
+        description="Rounds of generation in a step. Over 1, groups whose rewards are all equal are replaced by new "
+        "prompts, until the step is full or the rounds are used up.",
+    )
+
+
+class Overlong(Section):
+    buffer: int = Field(
+        0, ge=0, description="Responses in the last so many tokens before the limit lose reward; 0 is off."
+    )
+    factor: float = Field(1.0, ge=0, description="Reward lost at the very limit.")
+
+
+class Algorithm(Section):
+    advantage: Estimator = Field("grpo", description="How rewards become advantages.")
+    loss: PolicyLoss = Field("clip", description="The policy loss.")
+    aggregation: Aggregation = Field("token_mean", description="How the token losses of an update are averaged.")
+    epochs: int = Field(1, ge=1, description="Passes over the responses of a step.")
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount of a token's later rewards.")
+    lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.")
+    clip_low: float = Field(0.2, ge=0, description="The ratio is clipped at 1 - this.")
+    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped at 1 + this.")
+    dual_clip: float | None = Field(
+        3.0, gt=1, description="`clip`: bound of the ratio where the advantage is negative; `null` is none."
+    )
+    sapo_positive: float = Field(1.0, gt=0, description="`sapo`: temperature where the advantage is positive.")
+    sapo_negative: float = Field(1.05, gt=0, description="`sapo`: temperature where the advantage is negative.")
+    cov_share: float = Field(
+        0.0002, ge=0, le=1, description="`clip_cov`, `kl_cov`: share of tokens that are held back."
+    )
+    cov_low: float = Field(1.0, description="`clip_cov`: lowest covariance of a token that may be held back.")
+    cov_high: float = Field(5.0, description="`clip_cov`: highest covariance of a token that may be held back.")
+    cov_kl: float = Field(1.0, ge=0, description="`kl_cov`: weight of the divergence of the tokens held back.")
+    entropy: float = Field(0.0, description="Weight of the entropy bonus.")
+    kl: Kl = Field(default_factory=Kl)
+    correction: Correction = Field(default_factory=Correction)
+    dynamic_sampling: DynamicSampling = Field(default_factory=DynamicSampling)
+    overlong: Overlong = Field(default_factory=Overlong)
+
+
+class Critic(Section):
+    path: str | None = Field(None, description="Folder that the critic starts from. Default: `model.path`.")
+    lr: float = Field(1e-5, gt=0, description="Peak learning rate of the critic; the schedule is the policy's.")
+    clip: float | None = Field(0.5, gt=0, description="How far a value may move from the old one; `null` is no bound.")
+    warmup: int = Field(0, ge=0, description="Steps in which only the critic is trained.")
+
+
+class Reward(Section):
+    rules: dict[str, str] = Field(
+        default_factory=dict,
+        description="Rule of each data source: `gsm8k`, `gsm8k_flexible`, `math`, `exact`. Known without being "
+        "said: `arithmetic` and `openai/gsm8k` (gsm8k).",
+    )
+    function: str | None = Field(None, description="Your own function: `path/to/file.py:name`.")
+    model: str | None = Field(None, description="Folder of a reward model (sequence classification, one label).")
+    remote: str | None = Field(None, description="Address of an HTTP endpoint that scores batches.")
+    format: str | None = Field(None, description="Regular expression that a whole response must match: 1, else 0.")
+    weights: dict[Literal["rule", "function", "model", "remote", "format"], float] = Field(
+        default_factory=dict,
+        description="Weight of each reward. Default: 1 for each that is set; the rule counts when it is named here or "
+        "nothing else is set.",
+    )
+    workers: int = Field(2, ge=1, description="Processes that run the function.")
+    time_limit: float = Field(10.0, gt=0, description="Seconds that one call of the function may take.")
+    memory_limit_gb: float = Field(4.0, gt=0, description="Memory of a process that runs the function.")
+    max_failures: float = Field(
+        0.1, ge=0, le=1, description="Stop when more than this share of a step's responses could not be scored."
+    )
+    remote_batch: int = Field(32, ge=1, description="Responses sent to the endpoint at once.")
+    remote_timeout: float = Field(30.0, gt=0, description="Seconds to wait for an answer of the endpoint.")
+    remote_retries: int = Field(4, ge=0, description="Further tries after a failed one, with growing pauses.")
+
+
 class Val(Section):
     every: int | None = Field(None, ge=1, description="Steps between validations. Default: only at the end.")
     at_start: bool = Field(False, description="Validate before the first step too.")
@@ -154,6 +320,8 @@ class Val(Section):
     )
     question_rows: int | None = Field(None, ge=1, description="Answer only the first so many questions.")
     max_new_tokens: int = Field(64, ge=1, description="Longest answer in tokens.")
+    n: int = Field(1, ge=1, description="Answers to each question; more than 1 needs `val.temperature`.")
+    temperature: float = Field(0.0, ge=0, description="0 answers greedily.")
 
 
 class Checkpoint(Section):
@@ -168,12 +336,31 @@ class Log(Section):
         default_factory=list, description="Trackers besides `metrics.jsonl`; they come with the `[track]` extra."
     )
     project: str = Field("lockstep", description="Project name in the trackers.")
+    samples: int = Field(4, ge=0, description="Online: responses stored in `samples.jsonl` each step.")
+
+
+Method = Literal[
+    "sft",
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "rloo",
+    "remax",
+    "opo",
+    "gpg",
+    "gspo",
+    "dapo",
+    "cispo",
+]
 
 
 class Recipe(Section):
     """A whole run."""
 
-    method: Literal["sft"] = Field("sft", description="What is trained, and by which loss.")
+    method: Method = Field("sft", description="What is trained, and how; `lockstep recipes METHOD` shows its defaults.")
     device: Literal["auto", "cpu", "cuda", "npu"] = Field(
         "auto", description="Where it runs; a named device that is absent is an error."
     )
@@ -182,6 +369,10 @@ class Recipe(Section):
     data: Data
     batch: Batch = Field(default_factory=Batch)
     optim: Optim = Field(default_factory=Optim)
+    rollout: Rollout = Field(default_factory=Rollout)
+    reward: Reward = Field(default_factory=Reward)
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    critic: Critic = Field(default_factory=Critic)
     val: Val = Field(default_factory=Val)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     log: Log = Field(default_factory=Log)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, missing_extra
+from lockstep.reward.boxed import boxed_answer, boxed_example, math_score
 
 # A number as people write it: sign, currency, thousands separators, decimals. A trailing point is punctuation.
 _NUMBER = r"[-+]?\s?\$?\s?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?!\d))(?:\.\d+)?|[-+]?\$?\.\d+"
@@ -34,7 +39,7 @@ def gsm8k_score(solution: str, ground_truth: str, *, strict: bool = True) -> flo
     """
     truth = _value(re.sub(r"[\s$,]", "", ground_truth))
     if truth is None:
-        raise Refusal.at("ground_truth", f"{ground_truth!r} is not a number", "mend the row")
+        raise Refusal.at("ground_truth", _not_a_number(ground_truth) or "", "mend the row")
     answer = extract_answer(solution, strict=strict)
     return 1.0 if answer is not None and _value(answer) == truth else 0.0
 
@@ -47,19 +52,105 @@ def _value(text: str) -> Decimal | None:
     return value if value.is_finite() else None
 
 
-RULES: dict[str, Callable[[str, str], float]] = {
-    "arithmetic": gsm8k_score,
-    "openai/gsm8k": gsm8k_score,
+def _gsm8k_answer(text: str, *, strict: bool = True) -> str | None:
+    """The final number in one spelling: no needless zeros, no sign on zero."""
+    found = extract_answer(text, strict=strict)
+    if found is None:
+        return None
+    whole, _, fraction = found.removeprefix("-").partition(".")
+    size = (whole.lstrip("0") or "0") + ("." + fraction.rstrip("0")).rstrip(".")
+    return "-" + size if found.startswith("-") and size != "0" else size
+
+
+def _gsm8k_example(ground_truth: str) -> str:
+    return f"#### {ground_truth}"
+
+
+def _not_a_number(ground_truth: str) -> str | None:
+    number = _value(re.sub(r"[\s$,]", "", ground_truth))
+    return f"{ground_truth!r} is not a number" if number is None else None
+
+
+def exact_score(text: str, ground_truth: str) -> float:
+    """1.0 when the two texts are equal but for space around them, else 0.0."""
+    return 1.0 if text.strip() == ground_truth.strip() else 0.0
+
+
+def _exact_answer(text: str) -> str | None:
+    return text.strip() or None
+
+
+def _empty(ground_truth: str) -> str | None:
+    return None if ground_truth.strip() else "is empty"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the answers of a data source are checked."""
+
+    name: str
+    score: Callable[[str, str], float]
+    """(text, ground truth) -> score."""
+    answer: Callable[[str], str | None]
+    """The final answer of a text, spelled so that equal answers are equal strings; for votes."""
+    example: Callable[[str], str]
+    """A right answer in the form that the rule reads."""
+    truth_problem: Callable[[str], str | None] = _empty
+    """What is wrong with a ground truth that no answer could match, or None."""
+    isolated: str | None = None
+    """`file.py:name` of the same check for a process that can be killed, where a check may take for ever."""
+
+    def __call__(self, text: str, ground_truth: str) -> float:
+        return self.score(text, ground_truth)
+
+
+# Named, not imported: importing it loads math-verify.
+_MATH_JUDGE = Path(__file__).with_name("math_judge.py")
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("gsm8k", gsm8k_score, _gsm8k_answer, _gsm8k_example, _not_a_number),
+        Rule(
+            "gsm8k_flexible",
+            partial(gsm8k_score, strict=False),
+            partial(_gsm8k_answer, strict=False),
+            _gsm8k_example,
+            _not_a_number,
+        ),
+        Rule("math", math_score, boxed_answer, boxed_example, isolated=f"{_MATH_JUDGE}:judge"),
+        Rule("exact", exact_score, _exact_answer, str),
+    )
 }
+DEFAULT_RULES: dict[str, str] = {"arithmetic": "gsm8k", "openai/gsm8k": "gsm8k"}
 
 
-def rule_for(data_source: str) -> Callable[[str, str], float]:
-    """The rule of a data source. A source without a rule is refused: it must not score 0."""
-    if data_source in RULES:
-        return RULES[data_source]
-    near = difflib.get_close_matches(data_source, RULES, n=1)
+def rule_named(name: str, where: str) -> Rule:
+    """The rule of this name; `where` is the key that asked for it."""
+    if name not in RULES:
+        near = difflib.get_close_matches(name, RULES, n=1)
+        raise Refusal.at(
+            where,
+            f"there is no rule {name!r}",
+            (f"did you mean {near[0]}? " if near else "") + f"rules are {', '.join(RULES)}",
+        )
+    if name == "math" and find_spec("math_verify") is None:
+        raise missing_extra("math-verify", "math", f"the rule math ({where})")
+    return RULES[name]
+
+
+def rule_for(data_source: str, rules: Mapping[str, str] | None = None) -> Rule:
+    """The rule of a data source: of the setting `reward.rules`, or else a built-in one.
+
+    A source without a rule is refused: it must not score 0.
+    """
+    known = {**DEFAULT_RULES, **(rules or {})}
+    if data_source in known:
+        return rule_named(known[data_source], f"reward.rules.{data_source}")
+    near = difflib.get_close_matches(data_source, known, n=1)
     raise Refusal.at(
         f"data_source {data_source!r}",
         "has no rule",
-        (f"did you mean {near[0]}? " if near else "") + f"rules exist for {', '.join(RULES)}",
+        (f"did you mean {near[0]}? " if near else "")
+        + f"rules exist for {', '.join(known)}; for another source: reward.rules: {{{data_source}: RULE}}, "
+        + f"RULE being {', '.join(RULES)}",
     )

@@ -1,77 +1,90 @@
-"""Generation by transformers' own `generate`: slow, and the oracle for faster engines."""
+"""Generation by transformers' own `generate`: slow, and the oracle for faster engines.
+
+Tokens are chosen by the built-in sampler with the same noise, so the two engines give the same samples up to rounding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-# Prompts answered at once.
+from lockstep.kernels.noise import sequence_keys
+from lockstep.rollout.ending import why_ended
+from lockstep.rollout.native.sampler import choose
+from lockstep.types import Completion, Request, Sampling
+
+# Responses generated at once.
 BATCH = 64
 
 
-@dataclass(frozen=True)
-class Generated:
-    """What followed a prompt. `stopped` is False when the length limit cut it off."""
+class HfEngine:
+    """`opened` gives the model ready for `generate`; `decode` turns token ids into text, for stop strings."""
 
-    ids: list[int]
-    text: str
-    stopped: bool
+    def __init__(
+        self, opened: Callable[[], AbstractContextManager[PreTrainedModel]], decode: Callable[[list[int]], str]
+    ):
+        self.opened, self.decode = opened, decode
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        rows = [(number, sample) for number, request in enumerate(requests) for sample in range(request.n)]
+        for start in range(0, len(rows), BATCH):
+            part = rows[start : start + BATCH]
+            with self.opened() as model:
+                answers = _generate(model, [requests[number] for number, _ in part], [s for _, s in part], sampling)
+            for (number, sample), (ids, logprobs) in zip(part, answers, strict=True):
+                yield self._cut(number, sample, ids, logprobs, sampling)
+
+    def _cut(self, number: int, sample: int, ids: list[int], logprobs: list[float], sampling: Sampling) -> Completion:
+        """`generate` goes on to the end of the longest; a response ends where it ends."""
+        for length in range(1, len(ids) + 1):
+            why = why_ended(ids[:length], sampling, self.decode)
+            if why:
+                return Completion(number, sample, ids[:length], logprobs[:length], why)
+        raise AssertionError("generate stopped before the length limit without an end token")
 
 
-def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a generation: the model's own and the tokenizer's."""
-    own = model.generation_config.eos_token_id if model.generation_config else None
-    ids = own if isinstance(own, list) else [] if own is None else [own]
-    return sorted({*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
+class _Choose(LogitsProcessor):
+    """Lets our sampler choose, and leaves greedy decoding nothing else."""
 
+    def __init__(self, sampling: Sampling, keys_B2: torch.Tensor, mask_BT: torch.Tensor):
+        self.sampling, self.keys_B2, self.mask_BT = sampling, keys_B2, mask_BT
+        self.logprobs: list[torch.Tensor] = []
 
-def generate_batches(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    stop_ids: Sequence[int] | None = None,
-    batch: int = BATCH,
-) -> Iterator[list[Generated]]:
-    """Answers in the order of `prompts`, a batch at a time. Temperature 0 is greedy."""
-    ends = list(stop_ids) if stop_ids is not None else end_ids(model, tokenizer)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else 0)
-    for start in range(0, len(prompts), batch):
-        part = prompts[start : start + batch]
-        yield _generate(model, tokenizer, part, max_new_tokens, temperature, ends, pad)
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        position = torch.full((len(scores),), len(self.logprobs), device=scores.device)
+        seen = self._seen(input_ids, scores) if self.sampling.repetition_penalty != 1 else None
+        tokens, logprobs = choose(scores, self.sampling, self.keys_B2, position, seen)
+        self.logprobs.append(logprobs)
+        return torch.full_like(scores, -float("inf")).scatter_(-1, tokens[:, None], 0.0)
+
+    def _seen(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        width = input_ids.shape[1]
+        real = torch.ones_like(input_ids, dtype=torch.bool)
+        real[:, : self.mask_BT.shape[1]] = self.mask_BT.bool()[:, :width]
+        seen = torch.zeros(scores.shape, dtype=torch.long, device=scores.device)
+        return seen.scatter_add_(-1, input_ids, real.long()) > 0
 
 
 @torch.no_grad()
 def _generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    temperature: float,
-    ends: list[int],
-    pad: int,
-) -> list[Generated]:
-    width = max(len(prompt) for prompt in prompts)
+    model: PreTrainedModel, requests: Sequence[Request], samples: Sequence[int], sampling: Sampling
+) -> list[tuple[list[int], list[float]]]:
+    width = max(len(request.ids) for request in requests)
     device = model.get_input_embeddings().weight.device
+    pad = sampling.stop_ids[0] if sampling.stop_ids else 0
     # Left padding, with a mask: every prompt ends where generation begins.
-    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    ids = torch.tensor([[pad] * (width - len(r.ids)) + list(r.ids) for r in requests], device=device)
+    mask = torch.tensor([[0] * (width - len(r.ids)) + [1] * len(r.ids) for r in requests], device=device)
+    keys = [sequence_keys(sampling.seed, r.key, s) for r, s in zip(requests, samples, strict=True)]
+    processor = _Choose(sampling, torch.tensor(keys, dtype=torch.int32, device=device), mask)
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": sampling.max_tokens, "pad_token_id": pad}
+    config = GenerationConfig(**settings, eos_token_id=list(sampling.stop_ids) or None)
+    out = model.generate(
+        input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([processor])
     )
-    config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=pad, **sampling)
-    out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-    return [_trim(row, tokenizer, ends) for row in out[:, width:].tolist()]
-
-
-def _trim(ids: list[int], tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> Generated:
-    """Cut at the first end token; `generate` pads what follows."""
-    end = next((i for i, token in enumerate(ids) if token in ends), None)
-    kept = ids if end is None else ids[:end]
-    return Generated(kept, tokenizer.decode(kept, skip_special_tokens=True), end is not None)
+    logprobs = torch.stack(processor.logprobs, 1).tolist()
+    return list(zip(out[:, width:].tolist(), logprobs, strict=True))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from contextlib import nullcontext
+
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -11,8 +12,9 @@ from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
-from lockstep.rollout.hf import generate_batches
-from lockstep.types import Message, Origin
+from lockstep.rollout.ending import end_ids
+from lockstep.rollout.hf import HfEngine
+from lockstep.types import Message, Origin, Request, Sampling
 
 _HERE = Origin("the prompt", 0)
 
@@ -29,8 +31,10 @@ class Talker:
         self.tokenizer = load_tokenizer(folder)
         load_config(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(chosen.torch_device()).eval()
-        chosen.seed(seed)
-        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        stops = tuple(end_ids(self.model, self.tokenizer))
+        self.sampling = Sampling(max_new_tokens, temperature, stop_ids=stops, seed=seed)
+        self.engine = HfEngine(lambda: nullcontext(self.model), self.tokenizer.decode)
+        self.said = 0
         self.opening: list[Message] = [{"role": "system", "content": system}] if system else []
 
     def answer(self, prompt: str) -> str:
@@ -51,12 +55,11 @@ class Talker:
             raise Refusal.at("prompt", "is empty")
         return self._generate(ids)
 
-    @torch.no_grad()
     def _generate(self, ids: list[int]) -> str:
-        batches = generate_batches(
-            self.model, self.tokenizer, [ids], max_new_tokens=self.max_new_tokens, temperature=self.temperature
-        )
-        return next(batches)[0].text
+        # Each reply draws noise of its own.
+        self.said += 1
+        (completion,) = self.engine.generate([Request(ids, key=self.said)], self.sampling)
+        return self.tokenizer.decode(completion.ids, skip_special_tokens=True)
 
 
 def converse(talker: Talker, first: str | None) -> None:

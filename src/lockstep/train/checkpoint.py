@@ -1,8 +1,8 @@
 """Checkpoints that are whole or not there: written aside, checksummed, renamed; the newest whole one is resumed.
 
 A checkpoint folder holds `model.safetensors` (the trained weights: all of them, or the adapter),
-`optimizer.safetensors` (moments, master weights, random states), `state.json` and, last, `manifest.json` with the
-size and SHA-256 of each file.
+`optimizer.safetensors` (moments, master weights, random states), the same two of a critic where there is one,
+`state.json` and, last, `manifest.json` with the size and SHA-256 of each file.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lockstep.run.folder import sync_path
 
 VERSION = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 # Room asked for beyond the tensors: headers, json, and a little for the metrics that follow.
 SPARE_BYTES = 4 * 2**20
 
@@ -41,6 +42,8 @@ class State:
     loss_scale: list[float] = field(default_factory=list)
     skipped: int = 0
     end_tokens: list[int] = field(default_factory=list)
+    carried: dict[str, float] = field(default_factory=dict)
+    """What a loop carries from step to step besides weights, by name."""
     version: int = VERSION
 
 
@@ -50,6 +53,8 @@ class Checkpoint:
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
     path: Path
+    critic: dict[str, torch.Tensor] = field(default_factory=dict)
+    critic_optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -62,18 +67,18 @@ def steps_in(checkpoints: Path) -> list[int]:
     return sorted(int(step) for step in found if step.isdigit())
 
 
-def save(checkpoints: Path, state: State, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> Path:
-    """Write a whole checkpoint or none. Nothing that is already there is touched."""
+def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Tensor]]) -> Path:
+    """Write a whole checkpoint (tensors by file name) or none. Nothing that is already there is touched."""
     target = folder_of(checkpoints, state.step)
-    require_disk(checkpoints, _bytes(weights) + _bytes(optimizer), "a checkpoint")
+    require_disk(checkpoints, sum(map(_bytes, tensors.values())), "a checkpoint")
     aside = checkpoints / f".writing-{target.name}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        save_file(_contiguous(weights), aside / MODEL)
-        save_file(_contiguous(optimizer), aside / OPTIMIZER)
+        for name, content in tensors.items():
+            save_file(_contiguous(content), aside / name)
         (aside / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
-        names = (MODEL, OPTIMIZER, STATE)
+        names = (*tensors, STATE)
         manifest = {name: {"bytes": (aside / name).stat().st_size, "sha256": _sha256(aside / name)} for name in names}
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         for name in (*names, MANIFEST):
@@ -176,7 +181,8 @@ def read(path: Path) -> Checkpoint:
         values = json.loads((path / STATE).read_text(encoding="utf-8"))
         if values.get("version") != VERSION:
             raise Refusal.at(str(path), f"was written in format {values.get('version')}, this version reads {VERSION}")
-        return Checkpoint(State(**values), load_file(path / MODEL), load_file(path / OPTIMIZER), path)
+        critic = [load_file(path / name) for name in (CRITIC, CRITIC_OPTIMIZER) if (path / name).is_file()]
+        return Checkpoint(State(**values), load_file(path / MODEL), load_file(path / OPTIMIZER), path, *critic)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise Refusal.at(str(path), f"cannot be read: {error}") from error
 

@@ -1,22 +1,19 @@
-"""Validation: the loss on held-out rows, and greedy answers to questions that a rule can check."""
+"""Validation: the loss on held-out rows, and answers to questions, judged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from torch import nn
 
-from lockstep.data.batching import micro_batch, plan_micro_batches, to_device
-from lockstep.data.chat import render_prompt
-from lockstep.model.policy import Policy
-from lockstep.parallel.shard import gathered
+from lockstep.data.batching import micro_batch, plan_micro_batches, target_starts, to_device
 from lockstep.parallel.world import World
-from lockstep.reward.rules import rule_for
-from lockstep.rollout.hf import end_ids, generate_batches
 from lockstep.train.step import Loss
-from lockstep.types import Answer, Example, MicroBatch, Question
+from lockstep.types import Example, Failure, MicroBatch, Question, Rollout
 
 # Rows planned into micro-batches together: enough to pack well, few enough to plan quickly.
 GROUP = 512
@@ -27,24 +24,30 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """This rank's share of some rows."""
     plan = plan_micro_batches([len(e) for e in examples], devices=world.size, tokens=tokens, rows=rows)
+    starts = target_starts(examples)
     return [
-        micro_batch([examples[i] for i in members], packed=tokens is not None, pad_id=pad_id)
+        micro_batch(
+            [examples[i] for i in members],
+            packed=tokens is not None,
+            pad_id=pad_id,
+            starts=[starts[i] for i in members],
+        )
         for members in plan[world.rank]
     ]
 
 
 @contextmanager
-def _evaluating(policy: Policy) -> Iterator[None]:
-    policy.eval()
+def evaluating(module: nn.Module) -> Iterator[None]:
+    module.eval()
     try:
         yield
     finally:
-        policy.train()
+        module.train()
 
 
 @torch.no_grad()
 def validation_loss(
-    policy: Policy,
+    policy: nn.Module,
     examples: Sequence[Example],
     loss: Loss,
     world: World,
@@ -56,57 +59,83 @@ def validation_loss(
 ) -> float:
     """Mean loss over the trained tokens of all rows."""
     total, count = 0.0, 0
-    with _evaluating(policy):
+    with evaluating(policy):
         for start in range(0, len(examples), GROUP):
             group = examples[start : start + GROUP]
             for batch in micro_batches(group, world, tokens=tokens, rows=rows, pad_id=pad_id):
-                total += loss(policy(to_device(batch, device))).loss.item()
+                total += loss(policy(to_device(batch, device)), batch).loss.item()
                 count += len(batch.targets_K)
     total, count_all = world.sum([total, count])
     return total / count_all
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
-    text = render_prompt(tokenizer, question.prompt, question.origin)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def answer_metrics(
+    answers: Sequence[Rollout], answer_of: Callable[[Question, str], str | None], n: int
+) -> dict[str, float]:
+    """Mean score, and for several answers a question pass@k and maj@k; by data source where there are several.
 
-
-def answer(
-    policy: Policy,
-    tokenizer: PreTrainedTokenizerBase,
-    questions: Sequence[Question],
-    world: World,
-    device: torch.device,
-    *,
-    max_new_tokens: int,
-    end_tokens: Sequence[int] = (),
-) -> list[Answer]:
-    """Greedy answers, scored by the rule of each question's data source, in the order of the questions."""
-    mine = list(range(world.rank, len(questions), world.size))
-    if world.size > 1:
-        # A sharded model must be entered through its root once; `generate` enters below it.
-        with torch.no_grad():
-            policy(to_device(micro_batch([], packed=True, pad_id=0), device))
-    answers: list[tuple[int, Answer]] = []
-    with gathered(policy), policy.generating() as model:
-        stops = sorted({*end_ids(model, tokenizer), *end_tokens})
-        prompts = [prompt_ids(tokenizer, questions[i]) for i in mine]
-        batches = generate_batches(model, tokenizer, prompts, max_new_tokens=max_new_tokens, stop_ids=stops)
-        texts = [generated for batch in batches for generated in batch]
-    for i, generated in zip(mine, texts, strict=True):
-        question = questions[i]
-        score = rule_for(question.data_source)(generated.text, question.ground_truth)
-        answers.append((i, Answer(question, generated.text, score, len(generated.ids), generated.stopped)))
-    everyone = [pair for share in world.gather(answers) for pair in share]
-    return [given for _, given in sorted(everyone, key=lambda pair: pair[0])]
-
-
-def accuracy(answers: Sequence[Answer]) -> dict[str, float]:
-    """Mean score overall, and by data source where there are several."""
-    metrics = {"val/accuracy": sum(a.score for a in answers) / len(answers)}
-    sources = sorted({a.question.data_source for a in answers})
-    for source in sources if len(sources) > 1 else []:
-        scores = [a.score for a in answers if a.question.data_source == source]
-        metrics[f"val/accuracy/{source}"] = sum(scores) / len(scores)
-    metrics["val/answered"] = sum(a.stopped for a in answers) / len(answers)
+    An answer is right when its rule, or without a rule its whole reward, gives 1. Answers that could not be scored
+    are counted in `val/failed` and left out.
+    """
+    scored = [answer for answer in answers if not isinstance(answer.score, Failure)]
+    sources = sorted({answer.prompt.question.data_source for answer in answers})
+    metrics: dict[str, float] = {}
+    for source in ["", *(sources if len(sources) > 1 else [])]:
+        some = [a for a in scored if not source or a.prompt.question.data_source == source]
+        end = f"/{source}" if source else ""
+        if some:
+            metrics[f"val/accuracy{end}"] = sum(_right(a) for a in some) / len(some)
+            if any(set(a.score.parts) != {"rule"} for a in some if not isinstance(a.score, Failure)):
+                metrics[f"val/reward{end}"] = sum(_total(a) for a in some) / len(some)
+            metrics |= {f"val/{name}{end}": value for name, value in _over_samples(some, answer_of, n).items()}
+    for source in sources:
+        totals = [_total(a) for a in scored if a.prompt.question.data_source == source]
+        if totals:
+            metrics[f"val-core/{source}/reward/mean@{n}"] = sum(totals) / len(totals)
+    metrics["val/answered"] = sum(a.stop != "length" for a in answers) / len(answers)
+    if len(scored) < len(answers):
+        metrics["val/failed"] = float(len(answers) - len(scored))
     return metrics
+
+
+def _right(answer: Rollout) -> bool:
+    assert not isinstance(answer.score, Failure)
+    return answer.score.parts.get("rule", answer.score.total) >= 1
+
+
+def _total(answer: Rollout) -> float:
+    assert not isinstance(answer.score, Failure)
+    return answer.score.total
+
+
+def _over_samples(
+    answers: Sequence[Rollout], answer_of: Callable[[Question, str], str | None], n: int
+) -> dict[str, float]:
+    if n == 1:
+        return {}
+    groups: dict[int, list[Rollout]] = {}
+    for answer in answers:
+        groups.setdefault(answer.place, []).append(answer)
+    metrics = {}
+    for k in [k for k in (2**i for i in range(1, 20)) if k < n] + [n]:
+        full = [group for group in groups.values() if len(group) >= k]
+        if full:
+            metrics[f"pass@{k}"] = sum(pass_at(len(g), sum(map(_right, g)), k) for g in full) / len(full)
+            votes = [_majority(group[:k], answer_of) for group in full]
+            metrics[f"maj@{k}"] = sum(votes) / len(votes)
+    return metrics
+
+
+def pass_at(n: int, right: int, k: int) -> float:
+    """Chance that k of n answers, drawn without replacement, hold a right one (Chen et al. 2021, arXiv 2107.03374)."""
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def _majority(group: Sequence[Rollout], answer_of: Callable[[Question, str], str | None]) -> bool:
+    """Whether the most frequent final answer is right; of equally frequent ones the first counts."""
+    finals = [answer_of(a.prompt.question, a.text) for a in group]
+    given = [final for final in finals if final is not None]
+    if not given:
+        return False
+    most = Counter(given).most_common(1)[0][0]
+    return _right(group[finals.index(most)])

@@ -6,12 +6,13 @@ from lockstep.device.select import explain
 from lockstep.methods import METHODS
 from lockstep.parallel.world import World, joined
 from lockstep.recipe import Recipe
+from lockstep.reward.rule_judge import RuleJudge
 from lockstep.run.progress import Console
 from lockstep.train.evaluate import micro_batches
 from lockstep.train.optim import learning_rate
 from lockstep.train.plan import make_loader
 from lockstep.train.session import Session, opened
-from lockstep.train.setup import prepare
+from lockstep.train.setup import Prepared, prepare
 
 
 def train_offline(recipe: Recipe, console: Console) -> None:
@@ -22,22 +23,27 @@ def train_offline(recipe: Recipe, console: Console) -> None:
         console = console if world.main else Console.silent()
         console.say(sentence)
         prepared = prepare(recipe, device, world.size, console)
-        with opened(prepared, device, world, console, switches) as session:
-            _loop(recipe, session, world)
+        with opened(prepared, device, world, console, switches, RuleJudge()) as session:
+            _loop(recipe, prepared, session, world)
 
 
-def _loop(recipe: Recipe, session: Session, world: World) -> None:
-    loader = make_loader(recipe, session.prepared.train)
+def _loop(recipe: Recipe, prepared: Prepared, session: Session, world: World) -> None:
+    loader = make_loader(recipe, prepared.train)
     loss = METHODS[recipe.method].loss
-    steps = session.prepared.batches.steps
-    tokens, rows, pad = recipe.batch.tokens, recipe.batch.rows, session.prepared.pad_id
+    steps = prepared.batches.steps
+    tokens, rows, pad = recipe.batch.tokens, recipe.batch.rows, prepared.pad_id
 
     session.validate_at_start()
     for step in range(session.step, steps):
         with session.phases("step"):
             examples = loader.take(step)
             batches = micro_batches(examples, world, tokens=tokens, rows=rows, pad_id=pad)
-            metrics = session.learner.forward_backward(batches, loss)
+            outcome = session.learner.forward_backward(batches, loss)
+            metrics = {
+                "train/loss": outcome.loss,
+                "train/tokens": outcome.tokens,
+                "train/trained_tokens": outcome.targets,
+            }
             metrics |= session.learner.optim_step(learning_rate(step, steps, recipe.optim))
         session.finish_step(step + 1, metrics)
     session.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.data.batching import plan_micro_batches
 from lockstep.data.dataset import Dataset, Loader, steps_and_rows
+from lockstep.data.prompts import PromptSet
 from lockstep.errors import Refusal
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
 from lockstep.model.load import DTYPES, with_lora
 from lockstep.recipe import Recipe
+from lockstep.recipe.methods import ONLINE
+from lockstep.types import Example
 
 # Updates whose packing is tried out for the plan; the rest look alike.
 SAMPLED_UPDATES = 100
@@ -37,6 +40,9 @@ class BatchPlan:
     def steps_per_epoch(self) -> float:
         return self.rows / self.rows_per_update
 
+    def epoch(self, step: int) -> float:
+        return step / self.steps_per_epoch
+
     def lines(self) -> list[tuple[str, str]]:
         each = f"{self.fewest}" if self.fewest == self.most else f"{self.fewest} to {self.most}"
         return [
@@ -44,6 +50,44 @@ class BatchPlan:
             ("updates", f"{self.steps:,} of {self.rows_per_update} rows ({self.steps_per_epoch:,.1f} an epoch)"),
             ("micro-batches", f"{each} an update on each of {self.devices} device(s), {self.fill:.0%} full"),
         ]
+
+
+@dataclass(frozen=True)
+class OnlinePlan:
+    """Prompts into sequences into updates."""
+
+    rows: int
+    prompts: int
+    samples: int
+    updates: int
+    steps: int
+    devices: int
+    tokens: int | None
+    longest: int
+
+    def epoch(self, step: int) -> float:
+        return step * self.prompts / self.rows
+
+    def lines(self) -> list[tuple[str, str]]:
+        sequences = self.prompts * self.samples
+        each = sequences // self.updates
+        most = -(-each * self.longest // (self.tokens * self.devices)) if self.tokens else None
+        packed = "" if most is None else f", at most {most} micro-batches on each of {self.devices} device(s)"
+        return [
+            ("steps", f"{self.steps:,} of {self.prompts} prompts ({self.rows / self.prompts:,.1f} an epoch)"),
+            ("sequences", f"{self.prompts} prompts x {self.samples} = {sequences} a step, up to {self.longest} tokens"),
+            ("updates", f"{self.updates} a step of {each} sequences{packed}"),
+        ]
+
+
+def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
+    batch, rollout = recipe.batch, recipe.rollout
+    rows = sum(len(source) for source in prompts.sources)
+    steps, _ = steps_and_rows(rows, batch.prompts, epochs=recipe.run.epochs, steps=recipe.run.steps)
+    per_update = batch.prompts_per_update or batch.prompts
+    updates = batch.prompts // per_update * recipe.algorithm.epochs
+    longest = prompts.counts.longest + rollout.max_tokens
+    return OnlinePlan(rows, batch.prompts, rollout.n, updates, steps, devices, batch.tokens, longest)
 
 
 def plan_batches(recipe: Recipe, dataset: Dataset, devices: int) -> BatchPlan:
@@ -61,11 +105,12 @@ def plan_batches(recipe: Recipe, dataset: Dataset, devices: int) -> BatchPlan:
     return BatchPlan(rows, batch.rows_per_update, steps, total, devices, min(counts), max(counts), used / room)
 
 
-def make_loader(recipe: Recipe, dataset: Dataset) -> Loader:
+def make_loader(recipe: Recipe, dataset: Dataset) -> Loader[Example]:
     rows = sum(len(source) for source in dataset.sources)
     _, total = steps_and_rows(rows, recipe.batch.rows_per_update, epochs=recipe.run.epochs, steps=recipe.run.steps)
     return Loader(
-        dataset,
+        dataset.sources,
+        dataset.weights,
         rows_per_update=recipe.batch.rows_per_update,
         seed=recipe.run.seed,
         shuffle=recipe.data.shuffle,
@@ -106,10 +151,10 @@ class MemoryPlan:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def plan_memory(recipe: Recipe, config: Any, devices: int, longest: int) -> MemoryPlan:
+def plan_memory(recipe: Recipe, config: Any, devices: int, longest: int, rows: int) -> MemoryPlan:
     """Estimates from shapes alone: the model is built without storage.
 
-    A micro-batch holds at most the token budget, and at most the longest row times the rows of an update.
+    A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
     """
     with torch.device("meta"):
         model = with_lora(AutoModelForCausalLM.from_config(config), recipe.model.lora, seed=0)
@@ -117,7 +162,7 @@ def plan_memory(recipe: Recipe, config: Any, devices: int, longest: int) -> Memo
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = DTYPES[recipe.model.dtype].itemsize
     masters = bool(recipe.model.master_weights)
-    rows = min(recipe.batch.rows or recipe.batch.rows_per_update, recipe.batch.rows_per_update)
+    rows = min(recipe.batch.rows or rows, rows)
     tokens = min(recipe.batch.tokens or rows * longest, rows * longest)
     # Shards are divided over the devices; a layer at a time is gathered, which the spare share covers.
     weights = parameters * size // devices
@@ -134,8 +179,37 @@ def plan_memory(recipe: Recipe, config: Any, devices: int, longest: int) -> Memo
         Phase("optimizer step", kept.weights, gradients, kept.optimizer),
         Phase("validation", kept.weights, 0, kept.optimizer, layers // max(1, config.num_hidden_layers) + head),
     )
-    checkpoint = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
-    return MemoryPlan(parameters, trained, phases, checkpoint)
+    state = size + 2 * (4 if masters else size) + (4 if masters else 0)
+    plan = MemoryPlan(parameters, trained, phases, trained * state)
+    return _with_online_parts(plan, recipe, config, devices, longest) if recipe.method in ONLINE else plan
+
+
+def _with_online_parts(plan: MemoryPlan, recipe: Recipe, config: Any, devices: int, longest: int) -> MemoryPlan:
+    """What stands beside the policy in an online run: reference, critic with its optimizer, and the cache."""
+    size = DTYPES[recipe.model.dtype].itemsize
+    masters = bool(recipe.model.master_weights)
+    reference = plan.parameters if recipe.algorithm.kl.where != "none" and recipe.model.lora is None else 0
+    critic = plan.parameters if recipe.algorithm.advantage == "gae" else 0
+    weights = (reference + critic) * size // devices
+    state = critic * (2 * (4 if masters else size) + (4 if masters else 0)) // devices
+    cached = (
+        min(recipe.rollout.max_sequences, recipe.batch.prompts * recipe.rollout.n) * longest * kv_bytes(config, size)
+    )
+    cache = min(cached, int(recipe.rollout.cache_gb * 1e9)) if recipe.rollout.cache_gb else cached
+    phases = tuple(
+        replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state) for phase in plan.phases
+    )
+    standing = phases[-1]
+    generation = Phase("generation", plan.parameters * size + weights, 0, standing.optimizer, cache)
+    own = critic * (size + 2 * (4 if masters else size) + (4 if masters else 0))
+    return MemoryPlan(plan.parameters, plan.trained, (*phases, generation), plan.checkpoint_bytes + own)
+
+
+def kv_bytes(config: Any, size: int) -> int:
+    """Keys and values of one token in all layers."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_size * size
 
 
 def activation_bytes(config: Any, tokens: int, size: int, checkpointing: bool) -> int:

@@ -1,4 +1,4 @@
-"""`lockstep eval`: greedy accuracy of a model on rows that a rule can check."""
+"""`lockstep eval`: how well a model answers rows that a rule can check."""
 
 from __future__ import annotations
 
@@ -17,22 +17,36 @@ from lockstep.errors import Refusal
 from lockstep.model.load import DTYPES, load_policy, load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import joined
-from lockstep.recipe.schema import Model
+from lockstep.recipe.schema import Model, Rollout
+from lockstep.reward.rule_judge import RuleJudge
 from lockstep.reward.rules import rule_for
 from lockstep.run.progress import Console
-from lockstep.train.evaluate import accuracy, answer
-from lockstep.types import Answer
-
-# Questions answered between two movements of the progress bar.
-GROUP = 64
+from lockstep.train.answers import answers, encode_questions
+from lockstep.train.evaluate import answer_metrics
+from lockstep.train.generation import check_engine, make_engine, stop_ids
+from lockstep.train.samples import sample_line
+from lockstep.types import Rollout as Made
+from lockstep.types import Sampling
 
 
 def score_model(
-    model: str, data: str, *, rows: int | None, max_new_tokens: int, out: Path | None, dtype: str, device_name: str
+    model: str,
+    data: str,
+    *,
+    rows: int | None,
+    max_new_tokens: int,
+    n: int,
+    temperature: float,
+    seed: int,
+    out: Path | None,
+    dtype: str,
+    device_name: str,
 ) -> dict[str, float]:
     """Answer, score, show; returns the metrics."""
     if dtype not in DTYPES:
         raise Refusal.at("--dtype", f"{dtype} is not one of {', '.join(DTYPES)}")
+    if n > 1 and not temperature:
+        raise Refusal.at("--n", f"{n} greedy answers would all be the same", "give a --temperature too")
     device, sentence = explain(device_name)
     with joined(device) as world:
         console = Console.open() if world.main else Console.silent()
@@ -45,38 +59,44 @@ def score_model(
         settings = Model(path=folder, dtype=dtype)  # type: ignore[arg-type]
         place = device.torch_device(world.local_rank)
         policy = load_policy(settings, place, device.attention, seed=0)
-        answers: list[Answer] = []
-        with console.task("Answering", len(questions)) as task:
-            for start in range(0, len(questions), GROUP * world.size):
-                group = questions[start : start + GROUP * world.size]
-                answers += answer(policy, tokenizer, group, world, place, max_new_tokens=max_new_tokens)
-                task.advance(len(group))
-        metrics = accuracy(answers)
+        engine = make_engine(Rollout(), policy, device, tokenizer)
+        check_engine(engine, policy, place, folder)
+        sampling = Sampling(max_new_tokens, temperature, stop_ids=tuple(stop_ids(policy, tokenizer)), seed=seed)
+        prompts, judge = encode_questions(tokenizer, questions), RuleJudge()
+        with console.task("Answering", len(questions) * n) as task:
+            given = answers(
+                policy,
+                engine,
+                judge,
+                prompts,
+                n,
+                sampling,
+                world,
+                place,
+                lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                lambda done: task.advance(done * world.size),
+            )
+        metrics = answer_metrics(given, judge.answer_of, n)
         if world.main:
             if out is not None:
-                _write(out, answers)
-            _show(model, data, answers, metrics)
+                _write(out, given)
+            _show(model, data, given, metrics)
     return metrics
 
 
-def _write(out: Path, answers: list[Answer]) -> None:
+def _write(out: Path, given: list[Made]) -> None:
     with out.open("w", encoding="utf-8") as file:
-        for given in answers:
-            line = {
-                "prompt": given.question.prompt,
-                "response": given.text,
-                "ground_truth": given.question.ground_truth,
-                "score": given.score,
-                "stopped": given.stopped,
-            }
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        for rollout in given:
+            file.write(json.dumps(sample_line(0, "eval", rollout, None), ensure_ascii=False) + "\n")
 
 
-def _show(model: str, data: str, answers: list[Answer], metrics: dict[str, float]) -> None:
+def _show(model: str, data: str, given: list[Made], metrics: dict[str, float]) -> None:
     table = Table(title=Text(f"{model} on {data}"), title_justify="left")
     table.add_column("measure")
     table.add_column("value", justify="right")
-    table.add_row("questions", f"{len(answers):,}")
+    table.add_row("questions", f"{len({rollout.place for rollout in given}):,}")
     for name, value in metrics.items():
+        if not name.startswith("val/"):
+            continue
         table.add_row(name.removeprefix("val/"), f"{value:.4f}")
     RichConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 80).print(table)

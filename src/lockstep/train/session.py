@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -19,37 +18,47 @@ from lockstep.device.base import Device
 from lockstep.errors import Interrupted, Refusal
 from lockstep.methods import METHODS
 from lockstep.model.export import export_model
-from lockstep.model.load import load_policy
+from lockstep.model.policy import Policy
 from lockstep.model.weights import restore_weights, trained_weights
-from lockstep.parallel.shard import shard
 from lockstep.parallel.world import World
-from lockstep.recipe.load import dump_recipe
+from lockstep.recipe.load import dump_recipe, resolved
+from lockstep.recipe.methods import ONLINE
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog, Phases, read_metrics, rewind_lines
 from lockstep.run.progress import Console
 from lockstep.run.sinks import open_sinks
 from lockstep.train import checkpoint as checkpoints
-from lockstep.train.evaluate import accuracy, answer, validation_loss
-from lockstep.train.optim import LossScale, Optimizer
+from lockstep.train.answers import Examiner, answers, encode_questions
+from lockstep.train.build import build_critic, build_policy, build_reference
+from lockstep.train.evaluate import answer_metrics, validation_loss
+from lockstep.train.generation import check_engine, make_engine, ready, stop_ids, validation_sampling
 from lockstep.train.resume import refuse_changed_data, refuse_changed_recipe
-from lockstep.train.setup import Prepared
+from lockstep.train.samples import sample_line
+from lockstep.train.setup import Prepared, PreparedOnline
 from lockstep.train.step import Learner
-from lockstep.types import Answer
+from lockstep.types import Rollout
 
 # Answers of a validation that are stored in samples.jsonl.
 STORED_ANSWERS = 20
+# The metric that counts a step's tokens, offline and online.
+TOKENS = ("train/tokens", "perf/total_num_tokens")
 
 
 @contextmanager
 def opened(
-    prepared: Prepared, device: Device, world: World, console: Console, switches: dict[str, str]
+    prepared: Prepared | PreparedOnline,
+    device: Device,
+    world: World,
+    console: Console,
+    switches: dict[str, str],
+    judge: Examiner,
 ) -> Iterator[Session]:
     """A session that is fresh or resumed, and closed whatever happens."""
     folder = RunFolder(Path(prepared.recipe.run.folder) / prepared.recipe.run.name)
     if world.main:
         _claim(folder, prepared, console)
     with folder.lock() if world.main else nullcontext(), _graceful_interrupt(console) as interrupt:
-        session = Session(prepared, folder, device, world, console, switches, interrupt)
+        session = Session(prepared, folder, device, world, console, switches, interrupt, judge)
         try:
             yield session
         except BaseException:
@@ -58,7 +67,7 @@ def opened(
         session.close(ok=True)
 
 
-def _claim(folder: RunFolder, prepared: Prepared, console: Console) -> None:
+def _claim(folder: RunFolder, prepared: Prepared | PreparedOnline, console: Console) -> None:
     resume, used = prepared.recipe.run.resume, folder.path.exists() and bool(checkpoints.steps_in(folder.checkpoints))
     if resume == "never" and folder.path.exists():
         raise Refusal.at("run.resume", f"{folder.path} exists and resume is never", "choose another run.name")
@@ -89,13 +98,14 @@ def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
 class Session:
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: Prepared | PreparedOnline,
         folder: RunFolder,
         device: Device,
         world: World,
         console: Console,
         switches: dict[str, str],
         interrupt: list[int],
+        judge: Examiner,
     ):
         self.prepared, self.folder, self.device, self.world, self.console = prepared, folder, device, world, console
         self.interrupt = interrupt
@@ -107,33 +117,42 @@ class Session:
         self.sinks = (
             open_sinks(list(self.recipe.log.track), folder, self.recipe.log.project, console) if world.main else []
         )
-        self.learner = self._learner()
+        self.judge = judge
+        self.learner, self.critic, self.reference = self._models()
+        self.policy = self.learner.module
+        assert isinstance(self.policy, Policy)
+        self.engine = make_engine(self.recipe.rollout, self.policy, device, prepared.tokenizer)
+        self.stop_ids = stop_ids(self.policy, prepared.tokenizer, prepared.end_tokens)
+        self.questions = encode_questions(prepared.tokenizer, prepared.questions)
+        self.carried: dict[str, float] = {}
+        if self.online or self.questions:
+            with ready(self.policy, world, self.torch_device):
+                check_engine(self.engine, self.policy, self.torch_device, self.recipe.model.path)
         self.step = self._resume()
         self.saved_at = self.step
         self._show_plan()
         if world.main:
             self._write_evidence()
             for sink in self.sinks:
-                sink.start(self.recipe.run.name, self.recipe.model_dump(mode="json"), self.step)
+                sink.start(self.recipe.run.name, resolved(self.recipe), self.step)
         self.console.begin(prepared.batches.steps, self.step)
 
     # -- the way in
 
-    def _learner(self) -> Learner:
-        recipe = self.recipe
+    @property
+    def online(self) -> bool:
+        return self.recipe.method in ONLINE
+
+    def decode(self, ids: list[int]) -> str:
+        return self.prepared.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _models(self) -> tuple[Learner, Learner | None, Policy | None]:
+        recipe, where = self.recipe, (self.device, self.world, self.torch_device)
         with self.console.task(f"Loading {recipe.model.path}", None):
-            policy = load_policy(recipe.model, self.torch_device, self.device.attention, recipe.run.seed)
-        shard(policy, policy.layers(), self.device, self.world)
-        optimizer = Optimizer(
-            policy.trainable(),
-            recipe.optim,
-            masters=bool(recipe.model.master_weights),
-            fused=self.device.fused_optimizer,
-        )
+            models = build_policy(recipe, *where), build_critic(recipe, *where), build_reference(recipe, *where)
         # Each rank draws its own dropout; nothing else in a step is random.
         self.device.seed(recipe.run.seed + self.world.rank)
-        scale = LossScale() if recipe.model.dtype == "fp16" else None
-        return Learner(policy, optimizer, self.torch_device, self.world, scale)
+        return models
 
     def _resume(self) -> int:
         if self.world.main:
@@ -146,12 +165,17 @@ class Session:
                 self.metrics.rewind(-1)
                 rewind_lines(self.folder.samples, -1)
             return 0
-        for change in refuse_changed_recipe(found.state.recipe, self.recipe.model_dump(mode="json")):
+        for change in refuse_changed_recipe(found.state.recipe, resolved(self.recipe)):
             self.console.warn(f"resuming although {change}")
         refuse_changed_data(found.state.data, self.prepared.fingerprints)
-        restore_weights(self.learner.policy.model, found.weights, str(found.path))
+        assert isinstance(self.policy, Policy)
+        restore_weights(self.policy.model, found.weights, str(found.path))
         self.learner.optimizer.restore(found.optimizer)
         self.learner.skipped = found.state.skipped
+        if self.critic is not None:
+            restore_weights(self.critic.module, found.critic, str(found.path))
+            self.critic.optimizer.restore(found.critic_optimizer)
+        self.carried = dict(found.state.carried)
         if self.learner.scale and found.state.loss_scale:
             self.learner.scale.value, self.learner.scale.quiet = (
                 found.state.loss_scale[0],
@@ -191,7 +215,7 @@ class Session:
         rows = [
             ("model", f"{self.recipe.model.path} ({trained} trained, {self.recipe.model.dtype})"),
             *[("data", note) for note in self.prepared.train.notes],
-            ("tokens", f"{counts.tokens:,}, of which {counts.trained_tokens:,} trained; longest row {counts.longest}"),
+            ("tokens", counts.sentence()),
             *self.prepared.batches.lines(),
             ("memory", f"about {memory.peak.total / 2**30:.2f} GiB at the peak ({memory.peak.name})"),
             ("run folder", str(self.folder.path)),
@@ -207,7 +231,8 @@ class Session:
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log, validate and save as the recipe asks; stop here if the user asked."""
-        metrics = {"train/epoch": step * self.recipe.batch.rows_per_update / self.prepared.batches.rows, **metrics}
+        name = "training" if self.online else "train"
+        metrics = {f"{name}/epoch": self.prepared.batches.epoch(step), **metrics}
         metrics |= self._performance(metrics)
         if step == 1:
             metrics |= self.prepared.train.counts.metrics()
@@ -228,7 +253,7 @@ class Session:
         timing = self.phases.take()
         memory = self.device.memory()
         return {
-            "perf/throughput": metrics["train/tokens"] / (timing["timing_s/step"] * self.world.size),
+            "perf/throughput": metrics[TOKENS[self.online]] / (timing["timing_s/step"] * self.world.size),
             "perf/max_memory_gb": memory.peak / 1e9,
             **timing,
         }
@@ -239,9 +264,9 @@ class Session:
             for sink in self.sinks:
                 sink.log(step, metrics)
         self.console.step(step, metrics)
-        validation = {name: value for name, value in metrics.items() if name.startswith("val/")}
-        if validation:
-            self.console.validation(step, validation)
+        shown = {name: value for name, value in metrics.items() if name.startswith("val/")}
+        if shown:
+            self.console.validation(step, shown)
 
     # -- validation
 
@@ -252,14 +277,15 @@ class Session:
                 self.metrics.append(0, metrics)
                 for sink in self.sinks:
                     sink.log(0, metrics)
-            self.console.validation(0, metrics)
+            self.console.validation(0, {name: value for name, value in metrics.items() if name.startswith("val/")})
 
     def validate(self, step: int) -> dict[str, float]:
-        prepared, recipe, policy = self.prepared, self.recipe, self.learner.policy
+        prepared, recipe = self.prepared, self.recipe
+        assert isinstance(self.policy, Policy)
         metrics: dict[str, float] = {}
-        if prepared.val is not None:
+        if isinstance(prepared, Prepared) and prepared.val is not None:
             metrics["val/loss"] = validation_loss(
-                policy,
+                self.policy,
                 prepared.val.examples,
                 METHODS[recipe.method].loss,
                 self.world,
@@ -268,34 +294,30 @@ class Session:
                 rows=recipe.batch.rows,
                 pad_id=prepared.pad_id,
             )
-        if prepared.questions:
-            answers = answer(
-                policy,
-                prepared.tokenizer,
-                prepared.questions,
+        if self.questions:
+            sampling = validation_sampling(recipe, self.stop_ids)
+            given = answers(
+                self.policy,
+                self.engine,
+                self.judge,
+                self.questions,
+                recipe.val.n,
+                sampling,
                 self.world,
                 self.torch_device,
-                max_new_tokens=recipe.val.max_new_tokens,
-                end_tokens=prepared.end_tokens,
+                self.decode,
             )
-            metrics |= accuracy(answers)
-            if self.world.main:
-                self._store(step, answers[:STORED_ANSWERS])
+            metrics |= answer_metrics(given, self.judge.answer_of, recipe.val.n)
+            self.store(step, "val", given[:STORED_ANSWERS])
         return metrics
 
-    def _store(self, step: int, answers: list[Answer]) -> None:
+    def store(self, step: int, kind: str, given: Sequence[Rollout], advantages: Sequence[float] | None = None) -> None:
+        """Responses into samples.jsonl, as evidence."""
+        if not self.world.main or not given:
+            return
         with self.folder.samples.open("a", encoding="utf-8") as file:
-            for given in answers:
-                line: dict[str, Any] = {
-                    "step": step,
-                    "origin": str(given.question.origin),
-                    "prompt": given.question.prompt,
-                    "response": given.text,
-                    "ground_truth": given.question.ground_truth,
-                    "score": given.score,
-                    "tokens": given.tokens,
-                    "stopped": given.stopped,
-                }
+            for number, rollout in enumerate(given):
+                line = sample_line(step, kind, rollout, None if advantages is None else advantages[number])
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     # -- the way out
@@ -303,29 +325,40 @@ class Session:
     def save(self, val_loss: float | None) -> None:
         """A checkpoint of the step just finished."""
         learner = self.learner
-        weights = trained_weights(learner.policy.model)
+        assert isinstance(self.policy, Policy)
         optimizer = learner.optimizer.tensors()
+        tensors = {checkpoints.MODEL: trained_weights(self.policy.model), checkpoints.OPTIMIZER: optimizer}
+        if self.critic is not None:
+            tensors[checkpoints.CRITIC] = trained_weights(self.critic.module)
+            tensors[checkpoints.CRITIC_OPTIMIZER] = self.critic.optimizer.tensors()
         states = self.world.gather((torch.get_rng_state(), self.device.rng_state()))
         if self.world.main:
             for rank, (host, own) in enumerate(states):
                 optimizer |= {f"rng/host/{rank}": host, f"rng/device/{rank}": own.cpu()}
             state = checkpoints.State(
                 step=self.step,
-                rows_seen=min(self.step * self.recipe.batch.rows_per_update, self.prepared.batches.total_rows),
-                recipe=self.recipe.model_dump(mode="json"),
+                rows_seen=self._rows_seen(),
+                recipe=resolved(self.recipe),
                 data=self.prepared.fingerprints,
                 world_size=self.world.size,
                 val_loss=val_loss,
                 loss_scale=[learner.scale.value, float(learner.scale.quiet)] if learner.scale else [],
                 skipped=learner.skipped,
                 end_tokens=self.prepared.end_tokens,
+                carried=self.carried,
             )
-            path = checkpoints.save(self.folder.checkpoints, state, weights, optimizer)
+            path = checkpoints.save(self.folder.checkpoints, state, tensors)
             settings = self.recipe.checkpoint
             checkpoints.prune(self.folder.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best)
             self.console.say(f"saved {path}")
         self.saved_at = self.step
         self.world.barrier()
+
+    def _rows_seen(self) -> int:
+        if self.online:
+            return int(self.carried["position"])
+        assert isinstance(self.prepared, Prepared)
+        return min(self.step * self.recipe.batch.rows_per_update, self.prepared.batches.total_rows)
 
     def finish(self) -> None:
         """Export, and say what came out of it."""
@@ -364,7 +397,7 @@ class Session:
         """First and last value of what says whether training worked."""
         history = read_metrics(self.folder.metrics)
         rows = []
-        for name in ("train/loss", "val/loss", "val/accuracy"):
+        for name in ("train/loss", "critic/score/mean", "val/loss", "val/accuracy"):
             values = [metrics[name] for _, metrics in history if name in metrics]
             if len(values) > 1:
                 rows.append((name, f"{values[0]:.4g} -> {values[-1]:.4g}"))

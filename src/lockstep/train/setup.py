@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.dataset import Dataset
+from lockstep.data.prompts import PromptSet, load_prompts
 from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.base import Device
@@ -16,26 +17,54 @@ from lockstep.errors import Problem, Refusal
 from lockstep.methods import METHODS
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.recipe import Recipe, Source
+from lockstep.recipe.methods import ONLINE
 from lockstep.reward.rules import rule_for
 from lockstep.run.progress import Console
-from lockstep.train.plan import BatchPlan, MemoryPlan, plan_batches, plan_memory, refuse_misfit
+from lockstep.train.plan import (
+    BatchPlan,
+    MemoryPlan,
+    OnlinePlan,
+    plan_batches,
+    plan_memory,
+    plan_online,
+    refuse_misfit,
+)
 from lockstep.types import Question
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Checked:
     """A recipe with everything it names found and checked."""
 
     recipe: Recipe
     tokenizer: PreTrainedTokenizerBase
     config: Any
+    questions: list[Question]
+    memory: MemoryPlan
+
+    def data(self, train: Dataset | PromptSet, val: Dataset | None = None) -> dict[str, Any]:
+        """What the rows are and what was kept of them: all that a resume must find unchanged."""
+        return {
+            "train": train.fingerprints,
+            "val": val.fingerprints if val else [],
+            "kept": {"rows": train.counts.rows, "tokens": train.counts.tokens},
+        }
+
+    @property
+    def pad_id(self) -> int:
+        """Padding is never attended to nor trained, so any id does where the tokenizer has none."""
+        return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+
+
+@dataclass(frozen=True)
+class Prepared(Checked):
+    """An offline run: rows."""
+
     train: Dataset
     val: Dataset | None
-    questions: list[Question]
     batches: BatchPlan
-    memory: MemoryPlan
 
     @property
     def end_tokens(self) -> list[int]:
@@ -43,17 +72,23 @@ class Prepared:
 
     @property
     def fingerprints(self) -> dict[str, Any]:
-        """What the rows are and what was kept of them: all that a resume must find unchanged."""
-        return {
-            "train": self.train.fingerprints,
-            "val": self.val.fingerprints if self.val else [],
-            "kept": {"rows": self.train.counts.rows, "tokens": self.train.counts.tokens},
-        }
+        return self.data(self.train, self.val)
+
+
+@dataclass(frozen=True)
+class PreparedOnline(Checked):
+    """An online run: prompts."""
+
+    train: PromptSet
+    batches: OnlinePlan
 
     @property
-    def pad_id(self) -> int:
-        """Padding is never attended to nor trained, so any id does where the tokenizer has none."""
-        return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+    def end_tokens(self) -> list[int]:
+        return sorted(self.recipe.rollout.stop_ids)
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        return self.data(self.train)
 
 
 class Collector:
@@ -77,6 +112,40 @@ class Collector:
 def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, must_fit: bool = True) -> Prepared:
     """Find and check everything; `must_fit` also refuses what the device's memory cannot hold."""
     collect = Collector()
+    tokenizer, config, questions = _common(recipe, device, collect)
+    limit = collect(lambda: row_limit(recipe, config)) or 0
+    train = collect(lambda: _read(recipe, recipe.data.train, tokenizer, limit, console, "training"))
+    val = None
+    if recipe.data.val:
+        val = collect(lambda: _read(recipe, recipe.data.val, tokenizer, limit, console, "validation"))
+    collect.refuse()
+    assert train is not None
+    batches = plan_batches(recipe, train, devices)
+    memory = plan_memory(recipe, config, devices, train.counts.longest, recipe.batch.rows_per_update)
+    if must_fit:
+        refuse_misfit(memory, device.memory().total, device.name)
+    return Prepared(recipe, tokenizer, config, questions, memory, train, val, batches)
+
+
+def prepare_online(
+    recipe: Recipe, device: Device, devices: int, console: Console, *, must_fit: bool = True
+) -> PreparedOnline:
+    """As `prepare`, for prompts."""
+    collect = Collector()
+    tokenizer, config, questions = _common(recipe, device, collect)
+    limit = collect(lambda: prompt_limit(recipe, config)) or 0
+    train = collect(lambda: _read_prompts(recipe, tokenizer, limit, console)) if limit else None
+    collect.refuse()
+    assert train is not None
+    batches = plan_online(recipe, train, devices)
+    rows = (recipe.batch.prompts_per_update or recipe.batch.prompts) * recipe.rollout.n
+    memory = plan_memory(recipe, config, devices, batches.longest, rows)
+    if must_fit:
+        refuse_misfit(memory, device.memory().total, device.name)
+    return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches)
+
+
+def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrainedTokenizerBase, Any, list[Question]]:
     collect(lambda: _refuse_dtype(recipe, device))
     tokenizer = collect(lambda: load_tokenizer(recipe.model.path))
     config = collect(lambda: load_config(recipe.model.path))
@@ -88,19 +157,31 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
         collect.refuse()
         raise AssertionError("a missing tokenizer or config is always a problem")
     collect(lambda: refuse_foreign_tokenizer(tokenizer, config.vocab_size, recipe.model.path))
-    limit = collect(lambda: row_limit(recipe, config)) or 0
-    train = collect(lambda: _read(recipe, recipe.data.train, tokenizer, limit, console, "training"))
-    val = None
-    if recipe.data.val:
-        val = collect(lambda: _read(recipe, recipe.data.val, tokenizer, limit, console, "validation"))
-    collect.refuse()
-    assert train is not None
-    assert questions is not None
-    batches = plan_batches(recipe, train, devices)
-    memory = plan_memory(recipe, config, devices, train.counts.longest)
-    if must_fit:
-        refuse_misfit(memory, device.memory().total, device.name)
-    return Prepared(recipe, tokenizer, config, train, val, questions, batches, memory)
+    return tokenizer, config, questions or []
+
+
+def prompt_limit(recipe: Recipe, config: Any) -> int:
+    """Longest prompt in tokens: the recipe's, or what a response leaves of the context and of a micro-batch."""
+    longest = recipe.rollout.max_tokens
+    context = getattr(config, "max_position_embeddings", None)
+    bounds = {"the model's context": context, "batch.tokens": recipe.batch.tokens}
+    rooms = {name: bound - longest for name, bound in bounds.items() if bound}
+    wanted = recipe.data.max_prompt_tokens
+    for name, room in rooms.items():
+        if room < (wanted or 1):
+            raise Refusal.at(
+                "rollout.max_tokens",
+                f"a response of {longest} tokens leaves {room} of {name} ({bounds[name]}) to the prompt"
+                + (f", and data.max_prompt_tokens is {wanted}" if wanted else ""),
+                "lower it" + (", or raise batch.tokens" if name == "batch.tokens" else ""),
+            )
+    return wanted or min(rooms.values(), default=2**31)
+
+
+def _read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> PromptSet:
+    opened = [read_rows(source.path) for source in recipe.data.train]
+    with console.task("Encoding prompts", sum(len(rows) for rows in opened)) as task:
+        return load_prompts(recipe.data.train, recipe.data, tokenizer, limit, task.advance, opened)
 
 
 def row_limit(recipe: Recipe, config: Any) -> int:
@@ -128,8 +209,10 @@ def _questions(recipe: Recipe) -> list[Question]:
     if recipe.val.questions is None:
         return []
     questions = read_questions(read_rows(recipe.val.questions), recipe.val.question_rows)
-    for source in sorted({question.data_source for question in questions}):
-        rule_for(source)
+    if recipe.method not in ONLINE:
+        # An online run judges them by its own rewards, which are checked when these are opened.
+        for source in sorted({question.data_source for question in questions}):
+            rule_for(source)
     return questions
 
 

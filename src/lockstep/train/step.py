@@ -1,76 +1,104 @@
 """The two verbs of training: `forward_backward(batch, loss)` and `optim_step()`.
 
-Micro-batches, loss scaling, sharding and master weights live below them. Losses are sums; the trained tokens of the
-whole update are counted over all ranks first and divided by once, so none of those can change a gradient.
+Micro-batches, loss scaling, sharding and master weights live below them. Losses are sums; what they are divided by is
+counted over the whole update and all ranks first, so none of those can change a gradient.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.data.batching import to_device
 from lockstep.errors import Refusal
-from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.types import MicroBatch, Origin, Sums
 
-Loss = Callable[[torch.Tensor], Sums]
+# What the module gives for a micro-batch, and the micro-batch, to sums.
+Loss = Callable[[Any, MicroBatch], Sums]
 SHOWN_ROWS = 8
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What an update's forward passes gave: the mean loss, and companions as sums and maxima over all ranks."""
+
+    loss: float
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    targets: int
+    tokens: int
+
+    def means(self) -> dict[str, float]:
+        """Companions per target."""
+        return {name: value / self.targets for name, value in self.sums.items()}
+
+
 class Learner:
-    """A policy and its optimizer on one device of the world."""
+    """A module and its optimizer on one device of the world. `name` heads its metrics."""
 
     def __init__(
-        self, policy: Policy, optimizer: Optimizer, device: torch.device, world: World, scale: LossScale | None = None
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        world: World,
+        scale: LossScale | None = None,
+        name: str = "train",
     ):
-        self.policy = policy
+        self.module = module
         self.optimizer = optimizer
         self.device = device
         self.world = world
         self.scale = scale
+        self.name = name
         self.skipped = 0
         self._origins: list[Origin] = []
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
-        """Gradients of the mean loss over the update's trained tokens; returns that mean and the counts."""
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, divisor: float | None = None
+    ) -> Outcome:
+        """Gradients of the loss over `divisor`, by default the update's targets: then it is a mean over tokens."""
         counts = [sum(len(b.targets_K) for b in micro_batches), sum(b.tokens for b in micro_batches)]
         targets, tokens = self.world.sum(counts)
         self._origins = [origin for batch in micro_batches for origin in batch.origins]
         if not targets:
             raise Refusal.at(self._rows(self._origins), "no token of the whole update is trained")
-        factor = (self.scale.value if self.scale else 1.0) / targets
-        losses = []
+        whole = divisor or targets
+        factor = (self.scale.value if self.scale else 1.0) / whole
+        every: list[Sums] = []
         for batch in micro_batches:
-            sums = loss(self.policy(to_device(batch, self.device)))
+            sums = loss(self.module(to_device(batch, self.device)), batch)
             (sums.loss * factor).backward()
             self.optimizer.collect()
-            losses.append(sums.loss.detach())
+            every.append(_detached(sums))
         # One wait for the device a step: the losses come over together, and are added up in double precision.
-        values = torch.stack(losses).tolist()
-        mean = self.world.sum([sum(values)])[0] / targets
+        values = torch.stack([sums.loss for sums in every]).tolist()
+        mean = self.world.sum([sum(values)])[0] / whole
         if not math.isfinite(mean):
             self._refuse_loss(values, micro_batches)
-        return {"train/loss": mean, "train/tokens": tokens, "train/trained_tokens": targets}
+        return Outcome(mean, *self._companions(every), targets=int(targets), tokens=int(tokens))
 
     def optim_step(self, lr: float) -> dict[str, float]:
         """One update with what `forward_backward` left behind."""
         norm = self.optimizer.gradient_norm(self.scale.value if self.scale else 1.0)
-        metrics = {"train/grad_norm": norm.item(), "train/lr": lr}
+        metrics = {f"{self.name}/grad_norm": norm.item(), f"{self.name}/lr": lr}
         finite = bool(torch.isfinite(norm))
         if self.scale:
             self.scale.update(overflowed=not finite)
-            metrics["train/loss_scale"] = self.scale.value
+            metrics[f"{self.name}/loss_scale"] = self.scale.value
             if not finite and self.scale.value >= 1:
                 # Overflow is how fp16 finds its scale; the update is skipped and counted.
                 self.skipped += 1
                 self.optimizer.forget()
-                return metrics | {"train/grad_norm": 0.0, "train/skipped": float(self.skipped)}
-            metrics["train/skipped"] = float(self.skipped)
+                return metrics | {f"{self.name}/grad_norm": 0.0, f"{self.name}/skipped": float(self.skipped)}
+            metrics[f"{self.name}/skipped"] = float(self.skipped)
         if not finite:
             raise Refusal.at(
                 self._rows(self._origins),
@@ -79,6 +107,20 @@ class Learner:
             )
         self.optimizer.step(lr, norm)
         return metrics
+
+    def _companions(self, every: list[Sums]) -> tuple[dict[str, float], dict[str, float]]:
+        names = sorted(every[0].metrics)
+        sums: dict[str, float] = {}
+        if names:
+            table = torch.stack([torch.stack([s.metrics[name] for name in names]) for s in every])
+            sums = dict(zip(names, self.world.sum(table.double().sum(0).tolist()), strict=True))
+        largest = sorted(every[0].maxima)
+        maxima: dict[str, float] = {}
+        if largest:
+            table = torch.stack([torch.stack([s.maxima[name] for name in largest]) for s in every])
+            shares = self.world.gather(table.amax(0).tolist())
+            maxima = {name: max(share[i] for share in shares) for i, name in enumerate(largest)}
+        return sums, maxima
 
     def _refuse_loss(self, losses: list[float], micro_batches: Sequence[MicroBatch]) -> None:
         bad = [o for value, b in zip(losses, micro_batches, strict=True) if not math.isfinite(value) for o in b.origins]
@@ -94,3 +136,11 @@ class Learner:
         names = ", ".join(str(origin) for origin in origins[:SHOWN_ROWS])
         rest = len(origins) - SHOWN_ROWS
         return f"rows {names}" + (f" and {rest} more" if rest > 0 else "")
+
+
+def _detached(sums: Sums) -> Sums:
+    return Sums(
+        sums.loss.detach(),
+        {name: value.detach() for name, value in sums.metrics.items()},
+        {name: value.detach() for name, value in sums.maxima.items()},
+    )

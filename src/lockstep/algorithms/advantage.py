@@ -1,0 +1,210 @@
+"""Advantages: how the rewards of a step become the sign and size of each token's update.
+
+Shapes: K tokens, S sequences of a step, P sequences that have a token, G groups. The whole step is present, so means
+and deviations are plain moments; they are taken in float64.
+
+Rules that hold for all estimators:
+- A sequence without a token has no score (there is no token to carry it) and is no part of any baseline.
+- A group of one has nothing to compare with: every group method gives 0, before any whitening. (verl gives the
+  score itself in `grpo` and others.)
+- Equal scores in a group give exactly 0: scores are taken relative to the group's least before they are averaged.
+- `returns_K` is what the advantage judges: the critic's target for `gae`, the return to go for methods that work on
+  token rewards, the sequence's score for group methods. (verl repeats the advantage there.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.algorithms import returns
+from lockstep.algorithms.reduce import sum_by
+from lockstep.errors import Refusal
+
+STD_FLOOR = 1e-6
+VARIANCE_FLOOR = 1e-8
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What a step earned. `rewards_K` holds the score on a sequence's last token and a divergence penalty on any."""
+
+    rewards_K: torch.Tensor
+    sequence_K: torch.Tensor
+    group_S: torch.Tensor
+    values_K: torch.Tensor | None = None
+    baseline_S: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Advantages for the policy and returns for the critic, in the type of the rewards."""
+
+    advantages_K: torch.Tensor
+    returns_K: torch.Tensor
+
+
+def gae(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """Generalised advantages (arXiv 1506.02438), whitened over the step; returns are A + V before the whitening."""
+    values_K = _needed(signals.values_K, "gae", "the critic's values")
+    advantages_K = returns.gae(signals.rewards_K, values_K, signals.sequence_K, gamma, lam)
+    return _estimate(signals, whitened(advantages_K), advantages_K + values_K.double())
+
+
+def reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """The discounted return to go, without a baseline (Williams 1992)."""
+    returns_K = returns.return_to_go(signals.rewards_K, signals.sequence_K, gamma)
+    return _estimate(signals, returns_K, returns_K)
+
+
+def reinforce_pp(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """REINFORCE++ (arXiv 2501.03262): the return to go, whitened over the tokens of the step."""
+    returns_K = returns.return_to_go(signals.rewards_K, signals.sequence_K, gamma)
+    return _estimate(signals, whitened(returns_K), returns_K)
+
+
+def remax(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """ReMax (arXiv 2310.10505): the return to go minus the score of the greedy response to the same prompt."""
+    baseline_S = _needed(signals.baseline_S, "remax", "the scores of the greedy responses")
+    returns_K = returns.return_to_go(signals.rewards_K, signals.sequence_K, gamma)
+    return _estimate(signals, returns_K - baseline_S.double()[signals.sequence_K], returns_K)
+
+
+def grpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """GRPO (arXiv 2402.03300): (s - group mean) / (group deviation + 1e-6), the deviation with n - 1."""
+    groups = _Groups(signals)
+    return groups.estimate(groups.centred_P / (groups.deviation_P + STD_FLOOR))
+
+
+def dr_grpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """Dr. GRPO (arXiv 2503.20783): s - group mean, not divided by the deviation."""
+    groups = _Groups(signals)
+    return groups.estimate(groups.centred_P)
+
+
+def rloo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """RLOO (arXiv 2402.14740): s minus the mean of the others, which is (s - group mean) n / (n - 1)."""
+    groups = _Groups(signals)
+    return groups.estimate(groups.centred_P * groups.size_P / (groups.size_P - 1).clamp(min=1))
+
+
+def opo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """OPO (arXiv 2505.23585): s minus the group's mean weighted by length, in tokens that the model produced."""
+    groups = _Groups(signals)
+    baseline_P = groups.total(groups.lengths_P * groups.above_least_P) / groups.total(groups.lengths_P)
+    return groups.estimate(groups.above_least_P - baseline_P)
+
+
+def gpg(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """GPG (arXiv 2504.02546): s - group mean, times all sequences over those in groups whose scores differ.
+
+    The factor makes up for the groups without a gradient. verl counts the sequences of non-zero score instead, which
+    with rewards 0 and 1 are the right answers, and which changes when a constant is added to the rewards.
+    """
+    groups = _Groups(signals)
+    differing = int((groups.greatest_P > 0).sum())
+    return groups.estimate(groups.centred_P * (len(groups.centred_P) / max(differing, 1)))
+
+
+def grpo_passk(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """Pass@k (arXiv 2503.19595): only the best of a group, with (best - second best) / (deviation + 1e-6).
+
+    Where several share the best score the second best is as good, so all of the group get 0.
+    """
+    groups = _Groups(signals)
+    best_P = groups.above_least_P == groups.greatest_P
+    only_P = best_P & (groups.total(best_P.double()) == 1)
+    second_P = groups.greatest(torch.where(best_P, 0.0, groups.above_least_P))
+    lead_P = (groups.above_least_P - second_P) / (groups.deviation_P + STD_FLOOR)
+    return groups.estimate(torch.where(only_P, lead_P, 0.0))
+
+
+def reinforce_pp_baseline(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """REINFORCE++ with a group baseline (arXiv 2501.03262): s - group mean, whitened over the tokens of the step."""
+    groups = _Groups(signals)
+    advantages_K = whitened(groups.at_tokens(groups.centred_P))
+    return _estimate(signals, advantages_K, groups.at_tokens(groups.scores_P))
+
+
+ESTIMATORS: dict[str, Callable[..., Estimate]] = {
+    "gae": gae,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce": reinforce,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "remax": remax,
+    "opo": opo,
+    "grpo_passk": grpo_passk,
+    "gpg": gpg,
+}
+
+
+def whitened(values_K: torch.Tensor) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as verl has it. One or equal values give 0."""
+    if not len(values_K):
+        return values_K
+    shifted_K = values_K - values_K[0]  # equal values become exact zeros, which no rounding of their mean can undo
+    centred_K = shifted_K - shifted_K.mean()
+    variance = centred_K.square().sum() / max(len(values_K) - 1, 1)
+    return centred_K * torch.rsqrt(variance + VARIANCE_FLOOR)
+
+
+def informative(scores_S: torch.Tensor, group_S: torch.Tensor) -> torch.Tensor:
+    """True where the scores of a sequence's group are not all equal: what dynamic sampling (arXiv 2503.14476) keeps."""
+    group_S, groups = _numbered(group_S)
+    return _extreme(scores_S, group_S, groups, "amax") > _extreme(scores_S, group_S, groups, "amin")
+
+
+class _Groups:
+    """The scores of the sequences that have a token, as seen from each of them in its group."""
+
+    def __init__(self, signals: Signals):
+        self._signals = signals
+        present_P, self._place_K = torch.unique(signals.sequence_K, return_inverse=True)
+        self._group_P, self._groups = _numbered(signals.group_S[present_P])
+        self.scores_P = sum_by(signals.rewards_K.double(), self._place_K, len(present_P))
+        self.lengths_P = sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), self._place_K, len(present_P))
+        self.size_P = self.total(torch.ones_like(self.scores_P))
+        self.above_least_P = self.scores_P - _extreme(self.scores_P, self._group_P, self._groups, "amin")
+        self.greatest_P = self.greatest(self.above_least_P)
+        self.centred_P = self.above_least_P - self.total(self.above_least_P) / self.size_P
+        self.deviation_P = (self.total(self.centred_P.square()) / (self.size_P - 1).clamp(min=1)).sqrt()
+
+    def total(self, values_P: torch.Tensor) -> torch.Tensor:
+        return sum_by(values_P, self._group_P, self._groups)[self._group_P]
+
+    def greatest(self, values_P: torch.Tensor) -> torch.Tensor:
+        return _extreme(values_P, self._group_P, self._groups, "amax")
+
+    def at_tokens(self, values_P: torch.Tensor) -> torch.Tensor:
+        return values_P[self._place_K]
+
+    def estimate(self, advantages_P: torch.Tensor) -> Estimate:
+        return _estimate(self._signals, self.at_tokens(advantages_P), self.at_tokens(self.scores_P))
+
+
+def _numbered(group_S: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Group numbers without gaps, and how many there are."""
+    names_G, number_S = torch.unique(group_S, return_inverse=True)
+    return number_S, len(names_G)
+
+
+def _extreme(values_S: torch.Tensor, group_S: torch.Tensor, groups: int, which: str) -> torch.Tensor:
+    """The greatest (`amax`) or least (`amin`) value of each sequence's group."""
+    extreme_G = values_S.new_zeros(groups).scatter_reduce(0, group_S, values_S, which, include_self=False)
+    return extreme_G[group_S]
+
+
+def _estimate(signals: Signals, advantages_K: torch.Tensor, returns_K: torch.Tensor) -> Estimate:
+    dtype = signals.rewards_K.dtype
+    return Estimate(advantages_K.to(dtype), returns_K.to(dtype))
+
+
+def _needed(values: torch.Tensor | None, estimator: str, what: str) -> torch.Tensor:
+    if values is None:
+        raise Refusal.at("algorithm.advantage", f"{estimator} needs {what}, and the step has none")
+    return values

@@ -1,0 +1,53 @@
+"""Sums over sequences, and the weights by which the token losses of an update are averaged.
+
+Shapes: K tokens that the model itself produced, sequence after sequence; S sequences. `sequence_K` (int64,
+non-decreasing) is the sequence of a token. Prompt tokens, observations and padding are not in the vectors.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.errors import Refusal
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
+
+
+def sum_by(values_K: torch.Tensor, key_K: torch.Tensor, count: int) -> torch.Tensor:
+    """The sum of the values of each key 0..count-1; 0 for a key that has none. Carries gradients."""
+    return values_K.new_zeros(count).index_add(0, key_K, values_K)
+
+
+def sequence_mean(values_K: torch.Tensor, keep_K: torch.Tensor, sequence_K: torch.Tensor, count: int) -> torch.Tensor:
+    """At each token the mean of its sequence's kept values; 0 where the sequence has no kept token."""
+    keep_K = keep_K.to(values_K.dtype)
+    totals_S = sum_by(values_K * keep_K, sequence_K, count)
+    lengths_S = sum_by(keep_K, sequence_K, count)
+    return (totals_S / lengths_S.clamp(min=1))[sequence_K]
+
+
+def aggregation_weights(
+    kind: str, sequence_K: torch.Tensor, keep_K: torch.Tensor, sequences: int, max_tokens: int
+) -> tuple[torch.Tensor, float]:
+    """Weights and divisor over a whole update: its loss is `sum(weights_K * loss_K) / divisor`.
+
+    A sequence without a kept token (`keep_K` 0 everywhere, or no token at all) is not counted. The divisor is at
+    least 1, so that an update with nothing kept has loss 0 and not 0/0.
+
+    - `token_mean`: every kept token counts alike (DAPO, arXiv 2503.14476).
+    - `seq_mean_token_mean`: every sequence counts alike, its tokens share its weight (GRPO, arXiv 2402.03300).
+    - `seq_mean_token_sum`: the mean over sequences of the sums of their tokens.
+    - `seq_mean_token_sum_norm`: that sum over the constant `max_tokens` (Dr. GRPO, arXiv 2503.20783).
+    """
+    keep_K = keep_K if keep_K.is_floating_point() else keep_K.to(torch.float32)
+    lengths_S = sum_by(keep_K, sequence_K, sequences)
+    counted = int((lengths_S > 0).sum())
+    if kind == "token_mean":
+        return keep_K, max(float(keep_K.sum(dtype=torch.float64)), 1.0)
+    if kind == "seq_mean_token_sum":
+        return keep_K, float(max(counted, 1))
+    if kind == "seq_mean_token_mean":
+        return keep_K / lengths_S.clamp(min=1)[sequence_K], float(max(counted, 1))
+    if kind == "seq_mean_token_sum_norm":
+        return keep_K, float(max(counted, 1) * max_tokens)
+    raise Refusal.at("algorithm.aggregation", f"{kind!r} is not known", f"one of {', '.join(AGGREGATIONS)}")

@@ -1,0 +1,154 @@
+"""Attention of the rollout engine: keys and values live in blocks of a cache that sequences share.
+
+Shapes: T tokens of a forward pass, B sequences that decode one token each, M blocks of a sequence's table, H query
+heads, G key/value heads, D head size. A slot is a place for one token: block * block size + place in the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from lockstep.kernels.layout import Layout
+from lockstep.kernels.varlen import varlen_attention
+
+
+class KVCache:
+    """Keys and values of every layer by slot."""
+
+    def __init__(self, layers: int, blocks: int, block: int, heads: int, size: int, like: torch.Tensor):
+        self.blocks, self.block = blocks, block
+        shape = (2, layers, blocks * block, heads, size)
+        # Zeros, not whatever was there: a masked slot is multiplied by 0, and 0 times infinity is not 0.
+        self.slots = torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.slots[0, index], self.slots[1, index]
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to), in every layer."""
+        source, target = (torch.tensor(side, device=self.slots.device) for side in zip(*pairs, strict=True))
+        blocks = self.slots.unflatten(2, (self.blocks, self.block))
+        blocks[:, :, target] = blocks[:, :, source]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stretch of a sequence that is computed in one pass: tokens at `start` to `stop`, whose slots are known."""
+
+    first: int
+    """Place of its first token in the line of the pass."""
+    start: int
+    stop: int
+    slots: torch.Tensor
+    """Slots of all the sequence's tokens up to `stop`."""
+
+
+@dataclass(frozen=True)
+class PrefillPass:
+    """Chunks of several sequences in one line. `fresh` is their layout when each begins its sequence."""
+
+    cache: KVCache
+    slots_T: torch.Tensor
+    chunks: tuple[Chunk, ...]
+    fresh: Layout | None
+
+
+@dataclass(frozen=True)
+class DecodePass:
+    """One new token of each of B sequences; `lengths_B` counts it."""
+
+    cache: KVCache
+    kernel: str
+    slots_T: torch.Tensor
+    table_BM: torch.Tensor
+    lengths_B: torch.Tensor
+
+
+def paged_attention(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    step: PrefillPass | DecodePass,
+    layer: int,
+    *,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Store the pass's keys and values, and attend to everything of each token's own sequence up to itself."""
+    keys, values = step.cache.layer(layer)
+    keys.index_copy_(0, step.slots_T, key_TGD)
+    values.index_copy_(0, step.slots_T, value_TGD)
+    if isinstance(step, DecodePass):
+        return decode_attention(query_THD, keys, values, step, scale, window)
+    if step.fresh is not None:
+        return varlen_attention(query_THD, key_TGD, value_TGD, step.fresh, scale=scale, window=window)
+    parts = [_chunk_attention(query_THD, keys, values, chunk, scale, window) for chunk in step.chunks]
+    return torch.cat(parts)
+
+
+def decode_attention(
+    query_BHD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: DecodePass,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """One query a sequence, by the kernel of the device."""
+    if step.kernel == "triton" and query_BHD.is_cuda:
+        from lockstep.kernels.triton_paged import paged_decode
+
+        return paged_decode(query_BHD, keys, values, step.table_BM, step.lengths_B, step.cache.block, scale, window)
+    return gathered_decode(query_BHD, keys, values, step.table_BM, step.lengths_B, step.cache.block, scale, window)
+
+
+def gathered_decode(
+    query_BHD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table_BM: torch.Tensor,
+    lengths_B: torch.Tensor,
+    block: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """The twin: every sequence's blocks side by side, then plain attention with a mask."""
+    batch, heads, size = query_BHD.shape
+    groups = keys.shape[1]
+    places = torch.arange(table_BM.shape[1] * block, device=keys.device)
+    k, v = (
+        cached.unflatten(0, (-1, block)).index_select(0, table_BM.flatten()).view(batch, -1, groups, cached.shape[-1])
+        for cached in (keys, values)
+    )
+    seen = places[None, :] < lengths_B[:, None]
+    if window:
+        seen &= places[None, :] >= lengths_B[:, None] - window
+    # The query heads that share a key/value head stand as rows of one query: no head is repeated in memory.
+    query = query_BHD.view(batch, groups, heads // groups, size)
+    out = scaled_dot_product_attention(
+        query, k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen[:, None, None, :], scale=scale
+    )
+    return out.reshape(batch, heads, -1)
+
+
+def _chunk_attention(
+    query_THD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chunk: Chunk,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """A chunk with what came before it in the cache."""
+    query = query_THD[chunk.first : chunk.first + chunk.stop - chunk.start].transpose(0, 1)[None]
+    k, v = (cached.index_select(0, chunk.slots).transpose(0, 1)[None] for cached in (keys, values))
+    places = torch.arange(chunk.stop, device=keys.device)
+    back = places[chunk.start :, None] - places[None, :]
+    seen = back >= 0
+    if window:
+        seen &= back < window
+    out = scaled_dot_product_attention(query, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)

@@ -1,0 +1,49 @@
+"""Leaving unlikely tokens out of a distribution (top-k, top-p, min-p), the same in the engine and in the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Stands for minus infinity: its exponential is 0, and 0 times it is 0 rather than not-a-number.
+LEFT_OUT = -1e30
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Which tokens stay: the `top_k` likeliest, the likeliest that hold `top_p`, those not under `min_p` of the best.
+
+    The likeliest token always stays. Tokens of equal logits at the border of top-k stay together.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def active(self) -> bool:
+        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
+
+
+def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | None = None) -> torch.Tensor:
+    """Fill what is left out with LEFT_OUT, in place; `keep_R` are entries that stay whatever happens.
+
+    Logits are those of the temperature that is sampled at.
+    """
+    if not how.active:
+        return logits_RV
+    rows = logits_RV.float()
+    stay = torch.ones_like(rows, dtype=torch.bool)
+    if how.top_k and how.top_k < rows.shape[-1]:
+        stay &= rows >= rows.topk(how.top_k, dim=-1).values[..., -1:]
+    if how.min_p:
+        stay &= rows >= rows.amax(-1, keepdim=True) + torch.log(torch.tensor(how.min_p, device=rows.device))
+    if how.top_p < 1:
+        ordered, places = rows.masked_fill(~stay, LEFT_OUT).sort(-1, descending=True)
+        shares = ordered.softmax(-1)
+        before = shares.cumsum(-1) - shares
+        stay &= torch.empty_like(stay).scatter_(-1, places, before < how.top_p)
+    if keep_R is not None:
+        stay.scatter_(-1, keep_R[:, None], True)
+    return logits_RV.masked_fill_(~stay, LEFT_OUT)

@@ -1,0 +1,78 @@
+"""A critic: the decoder of a language model with one number for each token instead of words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lockstep.errors import Refusal
+from lockstep.model.load import DTYPES, kernel_of, load_config, load_transformers, lora_config
+from lockstep.model.policy import decoder_layers, layout_of
+from lockstep.recipe.schema import Lora, Model
+from lockstep.types import MicroBatch
+
+
+class Critic(nn.Module):
+    """The value of what stands before a token: what the rest of the response is expected to earn."""
+
+    def __init__(self, decoder: nn.Module, head: nn.Linear, kernel: str):
+        super().__init__()
+        self.decoder, self.head, self.kernel = decoder, head, kernel
+
+    def layers(self) -> list[nn.Module]:
+        return decoder_layers(self.decoder)
+
+    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Values at the positions that predict `batch.targets_K`, fp32."""
+        hidden = self.decoder(
+            input_ids=batch.input_ids_NT,
+            position_ids=batch.position_ids_NT,
+            use_cache=False,
+            layout=layout_of(batch, self.kernel),
+        ).last_hidden_state
+        hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
+        values_K = nn.functional.linear(hidden_KH, self.head.weight)[:, 0].float()
+        # As in the policy: every parameter stays in the graph where a share of the update is empty.
+        return values_K if len(batch.targets_K) else values_K + (hidden.sum() + self.head.weight.sum()).float() * 0
+
+
+def load_critic(settings: Model, path: str, device: torch.device, kernel: str, seed: int) -> Critic:
+    """From a causal language model (the head starts at zero: every value is 0) or a reward model (with its head)."""
+    config = load_config(path)
+    architectures = config.architectures or []
+    if any(name.endswith("ForSequenceClassification") for name in architectures):
+        model, info = load_transformers(AutoModelForSequenceClassification, path, settings.dtype)
+        if model.num_labels != 1:
+            raise Refusal.at(
+                f"critic.path {path}", f"its head gives {model.num_labels} numbers, not one", "use a reward model"
+            )
+        decoder, head = model.base_model, model.score
+    else:
+        model, info = load_transformers(AutoModelForCausalLM, path, settings.dtype)
+        decoder = model.get_decoder()
+        head = nn.Linear(config.hidden_size, 1, bias=False, dtype=DTYPES[settings.dtype])
+        nn.init.zeros_(head.weight)
+    missing = [key for key in info.get("missing_keys", ()) if not key.startswith("lm_head")]
+    if missing:
+        raise Refusal.at(f"critic.path {path}", f"the weights lack {missing[0]}", "use a whole model folder")
+    if settings.lora is not None:
+        _inject(decoder, settings.lora, seed)
+    critic = Critic(decoder.to(device), head.to(device), kernel_of(settings, kernel))
+    if settings.gradient_checkpointing:
+        decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return critic.train()
+
+
+def _inject(decoder: nn.Module, settings: Lora, seed: int) -> None:
+    """Adapters inside the decoder; the head beside it is trained in full."""
+    from peft import inject_adapter_in_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(lora_config(settings, None), decoder)

@@ -1,0 +1,88 @@
+"""The parts `rule` and `format`: checks of a response's text."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from lockstep.errors import Problem, Refusal
+from lockstep.recipe.schema import Reward
+from lockstep.reward.function import FunctionPart
+from lockstep.reward.parts import Outcome, settled
+from lockstep.reward.rules import Rule, rule_for
+from lockstep.types import Failure, Question
+
+
+class RulePart:
+    """Each response is checked by the rule of its data source: at once, or in a process where a check may hang."""
+
+    name = "rule"
+
+    def __init__(self, settings: Reward, sources: Iterable[str]):
+        self._settings = settings
+        self._isolated: dict[str, FunctionPart] = {}
+        self._lock = threading.Lock()
+        problems: list[Problem] = []
+        rules: list[Rule] = []
+        for source in sorted(set(sources)):
+            try:
+                rules.append(self.rule(source))
+            except Refusal as refusal:
+                problems += refusal.problems
+        if problems:
+            raise Refusal(problems)
+        for rule in rules:
+            if rule.isolated is not None:
+                self._process(rule.name, rule.isolated)
+
+    def rule(self, source: str) -> Rule:
+        return rule_for(source, self._settings.rules)
+
+    def submit(self, question: Question, text: str) -> Future[Outcome]:
+        rule = self.rule(question.data_source)
+        if rule.isolated is not None:
+            return self._process(rule.name, rule.isolated).submit(question, text)
+        try:
+            return settled({self.name: rule(text, question.ground_truth)})
+        except Refusal as refusal:
+            # The row is at fault (a ground truth that no answer can match), not the response.
+            return settled(Failure(self.name, f"{question.origin}: {refusal.problems[0]}"))
+
+    def flush(self) -> None:
+        """Nothing waits for company here."""
+
+    def close(self) -> None:
+        for part in self._isolated.values():
+            part.close()
+
+    def _process(self, name: str, place: str) -> FunctionPart:
+        with self._lock:
+            if name not in self._isolated:
+                self._isolated[name] = FunctionPart(place, self._settings, name=self.name, key="reward.rules")
+            return self._isolated[name]
+
+
+class FormatPart:
+    """1 where the whole response matches the expression (a point matches line breaks too), else 0."""
+
+    name = "format"
+
+    def __init__(self, expression: str):
+        try:
+            self._pattern = re.compile(expression, re.DOTALL)
+        except re.error as error:
+            place = "" if error.pos is None else f" at character {error.pos + 1}"
+            raise Refusal.at(
+                "reward.format", f"{expression!r} is not a regular expression: {error.msg}{place}", "mend it"
+            ) from error
+
+    def submit(self, question: Question, text: str) -> Future[Outcome]:
+        return settled({self.name: 1.0 if self._pattern.fullmatch(text) else 0.0})
+
+    def flush(self) -> None:
+        """Nothing waits for company here."""
+
+    def close(self) -> None:
+        """Nothing is held."""

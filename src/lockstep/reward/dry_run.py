@@ -1,0 +1,120 @@
+"""Before the first step: can the rewards tell a right answer from none? One that cannot would train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from lockstep.errors import Problem, Refusal, shortened
+from lockstep.reward.boxed import boxed_example
+from lockstep.reward.parts import Outcome, Part
+from lockstep.reward.rules import Rule
+from lockstep.types import Failure, Question
+
+# Rows of each data source that are tried.
+ROWS = 3
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One row as one part scored it: the empty answer, and each answer that may be right."""
+
+    question: Question
+    tried: list[str]
+    empty: Future[Outcome]
+    right: list[Future[Outcome]]
+
+
+def dry_run(parts: Sequence[Part], questions: Sequence[Question], rule_of: Callable[[str], Rule | None]) -> list[str]:
+    """A line for each part and data source; refuses what fails, and what scores right and empty answers alike.
+
+    Every ground truth is looked at where the rule counts. The answers tried are those of `right_answers`.
+    """
+    problems: list[Problem] = []
+    if any(part.name == "rule" for part in parts):
+        problems += _bad_truths(questions, rule_of)
+    sources = list(dict.fromkeys(question.data_source for question in questions))
+    trials: dict[tuple[str, str], list[_Trial]] = {}
+    for source in sources:
+        rows = [question for question in questions if question.data_source == source][:ROWS]
+        for part in parts:
+            trials[part.name, source] = [_try(part, row, rule_of(source)) for row in rows]
+    for part in parts:
+        part.flush()
+    lines = []
+    for (name, source), tried in trials.items():
+        line, found = _judged(name, source, tried, say_source=len(sources) > 1)
+        lines.append(line)
+        problems += found
+    if problems:
+        raise Refusal(problems)
+    return lines
+
+
+def right_answers(part: str, question: Question, rule: Rule | None) -> list[str]:
+    """For the rule, a right answer in its own form. For others whatever may be one: the bare truth, the forms of the
+    rules, and the worked answer that some data sets carry."""
+    truth = question.ground_truth
+    if part == "rule" and rule is not None:
+        return [rule.example(truth)]
+    worked = question.extra_info.get("answer")
+    return [truth, f"#### {truth}", boxed_example(truth), *([worked] if isinstance(worked, str) and worked else [])]
+
+
+def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | None]) -> list[Problem]:
+    problems = []
+    for question in questions:
+        rule = rule_of(question.data_source)
+        why = rule.truth_problem(question.ground_truth) if rule else None
+        if rule and why:
+            problems.append(Problem(str(question.origin), f"ground truth {why}", f"mend the row: rule {rule.name}"))
+    return shortened(problems, "rows")
+
+
+def _try(part: Part, question: Question, rule: Rule | None) -> _Trial:
+    tried = right_answers(part.name, question, rule)
+    return _Trial(question, tried, part.submit(question, ""), [part.submit(question, text) for text in tried])
+
+
+def _judged(name: str, source: str, trials: Sequence[_Trial], *, say_source: bool) -> tuple[str, list[Problem]]:
+    where = f"reward {name}" + (f" ({source})" if say_source else "")
+    shown: tuple[float, float] | None = None
+    apart = False
+    for trial in trials:
+        outcomes = [trial.empty.result(), *[future.result() for future in trial.right]]
+        for text, outcome in zip(["", *trial.tried], outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                return where, [_failed(name, trial.question, text, outcome)]
+        empty, *right = [outcome[name] for outcome in outcomes if not isinstance(outcome, Failure)]
+        better = [score for score in right if score != empty]
+        if shown is None or (better and not apart):
+            shown = (better or right)[0], empty
+        apart = apart or bool(better)
+    if shown is None:
+        return f"{where}: no rows to try", []
+    line = f"{where}: right answer {shown[0]:g}, empty answer {shown[1]:g}"
+    if apart or name == "format":
+        return line, []
+    return line, [_blind(name, source, trials, shown[1])]
+
+
+def _failed(name: str, question: Question, text: str, failure: Failure) -> Problem:
+    return Problem(
+        f"reward.{'rules' if name == 'rule' else name}",
+        f"tried on {question.origin} (data source {question.data_source}), the answer {text[:60]!r} could not be "
+        f"scored: {failure.why}",
+        "mend it before training: a failure is never scored 0",
+    )
+
+
+def _blind(name: str, source: str, trials: Sequence[_Trial], score: float) -> Problem:
+    tried = ", ".join(repr(text[:60]) for text in trials[0].tried)
+    return Problem(
+        f"reward.{'rules' if name == 'rule' else name}",
+        f"data source {source}: the empty answer and right answers both score {score:g} on all of {len(trials)} rows; "
+        f"tried on {trials[0].question.origin}: {tried}",
+        "a reward that is the same for all trains nothing: check the rule of this data source and its ground truths"
+        if name == "rule"
+        else "a reward that is the same for all trains nothing: check what it expects of an answer",
+    )

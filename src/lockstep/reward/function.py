@@ -1,0 +1,67 @@
+"""The part `function`: a user's own function, run in processes that can be killed."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+
+from lockstep.errors import Refusal
+from lockstep.recipe.schema import Reward
+from lockstep.reward.parts import Outcome, promised
+from lockstep.reward.pool import Pool, Target
+from lockstep.reward.worker import Given, Raised
+from lockstep.types import Failure, Question
+
+
+class FunctionPart:
+    """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response, in processes.
+
+    `name` is the part that the scores and failures count for; `place` is `path/to/file.py:name`, named by `key`.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        settings: Reward,
+        *,
+        name: str = "function",
+        key: str = "reward.function",
+        output: Path | None = None,
+    ):
+        self.name = name
+        path, function = located(place, key)
+        target = Target(str(path), function, settings.time_limit, settings.memory_limit_gb, output, key)
+        self._pool = Pool(target, settings.workers)
+
+    def submit(self, question: Question, text: str) -> Future[Outcome]:
+        call = {
+            "data_source": question.data_source,
+            "solution_str": text,
+            "ground_truth": question.ground_truth,
+            "extra_info": question.extra_info,
+        }
+        future = promised()
+        self._pool.submit(call).add_done_callback(lambda done: future.set_result(self._outcome(done.result())))
+        return future
+
+    def flush(self) -> None:
+        """Nothing waits for company here."""
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _outcome(self, answer: Given | Raised) -> Outcome:
+        if isinstance(answer, Raised):
+            return Failure(self.name, answer.why)
+        return {self.name: answer.score, **{f"{self.name}/{key}": value for key, value in answer.more.items()}}
+
+
+def located(place: str, key: str) -> tuple[Path, str]:
+    """File and name of `path/to/file.py:name`; refused where there is no such file."""
+    path, _, name = place.rpartition(":")
+    if not path or not name.isidentifier():
+        raise Refusal.at(key, f"{place!r} does not name a function", "write path/to/file.py:name")
+    file = Path(path).expanduser().absolute()
+    if not file.is_file():
+        raise Refusal.at(key, f"there is no file {path}", "give the path from the folder that you start in")
+    return file, name

@@ -1,0 +1,191 @@
+"""The part `model`: a sequence classification model with one label, its own tokenizer and its own chat template."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from lockstep.errors import Problem, Refusal, shortened
+from lockstep.model.load import first_line
+from lockstep.model.resolve import model_folder
+from lockstep.reward.parts import Outcome, promised, settled
+from lockstep.types import Failure, Question
+
+STATS = "score_stats.json"
+# Tokens of one padded batch. Scores do not depend on it.
+BATCH_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A loaded reward model. Its scores are `(raw - mean) / std`."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    context: int | None
+    mean: float = 0.0
+    std: float = 1.0
+
+    def encode(self, question: Question, answer: str) -> list[int]:
+        """The chat with the answer as its last turn, in the reward model's own template.
+
+        A tokenizer without a template gets the contents of the prompt and the answer, a line break between each,
+        with the special tokens that it adds by itself.
+        """
+        if self.tokenizer.chat_template:
+            chat = [*question.prompt, {"role": "assistant", "content": answer}]
+            text = self.tokenizer.apply_chat_template(chat, tokenize=False)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        text = "\n".join([*[str(message["content"]) for message in question.prompt], answer])
+        return list(self.tokenizer(text)["input_ids"])
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Scores of encoded rows in their order, padded on the right in batches of rows of like length."""
+        scores = [0.0] * len(rows)
+        for members in batches([len(row) for row in rows], BATCH_TOKENS):
+            found = self._forward([rows[i] for i in members])
+            for i, score in zip(members, found, strict=True):
+                scores[i] = (score - self.mean) / self.std
+        return scores
+
+    def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        text_config = self.model.config.get_text_config()
+        padding = text_config.pad_token_id
+        if padding is None:
+            # The model finds the end of a row by the padding token, so it must be one that ends none of them.
+            ends = {row[-1] for row in rows}
+            padding = next(token for token in range(len(ends) + 1) if token not in ends)
+        longest = max(map(len, rows))
+        ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=self.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self.device)
+        stored = text_config.pad_token_id
+        text_config.pad_token_id = padding
+        try:
+            logits = self.model(input_ids=ids, attention_mask=mask).logits
+        finally:
+            text_config.pad_token_id = stored
+        return [float(score) for score in logits[:, 0].float().tolist()]
+
+
+def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Rows by length, as many at once as fit when padded to the longest; a longer row goes alone."""
+    members: list[int] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if members and lengths[i] * (len(members) + 1) > tokens:
+            yield members
+            members = []
+        members.append(i)
+    if members:
+        yield members
+
+
+def load_reward_model(path: str, device: torch.device) -> RewardModel:
+    """The folder's model in the precision it is stored in; refused unless it gives one score for a whole text."""
+    where = f"reward.model {path}"
+    folder = model_folder(path)
+    if not (Path(folder) / "config.json").is_file():
+        raise Refusal.at(where, "is no folder with a config.json", "point at a reward model's Hugging Face folder")
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise Refusal.at(where, f"cannot be loaded: {first_line(error)}") from error
+    _refuse_wrong_kind(where, config)
+    mean, std = _statistics(Path(folder) / STATS)
+    try:
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            folder, config=config, dtype="auto", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise Refusal.at(where, f"its weights cannot be loaded: {first_line(error)}") from error
+    missing = sorted(info.get("missing_keys", ()))
+    if missing:
+        problems = [Problem(where, f"the weights lack {key}, which would start random") for key in missing]
+        raise Refusal(shortened(problems, "weights"))
+    largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
+    if largest >= rows:
+        why = f"its tokenizer has a token with id {largest}, but its embedding has {rows} rows"
+        raise Refusal.at(where, why, "use the tokenizer that the reward model was trained with")
+    model.to(device).eval().requires_grad_(False)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return RewardModel(model, tokenizer, device, context, mean, std)
+
+
+def _refuse_wrong_kind(where: str, config: Any) -> None:
+    kinds = config.architectures or []
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise Refusal.at(
+            where,
+            f"is not a sequence classification model but {', '.join(kinds) or 'of no stated kind'}",
+            "train a reward model, or name the folder of one",
+        )
+    if config.num_labels != 1:
+        raise Refusal.at(where, f"gives {config.num_labels} labels; a reward is one number", "use a model of one label")
+
+
+def _statistics(file: Path) -> tuple[float, float]:
+    """Mean and deviation that scores are normalised by; 0 and 1 where the folder says nothing."""
+    if not file.is_file():
+        return 0.0, 1.0
+    try:
+        stats = json.loads(file.read_text(encoding="utf-8"))
+        mean, std = float(stats["mean"]), float(stats["std"])
+    except (ValueError, KeyError, TypeError) as error:
+        remedy = 'it holds {"mean": NUMBER, "std": NUMBER}'
+        raise Refusal.at(str(file), f"cannot be read: {type(error).__name__} {error}", remedy) from error
+    if not (abs(mean) < float("inf") and 0 < std < float("inf")):
+        raise Refusal.at(str(file), f"mean {mean} and std {std} cannot normalise a score", "std is over 0, both finite")
+    return mean, std
+
+
+class ModelPart:
+    """Responses wait until `flush`, which scores them all in the caller's thread."""
+
+    name = "model"
+
+    def __init__(self, path: str, device: torch.device):
+        self._reward_model = load_reward_model(path, device)
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[list[int], Future[Outcome]]] = []
+
+    def submit(self, question: Question, text: str) -> Future[Outcome]:
+        try:
+            ids = self._reward_model.encode(question, text)
+        except TemplateError as error:
+            return settled(Failure(self.name, f"{question.origin}: its chat template refuses this chat: {error}"))
+        context = self._reward_model.context
+        if context is not None and len(ids) > context:
+            return settled(Failure(self.name, f"{len(ids)} tokens are more than its context of {context}"))
+        future = promised()
+        with self._lock:
+            self._waiting.append((ids, future))
+        return future
+
+    def flush(self) -> None:
+        waiting = self._taken()
+        scores = self._reward_model.score([ids for ids, _ in waiting])
+        for (_, future), score in zip(waiting, scores, strict=True):
+            finite = abs(score) < float("inf")
+            future.set_result({self.name: score} if finite else Failure(self.name, f"the score is {score}"))
+
+    def close(self) -> None:
+        for _, future in self._taken():
+            future.set_result(Failure(self.name, "the run was ending before it was scored"))
+
+    def _taken(self) -> list[tuple[list[int], Future[Outcome]]]:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        return waiting

@@ -1,0 +1,40 @@
+"""The parts that a reward is made of share one face."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from lockstep.types import Failure, Question
+
+Outcome = dict[str, float] | Failure
+"""What a part gave for one response: its score under its own name, with further numbers to log; or no score."""
+
+
+class Part(Protocol):
+    """One of the rewards that are added up."""
+
+    name: str
+
+    def submit(self, question: Question, text: str) -> Future[Outcome]:
+        """Returns at once. The future never raises."""
+
+    def flush(self) -> None:
+        """Send or score everything that waits for company."""
+
+    def close(self) -> None:
+        """Give back what the part holds; what was not scored becomes a failure."""
+
+
+def promised() -> Future[Outcome]:
+    """A future that cannot be cancelled: whoever made the promise keeps it."""
+    future: Future[Outcome] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def settled(outcome: Outcome) -> Future[Outcome]:
+    """A future that is over already."""
+    future: Future[Outcome] = Future()
+    future.set_result(outcome)
+    return future

@@ -1,0 +1,161 @@
+"""The face of all rewards: responses go in one by one, weighted sums of their parts come out as futures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from lockstep.errors import Problem, Refusal
+from lockstep.recipe.schema import Reward
+from lockstep.reward.checks import FormatPart, RulePart
+from lockstep.reward.dry_run import dry_run
+from lockstep.reward.function import FunctionPart
+from lockstep.reward.model import ModelPart
+from lockstep.reward.parts import Outcome, Part
+from lockstep.reward.remote import RemotePart
+from lockstep.reward.rules import DEFAULT_RULES, Rule, rule_for, rule_named
+from lockstep.types import Failure, Question, Score
+
+PARTS = ("rule", "function", "model", "remote", "format")
+
+
+class Scorer:
+    """Scores responses. Nothing depends on how fast a part answers or on how many processes there are."""
+
+    def __init__(self, parts: Sequence[Part], weights: Mapping[str, float], rules: Mapping[str, str]):
+        self._parts = list(parts)
+        self._weights = dict(weights)
+        self._rules = dict(rules)
+
+    @classmethod
+    def open(
+        cls, settings: Reward, sources: Iterable[str], device: torch.device, *, output: Path | None = None
+    ) -> Scorer:
+        """Start everything that the settings name, for rows of these data sources.
+
+        Refuses with all that is wrong at once. What a user's function prints is appended to `output`, or thrown away.
+        """
+        weights, problems = active_weights(settings)
+        problems += _unknown_rules(settings.rules)
+        makers: dict[str, Callable[[], Part]] = {
+            "rule": lambda: RulePart(settings, sources),
+            "function": lambda: FunctionPart(str(settings.function), settings, output=output),
+            "model": lambda: ModelPart(str(settings.model), device),
+            "remote": lambda: RemotePart(str(settings.remote), settings),
+            "format": lambda: FormatPart(str(settings.format)),
+        }
+        with ExitStack() as opened:
+            parts: list[Part] = []
+            for name in weights:
+                try:
+                    parts.append(makers[name]())
+                except Refusal as refusal:
+                    problems += refusal.problems
+                else:
+                    opened.callback(parts[-1].close)
+            if problems:
+                raise Refusal(list(dict.fromkeys(problems)))
+            opened.pop_all()
+        return cls(parts, weights, settings.rules)
+
+    def submit(self, question: Question, text: str) -> Future[Score | Failure]:
+        """Returns at once; the future never raises. It may wait for the next `flush`."""
+        outcomes = [part.submit(question, text) for part in self._parts]
+        future: Future[Score | Failure] = Future()
+        future.set_running_or_notify_cancel()
+        remaining = _Countdown(len(outcomes), lambda: future.set_result(self._sum([o.result() for o in outcomes])))
+        for outcome in outcomes:
+            outcome.add_done_callback(remaining)
+        return future
+
+    def flush(self) -> None:
+        """Send and score what waits for company: call it when the last response of a step is submitted."""
+        for part in self._parts:
+            part.flush()
+
+    def dry_run(self, questions: Sequence[Question]) -> list[str]:
+        """Score right and empty answers to some of the questions; refuses a reward that cannot tell them apart."""
+        lines = dry_run(self._parts, questions, self.rule_of)
+        if self._rules and "rule" not in self._weights:
+            lines.append(
+                "reward rule: does not count, because other rewards are set and reward.weights does not name it"
+            )
+        return lines
+
+    def rule_of(self, source: str) -> Rule | None:
+        """The rule of a data source, whether it counts as a reward or not; None where there is none."""
+        return rule_for(source, self._rules) if source in {**DEFAULT_RULES, **self._rules} else None
+
+    def answer_of(self, question: Question, text: str) -> str | None:
+        """The final answer as the rule of the question's data source reads it; equal answers are equal strings."""
+        rule = self.rule_of(question.data_source)
+        return rule.answer(text) if rule else None
+
+    def close(self) -> None:
+        """End all processes and requests; what was not scored becomes a failure."""
+        for part in self._parts:
+            part.close()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _sum(self, outcomes: Sequence[Outcome]) -> Score | Failure:
+        """The first failure in the order of the parts, or the weighted sum of their scores."""
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if failures:
+            return failures[0]
+        parts: dict[str, float] = {}
+        for outcome in outcomes:
+            assert isinstance(outcome, dict)
+            parts |= outcome
+        return Score(sum(self._weights[part.name] * parts[part.name] for part in self._parts), parts)
+
+
+class _Countdown:
+    """Calls `then` in the thread that finishes last."""
+
+    def __init__(self, count: int, then: Callable[[], None]):
+        self._left = count
+        self._then = then
+        self._lock = threading.Lock()
+
+    def __call__(self, _: Future[Outcome]) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._then()
+
+
+def active_weights(settings: Reward) -> tuple[dict[str, float], list[Problem]]:
+    """Weight of each part that counts, in the order of PARTS; and the weights of parts that are not set."""
+    is_set = {name: getattr(settings, name) is not None for name in PARTS if name != "rule"}
+    is_set["rule"] = "rule" in settings.weights or not any(is_set.values())
+    problems = [
+        Problem(f"reward.weights.{name}", f"reward.{name} is not set", f"set reward.{name}, or remove the weight")
+        for name in settings.weights
+        if not is_set[name]
+    ]
+    given: Mapping[str, float] = {str(name): weight for name, weight in settings.weights.items()}
+    return {name: given.get(name, 1.0) for name in PARTS if is_set[name]}, problems
+
+
+def _unknown_rules(rules: Mapping[str, str]) -> list[Problem]:
+    problems: list[Problem] = []
+    for source, name in rules.items():
+        try:
+            rule_named(name, f"reward.rules.{source}")
+        except Refusal as refusal:
+            problems += refusal.problems
+    return problems

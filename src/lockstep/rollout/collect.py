@@ -1,0 +1,61 @@
+"""Responses of all ranks, judged: each rank generates its share of the prompts, then everybody has everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from lockstep.parallel.world import World
+from lockstep.rollout.engine import Engine
+from lockstep.types import Failure, Prompt, Question, Request, Rollout, Sampling, Score
+
+
+class Judge(Protocol):
+    """Scores responses, at once or later; `reward/scorer.py` is one."""
+
+    def submit(self, question: Question, text: str) -> Future[Score | Failure]: ...
+
+    def flush(self) -> None: ...
+
+
+def collect(
+    engine: Engine,
+    judge: Judge,
+    prompts: Sequence[Prompt],
+    keys: Sequence[int],
+    n: int,
+    sampling: Sampling,
+    world: World,
+    decode: Callable[[list[int]], str],
+    phases: Callable[[str], AbstractContextManager[None]],
+    advance: Callable[[int], None] = lambda done: None,
+) -> list[Rollout]:
+    """`n` responses to each prompt, in the order of prompts and samples, the same on every rank.
+
+    A response is handed to the judge as soon as it is finished, so that judging overlaps with the decoding of the rest.
+    """
+    mine = list(range(world.rank, len(prompts), world.size))
+    requests = [Request(prompts[place].ids, keys[place], n) for place in mine]
+    judged: list[tuple[dict[str, Any], Future[Score | Failure]]] = []
+    with phases("gen"):
+        for completion in engine.generate(requests, sampling):
+            place = mine[completion.request]
+            text = decode(completion.ids)
+            made = {
+                "place": place,
+                "sample": completion.sample,
+                "ids": completion.ids,
+                "logprobs": completion.logprobs,
+                "stop": completion.stop,
+                "text": text,
+            }
+            judged.append((made, judge.submit(prompts[place].question, text)))
+            advance(1)
+    with phases("reward"):
+        judge.flush()
+        done = [{**made, "score": score.result()} for made, score in judged]
+        everyone = [made for share in world.gather(done) for made in share]
+    everyone.sort(key=lambda made: (made["place"], made["sample"]))
+    return [Rollout(prompt=prompts[made["place"]], **made) for made in everyone]

@@ -1,0 +1,31 @@
+"""When a response ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.types import Sampling
+
+
+def why_ended(response: Sequence[int], sampling: Sampling, decode: Callable[[list[int]], str]) -> str:
+    """`token`, `string` or `length` when the last token ends the response, else nothing."""
+    if response[-1] in sampling.stop_ids:
+        return "token"
+    if sampling.stop_strings:
+        # The last token may complete a text that began some tokens before it. A token is at least a byte and a
+        # character at most four, so this reaches far enough back.
+        back = max(len(text) for text in sampling.stop_strings) * 4
+        tail = decode(list(response[-back:]))
+        if any(text in tail for text in sampling.stop_strings):
+            return "string"
+    return "length" if len(response) >= sampling.max_tokens else ""
+
+
+def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a generation: the model's own and the tokenizer's."""
+    own = model.generation_config.eos_token_id if model.generation_config else None
+    ids = own if isinstance(own, list) else [] if own is None else [own]
+    return sorted({*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})

@@ -1,0 +1,117 @@
+"""The built-in engine: the policy itself generates, with continuous batching over a paged cache.
+
+Weights are those of the trained modules, so there is nothing to copy after an update. The cache lives for one call of
+`generate` and is freed with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from lockstep.device.base import Device
+from lockstep.errors import Refusal
+from lockstep.kernels.noise import sequence_keys
+from lockstep.kernels.paged import KVCache
+from lockstep.model.policy import Policy
+from lockstep.recipe.schema import Rollout
+from lockstep.rollout.ending import why_ended
+from lockstep.rollout.native.runner import Runner
+from lockstep.rollout.native.scheduler import Scheduler
+from lockstep.rollout.native.sequence import Prefix, Sample
+from lockstep.types import Completion, Request, Sampling
+
+# Share of the free memory that the cache may take when the recipe does not say.
+FREE_SHARE = 0.5
+
+
+class NativeEngine:
+    """`decode` turns token ids into text; it is needed for stop strings only."""
+
+    def __init__(self, policy: Policy, device: Device, settings: Rollout, decode: Callable[[list[int]], str]):
+        self.policy, self.device, self.settings, self.decode = policy, device, settings, decode
+        self.preempted = 0
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        if not requests:
+            return
+        prefixes, samples = _sequences(requests, sampling)
+        longest = max(sample.limit for sample in samples)
+        cache = self._cache(samples, longest)
+        settings = self.settings
+        scheduler = Scheduler(
+            prefixes,
+            samples,
+            blocks=cache.blocks,
+            block=cache.block,
+            rows=settings.max_sequences,
+            budget=settings.prefill_tokens,
+        )
+        training = self.policy.training
+        self.policy.eval()
+        try:
+            runner = Runner(self.policy, cache, sampling, self.device, longest)
+            while scheduler.unfinished:
+                yield from self._round(scheduler, runner, sampling)
+        finally:
+            self.policy.train(training)
+            self.preempted = scheduler.preempted
+
+    def _round(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
+        work = scheduler.next(runner.passes)
+        if work.copies:
+            runner.cache.copy_blocks(work.copies)
+        if work.prefill:
+            runner.prefill(work.prefill)
+        if not work.decode:
+            return
+        tokens, logprobs = runner.decode(work.decode)
+        for sample, new, scores in zip(work.decode, tokens, logprobs, strict=True):
+            for token, score in zip(new, scores, strict=True):
+                sample.cached = len(sample.tokens)
+                sample.tokens.append(token)
+                sample.logprobs.append(score)
+                sample.stop = why_ended(sample.tokens[sample.prompt :], sampling, self.decode)
+                if sample.stop:
+                    scheduler.finish(sample)
+                    ids = sample.tokens[sample.prompt :]
+                    yield Completion(sample.request, sample.number, ids, sample.logprobs, sample.stop)
+                    break
+
+    def _cache(self, samples: Sequence[Sample], longest: int) -> KVCache:
+        """As many blocks as the samples could ever use at once, within the memory they may take."""
+        config, block = self.policy.causal_lm.config.get_text_config(), self.settings.block_tokens
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        like = self.policy.causal_lm.get_input_embeddings().weight
+        block_bytes = 2 * config.num_hidden_layers * block * heads * size * like.element_size()
+        asked = self.settings.cache_gb
+        room = asked * 1e9 if asked is not None else FREE_SHARE * self.device.memory().free
+        rows = self.settings.max_sequences
+        wanted = sum(sorted((-(-s.limit // block) + 1 for s in samples), reverse=True)[:rows])
+        prompts = sum(-(-p // block) for p in {s.request: s.prompt for s in samples}.values())
+        blocks = min(wanted + prompts, int(room // block_bytes))
+        least = Scheduler.least_blocks(longest, block)
+        if blocks < least:
+            raise Refusal.at(
+                "rollout.cache_gb" if asked is not None else "memory",
+                f"a response of {longest} tokens with its prompt needs {least * block_bytes / 1e9:.3g} GB of "
+                f"key/value cache, and there are {room / 1e9:.3g} GB",
+                "raise rollout.cache_gb, or lower rollout.max_tokens",
+            )
+        return KVCache(config.num_hidden_layers, blocks, block, heads, size, like)
+
+
+def _sequences(requests: Sequence[Request], sampling: Sampling) -> tuple[list[Prefix], list[Sample]]:
+    prefixes, samples = [], []
+    for number, request in enumerate(requests):
+        prompt = list(request.ids)
+        if not prompt:
+            raise ValueError(f"request {number} has no prompt tokens")
+        prefixes.append(Prefix(prompt[:-1]))
+        for which in range(request.n):
+            keys = sequence_keys(sampling.seed, request.key, which)
+            limit = len(prompt) + sampling.max_tokens
+            samples.append(
+                Sample(list(prompt), request=number, number=which, prompt=len(prompt), limit=limit, keys=keys)
+            )
+    return prefixes, samples

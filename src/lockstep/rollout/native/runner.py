@@ -1,0 +1,170 @@
+"""Forward passes of the engine: the policy's own modules on a line of tokens, with the paged cache behind attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+
+from lockstep.device.base import Device
+from lockstep.kernels.layout import make_layout
+from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass
+from lockstep.model.policy import Policy
+from lockstep.rollout.native.sampler import choose
+from lockstep.rollout.native.sequence import Sample, Stretch
+from lockstep.types import Sampling
+
+# Passes between two looks of the host at the device, where the device runs ahead of the host.
+AHEAD = 8
+# Captured batch sizes: powers of two up to this, then its multiples.
+BUCKET = 32
+
+
+@dataclass
+class DecodeState:
+    """A decoding batch in device tensors: a pass reads and writes them, and the host need not look in between."""
+
+    tokens_B: torch.Tensor
+    positions_B: torch.Tensor
+    """Place of the token that is fed, in its sequence."""
+    prompts_B: torch.Tensor
+    limits_B: torch.Tensor
+    keys_B2: torch.Tensor
+    table_BM: torch.Tensor
+    done_B: torch.Tensor
+    logprobs_B: torch.Tensor
+
+    def copy_(self, other: DecodeState) -> None:
+        for name, tensor in vars(self).items():
+            tensor.copy_(getattr(other, name))
+
+
+class Runner:
+    def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, device: Device, longest: int):
+        self.policy, self.cache, self.sampling, self.device = policy, cache, sampling, device
+        self.model = policy.causal_lm
+        self.place = cache.slots.device
+        self.stops = torch.tensor(sampling.stop_ids, device=self.place, dtype=torch.long)
+        self.table_width = -(-longest // cache.block)
+        self.passes = 1 if not device.graph_capture or sampling.repetition_penalty != 1 else AHEAD
+        self._graphs: dict[int, tuple[DecodeState, Callable[[], None]]] = {}
+
+    @torch.inference_mode()
+    def prefill(self, work: Sequence[tuple[Stretch, int]]) -> None:
+        """Keys and values of each stretch up to its place."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        chunks: list[Chunk] = []
+        for part, stop in work:
+            own = self._slots(part, stop)
+            chunks.append(Chunk(len(tokens), part.cached, stop, torch.tensor(own, device=self.place)))
+            tokens += part.tokens[part.cached : stop]
+            positions += range(part.cached, stop)
+            slots += own[part.cached :]
+        lengths = [chunk.stop for chunk in chunks]
+        fresh = not any(chunk.start for chunk in chunks)
+        layout = make_layout(lengths, self.place, self.policy.kernel) if fresh else None
+        into = torch.tensor(slots, device=self.place)
+        self._hidden(tokens, positions, PrefillPass(self.cache, into, tuple(chunks), layout))
+        for part, stop in work:
+            part.cached = stop
+
+    @torch.inference_mode()
+    def decode(self, samples: Sequence[Sample]) -> tuple[list[list[int]], list[list[float]]]:
+        """Up to `passes` new tokens of each sample, with log-probabilities; what follows an end token is noise."""
+        state = self._state(samples)
+        seen = self._seen(samples, state) if self.sampling.repetition_penalty != 1 else None
+        captured = self.device.graph_capture and seen is None
+        width = _bucket(len(samples)) if captured else len(samples)
+        static, step = self._captured(width, state) if captured else (state, lambda: self._pass(state, seen))
+        rounds = []
+        for _ in range(self.passes):
+            step()
+            rounds.append((static.tokens_B.clone(), static.logprobs_B.clone()))
+        tokens = torch.stack([tokens for tokens, _ in rounds], 1)[: len(samples)].tolist()
+        logprobs = torch.stack([logprobs for _, logprobs in rounds], 1)[: len(samples)].tolist()
+        return tokens, logprobs
+
+    def _pass(self, state: DecodeState, seen_BV: torch.Tensor | None = None) -> None:
+        """Feed a token of each sequence, draw the next. Sequences that are done stay where they are."""
+        block = self.cache.block
+        blocks = state.table_BM.gather(1, (state.positions_B // block)[:, None])[:, 0]
+        slots = blocks * block + state.positions_B % block
+        kernel = self.device.paged_attention
+        lengths = state.positions_B + 1
+        layout = DecodePass(self.cache, kernel, slots, state.table_BM, lengths)
+        hidden = self._hidden(state.tokens_B, state.positions_B, layout)
+        head = self.model.get_output_embeddings()
+        logits = linear(hidden, head.weight, head.bias)
+        tokens, logprobs = choose(logits, self.sampling, state.keys_B2, lengths - state.prompts_B, seen_BV)
+        state.tokens_B.copy_(tokens)
+        state.logprobs_B.copy_(logprobs)
+        ended = (tokens[:, None] == self.stops).any(1) | (lengths + 1 >= state.limits_B)
+        state.done_B.logical_or_(ended)
+        state.positions_B.add_(~state.done_B)
+
+    def _hidden(
+        self, tokens: list[int] | torch.Tensor, positions: list[int] | torch.Tensor, layout: PrefillPass | DecodePass
+    ) -> torch.Tensor:
+        ids, places = (torch.as_tensor(values, device=self.place)[None] for values in (tokens, positions))
+        decoder = self.model.get_decoder()
+        return decoder(input_ids=ids, position_ids=places, use_cache=False, layout=layout).last_hidden_state[0]
+
+    def _slots(self, part: Stretch, stop: int) -> list[int]:
+        block = self.cache.block
+        slots = [first * block + place for first in part.blocks for place in range(block)]
+        return slots[:stop]
+
+    def _state(self, samples: Sequence[Sample]) -> DecodeState:
+        width = self.table_width if self.device.graph_capture else max(len(sample.blocks) for sample in samples)
+        rows = [
+            [sample.tokens[-1], len(sample.tokens) - 1, sample.prompt, sample.limit, *sample.keys] for sample in samples
+        ]
+        tables = [sample.blocks + [0] * (width - len(sample.blocks)) for sample in samples]
+        numbers = torch.tensor(rows, device=self.place)
+        return DecodeState(
+            tokens_B=numbers[:, 0].contiguous(),
+            positions_B=numbers[:, 1].contiguous(),
+            prompts_B=numbers[:, 2].contiguous(),
+            limits_B=numbers[:, 3].contiguous(),
+            keys_B2=numbers[:, 4:].to(torch.int32),
+            table_BM=torch.tensor(tables, device=self.place),
+            done_B=torch.zeros(len(samples), dtype=torch.bool, device=self.place),
+            logprobs_B=torch.zeros(len(samples), device=self.place),
+        )
+
+    def _seen(self, samples: Sequence[Sample], state: DecodeState) -> torch.Tensor:
+        """Tokens that already stand in each sequence, prompt included."""
+        rows = self.model.get_output_embeddings().weight.shape[0]
+        seen = torch.zeros(len(samples), rows, dtype=torch.bool, device=self.place)
+        for row, sample in enumerate(samples):
+            seen[row, torch.tensor(sample.tokens, device=self.place)] = True
+        return seen
+
+    def _captured(self, width: int, state: DecodeState) -> tuple[DecodeState, Callable[[], None]]:
+        """The pass recorded for this batch size, fed with `state`. Rows beyond the batch repeat its last one.
+
+        They write what the last one writes, to the same slot.
+        """
+        padded = DecodeState(**{name: _widen(tensor, width) for name, tensor in vars(state).items()})
+        if width not in self._graphs:
+            static = DecodeState(**{name: tensor.clone() for name, tensor in vars(padded).items()})
+            # Trial passes must not run on into blocks that are not theirs.
+            static.done_B.fill_(True)
+            replay = self.device.capture(lambda: self._pass(static))
+            self._graphs[width] = static, replay
+        static, replay = self._graphs[width]
+        static.copy_(padded)
+        return static, replay
+
+
+def _bucket(batch: int) -> int:
+    return 1 << (batch - 1).bit_length() if batch < BUCKET else -(-batch // BUCKET) * BUCKET
+
+
+def _widen(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    last = tensor[-1:].expand(width - len(tensor), *tensor.shape[1:])
+    return torch.cat([tensor, last])

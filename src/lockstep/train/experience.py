@@ -1,0 +1,71 @@
+"""The responses of a step as flat vectors, one entry for each token that the policy produced.
+
+Shapes: K tokens of all responses, one response after another; S responses. Every rank holds all of them, so what is
+computed from them is global by itself; only forward passes are divided over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.types import Example, Failure, Rollout, Score
+
+
+@dataclass(frozen=True)
+class Experience:
+    rollouts: list[Rollout]
+    examples: list[Example]
+    sequence_K: torch.Tensor
+    group_S: torch.Tensor
+    engine_K: torch.Tensor
+    """The engine's log-probabilities."""
+    scores_S: torch.Tensor
+    baseline_S: torch.Tensor | None
+
+    @property
+    def sequences(self) -> int:
+        return len(self.examples)
+
+    @property
+    def last_K(self) -> torch.Tensor:
+        """Where each response ends."""
+        lengths = torch.tensor([len(rollout.ids) for rollout in self.rollouts])
+        return lengths.cumsum(0) - 1
+
+    def of_prompts(self, first: int, last: int) -> slice:
+        """Responses to the prompts at the places `first` to `last`."""
+        places = [rollout.place for rollout in self.rollouts]
+        inside = [i for i, place in enumerate(places) if first <= place < last]
+        return slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
+
+    def tokens_of(self, responses: slice) -> slice:
+        """Tokens of a run of responses."""
+        lengths = [len(rollout.ids) for rollout in self.rollouts]
+        return slice(sum(lengths[: responses.start]), sum(lengths[: responses.stop]))
+
+
+def experience_of(rollouts: Sequence[Rollout], baselines: dict[int, float] | None = None) -> Experience:
+    """What can be learned from: responses without a score, or without their baseline, are left out."""
+    scored = [
+        rollout
+        for rollout in rollouts
+        if not isinstance(rollout.score, Failure) and (baselines is None or rollout.place in baselines)
+    ]
+    lengths = torch.tensor([len(rollout.ids) for rollout in scored], dtype=torch.long)
+    return Experience(
+        rollouts=scored,
+        examples=[_example(rollout) for rollout in scored],
+        sequence_K=torch.repeat_interleave(torch.arange(len(scored)), lengths),
+        group_S=torch.tensor([rollout.place for rollout in scored], dtype=torch.long),
+        engine_K=torch.tensor([score for rollout in scored for score in rollout.logprobs], dtype=torch.float32),
+        scores_S=torch.tensor([r.score.total for r in scored if isinstance(r.score, Score)], dtype=torch.float32),
+        baseline_S=None if baselines is None else torch.tensor([baselines[rollout.place] for rollout in scored]),
+    )
+
+
+def _example(rollout: Rollout) -> Example:
+    prompt, response = list(rollout.prompt.ids), rollout.ids
+    return Example(prompt + response, [0] * len(prompt) + [1] * len(response), rollout.prompt.question.origin)

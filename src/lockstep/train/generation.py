@@ -1,0 +1,108 @@
+"""The policy as an engine: which one, how it samples, and how a sharded model is made ready for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.data.batching import micro_batch, to_device
+from lockstep.device.base import Device
+from lockstep.errors import Refusal
+from lockstep.model.policy import CHECK_TOLERANCE, Policy, Scoring
+from lockstep.parallel.shard import gathered
+from lockstep.parallel.world import World
+from lockstep.recipe import Recipe
+from lockstep.recipe.schema import Rollout
+from lockstep.rollout.ending import end_ids
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.hf import HfEngine
+from lockstep.rollout.native.engine import NativeEngine
+from lockstep.types import Example, Origin, Request, Sampling
+
+
+def make_engine(settings: Rollout, policy: Policy, device: Device, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    if settings.engine == "hf":
+        return HfEngine(policy.generating, tokenizer.decode)
+    return NativeEngine(policy, device, settings, tokenizer.decode)
+
+
+def training_sampling(recipe: Recipe, stop_ids: Sequence[int]) -> Sampling:
+    rollout = recipe.rollout
+    return Sampling(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop_ids=tuple(sorted({*stop_ids, *rollout.stop_ids})),
+        stop_strings=tuple(rollout.stop),
+        seed=recipe.run.seed,
+        score_truncated=rollout.truncated == "mask",
+    )
+
+
+def validation_sampling(recipe: Recipe, stop_ids: Sequence[int]) -> Sampling:
+    return Sampling(
+        max_tokens=recipe.val.max_new_tokens,
+        temperature=recipe.val.temperature,
+        stop_ids=tuple(sorted({*stop_ids, *recipe.rollout.stop_ids})),
+        stop_strings=tuple(recipe.rollout.stop),
+        seed=recipe.run.seed,
+    )
+
+
+def stop_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase, more: Sequence[int] = ()) -> list[int]:
+    return sorted({*end_ids(policy.causal_lm, tokenizer), *more})
+
+
+@contextmanager
+def ready(policy: Policy, world: World, device: torch.device) -> Iterator[None]:
+    """Whole weights on every rank, so that each can generate by itself."""
+    if world.size > 1:
+        # A sharded model must be entered through its root once; the engines enter below it.
+        with torch.no_grad():
+            policy(to_device(micro_batch([], packed=True, pad_id=0), device))
+    with gathered(policy):
+        yield
+
+
+@torch.no_grad()
+def check_engine(engine: Engine, policy: Policy, place: torch.device, path: str) -> None:
+    """Refuse a model whose cached generation the trainer would score differently.
+
+    Catches layers that keep a state of their own besides keys and values, and positions that depend on the batch.
+    """
+    vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
+    prompts = [[(5 * i + 2) % vocabulary for i in range(n)] for n in (1, 19)]
+    requests = [Request(ids, key) for key, ids in enumerate(prompts)]
+    name = type(policy.causal_lm).__name__
+    scoring, policy.scoring = policy.scoring, Scoring()
+    try:
+        made = sorted(engine.generate(requests, Sampling(max_tokens=6, seed=1)), key=lambda c: c.request)
+        rows = [
+            Example(ids + c.ids, [0] * len(ids) + [1] * len(c.ids), Origin("check", 0))
+            for ids, c in zip(prompts, made, strict=True)
+        ]
+        policy.eval()
+        scores = policy(to_device(micro_batch(rows, packed=True, pad_id=0), place)).logprobs_K
+        policy.train()
+    except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
+        raise Refusal.at(
+            f"model.path {path}",
+            f"{name} cannot be run by the built-in engine: {str(error).splitlines()[0]}",
+            "set rollout.engine=hf",
+        ) from error
+    finally:
+        policy.scoring = scoring
+    engine_scores = torch.tensor([score for c in made for score in c.logprobs], device=place)
+    difference = (scores - engine_scores).abs().max().item()
+    dtype = next(policy.parameters()).dtype
+    if not difference <= CHECK_TOLERANCE[dtype]:
+        raise Refusal.at(
+            f"model.path {path}",
+            f"{name}: the built-in engine's log-probabilities differ from the trainer's by {difference:.3g}",
+            "set rollout.engine=hf; the model keeps more than keys and values between tokens",
+        )

@@ -1,0 +1,104 @@
+"""The online loop: the policy answers prompts, rewards judge the answers, updates follow. Every online method is this
+loop with other keys."""
+
+from __future__ import annotations
+
+from lockstep.algorithms.kl import adapted
+from lockstep.data.dataset import Loader
+from lockstep.device.select import explain
+from lockstep.parallel.world import World, joined
+from lockstep.recipe import Recipe
+from lockstep.reward.scorer import Scorer
+from lockstep.run.progress import Console
+from lockstep.train.annotate import Annotated, annotate, plan_updates
+from lockstep.train.experience import Experience
+from lockstep.train.optim import learning_rate
+from lockstep.train.roles import Roles
+from lockstep.train.session import Session, opened
+from lockstep.train.setup import PreparedOnline, prepare_online
+from lockstep.train.signs import Signs
+from lockstep.train.take import Taken, take_experience
+from lockstep.train.update import update_critic, update_policy
+from lockstep.types import Prompt
+
+
+def train_online(recipe: Recipe, console: Console) -> None:
+    device, sentence = explain(recipe.device)
+    # Before the first tensor and the first collective: libraries read these switches once.
+    switches = device.deterministic(True) if recipe.run.deterministic else {}
+    with joined(device) as world:
+        console = console if world.main else Console.silent()
+        console.say(sentence)
+        prepared = prepare_online(recipe, device, world.size, console)
+        sources = {*prepared.train.data_sources, *(question.data_source for question in prepared.questions)}
+        place = device.torch_device(world.local_rank)
+        with Scorer.open(recipe.reward, sorted(sources), place) as scorer:
+            with console.task("Trying the rewards on real rows", None):
+                tried = scorer.dry_run([*prepared.train.questions, *prepared.questions])
+            for line in tried:
+                console.say(line)
+            with opened(prepared, device, world, console, switches, scorer) as session:
+                _loop(recipe, prepared, session, scorer, world)
+
+
+def _loop(recipe: Recipe, prepared: PreparedOnline, session: Session, scorer: Scorer, world: World) -> None:
+    steps = prepared.batches.steps
+    loader: Loader[Prompt] = Loader(
+        prepared.train.sources,
+        prepared.train.weights,
+        rows_per_update=recipe.batch.prompts,
+        seed=recipe.run.seed,
+        shuffle=recipe.data.shuffle,
+        total_rows=None,
+    )
+    roles = Roles(session.learner, session.reference, session.critic, world, session.torch_device)
+    session.carried = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient, **session.carried}
+    signs = Signs(recipe)
+
+    session.validate_at_start()
+    for step in range(session.step, steps):
+        with session.phases("step"):
+            taken = take_experience(loader, session, scorer, recipe)
+            experience, beta = taken.experience, session.carried["kl_coefficient"]
+            parts = plan_updates(experience, recipe, world, prepared.pad_id)
+            known = annotate(experience, parts, roles, recipe, beta, session.phases)
+            metrics = taken.metrics | known.metrics
+            for epoch in range(recipe.algorithm.epochs):
+                for number, part in enumerate(parts):
+                    if roles.critic is not None:
+                        rate = learning_rate(step, steps, recipe.optim.model_copy(update={"lr": recipe.critic.lr}))
+                        with session.phases("update_critic"):
+                            metrics |= update_critic(part, experience, known, roles, recipe, rate)
+                    if step >= recipe.critic.warmup or roles.critic is None:
+                        rate = learning_rate(step, steps, recipe.optim)
+                        seed = recipe.run.seed + 1000 * step + 10 * epoch + number
+                        with session.phases("update_actor"):
+                            metrics |= update_policy(part, experience, known, roles, recipe, beta, rate, seed)
+        session.carried["position"] = float(taken.position)
+        session.carried["kl_coefficient"] = _next_coefficient(recipe, beta, metrics, experience)
+        _store(session, step + 1, taken, known, recipe.log.samples)
+        for warning in signs.read(metrics):
+            session.console.warn(warning)
+        session.finish_step(step + 1, metrics)
+    session.finish()
+
+
+def _next_coefficient(recipe: Recipe, beta: float, metrics: dict[str, float], experience: Experience) -> float:
+    kl = recipe.algorithm.kl
+    if kl.where == "none":
+        return beta
+    measured = metrics["actor/kl_loss" if kl.where == "loss" else "actor/reward_kl_penalty"]
+    metrics["actor/kl_coef"] = beta
+    if kl.target is None:
+        return beta
+    return adapted(beta, measured, kl.target, kl.horizon, experience.sequences)
+
+
+def _store(session: Session, step: int, taken: Taken, known: Annotated, count: int) -> None:
+    """Some responses of the step, and all that could not be scored (the first of them)."""
+    experience = taken.experience
+    first_tokens = [0, *(int(last) + 1 for last in experience.last_K[:-1])]
+    chosen = experience.rollouts[:count]
+    advantages = [float(known.advantages_K[first_tokens[i]]) for i in range(len(chosen))]
+    session.store(step, "train", chosen, advantages)
+    session.store(step, "failed", taken.failed[: max(count, 1)])

@@ -1,0 +1,27 @@
+"""A response as a line of samples.jsonl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.types import Failure, Rollout
+
+
+def sample_line(step: int, kind: str, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
+    question, score = rollout.prompt.question, rollout.score
+    line: dict[str, Any] = {
+        "step": step,
+        "kind": kind,
+        "origin": str(question.origin),
+        "sample": rollout.sample,
+        "prompt": question.prompt,
+        "response": rollout.text,
+        "ground_truth": question.ground_truth,
+    }
+    if isinstance(score, Failure):
+        line |= {"score": None, "failure": f"{score.part}: {score.why}"}
+    else:
+        line |= {"score": score.total, "parts": score.parts}
+    if advantage is not None:
+        line["advantage"] = advantage
+    return line | {"prompt_tokens": len(rollout.prompt.ids), "tokens": len(rollout.ids), "stop": rollout.stop}

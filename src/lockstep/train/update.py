@@ -1,0 +1,192 @@
+"""The updates of a step: the policy on its loss, the critic on the returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from lockstep.algorithms import covariance
+from lockstep.algorithms.kl import divergence
+from lockstep.algorithms.policy import LOSSES, PolicyTokens
+from lockstep.algorithms.reduce import aggregation_weights
+from lockstep.algorithms.value import value_loss
+from lockstep.errors import Refusal
+from lockstep.kernels.logprob import Scores
+from lockstep.recipe import Recipe
+from lockstep.recipe.schema import Algorithm
+from lockstep.train.annotate import Annotated, Part
+from lockstep.train.experience import Experience
+from lockstep.train.roles import Roles
+from lockstep.train.step import Loss, Outcome
+from lockstep.types import MicroBatch, Sums
+
+
+def loss_of(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
+    """The policy loss with the keys it reads."""
+    bounds = {"low": algorithm.clip_low, "high": algorithm.clip_high}
+    keys: dict[str, dict[str, float | None]] = {
+        "clip": {**bounds, "dual": algorithm.dual_clip},
+        "gspo": {**bounds},
+        "cispo": {**bounds},
+        "geo_mean": {**bounds},
+        "clip_cov": {**bounds},
+        "sapo": {"positive": algorithm.sapo_positive, "negative": algorithm.sapo_negative},
+        "kl_cov": {"weight": algorithm.cov_kl},
+        "policy_gradient": {},
+    }
+    return partial(LOSSES[algorithm.loss], **keys[algorithm.loss])
+
+
+def update_policy(
+    part: Part,
+    experience: Experience,
+    known: Annotated,
+    roles: Roles,
+    recipe: Recipe,
+    kl_coefficient: float,
+    lr: float,
+    seed: int,
+) -> dict[str, float]:
+    """One optimizer step of the policy on a part of the experience."""
+    algorithm, tokens = recipe.algorithm, part.tokens
+    sequence_K = experience.sequence_K[tokens] - part.responses.start
+    sequences = part.responses.stop - part.responses.start
+    average_K, divisor = aggregation_weights(
+        algorithm.aggregation, sequence_K, known.keep_K[tokens], sequences, recipe.rollout.max_tokens
+    )
+    loss = _policy_loss(
+        algorithm,
+        roles.device,
+        kl_coefficient,
+        sequence_K=sequence_K,
+        advantages_K=known.advantages_K[tokens],
+        average_K=average_K,
+        importance_K=known.importance_K[tokens],
+        engine_K=experience.engine_K[tokens],
+        old_K=None if known.old_K is None else known.old_K[tokens],
+        reference_K=None if known.reference_K is None else known.reference_K[tokens],
+        held_K=_held(algorithm, known, tokens, seed),
+    )
+    outcome = roles.policy.forward_backward(part.batches, loss, divisor)
+    metrics = _policy_metrics(outcome, divisor)
+    refuse_disagreement(metrics, recipe.rollout.max_probs_diff)
+    return metrics | roles.policy.optim_step(lr)
+
+
+def _policy_loss(
+    algorithm: Algorithm,
+    device: torch.device,
+    kl_coefficient: float,
+    *,
+    sequence_K: torch.Tensor,
+    advantages_K: torch.Tensor,
+    average_K: torch.Tensor,
+    importance_K: torch.Tensor,
+    engine_K: torch.Tensor,
+    old_K: torch.Tensor | None,
+    reference_K: torch.Tensor | None,
+    held_K: torch.Tensor | None,
+) -> Loss:
+    """The loss of a micro-batch, which finds its tokens in the vectors of the update."""
+    policy_loss = loss_of(algorithm)
+
+    def of_batch(scores: Scores, batch: MicroBatch) -> Sums:
+        def take(vector: torch.Tensor) -> torch.Tensor:
+            return vector[batch.index_K].to(device)
+
+        logprobs, average = scores.logprobs_K, take(average_K)
+        now = logprobs.detach()
+        old = now if old_K is None else take(old_K)
+        held = None if held_K is None else take(held_K)
+        weights = average * take(importance_K)
+        local = torch.unique_consecutive(sequence_K[batch.index_K], return_inverse=True)[1].to(device)
+        sums = policy_loss(PolicyTokens(logprobs, old, take(advantages_K), weights, local, held))
+        loss = sums.loss
+        metrics = {**sums.metrics, "pg_loss": sums.loss}
+        if algorithm.kl.where == "loss" and reference_K is not None:
+            kl = (average * divergence(algorithm.kl.estimator, logprobs, take(reference_K))).sum()
+            loss = loss + kl_coefficient * kl
+            metrics["kl_loss"] = kl
+        if scores.entropies_K is not None:
+            if algorithm.entropy:
+                loss = loss - algorithm.entropy * (average * scores.entropies_K).sum()
+            metrics["entropy"] = scores.entropies_K.sum()
+        # The first update of a step compares what the engine said with what the trainer says of the same weights.
+        apart = (old.exp() - take(engine_K).exp()).abs()
+        metrics |= {"probs_diff": apart.sum(), "probs_diff_squared": apart.square().sum()}
+        largest = apart.max() if len(apart) else apart.new_zeros(())
+        return Sums(loss, metrics, {"probs_diff": largest})
+
+    return of_batch
+
+
+def _held(algorithm: Algorithm, known: Annotated, tokens: slice, seed: int) -> torch.Tensor | None:
+    """Tokens that the covariance losses hold back, chosen over the whole update."""
+    if algorithm.loss not in ("clip_cov", "kl_cov"):
+        return None
+    assert known.old_K is not None
+    vectors = known.old_K[tokens], known.advantages_K[tokens], known.keep_K[tokens]
+    if algorithm.loss == "kl_cov":
+        return covariance.kl_cov_held(*vectors, share=algorithm.cov_share)
+    return covariance.clip_cov_held(
+        *vectors,
+        share=algorithm.cov_share,
+        low=algorithm.cov_low,
+        high=algorithm.cov_high,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def _policy_metrics(outcome: Outcome, divisor: float) -> dict[str, float]:
+    means = outcome.means()
+    averaged = {name: outcome.sums[name] / divisor for name in ("pg_loss", "kl_loss") if name in outcome.sums}
+    variance = means["probs_diff_squared"] - means["probs_diff"] ** 2
+    return {
+        "actor/loss": outcome.loss,
+        **{f"actor/{name}": value for name, value in averaged.items()},
+        **{
+            f"actor/{name}": value
+            for name, value in means.items()
+            if name not in ("pg_loss", "kl_loss", "probs_diff", "probs_diff_squared")
+        },
+        "training/rollout_probs_diff_mean": means["probs_diff"],
+        "training/rollout_probs_diff_max": outcome.maxima["probs_diff"],
+        "training/rollout_probs_diff_std": max(variance, 0.0) ** 0.5,
+    }
+
+
+def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
+    """Stop before the update when engine and trainer see different models."""
+    mean = metrics["training/rollout_probs_diff_mean"]
+    if most is not None and mean > most:
+        raise Refusal.at(
+            "rollout.max_probs_diff",
+            f"engine and trainer differ by {mean:.3g} in the probability of a token on average, over {most:g}",
+            "use fp32 or the hf engine to find out which side is off, or set algorithm.correction; the last "
+            "checkpoint is untouched",
+        )
+
+
+def update_critic(
+    part: Part, experience: Experience, known: Annotated, roles: Roles, recipe: Recipe, lr: float
+) -> dict[str, float]:
+    """One optimizer step of the critic on a part of the experience."""
+    assert roles.critic is not None
+    assert known.values_K is not None
+    tokens, clip = part.tokens, recipe.critic.clip
+    old_K, returns_K, keep_K = known.values_K[tokens], known.returns_K[tokens], known.keep_K[tokens]
+
+    def loss(values_K: torch.Tensor, batch: MicroBatch) -> Sums:
+        old, returns, keep = (vector[batch.index_K].to(roles.device) for vector in (old_K, returns_K, keep_K))
+        return value_loss(values_K, old, returns, keep, clip=clip)
+
+    outcome = roles.critic.forward_backward(part.batches, loss, max(float(keep_K.sum()), 1.0))
+    means = outcome.means()
+    return {
+        "critic/vf_loss": outcome.loss,
+        "critic/vf_clipfrac": means["vf_clipfrac"],
+        "critic/vpred_mean": means["vpred"],
+        **roles.critic.optim_step(lr),
+    }

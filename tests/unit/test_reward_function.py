@@ -1,0 +1,332 @@
+"""A user's function in real processes: what it gives, and every way it can go wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import Refusal
+from lockstep.recipe.schema import Reward
+from lockstep.reward.function import FunctionPart
+from lockstep.types import Failure, Origin, Question
+
+# Every case is a branch on the text, so that one pool serves them all.
+REWARDS = """
+import asyncio, os, subprocess, sys, time
+
+seen = []
+
+class Number:
+    def __float__(self):
+        return 0.25
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "right":
+        return 1.0
+    if solution_str == "bool":
+        return True
+    if solution_str == "whole":
+        return 3
+    if solution_str == "like a number":
+        return Number()
+    if solution_str == "dict":
+        return {"score": 0.5, "length": 4, "ok": False, "note": "text", "odd": float("nan")}
+    if solution_str == "arguments":
+        return {"score": 1, "all": (data_source, ground_truth, extra_info) == ("sums", "18", {"index": 7})}
+    if solution_str == "raise":
+        raise ValueError("first line\\nlast line")
+    if solution_str == "deep":
+        return int("seven")
+    if solution_str == "exit":
+        sys.exit(3)
+    if solution_str == "os exit":
+        os._exit(5)
+    if solution_str == "sleep":
+        time.sleep(60)
+    if solution_str == "spin":
+        while True:
+            pass
+    if solution_str == "child":
+        subprocess.Popen(["sleep", "61.25"])
+        time.sleep(60)
+    if solution_str == "hog":
+        hoard = []
+        while True:
+            hoard.append(bytearray(2 ** 20))
+    if solution_str == "big":
+        return float(len(bytearray(2 ** 20 * int(ground_truth))))
+    if solution_str == "print":
+        for _ in range(2000):
+            print("x" * 1000)
+            print("y" * 1000, file=sys.stderr)
+        os.write(1, b"raw\\n" * 1000)
+        return 1.0
+    if solution_str == "modules":
+        return float("torch" in sys.modules)
+    if solution_str == "pid":
+        return os.getpid()
+    if solution_str == "order":
+        return list({"a", "b", "c", "d", "e"}).index("a")
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1", "huge": 10 ** 400,
+            "no score": {"reward": 1}, "bad score": {"score": None}, "list": [1.0]}[solution_str]
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0.01)
+    if solution_str == "raise":
+        raise RuntimeError("in a coroutine")
+    return 0.75
+
+def by_keywords(*, ground_truth, **rest):
+    return 1.0
+
+def three(data_source, solution_str, ground_truth):
+    return 1.0
+
+def _hidden(x):
+    return 1.0
+
+number = 5
+"""
+RAISE_LINE = next(i for i, line in enumerate(REWARDS.splitlines(), 1) if "raise ValueError" in line)
+HOG_LINE = next(i for i, line in enumerate(REWARDS.splitlines(), 1) if "hoard.append" in line)
+
+
+def question(truth: str = "18") -> Question:
+    return Question("sums", [{"role": "user", "content": "9+9?"}], truth, Origin("rows", 1), {"index": 7})
+
+
+def settings(**values) -> Reward:
+    return Reward(**{"workers": 1, "time_limit": 20.0, "memory_limit_gb": 1.0, **values})
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("user") / "rewards.py"
+    file.write_text(REWARDS, encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def part(rewards):
+    part = FunctionPart(f"{rewards}:score", settings())
+    yield part
+    part.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("right", {"function": 1.0}),
+        ("bool", {"function": 1.0}),
+        ("whole", {"function": 3.0}),
+        ("like a number", {"function": 0.25}),
+        ("dict", {"function": 0.5, "function/length": 4.0, "function/ok": 0.0}),
+        ("arguments", {"function": 1.0, "function/all": 1.0}),
+        ("print", {"function": 1.0}),
+        ("modules", {"function": 0.0}),
+    ],
+)
+def test_what_a_call_gives(part, text, outcome) -> None:
+    assert part.submit(question(), text).result(30) == outcome
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("raise", f"ValueError: first line last line (rewards.py line {RAISE_LINE})"),
+        ("deep", "ValueError: invalid literal for int() with base 10: 'seven' (rewards.py line "),
+        ("exit", "SystemExit: 3 (rewards.py line "),
+        ("os exit", "its process ended with status 5 before it gave a score"),
+        ("nan", "returned nan, which is not a finite number"),
+        ("inf", "returned inf, which is not a finite number"),
+        ("none", "returned None, which is not a finite number"),
+        ("text", "returned '1', which is not a finite number"),
+        ("huge", "which is not a finite number"),
+        ("list", "returned [1.0], which is not a finite number"),
+        ("no score", "the dict returned has no \"score\", only 'reward'"),
+        ("bad score", "returned None, which is not a finite number"),
+        ("hog", f"MemoryError (rewards.py line {HOG_LINE}): over reward.memory_limit_gb"),
+    ],
+)
+def test_a_call_that_goes_wrong_is_a_failure_and_the_next_one_is_served(part, text, why) -> None:
+    outcome = part.submit(question(), text).result(30)
+    assert isinstance(outcome, Failure)
+    assert outcome.part == "function"
+    assert why in outcome.why
+    assert part.submit(question(), "right").result(30) == {"function": 1.0}
+
+
+def test_a_row_that_cannot_be_handed_over_is_a_failure(part) -> None:
+    odd = Question("sums", [], "18", Origin("rows", 1), {"lock": threading.Lock()})
+    assert "the row cannot be handed to its process" in part.submit(odd, "right").result(30).why
+    assert part.submit(question(), "right").result(30) == {"function": 1.0}
+
+
+def test_memory_under_the_limit_is_there(part) -> None:
+    assert part.submit(question("600"), "big").result(30) == {"function": 600.0 * 2**20}
+    assert isinstance(part.submit(question("1100"), "big").result(30), Failure)
+
+
+def test_calls_over_the_time_limit_are_killed_with_their_children_and_the_worker_is_replaced(rewards) -> None:
+    part = FunctionPart(f"{rewards}:score", settings(time_limit=1.0))
+    try:
+        before = part.submit(question(), "pid").result(30)
+        for text in ("sleep", "spin", "child"):
+            started = time.monotonic()
+            outcome = part.submit(question(), text).result(30)
+            assert outcome == Failure("function", "gave nothing in 1 s")
+            assert 1.0 <= time.monotonic() - started < 5
+        assert not running("sleep 61.25")
+        after = part.submit(question(), "pid").result(30)
+        assert isinstance(before, dict)
+        assert isinstance(after, dict)
+        assert before != after
+        assert not Path(f"/proc/{int(before['function'])}").exists()
+    finally:
+        part.close()
+
+
+def running(command: str) -> list[str]:
+    listed = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if command in line and " Z" not in line]
+
+
+def test_a_slow_call_does_not_hold_up_the_other_workers(rewards) -> None:
+    part = FunctionPart(f"{rewards}:score", settings(workers=2, time_limit=3.0))
+    try:
+        slow = part.submit(question(), "sleep")
+        quick = [part.submit(question(), "right") for _ in range(20)]
+        assert [future.result(30) for future in quick] == [{"function": 1.0}] * 20
+        assert not slow.done()
+        assert isinstance(slow.result(30), Failure)
+    finally:
+        part.close()
+
+
+def test_results_do_not_depend_on_the_number_of_workers(rewards) -> None:
+    texts = ["right", "raise", "dict", "nan", "order", "whole", "deep", "bool"] * 5
+    found = []
+    for workers in (1, 3):
+        part = FunctionPart(f"{rewards}:score", settings(workers=workers))
+        futures = [part.submit(question(), text) for text in texts]
+        found.append([future.result(30) for future in futures])
+        part.close()
+    assert found[0] == found[1]
+
+
+def test_an_async_function(rewards) -> None:
+    part = FunctionPart(f"{rewards}:later", settings())
+    try:
+        assert part.submit(question(), "x").result(30) == {"function": 0.75}
+        assert "RuntimeError: in a coroutine (rewards.py line " in part.submit(question(), "raise").result(30).why
+    finally:
+        part.close()
+
+
+def test_a_function_may_take_keywords(rewards) -> None:
+    part = FunctionPart(f"{rewards}:by_keywords", settings())
+    assert part.submit(question(), "x").result(30) == {"function": 1.0}
+    part.close()
+
+
+def test_output_goes_to_a_file_when_one_is_given(rewards, tmp_path) -> None:
+    part = FunctionPart(f"{rewards}:score", settings(), output=tmp_path / "output.txt")
+    part.submit(question(), "print").result(30)
+    part.close()
+    written = (tmp_path / "output.txt").read_text()
+    assert written.count("raw\n") == 1000
+    assert written.count("y" * 1000) == 2000
+
+
+def test_modules_beside_the_file_can_be_imported(tmp_path) -> None:
+    (tmp_path / "neighbour_of_rewards.py").write_text("VALUE = 0.125\n")
+    (tmp_path / "mine.py").write_text("from neighbour_of_rewards import VALUE\ndef f(**call):\n    return VALUE\n")
+    part = FunctionPart(f"{tmp_path / 'mine.py'}:f", settings())
+    assert part.submit(question(), "x").result(30) == {"function": 0.125}
+    part.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "place", "why"),
+    [
+        (None, "missing.py:f", "there is no file"),
+        (None, "score", "does not name a function"),
+        (None, "a.py:", "does not name a function"),
+        ("def g(**call): ...\n", "a.py:f", "has no f"),
+        ("f = 5\n", "a.py:f", "f is a int, not a function"),
+        ("def f(text): ...\n", "a.py:f", "cannot be called with data_source, solution_str, ground_truth, extra_info"),
+        ("\nimport no_such_package\n", "a.py:f", "No module named 'no_such_package' (a.py line 2)"),
+        ("x = 1\ndef f(:\n", "a.py:f", "SyntaxError: invalid syntax (a.py line 2)"),
+        ("import sys\nsys.exit(1)\n", "a.py:f", "cannot be imported: SystemExit: 1 (a.py line 2)"),
+        ("import os\nos._exit(7)\n", "a.py:f", "its process ended with status 7"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(tmp_path, content, place, why) -> None:
+    if content is not None:
+        (tmp_path / "a.py").write_text(content)
+    with pytest.raises(Refusal) as refused:
+        FunctionPart(str(tmp_path / place) if ".py" in place else place, settings())
+    assert "reward.function" in str(refused.value)
+    assert why in str(refused.value)
+
+
+def test_a_missing_name_lists_what_is_there(rewards) -> None:
+    with pytest.raises(Refusal, match="its functions are: score, later, by_keywords, three"):
+        FunctionPart(f"{rewards}:scores", settings())
+
+
+def test_close_answers_what_waits_and_leaves_no_process(rewards) -> None:
+    part = FunctionPart(f"{rewards}:score", settings(workers=2))
+    pid = int(part.submit(question(), "pid").result(30)["function"])
+    futures = [part.submit(question(), "sleep") for _ in range(4)]
+    started = time.monotonic()
+    part.close()
+    assert time.monotonic() - started < 5
+    assert {future.result(0).why for future in futures} == {"the run was ending before it was scored"}
+    assert not Path(f"/proc/{pid}").exists()
+    assert not running(f"{rewards}'")
+    assert isinstance(part.submit(question(), "right").result(0), Failure)
+
+
+def test_workers_end_with_their_parent_and_stay_quiet_on_ctrl_c(rewards) -> None:
+    """The parent is killed in the middle of a call; before that, its whole group gets the terminal's SIGINT."""
+    code = f"""
+        import signal, time
+        from lockstep.reward.function import FunctionPart
+        from lockstep.recipe.schema import Reward
+        from lockstep.types import Origin, Question
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        question = Question("sums", [], "18", Origin("rows", 1))
+        part = FunctionPart({str(rewards) + ":score"!r}, Reward(workers=1, time_limit=60.0))
+        print(int(part.submit(question, "pid").result(30)["function"]), flush=True)
+        part.submit(question, "spin")
+        time.sleep(60)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert parent.stdout is not None
+    worker = Path(f"/proc/{int(parent.stdout.readline())}")
+    os.killpg(parent.pid, signal.SIGINT)
+    os.kill(int(worker.name), signal.SIGINT)
+    time.sleep(0.3)
+    assert worker.exists()
+    parent.kill()
+    _, errors = parent.communicate()
+    assert errors == ""
+    deadline = time.monotonic() + 5
+    while worker.exists() and "Z" not in (worker / "stat").read_text().split()[2] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not worker.exists() or "Z" in (worker / "stat").read_text().split()[2]

@@ -1,0 +1,190 @@
+"""A real tiny reward model, held against its own layers run by hand on one row at a time."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.errors import Refusal
+from lockstep.reward import model as reward_model
+from lockstep.reward.model import ModelPart, batches, load_reward_model
+from lockstep.types import Failure, Origin, Question
+
+CPU = torch.device("cpu")
+
+
+def write_reward_model(tiny: Path, folder: Path, *, labels: int = 1, **config) -> Path:
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    settings = Qwen2Config.from_pretrained(tiny, num_labels=labels)
+    settings.architectures = ["Qwen2ForSequenceClassification"]
+    for key, value in config.items():
+        setattr(settings, key, value)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = Qwen2ForSequenceClassification(settings)
+        # Large weights make scores of order one, so that a wrong position or a missing mask shows.
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.data.normal_(0.0, 2.0 * weight.shape[1] ** -0.5)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny / file, folder / file)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder, tmp_path_factory) -> Path:
+    return write_reward_model(tiny_folder, tmp_path_factory.mktemp("rm") / "rm")
+
+
+def copied(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to))
+
+
+def question(words: str = "9+9?") -> Question:
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": words}]
+    return Question("sums", prompt, "18", Origin("rows", 1))
+
+
+def rendered(answer: str, words: str = "9+9?") -> str:
+    return (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        f"<|im_start|>user\n{words}<|im_end|>\n"
+        f"<|im_start|>assistant\n{answer}<|im_end|>\n"
+    )
+
+
+def by_hand(folder: Path, ids: list[int], position: int = -1) -> float:
+    """The backbone on one row alone, then the head on one position of it."""
+    from transformers import Qwen2ForSequenceClassification
+
+    model = Qwen2ForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        hidden = model.model(input_ids=torch.tensor([ids])).last_hidden_state[0, position]
+        return float(hidden @ model.score.weight[0])
+
+
+def encoded(folder: Path, text: str) -> list[int]:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
+
+
+def scores(part: ModelPart, texts: list[str]) -> list[float]:
+    futures = [part.submit(question(), text) for text in texts]
+    assert not any(future.done() for future in futures)
+    part.flush()
+    return [future.result(0)["model"] for future in futures]
+
+
+TEXTS = ["#### 18", "", "so " * 30 + "#### 18", "nineteen", "#### 19", "x" * 120]
+
+
+def test_scores_are_those_of_each_row_alone(folder) -> None:
+    found = scores(ModelPart(str(folder), CPU), TEXTS)
+    wanted = [by_hand(folder, encoded(folder, rendered(text))) for text in TEXTS]
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert max(wanted) - min(wanted) > 0.1
+
+
+def test_scores_do_not_depend_on_the_company(folder, monkeypatch) -> None:
+    part = ModelPart(str(folder), CPU)
+    together = scores(part, TEXTS)
+    shuffled = list(enumerate(TEXTS))
+    random.Random(0).shuffle(shuffled)
+    again = dict(zip([i for i, _ in shuffled], scores(part, [text for _, text in shuffled]), strict=True))
+    assert [again[i] for i in range(len(TEXTS))] == pytest.approx(together, abs=1e-5)
+    monkeypatch.setattr(reward_model, "BATCH_TOKENS", 1)
+    assert scores(part, TEXTS) == pytest.approx(together, abs=1e-5)
+
+
+@pytest.mark.parametrize("padding", [None, "line break"])
+def test_padding_that_is_missing_or_ends_the_text(tiny_folder, tmp_path, padding) -> None:
+    """Without a padding token the last token counts. Where the last token is the padding token, the one before does,
+    as in the library's own forward pass, alone or in company."""
+    newline = encoded(tiny_folder, "\n")[0]
+    folder = write_reward_model(tiny_folder, tmp_path / "rm", pad_token_id=newline if padding else None)
+    found = scores(ModelPart(str(folder), CPU), TEXTS)
+    position = -2 if padding else -1
+    wanted = [by_hand(folder, encoded(folder, rendered(text)), position) for text in TEXTS]
+    assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_folder_without_a_template_joins_by_line_breaks(folder, tmp_path) -> None:
+    bare = copied(folder, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    (found,) = scores(ModelPart(str(bare), CPU), ["#### 18"])
+    assert found == pytest.approx(by_hand(folder, encoded(folder, "Be brief.\n9+9?\n#### 18")), abs=1e-5)
+
+
+def test_stored_statistics_normalise(folder, tmp_path) -> None:
+    normalised = copied(folder, tmp_path / "rm")
+    (normalised / "score_stats.json").write_text(json.dumps({"mean": 0.5, "std": 4.0}))
+    raw, found = scores(ModelPart(str(folder), CPU), TEXTS), scores(ModelPart(str(normalised), CPU), TEXTS)
+    assert found == pytest.approx([(score - 0.5) / 4.0 for score in raw], abs=1e-5)
+
+
+@pytest.mark.parametrize("stats", ['{"mean": 0.0, "std": 0.0}', '{"mean": NaN, "std": 1.0}', '{"mean": 1}', "[", "[]"])
+def test_statistics_that_cannot_be_used_are_refused(folder, tmp_path, stats) -> None:
+    bad = copied(folder, tmp_path / "rm")
+    (bad / "score_stats.json").write_text(stats)
+    with pytest.raises(Refusal, match=r"score_stats\.json"):
+        load_reward_model(str(bad), CPU)
+
+
+def test_a_text_over_the_context_is_a_failure_and_not_cut(folder) -> None:
+    part = ModelPart(str(folder), CPU)
+    assert part.submit(question(), "x" * 3000).result(0).why.endswith("tokens are more than its context of 2048")
+
+
+def test_a_chat_that_the_template_refuses_is_a_failure(folder, tmp_path) -> None:
+    strict = copied(folder, tmp_path / "rm")
+    (strict / "chat_template.jinja").write_text("{{ raise_exception('no system message, please') }}")
+    failure = ModelPart(str(strict), CPU).submit(question(), "x").result(0)
+    assert "rows row 1: its chat template refuses this chat: no system message, please" in failure.why
+
+
+def test_other_models_are_refused(tiny_folder, folder, tmp_path) -> None:
+    two = write_reward_model(tiny_folder, tmp_path / "two", labels=2)
+    with pytest.raises(Refusal, match="gives 2 labels; a reward is one number"):
+        load_reward_model(str(two), CPU)
+    with pytest.raises(Refusal, match="not a sequence classification model but Qwen2ForCausalLM"):
+        load_reward_model(str(tiny_folder), CPU)
+    with pytest.raises(Refusal, match=r"reward\.model .*is no folder with a config\.json"):
+        load_reward_model(str(tmp_path / "missing"), CPU)
+    headless = copied(folder, tmp_path / "headless")
+    shutil.copy(tiny_folder / "model.safetensors", headless / "model.safetensors")
+    with pytest.raises(Refusal, match=r"the weights lack score\.weight"):
+        load_reward_model(str(headless), CPU)
+
+
+def test_weights_that_give_no_number_are_failures(folder, tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    broken = copied(folder, tmp_path / "rm")
+    weights = load_file(broken / "model.safetensors")
+    weights["score.weight"][0, 0] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    part = ModelPart(str(broken), CPU)
+    future = part.submit(question(), "x")
+    part.flush()
+    assert future.result(0) == Failure("model", "the score is nan")
+
+
+def test_closing_answers_what_waits(folder) -> None:
+    part = ModelPart(str(folder), CPU)
+    future = part.submit(question(), "x")
+    part.close()
+    assert future.result(0) == Failure("model", "the run was ending before it was scored")
+
+
+def test_batches_hold_the_padded_rows() -> None:
+    assert list(batches([5, 1, 9, 5, 2], 10)) == [[1, 4], [0, 3], [2]]
+    assert list(batches([50, 3], 10)) == [[1], [0]]
+    assert list(batches([], 10)) == []
