@@ -77,3 +77,54 @@ def lockstep(*words: object, timeout: float = 300, **environment: str) -> subpro
         env={**os.environ, **environment},
         check=False,
     )
+
+
+REWARD = '''
+"""Rewards different letters: a random model earns different scores, and there is something to learn."""
+
+
+def letters(data_source, solution_str, ground_truth, extra_info):
+    return len(set(solution_str)) / 20
+
+
+def picky(data_source, solution_str, ground_truth, extra_info):
+    if solution_str and ord(solution_str[0]) > 128:
+        raise ValueError("cannot judge this")
+    return len(set(solution_str)) / 20
+'''
+
+
+def question_rows(count: int) -> list[dict[str, object]]:
+    """Rows of the RL schema whose prompts have different lengths."""
+    return [
+        {
+            "data_source": "arithmetic",
+            "prompt": [{"role": "user", "content": f"{'so ' * (a % 5)}{a}+{a}?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(2 * a)},
+            "extra_info": {"index": a},
+        }
+        for a in range(count)
+    ]
+
+
+@pytest.fixture
+def online_file(tmp_path: Path, tiny_folder: Path) -> Path:
+    """A small complete online recipe with a reward function of its own."""
+    (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
+    train = write_jsonl(tmp_path / "prompts.jsonl", question_rows(20))
+    path = tmp_path / "online.yaml"
+    path.write_text(
+        f"""
+method: grpo
+device: cpu
+run: {{name: run, folder: {tmp_path / "runs"}, steps: 4}}
+model: {{path: {tiny_folder}}}
+data: {{train: {train}}}
+batch: {{prompts: 4, tokens: 512}}
+rollout: {{n: 3, max_tokens: 12}}
+reward: {{function: "{tmp_path / "reward.py"}:letters", workers: 1}}
+optim: {{lr: 1e-3, eps: 1e-4, schedule: constant}}
+""",
+        encoding="utf-8",
+    )
+    return path

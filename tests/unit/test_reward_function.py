@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,11 +52,14 @@ def score(data_source, solution_str, ground_truth, extra_info):
         os._exit(5)
     if solution_str == "sleep":
         time.sleep(60)
+    if solution_str == "nap":
+        time.sleep(0.5)
+        return 1.0
     if solution_str == "spin":
         while True:
             pass
     if solution_str == "child":
-        subprocess.Popen(["sleep", "61.25"])
+        subprocess.Popen(["sleep", ground_truth])
         time.sleep(60)
     if solution_str == "hog":
         hoard = []
@@ -177,14 +181,20 @@ def test_memory_under_the_limit_is_there(part) -> None:
 
 def test_calls_over_the_time_limit_are_killed_with_their_children_and_the_worker_is_replaced(rewards) -> None:
     part = FunctionPart(f"{rewards}:score", settings(time_limit=1.0))
+    # Seconds that no other process of this machine sleeps.
+    nap = f"61.{os.getpid()}"
     try:
         before = part.submit(question(), "pid").result(30)
         for text in ("sleep", "spin", "child"):
             started = time.monotonic()
-            outcome = part.submit(question(), text).result(30)
-            assert outcome == Failure("function", "gave nothing in 1 s")
+            outcome = part.submit(question(nap), text).result(30)
+            assert outcome == Failure("function", "gave nothing in 1 s (reward.time_limit)")
             assert 1.0 <= time.monotonic() - started < 5
-        assert not running("sleep 61.25")
+        # Killed with its parent, but nobody waits for its end.
+        deadline = time.monotonic() + 5
+        while running(f"sleep {nap}") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not running(f"sleep {nap}")
         after = part.submit(question(), "pid").result(30)
         assert isinstance(before, dict)
         assert isinstance(after, dict)
@@ -195,8 +205,36 @@ def test_calls_over_the_time_limit_are_killed_with_their_children_and_the_worker
 
 
 def running(command: str) -> list[str]:
-    listed = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if command in line and " Z" not in line]
+    """Processes whose command line holds these words; one that has ended has no command line."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            lines.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in lines if command in line]
+
+
+def test_an_interrupt_does_not_reach_a_call(part) -> None:
+    pid = int(part.submit(question(), "pid").result(30)["function"])
+    future = part.submit(question(), "nap")
+    time.sleep(0.2)
+    os.kill(pid, signal.SIGINT)
+    assert future.result(30) == {"function": 1.0}
+
+
+def test_a_process_that_cannot_be_started_again_is_a_failure_until_it_can(tmp_path) -> None:
+    file = tmp_path / "once.py"
+    good = "import os\ndef f(solution_str, **call):\n    return 1.0 if solution_str else os._exit(4)\n"
+    file.write_text(good)
+    part = FunctionPart(f"{file}:f", settings())
+    try:
+        assert "ended with status 4" in part.submit(question(), "").result(30).why
+        file.write_text("raise ValueError('edited')\n")
+        why = part.submit(question(), "x").result(30).why
+        assert why == ("its process could not be started: cannot be imported: ValueError: edited (once.py line 1)")
+        file.write_text(good)
+        assert part.submit(question(), "x").result(30) == {"function": 1.0}
+    finally:
+        part.close()
 
 
 def test_a_slow_call_does_not_hold_up_the_other_workers(rewards) -> None:
@@ -283,16 +321,19 @@ def test_a_missing_name_lists_what_is_there(rewards) -> None:
         FunctionPart(f"{rewards}:scores", settings())
 
 
-def test_close_answers_what_waits_and_leaves_no_process(rewards) -> None:
-    part = FunctionPart(f"{rewards}:score", settings(workers=2))
+def test_close_answers_what_waits_and_leaves_no_process(tmp_path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(REWARDS)
+    part = FunctionPart(f"{file}:score", settings(workers=2))
     pid = int(part.submit(question(), "pid").result(30)["function"])
+    assert running(str(file))
     futures = [part.submit(question(), "sleep") for _ in range(4)]
     started = time.monotonic()
     part.close()
     assert time.monotonic() - started < 5
     assert {future.result(0).why for future in futures} == {"the run was ending before it was scored"}
     assert not Path(f"/proc/{pid}").exists()
-    assert not running(f"{rewards}'")
+    assert not running(str(file))
     assert isinstance(part.submit(question(), "right").result(0), Failure)
 
 

@@ -234,7 +234,9 @@ def test_an_answer_that_breaks_off_is_tried_again() -> None:
             for body in (b"[1", b"[1]"):
                 connection, _ = listener.accept()
                 with connection:
-                    connection.recv(65536)
+                    received = b""
+                    while not received.endswith(b"]}"):
+                        received += connection.recv(65536)
                     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nConnection: close\r\n\r\n" + body)
 
         threading.Thread(target=break_off_once, daemon=True).start()

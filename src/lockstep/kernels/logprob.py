@@ -92,8 +92,9 @@ def row_logprobs(
     logprobs = logits.gather(-1, targets_R[:, None])[:, 0] - normalisers
     if not entropy:
         return normalisers, logprobs, None
-    shares = (logits - normalisers[:, None]).exp_()
-    return normalisers, logprobs, normalisers - (shares * logits).sum(-1)
+    # Of log-probabilities, not of logits: large logits would cancel in the difference.
+    every = logits - normalisers[:, None]
+    return normalisers, logprobs, -(every.exp() * every).sum(-1)
 
 
 def row_gradients_(

@@ -1,11 +1,13 @@
 """Random numbers for sampling that are a pure function of what they are for.
 
-The noise of a vocabulary entry depends on (run seed, prompt, sample, position, entry) alone. All of it is integer
-hashing in 32 bits, which gives the same bits on every device, so a sample does not change with the batch it was
-drawn in, with scheduling or with the number of processes.
+The noise of a vocabulary entry depends on (run seed, prompt, sample, position, entry) alone. Its bits come from integer
+hashing in 32 bits, the same on every device; only the two logarithms that shape them into Gumbel noise are rounded by
+the device. So a sample does not change with the batch it was drawn in, with scheduling or the number of processes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 
@@ -16,11 +18,9 @@ _FIRST, _SECOND, _STRIDE = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
 
 def sequence_keys(seed: int, prompt: int, sample: int) -> tuple[int, int]:
     """Two 32-bit keys of a sequence, as signed numbers that fit an int32 tensor."""
-    first = _mix_int(seed ^ _STRIDE)
-    for part in (seed >> 32, prompt, prompt >> 32, sample):
-        first = _mix_int(first + (part & _MASK) * _STRIDE)
-    second = _mix_int(first ^ _FIRST)
-    return _signed(first), _signed(second)
+    parts = (seed, seed >> 32, prompt, prompt >> 32, sample)
+    # Two chains, so that sequences that meet in one of them (one pair in 2^32) still differ in the other.
+    return _signed(_chain(parts, _FIRST)), _signed(_chain(parts, _SECOND))
 
 
 def gumbel_noise(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -51,6 +51,12 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical shift to the right: int32 shifts bring the sign along."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _chain(parts: Iterable[int], state: int) -> int:
+    for part in parts:
+        state = _mix_int(state + (part & _MASK) * _STRIDE)
+    return state
 
 
 def _mix_int(x: int) -> int:

@@ -6,7 +6,7 @@ heads, G key/value heads, D head size. A slot is a place for one token: block * 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -48,12 +48,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class PrefillPass:
-    """Chunks of several sequences in one line. `fresh` is their layout when each begins its sequence."""
+    """Stretches of several sequences in one line: a layout when each begins its sequence, else chunks."""
 
     cache: KVCache
     slots_T: torch.Tensor
-    chunks: tuple[Chunk, ...]
-    fresh: Layout | None
+    where: Layout | tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,14 @@ class DecodePass:
     slots_T: torch.Tensor
     table_BM: torch.Tensor
     lengths_B: torch.Tensor
+    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """The twin's mask, made by the first layer that looks through this window."""
+        if window not in self._masks:
+            width = self.table_BM.shape[1] * self.cache.block
+            self._masks[window] = decode_mask(self.lengths_B, width, window, dtype)
+        return self._masks[window]
 
 
 def paged_attention(
@@ -83,10 +90,9 @@ def paged_attention(
     values.index_copy_(0, step.slots_T, value_TGD)
     if isinstance(step, DecodePass):
         return decode_attention(query_THD, keys, values, step, scale, window)
-    if step.fresh is not None:
-        return varlen_attention(query_THD, key_TGD, value_TGD, step.fresh, scale=scale, window=window)
-    parts = [_chunk_attention(query_THD, keys, values, chunk, scale, window) for chunk in step.chunks]
-    return torch.cat(parts)
+    if isinstance(step.where, Layout):
+        return varlen_attention(query_THD, key_TGD, value_TGD, step.where, scale=scale, window=window)
+    return torch.cat([_chunk_attention(query_THD, keys, values, chunk, scale, window) for chunk in step.where])
 
 
 def decode_attention(
@@ -102,7 +108,8 @@ def decode_attention(
         from lockstep.kernels.triton_paged import paged_decode
 
         return paged_decode(query_BHD, keys, values, step.table_BM, step.lengths_B, step.cache.block, scale, window)
-    return gathered_decode(query_BHD, keys, values, step.table_BM, step.lengths_B, step.cache.block, scale, window)
+    mask = step.mask(window, query_BHD.dtype)
+    return _masked_decode(query_BHD, keys, values, step.table_BM, step.cache.block, scale, mask)
 
 
 def gathered_decode(
@@ -116,21 +123,41 @@ def gathered_decode(
     window: int | None,
 ) -> torch.Tensor:
     """The twin: every sequence's blocks side by side, then plain attention with a mask."""
+    mask = decode_mask(lengths_B, table_BM.shape[1] * block, window, query_BHD.dtype)
+    return _masked_decode(query_BHD, keys, values, table_BM, block, scale, mask)
+
+
+def decode_mask(lengths_B: torch.Tensor, width: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores (B, 1, 1, width): 0 for a sequence's last `window` tokens, minus infinity else.
+
+    Numbers, not booleans, which attention would turn into numbers in every layer again.
+    """
+    places = torch.arange(width, device=lengths_B.device)
+    seen = places[None, :] < lengths_B[:, None]
+    if window:
+        seen &= places[None, :] >= lengths_B[:, None] - window
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -float("inf"))
+    return mask[:, None, None, :]
+
+
+def _masked_decode(
+    query_BHD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table_BM: torch.Tensor,
+    block: int,
+    scale: float,
+    mask: torch.Tensor,
+) -> torch.Tensor:
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
-    places = torch.arange(table_BM.shape[1] * block, device=keys.device)
     k, v = (
         cached.unflatten(0, (-1, block)).index_select(0, table_BM.flatten()).view(batch, -1, groups, cached.shape[-1])
         for cached in (keys, values)
     )
-    seen = places[None, :] < lengths_B[:, None]
-    if window:
-        seen &= places[None, :] >= lengths_B[:, None] - window
     # The query heads that share a key/value head stand as rows of one query: no head is repeated in memory.
-    query = query_BHD.view(batch, groups, heads // groups, size)
-    out = scaled_dot_product_attention(
-        query, k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen[:, None, None, :], scale=scale
-    )
+    query = query_BHD.reshape(batch, groups, heads // groups, size)
+    out = scaled_dot_product_attention(query, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, -1)
 
 

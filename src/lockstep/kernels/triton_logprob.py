@@ -26,14 +26,17 @@ def _stats(logits, targets, normalisers, logprobs, entropies, stride, words, sha
         new = tl.maximum(largest, tl.max(values, axis=0))
         shrink = tl.exp(largest - new)
         shares = tl.exp(values - new)
+        before = total
         total = total * shrink + tl.sum(shares, axis=0)
-        weighted = weighted * shrink + tl.sum(tl.where(columns < words, shares * values, 0.0), axis=0)
+        # Logits are weighed relative to the largest one so far, so that nothing large cancels in the entropy.
+        weighted = tl.where(before > 0, (weighted + before * (largest - new)) * shrink, 0.0)
+        weighted += tl.sum(tl.where(columns < words, shares * (values - new), 0.0), axis=0)
         largest = new
     normaliser = largest + tl.log(total)
     chosen = tl.load(start + tl.load(targets + row)).to(tl.float32) * sharpness
     tl.store(normalisers + row, normaliser)
     tl.store(logprobs + row, chosen - normaliser)
-    tl.store(entropies + row, normaliser - weighted / total)
+    tl.store(entropies + row, tl.log(total) - weighted / total)
 
 
 @triton.jit

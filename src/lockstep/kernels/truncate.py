@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +39,10 @@ def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | N
     if how.top_k and how.top_k < rows.shape[-1]:
         stay &= rows >= rows.topk(how.top_k, dim=-1).values[..., -1:]
     if how.min_p:
-        stay &= rows >= rows.amax(-1, keepdim=True) + torch.log(torch.tensor(how.min_p, device=rows.device))
+        stay &= rows >= rows.amax(-1, keepdim=True) + math.log(how.min_p)
     if how.top_p < 1:
-        ordered, places = rows.masked_fill(~stay, LEFT_OUT).sort(-1, descending=True)
+        # Stable: of equal logits the lower entry counts as likelier, wherever the rows are computed.
+        ordered, places = rows.masked_fill(~stay, LEFT_OUT).sort(dim=-1, descending=True, stable=True)
         shares = ordered.softmax(-1)
         before = shares.cumsum(-1) - shares
         stay &= torch.empty_like(stay).scatter_(-1, places, before < how.top_p)

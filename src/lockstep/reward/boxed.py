@@ -62,7 +62,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def math_score(text: str, ground_truth: str) -> float:
-    r"""1.0 when the last `\boxed{...}` equals the ground truth as mathematics (or as text), else 0.0.
+    r"""1.0 when the last `\boxed{...}` equals the ground truth as mathematics, else 0.0. Words are compared as words.
 
     The ground truth may stand in a box or in dollars, or bare.
     """
@@ -74,8 +74,6 @@ def math_score(text: str, ground_truth: str) -> float:
     answer = last_boxed(text)
     if answer is None:
         return 0.0
-    if _plain(answer) == _plain(truth):
-        return 1.0
     gold = _parse(truth)
     try:
         same = verify(gold, _parse(answer), timeout_seconds=None, raise_on_error=True)

@@ -82,6 +82,7 @@ class Pool:
         self._closing.set()
         for _ in self._threads:
             self._jobs.put(None)
+        # One that is being started meanwhile is killed where it is started.
         for worker in list(self._workers):
             if worker is not None:
                 worker.kill()
@@ -105,15 +106,10 @@ class Pool:
             raise Refusal.at(where, trouble.why, trouble.remedy)
 
     def _supervise(self, place: int) -> None:
-        trouble = self._ready(place)
+        # A process that cannot be started now is tried again when there is something to do.
+        self._ready(place)
         while (job := self._jobs.get()) is not None:
-            trouble = trouble or self._ready(place)
-            job.future.set_result(trouble or self._run(place, job.call))
-            trouble = None
-        worker = self._workers[place]
-        if worker is not None:
-            worker.kill()
-        self._workers[place] = None
+            job.future.set_result(self._ready(place) or self._run(place, job.call))
 
     def _ready(self, place: int) -> Raised | None:
         """See that a living process is in this place, or say why there is none."""
@@ -124,7 +120,8 @@ class Pool:
             try:
                 self._start(place)
             except Refusal as refusal:
-                return Raised(f"its process could not be started: {refusal.problems[0].why}")
+                why = f"its process could not be started: {refusal.problems[0].why}"
+                return _CLOSED if self._closing.is_set() else Raised(why)
         return None
 
     def _run(self, place: int, call: dict[str, Any]) -> Given | Raised:
@@ -167,7 +164,7 @@ class _Worker:
         return self._process.poll() is None
 
     def wait_loaded(self) -> Unusable | None:
-        answer = self._received(LOAD_SECONDS)
+        answer = self._received(LOAD_SECONDS, "the time for loading")
         if isinstance(answer, Loaded):
             return None
         if isinstance(answer, Unusable):
@@ -181,7 +178,7 @@ class _Worker:
             return Raised(f"the row cannot be handed to its process: {error}")
         except OSError:
             return self._ended()
-        answer = self._received(self._target.time_limit)
+        answer = self._received(self._target.time_limit, "reward.time_limit")
         assert isinstance(answer, Given | Raised)
         return answer
 
@@ -192,13 +189,13 @@ class _Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _received(self, seconds: float) -> Any:
+    def _received(self, seconds: float, limit: str) -> Any:
         try:
             if self._connection.poll(seconds):
                 return self._connection.recv()
         except (EOFError, OSError):
             return self._ended()
-        return Raised(f"gave nothing in {seconds:g} s", spent=True)
+        return Raised(f"gave nothing in {seconds:g} s ({limit})", spent=True)
 
     def _ended(self) -> Raised:
         """Why the process is gone."""

@@ -10,18 +10,21 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.types import Sampling
 
 
-def why_ended(response: Sequence[int], sampling: Sampling, decode: Callable[[list[int]], str]) -> str:
-    """`token`, `string` or `length` when the last token ends the response, else nothing."""
-    if response[-1] in sampling.stop_ids:
+def why_ended(tokens: Sequence[int], prompt: int, sampling: Sampling, decode: Callable[[list[int]], str]) -> str:
+    """`token`, `string` or `length` when the last token ends the response, else nothing.
+
+    The response is what follows the first `prompt` tokens.
+    """
+    if tokens[-1] in sampling.stop_ids:
         return "token"
     if sampling.stop_strings:
         # The last token may complete a text that began some tokens before it. A token is at least a byte and a
         # character at most four, so this reaches far enough back.
         back = max(len(text) for text in sampling.stop_strings) * 4
-        tail = decode(list(response[-back:]))
+        tail = decode(list(tokens[max(prompt, len(tokens) - back) :]))
         if any(text in tail for text in sampling.stop_strings):
             return "string"
-    return "length" if len(response) >= sampling.max_tokens else ""
+    return "length" if len(tokens) - prompt >= sampling.max_tokens else ""
 
 
 def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

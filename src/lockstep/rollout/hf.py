@@ -6,7 +6,7 @@ Tokens are chosen by the built-in sampler with the same noise, so the two engine
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class HfEngine:
     def _cut(self, number: int, sample: int, ids: list[int], logprobs: list[float], sampling: Sampling) -> Completion:
         """`generate` goes on to the end of the longest; a response ends where it ends."""
         for length in range(1, len(ids) + 1):
-            why = why_ended(ids[:length], sampling, self.decode)
+            why = why_ended(ids[:length], 0, sampling, self.decode)
             if why:
                 return Completion(number, sample, ids[:length], logprobs[:length], why)
         raise AssertionError("generate stopped before the length limit without an end token")
@@ -69,6 +69,16 @@ class _Choose(LogitsProcessor):
         return seen.scatter_add_(-1, input_ids, real.long()) > 0
 
 
+@contextmanager
+def _without_defaults(model: PreTrainedModel) -> Iterator[None]:
+    """`generate` fills what we leave open from the model's folder: penalties and end tokens that nobody asked for."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
 @torch.no_grad()
 def _generate(
     model: PreTrainedModel, requests: Sequence[Request], samples: Sequence[int], sampling: Sampling
@@ -83,8 +93,8 @@ def _generate(
     processor = _Choose(sampling, torch.tensor(keys, dtype=torch.int32, device=device), mask)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": sampling.max_tokens, "pad_token_id": pad}
     config = GenerationConfig(**settings, eos_token_id=list(sampling.stop_ids) or None)
-    out = model.generate(
-        input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([processor])
-    )
+    chosen = LogitsProcessorList([processor])
+    with _without_defaults(model):
+        out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=chosen)
     logprobs = torch.stack(processor.logprobs, 1).tolist()
     return list(zip(out[:, width:].tolist(), logprobs, strict=True))

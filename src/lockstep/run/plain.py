@@ -19,6 +19,7 @@ class PlainConsole(Console):
         self._columns, self._every = columns, every
         self._pace: Pace | None = None
         self._unsaid = ""
+        self._told = time.monotonic()
 
     def banner(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         _print(title)
@@ -48,14 +49,26 @@ class PlainConsole(Console):
         self._pace.reach(step)
         total = self._pace.total
         head = f"step {step:>{len(str(total))}}/{total}  "
-        left = self._pace.left()
-        tail = "" if left is None or step == total else f"  eta {clock(left)}"
-        line = head + show(self._columns, metrics, WIDTH - len(head) - len(tail)) + tail
+        line = head + show(self._columns, metrics, WIDTH - len(head))
         if step in (self._first, total) or step % self._every == 0:
-            _print(line)
+            _print(line + self._eta(line, step))
             self._unsaid = ""
         else:
             self._unsaid = line
+
+    def _eta(self, line: str, step: int) -> str:
+        """The time left behind the numbers, or now and then on a line of its own where they fill theirs."""
+        assert self._pace is not None
+        left = self._pace.left()
+        if left is None or step == self._pace.total:
+            return ""
+        tail = f"eta {clock(left)}"
+        if len(line) + 2 + len(tail) <= WIDTH:
+            return f"  {tail}"
+        if time.monotonic() - self._told < _PlainTask.INTERVAL:
+            return ""
+        self._told = time.monotonic()
+        return f"\n  {tail}"
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         _print(f"validation after step {step}: {validation_rows(metrics)}")

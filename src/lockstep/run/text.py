@@ -11,9 +11,9 @@ _CONTROL = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if
 
 
 class Column(NamedTuple):
-    """A metric that is shown at each step: its name, what it is called on the screen, its number format."""
+    """A metric that is shown at each step: its name (or names, the first that is there), label and number format."""
 
-    metric: str
+    metric: str | tuple[str, ...]
     label: str
     format: str
 
@@ -24,12 +24,15 @@ OFFLINE_COLUMNS = (
     Column("train/grad_norm", "grad", ".3g"),
     Column("perf/throughput", "tok/s", ",.0f"),
 )
+# The divergence from the reference where there is one, otherwise how far the step moved the policy.
 ONLINE_COLUMNS = (
-    Column("critic/rewards/mean", "reward", ".3f"),
-    Column("actor/pg_loss", "loss", ".4f"),
-    Column("actor/ppo_kl", "kl", ".4f"),
-    Column("response_length/mean", "length", ".0f"),
+    Column("critic/score/mean", "reward", ".3f"),
+    Column(("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), "kl", ".3f"),
+    Column("actor/entropy", "ent", ".2f"),
+    Column("response_length/mean", "len", ".0f"),
     Column("perf/throughput", "tok/s", ",.0f"),
+    Column("timing_s/gen", "gen", ".1f"),
+    Column(("timing_s/update_actor",), "upd", ".1f"),
 )
 
 
@@ -64,8 +67,10 @@ def show(columns: Sequence[Column], metrics: dict[str, float], width: int = WIDT
     """The columns that the metrics have, from the left as far as they fit."""
     line = ""
     for column in columns:
-        if column.metric in metrics:
-            cell = f"{column.label} {metrics[column.metric]:{column.format}}"
+        names = (column.metric,) if isinstance(column.metric, str) else column.metric
+        found = next((name for name in names if name in metrics), None)
+        if found is not None:
+            cell = f"{column.label} {metrics[found]:{column.format}}"
             longer = f"{line}  {cell}" if line else cell
             if len(longer) > width:
                 break

@@ -12,13 +12,12 @@ from lockstep.reward.scorer import Scorer
 from lockstep.run.progress import Console
 from lockstep.train.annotate import Annotated, annotate, plan_updates
 from lockstep.train.experience import Experience
-from lockstep.train.optim import learning_rate
 from lockstep.train.roles import Roles
 from lockstep.train.session import Session, opened
 from lockstep.train.setup import PreparedOnline, prepare_online
 from lockstep.train.signs import Signs
 from lockstep.train.take import Taken, take_experience
-from lockstep.train.update import update_critic, update_policy
+from lockstep.train.update import update
 from lockstep.types import Prompt
 
 
@@ -63,17 +62,7 @@ def _loop(recipe: Recipe, prepared: PreparedOnline, session: Session, scorer: Sc
             parts = plan_updates(experience, recipe, world, prepared.pad_id)
             known = annotate(experience, parts, roles, recipe, beta, session.phases)
             metrics = taken.metrics | known.metrics
-            for epoch in range(recipe.algorithm.epochs):
-                for number, part in enumerate(parts):
-                    if roles.critic is not None:
-                        rate = learning_rate(step, steps, recipe.optim.model_copy(update={"lr": recipe.critic.lr}))
-                        with session.phases("update_critic"):
-                            metrics |= update_critic(part, experience, known, roles, recipe, rate)
-                    if step >= recipe.critic.warmup or roles.critic is None:
-                        rate = learning_rate(step, steps, recipe.optim)
-                        seed = recipe.run.seed + 1000 * step + 10 * epoch + number
-                        with session.phases("update_actor"):
-                            metrics |= update_policy(part, experience, known, roles, recipe, beta, rate, seed)
+            metrics |= update(parts, experience, known, roles, recipe, beta, step, steps, session.phases)
         session.carried["position"] = float(taken.position)
         session.carried["kl_coefficient"] = _next_coefficient(recipe, beta, metrics, experience)
         _store(session, step + 1, taken, known, recipe.log.samples)

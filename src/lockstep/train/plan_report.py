@@ -9,9 +9,10 @@ from rich.table import Table
 
 from lockstep.device.select import explain
 from lockstep.recipe import Recipe
+from lockstep.recipe.methods import ONLINE
 from lockstep.run.progress import Console
 from lockstep.train.plan import MemoryPlan, refuse_misfit
-from lockstep.train.setup import prepare
+from lockstep.train.setup import prepare, prepare_online
 
 
 def show_plan(recipe: Recipe, devices: int) -> None:
@@ -19,13 +20,14 @@ def show_plan(recipe: Recipe, devices: int) -> None:
     device, sentence = explain(recipe.device)
     console = Console.open()
     console.say(sentence)
-    prepared = prepare(recipe, device, devices, console, must_fit=False)
+    find = prepare_online if recipe.method in ONLINE else prepare
+    prepared = find(recipe, device, devices, console, must_fit=False)
     counts = prepared.train.counts
     console.banner(
         f"plan of {recipe.run.name}",
         [
             *[("data", note) for note in prepared.train.notes],
-            ("tokens", f"{counts.tokens:,}, of which {counts.trained_tokens:,} trained; longest row {counts.longest}"),
+            ("tokens", counts.sentence()),
             ("left out", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"),
             *prepared.batches.lines(),
             ("parameters", f"{prepared.memory.parameters:,}, of which {prepared.memory.trained:,} trained"),

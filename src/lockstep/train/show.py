@@ -10,14 +10,45 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.device.select import select
 from lockstep.recipe import Recipe
+from lockstep.recipe.methods import ONLINE
 from lockstep.run.progress import Console
-from lockstep.train.setup import prepare
+from lockstep.train.setup import prepare, prepare_online
 from lockstep.types import Example
 
 TRAINED, CONTEXT = "bold green", "dim"
 
 
 def show_rows(recipe: Recipe, rows: int) -> None:
+    if recipe.method in ONLINE:
+        _show_prompts(recipe, rows)
+    else:
+        _show_examples(recipe, rows)
+
+
+def _show_prompts(recipe: Recipe, rows: int) -> None:
+    console = Console.open()
+    prepared = prepare_online(recipe, select(recipe.device), 1, console, must_fit=False)
+    screen = RichConsole(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 80)
+    for source in prepared.train.sources:
+        for prompt in source[:rows]:
+            question = prompt.question
+            title = (
+                f"{question.origin}: {len(prompt.ids)} tokens, {question.data_source}, answer {question.ground_truth}"
+            )
+            screen.print(Text(title, style="bold"), soft_wrap=True)
+            screen.print(Text(prepared.tokenizer.decode(list(prompt.ids)), style=CONTEXT), soft_wrap=True)
+    counts = prepared.train.counts
+    console.banner(
+        "data",
+        [
+            *[("source", note) for note in prepared.train.notes],
+            ("prompts", f"{counts.rows:,} kept, {counts.dropped:,} dropped, {counts.truncated:,} truncated"),
+            ("tokens", counts.sentence()),
+        ],
+    )
+
+
+def _show_examples(recipe: Recipe, rows: int) -> None:
     console = Console.open()
     prepared = prepare(recipe, select(recipe.device), 1, console, must_fit=False)
     screen = RichConsole(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 80)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import sha256
 
 import torch
 
@@ -16,8 +17,9 @@ from lockstep.errors import Refusal
 from lockstep.kernels.logprob import Scores
 from lockstep.recipe import Recipe
 from lockstep.recipe.schema import Algorithm
-from lockstep.train.annotate import Annotated, Part
+from lockstep.train.annotate import Annotated, Part, Phases
 from lockstep.train.experience import Experience
+from lockstep.train.optim import learning_rate
 from lockstep.train.roles import Roles
 from lockstep.train.step import Loss, Outcome
 from lockstep.types import MicroBatch, Sums
@@ -39,6 +41,39 @@ def loss_of(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
     return partial(LOSSES[algorithm.loss], **keys[algorithm.loss])
 
 
+def update(
+    parts: Sequence[Part],
+    experience: Experience,
+    known: Annotated,
+    roles: Roles,
+    recipe: Recipe,
+    kl_coefficient: float,
+    step: int,
+    steps: int,
+    phases: Phases,
+) -> dict[str, float]:
+    """Every optimizer step of a step of the run; metrics are means over them (of maxima, the largest)."""
+    rate = learning_rate(step, steps, recipe.optim)
+    critic_rate = learning_rate(step, steps, recipe.optim.model_copy(update={"lr": recipe.critic.lr}))
+    done: list[dict[str, float]] = []
+    for epoch in range(recipe.algorithm.epochs):
+        for number, part in enumerate(parts):
+            metrics: dict[str, float] = {}
+            if roles.critic is not None:
+                with phases("update_critic"):
+                    metrics |= update_critic(part, experience, known, roles, recipe, critic_rate)
+            if roles.critic is None or step >= recipe.critic.warmup:
+                seed = (recipe.run.seed, step, epoch, number)
+                with phases("update_actor"):
+                    metrics |= update_policy(part, experience, known, roles, recipe, kl_coefficient, rate, seed)
+            done.append(metrics)
+    return {name: _over_updates(name, [metrics[name] for metrics in done]) for name in done[0]}
+
+
+def _over_updates(name: str, values: Sequence[float]) -> float:
+    return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+
 def update_policy(
     part: Part,
     experience: Experience,
@@ -47,7 +82,7 @@ def update_policy(
     recipe: Recipe,
     kl_coefficient: float,
     lr: float,
-    seed: int,
+    seed: tuple[int, ...],
 ) -> dict[str, float]:
     """One optimizer step of the policy on a part of the experience."""
     algorithm, tokens = recipe.algorithm, part.tokens
@@ -122,7 +157,7 @@ def _policy_loss(
     return of_batch
 
 
-def _held(algorithm: Algorithm, known: Annotated, tokens: slice, seed: int) -> torch.Tensor | None:
+def _held(algorithm: Algorithm, known: Annotated, tokens: slice, seed: tuple[int, ...]) -> torch.Tensor | None:
     """Tokens that the covariance losses hold back, chosen over the whole update."""
     if algorithm.loss not in ("clip_cov", "kl_cov"):
         return None
@@ -135,7 +170,7 @@ def _held(algorithm: Algorithm, known: Annotated, tokens: slice, seed: int) -> t
         share=algorithm.cov_share,
         low=algorithm.cov_low,
         high=algorithm.cov_high,
-        generator=torch.Generator().manual_seed(seed),
+        generator=torch.Generator().manual_seed(int.from_bytes(sha256(repr(seed).encode()).digest()[:7], "big")),
     )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 class BlockPool:
     def __init__(self, count: int):
-        self.count = count
         self._free = deque(range(count))
         self._readers = [0] * count
 
@@ -30,6 +29,3 @@ class BlockPool:
             self._readers[block] -= 1
             if not self._readers[block]:
                 self._free.append(block)
-
-    def shared(self, block: int) -> bool:
-        return self._readers[block] > 1

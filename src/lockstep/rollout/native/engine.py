@@ -15,6 +15,7 @@ from lockstep.kernels.paged import KVCache
 from lockstep.model.policy import Policy
 from lockstep.recipe.schema import Rollout
 from lockstep.rollout.ending import why_ended
+from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.runner import Runner
 from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.rollout.native.sequence import Prefix, Sample
@@ -36,6 +37,8 @@ class NativeEngine:
             return
         prefixes, samples = _sequences(requests, sampling)
         longest = max(sample.limit for sample in samples)
+        model = self.policy.causal_lm
+        refuse_moving_positions(model.config.get_text_config(), longest, type(model).__name__)
         cache = self._cache(samples, longest)
         settings = self.settings
         scheduler = Scheduler(
@@ -64,18 +67,22 @@ class NativeEngine:
             runner.prefill(work.prefill)
         if not work.decode:
             return
-        tokens, logprobs = runner.decode(work.decode)
-        for sample, new, scores in zip(work.decode, tokens, logprobs, strict=True):
-            for token, score in zip(new, scores, strict=True):
-                sample.cached = len(sample.tokens)
-                sample.tokens.append(token)
-                sample.logprobs.append(score)
-                sample.stop = why_ended(sample.tokens[sample.prompt :], sampling, self.decode)
-                if sample.stop:
-                    scheduler.finish(sample)
-                    ids = sample.tokens[sample.prompt :]
-                    yield Completion(sample.request, sample.number, ids, sample.logprobs, sample.stop)
-                    break
+        for sample, tokens, logprobs in zip(work.decode, *runner.decode(work.decode), strict=True):
+            self._append(sample, tokens, logprobs, sampling)
+            if sample.stop:
+                scheduler.finish(sample)
+                response = sample.tokens[sample.prompt :]
+                yield Completion(sample.request, sample.number, response, sample.logprobs, sample.stop)
+
+    def _append(self, sample: Sample, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
+        """New tokens up to the one that ends the sample; the device may have run on past it."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            sample.cached = len(sample.tokens)
+            sample.tokens.append(token)
+            sample.logprobs.append(logprob)
+            sample.stop = why_ended(sample.tokens, sample.prompt, sampling, self.decode)
+            if sample.stop:
+                return
 
     def _cache(self, samples: Sequence[Sample], longest: int) -> KVCache:
         """As many blocks as the samples could ever use at once, within the memory they may take."""
@@ -86,10 +93,7 @@ class NativeEngine:
         block_bytes = 2 * config.num_hidden_layers * block * heads * size * like.element_size()
         asked = self.settings.cache_gb
         room = asked * 1e9 if asked is not None else FREE_SHARE * self.device.memory().free
-        rows = self.settings.max_sequences
-        wanted = sum(sorted((-(-s.limit // block) + 1 for s in samples), reverse=True)[:rows])
-        prompts = sum(-(-p // block) for p in {s.request: s.prompt for s in samples}.values())
-        blocks = min(wanted + prompts, int(room // block_bytes))
+        blocks = min(_useful_blocks(samples, self.settings.max_sequences, block), int(room // block_bytes))
         least = Scheduler.least_blocks(longest, block)
         if blocks < least:
             raise Refusal.at(
@@ -99,6 +103,14 @@ class NativeEngine:
                 "raise rollout.cache_gb, or lower rollout.max_tokens",
             )
         return KVCache(config.num_hidden_layers, blocks, block, heads, size, like)
+
+
+def _useful_blocks(samples: Sequence[Sample], rows: int, block: int) -> int:
+    """Blocks that could ever be in use at once, with the one for each who runs that newcomers leave alone."""
+    # Whole blocks of a prefix are shared with it, so a sample only needs those that follow.
+    own = sorted((-(-s.limit // block) - (s.prompt - 1) // block + 1 for s in samples), reverse=True)
+    shared = sorted((-(-prompt // block) for prompt in {s.request: s.prompt for s in samples}.values()), reverse=True)
+    return sum(own[:rows]) + sum(shared[:rows])
 
 
 def _sequences(requests: Sequence[Request], sampling: Sampling) -> tuple[list[Prefix], list[Sample]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn.functional import linear
 
@@ -57,18 +58,14 @@ class Runner:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        chunks: list[Chunk] = []
         for part, stop in work:
-            own = self._slots(part, stop)
-            chunks.append(Chunk(len(tokens), part.cached, stop, torch.tensor(own, device=self.place)))
             tokens += part.tokens[part.cached : stop]
             positions += range(part.cached, stop)
-            slots += own[part.cached :]
-        lengths = [chunk.stop for chunk in chunks]
-        fresh = not any(chunk.start for chunk in chunks)
-        layout = make_layout(lengths, self.place, self.policy.kernel) if fresh else None
-        into = torch.tensor(slots, device=self.place)
-        self._hidden(tokens, positions, PrefillPass(self.cache, into, tuple(chunks), layout))
+            slots += self._slots(part, part.cached, stop)
+        whole = not any(part.cached for part, _ in work)
+        lengths = [stop for _, stop in work]
+        where = make_layout(lengths, self.place, self.policy.kernel) if whole else self._chunks(work)
+        self._hidden(tokens, positions, PrefillPass(self.cache, torch.tensor(slots, device=self.place), where))
         for part, stop in work:
             part.cached = stop
 
@@ -76,7 +73,7 @@ class Runner:
     def decode(self, samples: Sequence[Sample]) -> tuple[list[list[int]], list[list[float]]]:
         """Up to `passes` new tokens of each sample, with log-probabilities; what follows an end token is noise."""
         state = self._state(samples)
-        seen = self._seen(samples, state) if self.sampling.repetition_penalty != 1 else None
+        seen = self._seen(samples) if self.sampling.repetition_penalty != 1 else None
         captured = self.device.graph_capture and seen is None
         width = _bucket(len(samples)) if captured else len(samples)
         static, step = self._captured(width, state) if captured else (state, lambda: self._pass(state, seen))
@@ -113,10 +110,18 @@ class Runner:
         decoder = self.model.get_decoder()
         return decoder(input_ids=ids, position_ids=places, use_cache=False, layout=layout).last_hidden_state[0]
 
-    def _slots(self, part: Stretch, stop: int) -> list[int]:
+    def _chunks(self, work: Sequence[tuple[Stretch, int]]) -> tuple[Chunk, ...]:
+        chunks = []
+        first = 0
+        for part, stop in work:
+            slots = torch.tensor(self._slots(part, 0, stop), device=self.place)
+            chunks.append(Chunk(first, part.cached, stop, slots))
+            first += stop - part.cached
+        return tuple(chunks)
+
+    def _slots(self, part: Stretch, start: int, stop: int) -> list[int]:
         block = self.cache.block
-        slots = [first * block + place for first in part.blocks for place in range(block)]
-        return slots[:stop]
+        return [part.blocks[place // block] * block + place % block for place in range(start, stop)]
 
     def _state(self, samples: Sequence[Sample]) -> DecodeState:
         width = self.table_width if self.device.graph_capture else max(len(sample.blocks) for sample in samples)
@@ -124,19 +129,23 @@ class Runner:
             [sample.tokens[-1], len(sample.tokens) - 1, sample.prompt, sample.limit, *sample.keys] for sample in samples
         ]
         tables = [sample.blocks + [0] * (width - len(sample.blocks)) for sample in samples]
-        numbers = torch.tensor(rows, device=self.place)
+        numbers = self._numbers(rows)
         return DecodeState(
             tokens_B=numbers[:, 0].contiguous(),
             positions_B=numbers[:, 1].contiguous(),
             prompts_B=numbers[:, 2].contiguous(),
             limits_B=numbers[:, 3].contiguous(),
             keys_B2=numbers[:, 4:].to(torch.int32),
-            table_BM=torch.tensor(tables, device=self.place),
+            table_BM=self._numbers(tables),
             done_B=torch.zeros(len(samples), dtype=torch.bool, device=self.place),
             logprobs_B=torch.zeros(len(samples), device=self.place),
         )
 
-    def _seen(self, samples: Sequence[Sample], state: DecodeState) -> torch.Tensor:
+    def _numbers(self, rows: list[list[int]]) -> torch.Tensor:
+        # numpy reads nested lists several times faster than torch, and this is done every round.
+        return torch.from_numpy(np.array(rows, dtype=np.int64)).to(self.place)
+
+    def _seen(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Tokens that already stand in each sequence, prompt included."""
         rows = self.model.get_output_embeddings().weight.shape[0]
         seen = torch.zeros(len(samples), rows, dtype=torch.bool, device=self.place)

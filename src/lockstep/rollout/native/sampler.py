@@ -19,21 +19,25 @@ def choose(
     """Tokens and their log-probabilities under the distribution that the trainer will score.
 
     That is the softmax at the temperature, over the whole vocabulary or, with `score_truncated`, over what the
-    truncation left. Greedy choice (temperature 0) is scored at temperature 1. `positions_B` counts the response's
-    tokens from 0; `seen_BV` marks tokens that a repetition penalty applies to.
+    truncation leaves; a repetition penalty is no part of it. Greedy choice (temperature 0) is scored at temperature 1.
+    `positions_B` counts the response's tokens from 0; `seen_BV` marks tokens that a repetition penalty applies to.
     """
-    logits = logits_BV.float()
-    if seen_BV is not None:
-        penalised = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
-        logits = torch.where(seen_BV, penalised, logits)
+    own = logits_BV.float()
     if sampling.temperature not in (0.0, 1.0):
-        logits = logits / sampling.temperature
+        own = own / sampling.temperature
+    # The penalty scales logits as the temperature does, so their order makes no difference.
+    offered = own if seen_BV is None else _penalised(own, seen_BV, sampling.repetition_penalty)
     truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
-    drawn_from = truncate_(logits.clone(), truncation) if truncation.active else logits
+    left = truncate_(offered.clone(), truncation) if truncation.active else offered
     if sampling.temperature:
-        tokens = (drawn_from + gumbel_noise(keys_B2, positions_B, logits.shape[-1])).argmax(-1)
+        tokens = (left + gumbel_noise(keys_B2, positions_B, own.shape[-1])).argmax(-1)
     else:
-        tokens = drawn_from.argmax(-1)
-    scored = drawn_from if sampling.score_truncated else logits
-    logprobs = scored.gather(-1, tokens[:, None])[:, 0] - scored.logsumexp(-1)
-    return tokens, logprobs
+        tokens = left.argmax(-1)
+    scored = truncate_(own.clone(), truncation, tokens) if sampling.score_truncated and truncation.active else own
+    return tokens, scored.gather(-1, tokens[:, None])[:, 0] - scored.logsumexp(-1)
+
+
+def _penalised(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Logits with those of seen tokens made smaller: positive ones divided by the penalty, negative ones multiplied."""
+    smaller = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+    return torch.where(seen_BV, smaller, logits_BV)

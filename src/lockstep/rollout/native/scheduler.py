@@ -2,30 +2,41 @@
 
 A prompt's prefix (all but its last token) is computed once, in chunks under a token budget. Its samples then join the
 running batch as rows become free, first come first served; each feeds the prompt's last token as its first pass.
-When blocks run out, prefixes that nobody runs on are given up first, then the youngest running sample, which is
-computed again later. The oldest one always goes on, so every request is finished.
+When blocks run out, those who came later give way: prefixes that nobody runs on first, then the youngest running
+sample, which is computed again later. So the oldest one always goes on, and every request is finished.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep.rollout.native.blocks import BlockPool
 from lockstep.rollout.native.sequence import Prefix, Sample, Stretch
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """One round: blocks to copy first, then stretches to compute up to a place, then samples that produce tokens."""
 
-    copies: list[tuple[int, int]]
-    prefill: list[tuple[Stretch, int]]
-    decode: list[Sample]
+    budget: int
+    """Tokens that may still be prefilled in the round."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    prefill: list[tuple[Stretch, int]] = field(default_factory=list)
+    decode: list[Sample] = field(default_factory=list)
+
+    def compute(self, part: Stretch, stop: int) -> None:
+        """As much of `part` up to `stop` as the budget allows."""
+        tokens = min(stop - part.cached, self.budget)
+        if tokens:
+            self.budget -= tokens
+            self.prefill.append((part, part.cached + tokens))
 
 
 class Scheduler:
+    """`prefixes[i]` is that of request i. At most `rows` samples run, at most `budget` tokens are prefilled a round."""
+
     def __init__(
         self, prefixes: Sequence[Prefix], samples: Sequence[Sample], *, blocks: int, block: int, rows: int, budget: int
     ):
@@ -35,7 +46,6 @@ class Scheduler:
         self.pool = BlockPool(blocks)
         self.block, self.rows, self.budget = block, rows, budget
         self.preempted = 0
-        self._copies: dict[int, int] = {}
         for sample in self.waiting:
             prefixes[sample.request].waiting += 1
 
@@ -50,14 +60,14 @@ class Scheduler:
 
     def next(self, tokens: int) -> Work:
         """The next round, in which a sample may produce up to `tokens` tokens."""
-        self._copies = {}
-        # Oldest first: whoever must make room is behind, so nobody in this list loses its place any more.
-        decode = [s for s in list(self.running) if s.blocks and s.ready and self._extend(s, self._reach(s, tokens))]
-        prefill, left = self._recompute()
-        started, more = self._admit(tokens, left)
-        copies = [(source, target) for target, source in self._copies.items()]
-        # A prefix may have given way to a sample in front of it that starts now.
-        work = Work(copies, [(part, stop) for part, stop in prefill + more if part.blocks], decode + started)
+        work = Work(self.budget)
+        # Oldest first: whoever must make room is behind, so nobody who has work loses its place any more.
+        for sample in list(self.running):
+            if sample.blocks and not sample.ready:
+                work.compute(sample, len(sample.tokens) - 1)
+            elif sample.blocks and self._extend(sample, self._reach(sample, tokens)):
+                work.decode.append(sample)
+        self._admit(work, tokens)
         assert work.prefill or work.decode, "the cache holds one whole sample, so somebody can always go on"
         return work
 
@@ -72,58 +82,60 @@ class Scheduler:
 
     # -- the way in
 
-    def _recompute(self) -> tuple[list[tuple[Stretch, int]], int]:
-        """What samples that lost their place had already produced; and what is left of the budget."""
-        left = self.budget
-        work: list[tuple[Stretch, int]] = []
-        for sample in self.running:
-            if not sample.ready and left:
-                stop = min(len(sample.tokens) - 1, sample.cached + left)
-                left -= stop - sample.cached
-                work.append((sample, stop))
-        return work, left
-
-    def _admit(self, tokens: int, left: int) -> tuple[list[Sample], list[tuple[Stretch, int]]]:
-        """Samples that start now, and prefixes that must be computed before theirs can."""
-        started: list[Sample] = []
-        prefill: dict[int, tuple[Stretch, int]] = {}
+    def _admit(self, work: Work, tokens: int) -> None:
+        """Start samples whose prefix is there, in their order, and compute the prefixes of the others."""
+        prefilled: set[int] = set()
         for sample in self.waiting[: max(0, self.rows - len(self.running))]:
             prefix = self.prefixes[sample.request]
             if prefix.ready:
-                if not self._start(sample, prefix, tokens):
-                    break
-                if sample.ready:
-                    started.append(sample)
-            elif sample.request not in prefill and left:
-                if not self._afford(-(-len(prefix.tokens) // self.block) - len(prefix.blocks), prefix):
-                    break
-                while len(prefix.blocks) * self.block < len(prefix.tokens):
-                    prefix.blocks.append(self.pool.take())
-                stop = min(len(prefix.tokens), prefix.cached + left)
-                left -= stop - prefix.cached
-                prefill[sample.request] = (prefix, stop)
-        return started, list(prefill.values())
+                if not self._start(sample, prefix, work, tokens):
+                    return
+            elif work.budget and sample.request not in prefilled:
+                if prefilled and len(prefix.tokens) - prefix.cached > work.budget:
+                    # It opens the next round: a chunk that continues a sequence costs more than one that begins it.
+                    work.budget = 0
+                elif self._house(prefix, sample.request):
+                    work.compute(prefix, len(prefix.tokens))
+                    prefilled.add(sample.request)
+                else:
+                    return
 
-    def _start(self, sample: Sample, prefix: Prefix, tokens: int) -> bool:
+    def _start(self, sample: Sample, prefix: Prefix, work: Work, tokens: int) -> bool:
+        """Let the sample run on the blocks of its prefix; False when there is no room."""
         stop = self._reach(sample, tokens)
-        if not self._afford(-(-stop // self.block) - len(prefix.blocks) + 1, prefix):
+        filled, rest = divmod(prefix.cached, self.block)
+        if not self._room_for(-(-stop // self.block) - filled, sample.request):
             return False
-        self.pool.share(prefix.blocks)
-        sample.blocks, sample.cached = list(prefix.blocks), prefix.cached
         self.waiting.remove(sample)
         insort(self.running, sample, key=lambda s: s.order)
         prefix.waiting -= 1
         prefix.running += 1
-        return self._extend(sample, stop)
+        sample.blocks, sample.cached = prefix.blocks[:filled], prefix.cached
+        self.pool.share(sample.blocks)
+        self._grow(sample, stop)
+        if rest:
+            # The prefix's last block is filled in part; each sample goes on in a copy of its own.
+            work.copies.append((prefix.blocks[filled], sample.blocks[filled]))
+        if sample.ready:
+            work.decode.append(sample)
+        else:
+            work.compute(sample, len(sample.tokens) - 1)
+        return True
 
-    def _afford(self, blocks: int, prefix: Prefix) -> bool:
+    def _house(self, prefix: Prefix, request: int) -> bool:
+        """Blocks for the whole prefix; False when there is no room."""
+        if not self._room_for(-(-len(prefix.tokens) // self.block) - len(prefix.blocks), request):
+            return False
+        self._grow(prefix, len(prefix.tokens))
+        return True
+
+    def _room_for(self, blocks: int, request: int) -> bool:
         """Whether a newcomer may take so many: one block is left to each who runs, so that it does not push them out.
 
-        When nobody runs, prefixes other than its own give way.
+        When nobody runs, prefixes of later requests give way.
         """
-        if not self.running:
-            while self.pool.free < blocks and self._give_up_a_prefix(prefix):
-                pass
+        while not self.running and self.pool.free < blocks and self._give_up_a_prefix(request):
+            pass
         return self.pool.free >= blocks + len(self.running)
 
     # -- room in the cache
@@ -132,36 +144,27 @@ class Scheduler:
         """Tokens that are cached after a round of `tokens` passes; the last one produced is not fed any more."""
         return min(len(sample.tokens) + tokens - 1, sample.limit - 1)
 
-    def _extend(self, sample: Sample, stop: int) -> bool:
-        """Blocks for the first `stop` tokens, those to be written its own; False when it lost its place over it."""
-        while len(sample.blocks) * self.block < stop:
-            if not self._make_room(sample):
-                return False
-            sample.blocks.append(self.pool.take())
-        place = sample.cached // self.block
-        if place < len(sample.blocks) and self.pool.shared(sample.blocks[place]):
-            # Others read this block: write to a copy of it.
-            if not self._make_room(sample):
-                return False
-            own = self.pool.take()
-            self._copies[own] = sample.blocks[place]
-            self.pool.drop([sample.blocks[place]])
-            sample.blocks[place] = own
-        return True
+    def _grow(self, part: Stretch, stop: int) -> None:
+        while len(part.blocks) * self.block < stop:
+            part.blocks.append(self.pool.take())
 
-    def _make_room(self, sample: Sample) -> bool:
-        while not self.pool.free:
-            if self._give_up_a_prefix(None):
+    def _extend(self, sample: Sample, stop: int) -> bool:
+        """Blocks for the first `stop` tokens of a running sample; False when it lost its place over it."""
+        missing = -(-stop // self.block) - len(sample.blocks)
+        while self.pool.free < missing:
+            if self._give_up_a_prefix(sample.request):
                 continue
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is sample:
                 return False
+        self._grow(sample, stop)
         return True
 
-    def _give_up_a_prefix(self, spared: Prefix | None) -> bool:
-        for prefix in reversed(self.prefixes):
-            if prefix.blocks and not prefix.running and prefix is not spared:
+    def _give_up_a_prefix(self, request: int) -> bool:
+        """Free the youngest prefix that nobody runs on, of those that came after `request`."""
+        for prefix in reversed(self.prefixes[request + 1 :]):
+            if prefix.blocks and not prefix.running:
                 self._release(prefix)
                 return True
         return False

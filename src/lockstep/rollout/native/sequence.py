@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(eq=False)
 class Stretch:
     """Tokens whose keys and values go to the cache: `cached` of them are there, in `blocks`."""
 
@@ -14,7 +14,7 @@ class Stretch:
     cached: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Prefix(Stretch):
     """A prompt without its last token: computed once, read by all samples of the prompt."""
 
@@ -26,7 +26,7 @@ class Prefix(Stretch):
         return self.cached == len(self.tokens)
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample(Stretch):
     """One continuation. Its last token is the one that is fed next, so it is never cached before the pass."""
 

@@ -1,0 +1,206 @@
+"""The sides of `bench/grpo_step.py`: the same GRPO step by lockstep and by TRL's GRPOTrainer.
+
+Each side holds its own copy of the model and trains on. `train_pass` takes some whole steps (responses, rewards,
+log-probabilities, one update each) and says how long they took and how many response tokens there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import reward
+from lockstep.data.dataset import Loader
+from lockstep.parallel.world import World
+from lockstep.recipe.checks import with_derived_defaults
+from lockstep.recipe.methods import with_method_defaults
+from lockstep.recipe.schema import Recipe
+from lockstep.reward.scorer import Scorer
+from lockstep.run.progress import Console
+from lockstep.train.annotate import annotate, plan_updates
+from lockstep.train.roles import Roles
+from lockstep.train.session import opened
+from lockstep.train.setup import prepare_online
+from lockstep.train.take import take_experience
+from lockstep.train.update import update_policy
+from lockstep.types import Prompt
+from online_work import Work, make_trainer, temporary_folder
+from sides import Seconds, Stopwatch
+
+# More steps than are ever taken: the last step of a run would validate and save.
+ENDLESS = 10**6
+
+
+@dataclass(frozen=True)
+class Pass:
+    seconds: Seconds
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step from the fresh weights: loss, gradient norm, mean reward, and the responses by prompt and sample."""
+
+    loss: float
+    norm: float
+    reward: float
+    prompts: list[list[int]]
+    responses: list[list[int]]
+
+
+class Ours:
+    """lockstep: the parts of the online loop, metrics and their log included."""
+
+    name = "lockstep"
+
+    def __init__(self, work: Work, folder: Path, steps: int):
+        self.work, self.steps, self.step = work, steps, 0
+        self.recipe = _recipe(work, folder)
+        self.open = ExitStack()
+        console, self.world = Console.silent(), World()
+        self.prepared = prepare_online(self.recipe, work.device, 1, console)
+        place = work.device.torch_device()
+        self.scorer = self.open.enter_context(Scorer.open(self.recipe.reward, self.prepared.train.data_sources, place))
+        self.session = self.open.enter_context(opened(self.prepared, work.device, self.world, console, {}, self.scorer))
+        session = self.session
+        self.loader: Loader[Prompt] = Loader(
+            self.prepared.train.sources,
+            self.prepared.train.weights,
+            rows_per_update=work.prompts,
+            seed=work.seed,
+            shuffle=False,
+            total_rows=None,
+        )
+        self.roles = Roles(session.learner, session.reference, session.critic, self.world, session.torch_device)
+        session.carried = {"position": 0.0, "kl_coefficient": work.beta}
+        rollout = self.recipe.rollout
+        self.about = f"native engine, at most {rollout.max_sequences} at once; packed to {work.tokens} tokens"
+        self.phases: dict[str, float] = {}
+
+    def train_pass(self) -> Pass:
+        watch, lengths = Stopwatch(self.work.device), []
+        for _ in range(self.steps):
+            _, responses = self._step()
+            lengths += [len(ids) for ids in responses]
+        return Pass(watch.read(), lengths)
+
+    def first_step(self) -> Step:
+        metrics, responses = self._step()
+        prompts = [list(prompt.ids) for prompt in self.loader.take(0) for _ in range(self.work.n)]
+        return Step(metrics["actor/loss"], metrics["actor/grad_norm"], metrics["critic/score/mean"], prompts, responses)
+
+    def close(self) -> None:
+        self.open.close()
+
+    def _step(self) -> tuple[dict[str, float], list[list[int]]]:
+        """A step of `train_online` with one update, in the same order."""
+        recipe, session, beta = self.recipe, self.session, self.work.beta
+        with session.phases("step"):
+            taken = take_experience(self.loader, session, self.scorer, recipe)
+            experience = taken.experience
+            (part,) = plan_updates(experience, recipe, self.world, self.prepared.pad_id)
+            known = annotate(experience, [part], self.roles, recipe, beta, session.phases)
+            metrics = taken.metrics | known.metrics
+            with session.phases("update_actor"):
+                metrics |= update_policy(part, experience, known, self.roles, recipe, beta, recipe.optim.lr, self.step)
+        self.step += 1
+        session.carried["position"] = float(taken.position)
+        timed = session.phases.take()
+        for name, seconds in timed.items():
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+        session.metrics.append(self.step, metrics | timed)
+        return metrics, [rollout.ids for rollout in experience.rollouts]
+
+
+class Trl:
+    """TRL's GRPOTrainer, driven by its own `train()`, which is a pass; its set-up is not in the time.
+
+    `continuous` generates with transformers' continuous batching instead of padded `generate`.
+    """
+
+    def __init__(self, work: Work, folder: Path, steps: int, *, continuous: bool = False):
+        self.name = "TRL continuous" if continuous else "TRL"
+        self.work, self.steps = work, steps
+        self.clock = _clock(work)
+        self.trainer = make_trainer(work, str(folder), continuous=continuous, callbacks=[self.clock])
+        self.lengths: list[int] = []
+        self._count_lengths()
+        args = self.trainer.args
+        how = "use_transformers_continuous_batching=True" if continuous else f"generate, {work.sequences} at once"
+        self.about = f"{how}; padded, {args.per_device_train_batch_size} rows a micro-batch, sdpa"
+
+    def train_pass(self) -> Pass:
+        self.lengths = []
+        self.trainer.args.max_steps = self.steps
+        self.trainer.train()
+        return Pass(self.clock.seconds, self.lengths)
+
+    def step_on(self, given: Step) -> Step:
+        """One step from the weights as they are, on responses that were made elsewhere."""
+        seen: list[Any] = []
+
+        def replay(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+            seen.extend(self.trainer._tokenize_prompts(list(prompts))[0])
+            return {"prompt_ids": given.prompts, "completion_ids": given.responses, "logprobs": None}
+
+        self.trainer.rollout_func, self.trainer.args.max_steps = replay, 1
+        self.trainer.train()
+        self.trainer.rollout_func = None
+        log = self.trainer.state.log_history[0]
+        return Step(log["loss"], float(log["grad_norm"]), log["reward"], [list(ids) for ids in seen], given.responses)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _count_lengths(self) -> None:
+        generate = self.trainer._generate_single_turn
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            made = generate(*args, **kwargs)
+            self.lengths += [len(ids) for ids in made[0]]
+            return made
+
+        self.trainer._generate_single_turn = counted
+
+
+Side = Ours | Trl
+
+SIDES: dict[str, Any] = {
+    "lockstep": Ours,
+    "trl": Trl,
+    "trl-continuous": lambda work, folder, steps: Trl(work, folder, steps, continuous=True),
+}
+
+
+def _recipe(work: Work, folder: Path) -> Recipe:
+    values = {
+        "method": "grpo",
+        "device": work.device.name,
+        "run": {"name": "bench", "folder": str(folder), "steps": ENDLESS, "seed": work.seed},
+        "model": {"path": work.model, "dtype": work.dtype, "master_weights": work.masters},
+        "data": {"train": work.questions, "shuffle": False},
+        "batch": {"prompts": work.prompts, "tokens": work.tokens},
+        "optim": work.optim.model_dump(),
+        "rollout": {"n": work.n, "max_tokens": work.max_tokens},
+        "reward": {"function": f"{reward.__file__}:vowels"},
+        "algorithm": {"kl": {"where": "loss" if work.beta else "none", "coefficient": work.beta}},
+    }
+    return with_derived_defaults(Recipe.model_validate(with_method_defaults(values)))
+
+
+def _clock(work: Work) -> Any:
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        """From before the first batch is fetched to the end of the last update."""
+
+        def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+            self.watch = Stopwatch(work.device)
+
+        def on_epoch_end(self, *_: Any, **__: Any) -> None:
+            self.seconds = self.watch.read()
+
+    return Clock()

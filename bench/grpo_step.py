@@ -1,0 +1,173 @@
+"""Seconds of our whole GRPO step beside TRL's GRPOTrainer, in one run.
+
+    python bench/grpo_step.py                            # the embedded tiny model, both cases
+    python bench/grpo_step.py --shape half-billion --dtype bf16 --case mixed --out result.json
+
+A step is: `--prompts` x `--n` responses, their rewards, the reference's log-probabilities (`--beta` over 0) and one
+update. Both sides have the same weights, prompts, reward function, loss, optimizer and budget of a micro-batch, and
+no vLLM. First TRL takes a step on the very responses of ours: prompts, reward, loss and gradient norm must agree. Then
+the sides generate for themselves and take turns: A B A B ... The weights end responses at random (see `speaker.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# As lockstep sets it for itself; here it must come before torch, and for every side.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+from grpo_sides import SIDES, Ours, Pass, Side, Step, Trl
+from lockstep.device.select import select
+from online_work import Work, add_arguments, has_trl, make_work, settle, temporary_folder
+from report import differ, machine, spread, summary
+
+# How far loss, gradient norm and mean reward (the last two relative) may lie from ours for the work to count as
+# equal. In bf16 this is coarse: TRL runs autocast over fp32 weights, we run in bf16 beside fp32 masters.
+TOLERANCE = {"fp32": (1e-4, 1e-3, 1e-5), "bf16": (2e-2, 1e-1, 1e-3)}
+
+
+def main() -> None:
+    args = _arguments()
+    settle(args.threads)
+    if not has_trl():
+        raise SystemExit("TRL is not installed (pip install -e '.[bench]')")
+    device = select(args.device)
+    record: dict[str, Any] = {"settings": vars(args), "machine": machine(device), "cases": {}}
+    print("  ".join(f"{name} {value}" for name, value in record["machine"].items()))
+    for case in ("equal", "mixed") if args.case == "all" else (args.case,):
+        with temporary_folder() as folder:
+            masters = args.dtype == "bf16"
+            work = make_work(
+                Path(folder), case, args, device, masters=masters, beta=args.beta, batches=max(args.steps, 2)
+            )
+            record["cases"][case] = run_case(case, work, Path(folder), args)
+    record["machine"]["load_after"] = round(os.getloadavg()[0], 1)
+    if args.out:
+        Path(args.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {args.out}")
+
+
+def run_case(case: str, work: Work, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    print(f"\n{case}: {work.prompts} prompts x {work.n} responses of at most {work.max_tokens} tokens a step, ", end="")
+    print(f"{work.tokens} tokens a micro-batch, beta {work.beta:g}, {work.dtype}", flush=True)
+    with ExitStack() as stack:
+        sides: dict[str, Side] = {}
+        for name in args.sides:
+            sides[name] = SIDES[name](work, folder / name, args.steps)
+            stack.callback(sides[name].close)
+        checks = check_equal_work(sides, work)
+        for side in sides.values():
+            side.train_pass()
+        ours = sides["lockstep"]
+        assert isinstance(ours, Ours)
+        ours.phases.clear()
+        passes: dict[str, list[Pass]] = {name: [] for name in sides}
+        for _ in range(args.repeats):
+            for name, side in sides.items():
+                passes[name].append(side.train_pass())
+        check_equal_lengths(passes, sides)
+        found = {name: _numbers(passes[name], passes["lockstep"], args.steps) for name in sides}
+        phases = {name: seconds / (args.steps * args.repeats) for name, seconds in ours.phases.items()}
+        _report(sides, found, phases)
+    return {
+        "sides": {name: {"about": side.about} | found[name] for name, side in sides.items()},
+        "our_phases": phases,
+        "first_step": checks,
+    }
+
+
+def check_equal_work(sides: dict[str, Side], work: Work) -> dict[str, Any]:
+    """Our first step from the fresh weights, and TRL's on the same responses."""
+    ours = sides["lockstep"]
+    assert isinstance(ours, Ours)
+    mine = ours.first_step()
+    checks: dict[str, Any] = {"lockstep": _shown(mine)}
+    allowed = TOLERANCE[work.dtype]
+    for name, side in sides.items():
+        if not isinstance(side, Trl):
+            continue
+        theirs = side.step_on(mine)
+        checks[name] = _shown(theirs)
+        if theirs.prompts != mine.prompts:
+            raise SystemExit(f"{side.name} reads the prompts as other tokens than we do")
+        apart = (
+            abs(theirs.loss - mine.loss),
+            abs(theirs.norm / mine.norm - 1),
+            abs(theirs.reward / mine.reward - 1),
+        )
+        if any(far > most for far, most in zip(apart, allowed, strict=True)):
+            raise SystemExit(f"{side.name} computes something else than we do on the same responses: {checks}")
+    return checks
+
+
+def check_equal_lengths(passes: dict[str, list[Pass]], sides: dict[str, Side]) -> None:
+    """The timed steps of all sides had as many responses, as long as ours within chance."""
+    lengths = {name: [float(n) for one in every for n in one.lengths] for name, every in passes.items()}
+    for name, values in lengths.items():
+        if len(values) != len(lengths["lockstep"]) or differ(lengths["lockstep"], values):
+            means = {key: (len(each), statistics.fmean(each)) for key, each in lengths.items()}
+            raise SystemExit(f"{sides[name].name} made other responses than we did (count, mean length): {means}")
+
+
+def _shown(step: Step) -> dict[str, float]:
+    return {"loss": step.loss, "norm": step.norm, "reward": step.reward, "tokens": sum(map(len, step.responses))}
+
+
+def _numbers(theirs: list[Pass], ours: list[Pass], steps: int) -> dict[str, Any]:
+    """Seconds a step, and how much faster ours was in the same repeat: by the step, and by the response token."""
+    pairs = list(zip(theirs, ours, strict=True))
+    lengths = [length for one in theirs for length in one.lengths]
+    return {
+        "seconds_per_step": summary([one.seconds.wall / steps for one in theirs]),
+        "cpu_seconds_per_step": summary([one.seconds.cpu / steps for one in theirs]),
+        "response_length": {"mean": statistics.fmean(lengths), "max": max(lengths), "min": min(lengths)},
+        "ratio": summary([a.seconds.wall / b.seconds.wall for a, b in pairs]),
+        "cpu_ratio": summary([a.seconds.cpu / b.seconds.cpu for a, b in pairs]),
+        "ratio_per_token": summary(
+            [a.seconds.wall / sum(a.lengths) / (b.seconds.wall / sum(b.lengths)) for a, b in pairs]
+        ),
+    }
+
+
+def _report(sides: dict[str, Side], found: dict[str, dict[str, Any]], phases: dict[str, float]) -> None:
+    width = max(len(side.name) for side in sides.values())
+    for name, side in sides.items():
+        numbers = found[name]
+        length = numbers["response_length"]
+        print(f"  {side.name:{width}}  {spread(numbers['seconds_per_step'], '.2f')} s a step", end="")
+        if name != "lockstep":
+            print(f"   ratio {spread(numbers['ratio'], '.2f')}", end="")
+            print(f", per response token {spread(numbers['ratio_per_token'], '.2f')}", end="")
+            if side.work.device.name == "cpu":
+                print(f", in CPU time {spread(numbers['cpu_ratio'], '.2f')}", end="")
+        print(f"\n  {'':{width}}  {side.about}")
+        print(
+            f"  {'':{width}}  responses of {length['min']} to {length['max']} tokens, {length['mean']:.1f} on average"
+        )
+    parts = ", ".join(f"{name.removeprefix('timing_s/')} {seconds:.2f}" for name, seconds in phases.items())
+    print(f"  our step in seconds: {parts}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--beta", type=float, default=0.001, help="weight of the divergence; 0 needs no reference")
+    parser.add_argument("--steps", type=int, default=2, help="steps of one pass")
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=["lockstep", "trl"])
+    args = parser.parse_args()
+    if args.sides[0] != "lockstep":
+        parser.error("--sides begins with lockstep, which the others are compared with")
+    return args
+
+
+if __name__ == "__main__":
+    main()

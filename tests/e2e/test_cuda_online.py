@@ -1,0 +1,103 @@
+"""The built-in engine and the online loop on an NVIDIA device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.device.select import select
+from lockstep.model.load import load_policy, load_tokenizer
+from lockstep.recipe import load_recipe
+from lockstep.recipe.schema import Model, Rollout
+from lockstep.rollout.native.engine import NativeEngine
+from lockstep.run.metrics import read_metrics
+from lockstep.run.progress import Console
+from lockstep.train.online import train_online
+from lockstep.types import Completion, Request, Sampling
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA device"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 32), (14, 2, 64), (3, 3, 40), (8, 1, 128)])
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("block", [1, 16])
+def test_paged_decode_equals_its_twin(dtype, heads, groups, size, window, block) -> None:
+    from lockstep.kernels.paged import gathered_decode
+    from lockstep.kernels.triton_paged import paged_decode
+
+    torch.manual_seed(0)
+    lengths = torch.tensor([1, 7, 64, 65, 200], device="cuda")
+    width = -(-200 // block)
+    blocks = 5 * width
+    keys, values = (torch.randn(blocks * block, groups, size, device="cuda", dtype=dtype) for _ in range(2))
+    table = torch.randperm(blocks, device="cuda").view(5, width)
+    query = torch.randn(5, heads, size, device="cuda", dtype=dtype)
+    common = (query, keys, values, table, lengths, block, size**-0.5, window)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(paged_decode(*common), gathered_decode(*common), rtol=tolerance, atol=tolerance)
+
+
+def prompts() -> list[Request]:
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 60, (20,), generator=draw).tolist()
+    return [
+        Request(torch.randint(0, 256, (length,), generator=draw).tolist(), key, 3) for key, length in enumerate(lengths)
+    ]
+
+
+def generate(folder: Path, device_name: str, dtype: str, **settings: int) -> list[Completion]:
+    device = select(device_name)
+    policy = load_policy(Model(path=str(folder), dtype=dtype), device.torch_device(), device.attention, seed=0)  # type: ignore[arg-type]
+    engine = NativeEngine(policy, device, Rollout(**settings), load_tokenizer(str(folder)).decode)  # type: ignore[arg-type]
+    made = engine.generate(prompts(), Sampling(max_tokens=30, stop_ids=(7, 9, 33), seed=5))
+    return sorted(made, key=lambda c: (c.request, c.sample))
+
+
+def test_samples_are_those_of_the_cpu(tiny_folder: Path) -> None:
+    """fp32, the same noise: a sample differs only where two tokens are within rounding of each other."""
+    cpu, cuda = generate(tiny_folder, "cpu", "fp32"), generate(tiny_folder, "cuda", "fp32")
+    equal = [a.ids == b.ids for a, b in zip(cpu, cuda, strict=True)]
+    assert sum(equal) >= 0.95 * len(equal)
+    for a, b, same in zip(cpu, cuda, equal, strict=True):
+        if same:
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
+
+
+def test_captured_passes_equal_eager_ones(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.device.cuda import Cuda
+
+    captured = generate(tiny_folder, "cuda", "fp32", max_sequences=13)
+    monkeypatch.setattr(Cuda, "graph_capture", False)
+    eager = generate(tiny_folder, "cuda", "fp32", max_sequences=13)
+    equal = [a.ids == b.ids for a, b in zip(captured, eager, strict=True)]
+    assert sum(equal) >= 0.98 * len(equal)
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_online_fp32_is_in_step_with_the_cpu(online_file: Path, tmp_path: Path, method: str) -> None:
+    n = "rollout.n=3" if method == "grpo" else "rollout.n=1"
+    for device in ("cpu", "cuda"):
+        words = [f"method={method}", n, f"device={device}", f"run.name={device}"]
+        train_online(load_recipe(str(online_file), words), Console.silent())
+    cpu, cuda = ([m for _, m in read_metrics(tmp_path / "runs" / d / "metrics.jsonl")] for d in ("cpu", "cuda"))
+    for name in ("critic/rewards/mean", "actor/entropy", "actor/grad_norm"):
+        assert [m[name] for m in cuda] == pytest.approx([m[name] for m in cpu], rel=0.02, abs=1e-3), name
+
+
+def test_online_bf16_engine_and_trainer_agree(online_file: Path, tmp_path: Path) -> None:
+    words = ["device=cuda", "model.dtype=bf16", "run.steps=3"]
+    train_online(load_recipe(str(online_file), words), Console.silent())
+    for _, metrics in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl"):
+        assert metrics["training/rollout_probs_diff_mean"] < 0.01
+
+
+def test_memory_of_the_cache_is_given_back(tiny_folder: Path) -> None:
+    before = torch.cuda.memory_allocated()
+    generate(tiny_folder, "cuda", "bf16")
+    assert torch.cuda.memory_allocated() - before < 2**22

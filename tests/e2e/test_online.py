@@ -1,0 +1,276 @@
+"""The online loop as a whole: methods, invariances, failures of rewards, kills and several processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_resume import facts, kill_when
+from test_torchrun import close, torchrun
+
+from conftest import lockstep, question_rows, write_jsonl
+from lockstep.errors import Refusal
+from lockstep.recipe import load_recipe
+from lockstep.recipe.methods import ONLINE
+from lockstep.run.metrics import read_metrics
+from lockstep.run.progress import Console
+from lockstep.train.online import train_online
+
+
+def train(recipe: Path, *overrides: str) -> None:
+    train_online(load_recipe(str(recipe), list(overrides)), Console.silent())
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [metrics for _, metrics in read_metrics(run / "metrics.jsonl")]
+
+
+def samples_of(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+def weights_of(run: Path, step: int = 4, file: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step_{step}" / file)
+
+
+@pytest.mark.parametrize("method", ONLINE)
+def test_every_method_trains_with_finite_numbers(online_file: Path, tmp_path: Path, method: str) -> None:
+    grouped = "rollout.n=3" if load_recipe(str(online_file), [f"method={method}"]).rollout.n > 1 else "rollout.n=1"
+    train(
+        online_file, f"method={method}", "run.steps=2", grouped, "algorithm.overlong.buffer=4", "algorithm.entropy=0.01"
+    )
+    run = tmp_path / "runs" / "run"
+    for metrics in metrics_of(run):
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4
+        assert metrics["actor/grad_norm"] > 0
+    (stored, *_) = samples_of(run)
+    assert stored["kind"] == "train"
+    assert {"function", "overlong"} <= set(stored["parts"])  # type: ignore[arg-type]
+    assert (run / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "policy_gradient"])
+def test_every_loss_trains_with_several_updates_a_step(online_file: Path, tmp_path: Path, loss: str) -> None:
+    train(online_file, f"algorithm.loss={loss}", "run.steps=2", "algorithm.epochs=2", "batch.prompts_per_update=2")
+    assert all(math.isfinite(value) for metrics in metrics_of(tmp_path / "runs" / "run") for value in metrics.values())
+
+
+def same_run(a: Path, b: Path, step: int = 4) -> None:
+    """The same responses and rewards exactly; losses and weights up to rounding."""
+    assert [s["response"] for s in samples_of(a)] == [s["response"] for s in samples_of(b)]
+    assert [s["score"] for s in samples_of(a)] == [s["score"] for s in samples_of(b)]
+    for one, two in zip(metrics_of(a), metrics_of(b), strict=True):
+        for name in ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+    assert close(weights_of(a, step), weights_of(b, step))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["batch.tokens=96"],
+        ["batch.tokens=null", "batch.rows=5"],
+        ["rollout.max_sequences=2"],
+        ["rollout.prefill_tokens=5", "rollout.block_tokens=4"],
+        ["rollout.block_tokens=4", "rollout.cache_gb=0.00004"],
+        ["rollout.engine=hf"],
+        ["reward.workers=3"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_limits_and_engine_change_nothing(online_file: Path, tmp_path: Path, other: list[str]) -> None:
+    """fp32: samples and rewards are equal, weights within 1e-5."""
+    common = ["log.samples=99", "algorithm.epochs=2", "batch.prompts_per_update=2"]
+    train(online_file, "run.name=a", *common)
+    train(online_file, "run.name=b", *common, *other)
+    same_run(tmp_path / "runs" / "a", tmp_path / "runs" / "b")
+
+
+def test_one_update_a_step_needs_no_old_log_probabilities(online_file: Path, tmp_path: Path) -> None:
+    """Detached current ones are the old ones: forcing the extra pass changes nothing, and costs its time."""
+    train(online_file, "run.name=a")
+    # A correction that corrects nothing asks for them.
+    train(online_file, "run.name=b", "algorithm.correction.mask=token", "algorithm.correction.low=1e-6")
+    a, b = tmp_path / "runs" / "a", tmp_path / "runs" / "b"
+    same_run(a, b)
+    assert "timing_s/old_log_prob" not in metrics_of(a)[0]
+    assert "timing_s/old_log_prob" in metrics_of(b)[0]
+    assert metrics_of(b)[0]["rollout_corr/masked_share"] == 0.0
+
+
+def test_the_first_update_of_a_step_is_exactly_on_policy(online_file: Path, tmp_path: Path) -> None:
+    """Old and new log-probabilities come from the same micro-batches: no ratio but 1, whatever the packing."""
+    train(online_file, "batch.prompts_per_update=4", "algorithm.epochs=2", "run.steps=1", "optim.lr=1e-30")
+    (metrics,) = metrics_of(tmp_path / "runs" / "run")
+    assert metrics["actor/ppo_kl"] == 0.0
+    assert metrics["actor/pg_clipfrac"] == 0.0
+
+
+def test_lora_takes_the_policy_without_its_adapter_as_reference(online_file: Path, tmp_path: Path) -> None:
+    train(online_file, "run.name=lora", "model.lora.rank=4", "optim.lr=1e-2", "algorithm.kl.coefficient=0.1")
+    history = metrics_of(tmp_path / "runs" / "lora")
+    # A fresh adapter changes nothing, so the divergence starts at 0 and grows with the first update.
+    assert history[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-9)
+    assert history[1]["actor/kl_loss"] > 1e-6
+
+
+def test_the_divergence_in_the_reward_is_taken_off_it(online_file: Path, tmp_path: Path) -> None:
+    train(online_file, "algorithm.kl.where=reward", "algorithm.kl.estimator=k2", "algorithm.kl.coefficient=0.5")
+    for metrics in metrics_of(tmp_path / "runs" / "run"):
+        lost = metrics["critic/score/mean"] - metrics["critic/rewards/mean"]
+        penalty = 0.5 * metrics["actor/reward_kl_penalty"] * metrics["response_length/mean"]
+        assert lost == pytest.approx(penalty, rel=1e-4, abs=1e-9)
+
+
+def test_the_coefficient_adapts_to_its_target(online_file: Path, tmp_path: Path) -> None:
+    """Far over the target each step multiplies by 1 + 0.2 x sequences / horizon."""
+    words = ["algorithm.kl.target=1e-9", "algorithm.kl.horizon=12", "algorithm.kl.coefficient=0.1", "optim.lr=1e-2"]
+    train(online_file, *words)
+    used = [metrics["actor/kl_coef"] for metrics in metrics_of(tmp_path / "runs" / "run")]
+    # The first step measures a divergence of 0, far under the target.
+    assert used == pytest.approx([0.1, 0.1 * 0.8, 0.1 * 0.8 * 1.2, 0.1 * 0.8 * 1.2**2])
+
+
+def test_failed_rewards_are_counted_and_left_out(online_file: Path, tmp_path: Path) -> None:
+    function = f"reward.function={tmp_path / 'reward.py'}:picky"
+    train(online_file, function, "reward.max_failures=0.9", "log.samples=99", "run.steps=2")
+    run = tmp_path / "runs" / "run"
+    lines = samples_of(run)
+    failed = [line for line in lines if line["kind"] == "failed"]
+    scored = [line for line in lines if line["kind"] == "train"]
+    assert failed, "the rows must hold responses that cannot be judged"
+    assert all("cannot judge this" in str(line["failure"]) and line["score"] is None for line in failed)
+    assert sum(metrics["reward/failed"] for metrics in metrics_of(run)) == len(failed)
+    for step in (1, 2):
+        scores = [line["score"] for line in scored if line["step"] == step]
+        assert len(scores) == 12 - len([line for line in failed if line["step"] == step])
+        assert metrics_of(run)[step - 1]["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))  # type: ignore[arg-type]
+
+
+def test_too_many_failed_rewards_stop_the_run(online_file: Path, tmp_path: Path) -> None:
+    function = f"reward.function={tmp_path / 'reward.py'}:picky"
+    with pytest.raises(Refusal) as refused:
+        train(online_file, function, "reward.max_failures=0.01")
+    assert "cannot judge this" in str(refused.value)
+    assert "reward.max_failures" in str(refused.value)
+
+
+def test_dynamic_sampling_replaces_groups_that_agree(online_file: Path, tmp_path: Path) -> None:
+    """A rule that a random model never satisfies: all groups agree, the rounds are used up and the step is filled."""
+    train(
+        online_file,
+        "method=dapo",
+        "reward={}",
+        "algorithm.dynamic_sampling.rounds=3",
+        "run.steps=2",
+    )
+    for metrics in metrics_of(tmp_path / "runs" / "run"):
+        assert metrics["train/num_gen_batches"] == 3
+        assert metrics["train/uniform_groups"] == 12
+        assert metrics["train/filled_groups"] == 4
+        assert metrics["critic/mixed_groups"] == 0
+    state = json.loads((tmp_path / "runs" / "run" / "checkpoints" / "step_2" / "state.json").read_text())
+    assert state["carried"]["position"] == 24
+
+
+def test_engine_and_trainer_that_differ_too_much_stop_the_run(online_file: Path) -> None:
+    with pytest.raises(Refusal, match="engine and trainer differ"):
+        train(online_file, "rollout.max_probs_diff=1e-12")
+
+
+def test_truncated_sampling_is_scored_truncated(online_file: Path, tmp_path: Path) -> None:
+    train(online_file, "rollout.top_k=20", "rollout.top_p=0.9", "rollout.truncated=mask", "rollout.temperature=0.8")
+    for metrics in metrics_of(tmp_path / "runs" / "run"):
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4
+
+
+PPO = [
+    "method=ppo",
+    "rollout.n=1",
+    "batch.prompts=8",
+    "batch.prompts_per_update=4",
+    "run.steps=8",
+    "checkpoint.every=2",
+    "critic.lr=1e-3",
+    "model.lora.rank=4",
+    "model.lora.dropout=0.1",
+    "log.samples=8",
+    "algorithm.kl.target=0.01",
+]
+
+
+def test_killed_and_resumed_is_bit_identical_critic_and_rollouts_included(online_file: Path, tmp_path: Path) -> None:
+    val = write_jsonl(tmp_path / "val.jsonl", question_rows(5))
+    words = [*PPO, f"val.questions={val}", "val.every=3", "val.at_start=true", "val.max_new_tokens=6"]
+    runs = tmp_path / "runs"
+    whole = lockstep("train", online_file, "run.name=whole", *words)
+    assert whole.returncode == 0, whole.stderr
+    killed = runs / "killed"
+
+    def lines() -> int:
+        return (killed / "metrics.jsonl").read_bytes().count(b"\n") if (killed / "metrics.jsonl").exists() else 0
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "lockstep", "train", str(online_file), "run.name=killed", *words]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+
+    moments = [
+        lambda: lines() >= 2,
+        lambda: any((killed / "checkpoints").glob(".writing-*")) and lines() >= 3,
+        lambda: lines() >= 7,
+    ]
+    assert sum(kill_when(start(), moment) for moment in moments) >= 2
+    done = lockstep("train", online_file, "run.name=killed", *words)
+    assert done.returncode == 0, done.stderr
+    assert facts(killed) == facts(runs / "whole")
+    assert (killed / "samples.jsonl").read_text() == (runs / "whole" / "samples.jsonl").read_text()
+    for file in ("model", "critic", "optimizer", "critic_optimizer"):
+        one, two = (weights_of(run, 8, f"{file}.safetensors") for run in (killed, runs / "whole"))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one), file
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("method", ["grpo", "ppo", "remax"])
+def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_path: Path, method: str) -> None:
+    n = "rollout.n=3" if method == "grpo" else "rollout.n=1"
+    words = [f"method={method}", n, "log.samples=99", "batch.prompts_per_update=2", "reward.workers=2"]
+    words += ["critic.lr=1e-3"] if method == "ppo" else []
+    one = lockstep("train", online_file, "run.name=one", *words)
+    assert one.returncode == 0, one.stderr
+    two = torchrun("train", online_file, "run.name=two", *words)
+    assert two.returncode == 0, two.stderr
+    single, double = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    assert [s["response"] for s in samples_of(single)] == [s["response"] for s in samples_of(double)]
+    assert [s["score"] for s in samples_of(single)] == [s["score"] for s in samples_of(double)]
+    assert close(weights_of(single), weights_of(double))
+    if method == "ppo":
+        assert close(weights_of(single, file="critic.safetensors"), weights_of(double, file="critic.safetensors"))
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(online_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lockstep", "train", str(online_file), "run.steps=500"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ)
+    )
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    end = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2) and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command goes on from there" in said
+    assert "Traceback" not in said
+    step = metrics_of(tmp_path / "runs" / "run")
+    assert (tmp_path / "runs" / "run" / "checkpoints" / f"step_{len(step)}").is_dir()

@@ -1,0 +1,258 @@
+"""The built-in engine: samples depend on nothing but their counter, the cache is shared and freed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import SIZES, load, native, prompts, run, slow_sample, write_model
+from transformers import Qwen2Config
+
+from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
+from lockstep.kernels.paged import KVCache
+from lockstep.model.policy import Policy
+from lockstep.recipe.schema import Rollout
+from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.runner import Runner
+from lockstep.types import Completion, Request, Sampling
+
+SAMPLING = Sampling(max_tokens=24, temperature=0.8, stop_ids=(7, 9, 11, 13, 15, 17), seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen2") / "model", Qwen2Config(**SIZES), tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> Policy:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return [Request(ids, 100 + key, 4) for key, ids in enumerate(prompts(8))]
+
+
+@pytest.fixture(scope="module")
+def usual(policy: Policy, folder: Path, requests: list[Request]) -> list[Completion]:
+    """What every other way to generate must give as well."""
+    return run(native(policy, folder), requests, SAMPLING)
+
+
+def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
+    assert [(c.request, c.sample, c.ids, c.stop) for c in ours] == [
+        (c.request, c.sample, c.ids, c.stop) for c in theirs
+    ]
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=2e-4)
+
+
+def test_samples_vary_in_length_and_end_as_they_should(usual: list[Completion]) -> None:
+    assert [(c.request, c.sample) for c in usual] == [(r, s) for r in range(8) for s in range(4)]
+    assert {c.stop for c in usual} == {"token", "length"}
+    for made in usual:
+        assert len(made.logprobs) == len(made.ids)
+        assert (made.ids[-1] in SAMPLING.stop_ids) == (made.stop == "token")
+        assert not set(made.ids[:-1]) & set(SAMPLING.stop_ids)
+        assert made.stop == "token" or len(made.ids) == 24
+    assert len({tuple(c.ids) for c in usual}) == len(usual)
+
+
+def test_a_plain_forward_for_every_token_gives_the_same(
+    policy: Policy, requests: list[Request], usual: list[Completion]
+) -> None:
+    for made in usual[::3]:
+        ids, logprobs = slow_sample(policy, requests[made.request], made.sample, SAMPLING)
+        assert made.ids == ids
+        torch.testing.assert_close(torch.tensor(made.logprobs), torch.tensor(logprobs), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_sequences": 1},
+        {"max_sequences": 3, "prefill_tokens": 16},
+        {"prefill_tokens": 1},
+        {"prefill_tokens": 7, "block_tokens": 4},
+        {"block_tokens": 1},
+        {"block_tokens": 4},
+        {"block_tokens": 64},
+    ],
+)
+def test_batch_budget_and_blocks_do_not_matter(
+    policy: Policy, folder: Path, requests: list[Request], usual: list[Completion], settings: dict[str, Any]
+) -> None:
+    assert_same(run(native(policy, folder, **settings), requests, SAMPLING), usual)
+
+
+def gigabytes(blocks: int, block: int) -> float:
+    """Keys and values of two layers with two heads of size 8, in fp32; half a block more for rounding."""
+    return (blocks + 0.5) * block * 2 * 2 * 2 * 8 * 4 / 1e9
+
+
+@pytest.mark.parametrize("spare", [0, 3, 20])
+def test_preemption_does_not_matter(
+    policy: Policy, folder: Path, requests: list[Request], usual: list[Completion], spare: int
+) -> None:
+    longest = max(len(r.ids) for r in requests) + SAMPLING.max_tokens
+    least = -(-longest // 4) + 1
+    engine = native(policy, folder, block_tokens=4, cache_gb=gigabytes(least + spare, 4), prefill_tokens=64)
+    assert_same(run(engine, requests, SAMPLING), usual)
+    assert engine.preempted > 0
+
+
+def test_requests_alone_give_what_they_give_together(
+    policy: Policy, folder: Path, requests: list[Request], usual: list[Completion]
+) -> None:
+    engine = native(policy, folder)
+    for number in (0, 5):
+        alone = run(engine, [requests[number]], SAMPLING)
+        assert [c.ids for c in alone] == [c.ids for c in usual if c.request == number]
+    # Sample 0 of a single response is sample 0 of four.
+    single = run(engine, [Request(r.ids, r.key) for r in requests], SAMPLING)
+    assert [c.ids for c in single] == [c.ids for c in usual if c.sample == 0]
+
+
+def test_a_prompt_is_prefilled_once(policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    prefill = Runner.prefill
+    monkeypatch.setattr(
+        Runner,
+        "prefill",
+        lambda self, work: (counted.append(sum(stop - part.cached for part, stop in work)), prefill(self, work))[1],
+    )
+    lengths = [21, 6, 1]
+    run(native(policy, folder), [Request(list(range(n)), n, 5) for n in lengths], SAMPLING)
+    assert sum(counted) == sum(n - 1 for n in lengths)
+
+
+def test_with_memory_to_spare_nobody_is_preempted(policy: Policy, folder: Path, requests: list[Request]) -> None:
+    engine = native(policy, folder, block_tokens=4)
+    list(engine.generate(requests, Sampling(max_tokens=24)))
+    assert engine.preempted == 0
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
+    """The storage of every cache that is made, without holding it."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    build = KVCache.__init__
+
+    def remember(self: KVCache, *args: Any) -> None:
+        build(self, *args)
+        made.append(weakref.ref(self.slots))
+
+    monkeypatch.setattr(KVCache, "__init__", remember)
+    return made
+
+
+def test_nothing_holds_the_cache_afterwards(
+    policy: Policy, folder: Path, requests: list[Request], caches: list[weakref.ref[torch.Tensor]]
+) -> None:
+    engine = native(policy, folder)
+    policy.train()
+    list(engine.generate(requests, SAMPLING))
+    stopped = engine.generate(requests, SAMPLING)
+    next(stopped)
+    assert not policy.training
+    assert caches[1]() is not None
+    stopped.close()
+    gc.collect()
+    assert len(caches) == 2
+    assert all(cache() is None for cache in caches)
+    assert policy.training
+
+
+def test_an_error_while_generating_leaves_the_policy_as_it_was(
+    policy: Policy, folder: Path, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Runner, samples: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Runner, "decode", fail)
+    policy.train()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(native(policy, folder).generate(requests, SAMPLING))
+    assert policy.training
+
+
+def test_a_cache_too_small_is_refused(policy: Policy, folder: Path) -> None:
+    engine = native(policy, folder, cache_gb=gigabytes(5, 16))
+    request = [Request(list(range(60)), 0)]
+    with pytest.raises(Refusal, match=r"rollout.cache_gb: a response of 90 tokens with its prompt needs"):
+        list(engine.generate(request, Sampling(max_tokens=30)))
+    # 64 tokens are four blocks and the prefix's last one.
+    assert len(run(engine, request, Sampling(max_tokens=4))[0].ids) == 4
+
+
+def test_changed_weights_are_used_at_once(folder: Path, requests: list[Request]) -> None:
+    policy = load(folder)
+    engine = native(policy, folder)
+    before = run(engine, requests[:2], SAMPLING)
+    with torch.no_grad():
+        policy.causal_lm.get_output_embeddings().weight[65] += 3 * torch.ones(32)
+        policy.causal_lm.get_decoder().layers[0].self_attn.v_proj.weight.mul_(1.5)
+    after = run(engine, requests[:2], SAMPLING)
+    assert [c.ids for c in before] != [c.ids for c in after]
+    for made in after[:3]:
+        assert made.ids == slow_sample(policy, requests[made.request], made.sample, SAMPLING)[0]
+
+
+def test_no_requests_and_no_tokens(policy: Policy, folder: Path) -> None:
+    assert list(native(policy, folder).generate([], SAMPLING)) == []
+    with pytest.raises(ValueError, match="request 1 has no prompt"):
+        list(native(policy, folder).generate([Request([1], 0), Request([], 1)], SAMPLING))
+
+
+class Recorder(Cpu):
+    """A device that records graphs, as far as the runner can tell: what is recorded runs on the same tensors."""
+
+    graph_capture = True
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        self.captured += 1
+        step()
+        step()
+        return step
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_sequences": 3}, {"max_sequences": 33, "block_tokens": 1}])
+def test_captured_passes_give_what_eager_ones_give(
+    policy: Policy, requests: list[Request], usual: list[Completion], settings: dict[str, Any]
+) -> None:
+    device = Recorder()
+    engine = NativeEngine(policy, device, Rollout(**settings), lambda ids: "")
+    assert_same(run(engine, requests, SAMPLING), usual)
+    # A recording for each bucket of the batch, not for each batch.
+    assert 1 <= device.captured <= 6
+
+
+def test_captured_passes_under_preemption_and_with_stop_strings(policy: Policy, folder: Path) -> None:
+    requests = [Request(ids, key, 3) for key, ids in enumerate(prompts(7, seed=5))]
+    sampling = Sampling(max_tokens=21, seed=8, stop_strings=("a", "\x03", "Z"), stop_ids=(7,))
+    eager = native(policy, folder)
+    expected = run(eager, requests, sampling)
+    assert {"string", "length"} <= {c.stop for c in expected}
+    tight = Rollout(block_tokens=4, cache_gb=gigabytes(16, 4), prefill_tokens=20)
+    engine = NativeEngine(policy, Recorder(), tight, eager.decode)
+    assert_same(run(engine, requests, sampling), expected)
+    assert engine.preempted > 0
+
+
+def test_a_single_token_and_a_single_sample(policy: Policy, folder: Path) -> None:
+    sampling = Sampling(max_tokens=1, seed=1)
+    requests = [Request([5], 0), Request([5, 6], 1)]
+    expected = run(native(policy, folder), requests, sampling)
+    assert [c.ids for c in expected] == [slow_sample(policy, r, 0, sampling)[0] for r in requests]
+    captured = NativeEngine(policy, Recorder(), Rollout(), lambda ids: "")
+    assert_same(run(captured, requests, sampling), expected)

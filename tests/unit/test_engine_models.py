@@ -1,0 +1,176 @@
+"""The built-in engine runs architectures as transformers has them, and refuses those it cannot run exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import SIZES, load, native, prompts, run, write_model
+from transformers import (
+    BambaConfig,
+    Gemma2Config,
+    GPT2Config,
+    Lfm2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from lockstep.errors import Refusal
+from lockstep.model.policy import Policy
+from lockstep.recipe.schema import Lora
+from lockstep.train.generation import check_engine
+from lockstep.types import Request, Sampling
+
+CPU = torch.device("cpu")
+
+SUPPORTED: dict[str, Any] = {
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2-tied": Qwen2Config(**{**SIZES, "tie_word_embeddings": True}),
+    "qwen2-half-windowed": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": Qwen3Config(**{**SIZES, "head_dim": 16}),
+    "llama": LlamaConfig(**SIZES),
+    "llama3-rope": LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "mistral-windowed": MistralConfig(**SIZES, sliding_window=5),
+    "gpt2": GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.4),
+}
+
+
+def greedy_of_transformers(model: Any, ids: list[int], tokens: int) -> list[int]:
+    made = model.generate(
+        input_ids=torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return made[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_greedy_is_that_of_generate(name: str, tmp_path: Path, tiny_folder: Path) -> None:
+    folder = write_model(tmp_path / "model", SUPPORTED[name], tiny_folder)
+    policy = load(folder)
+    asked = prompts(5, seed=2)
+    requests = [Request(ids, key) for key, ids in enumerate(asked)]
+    made = run(native(policy, folder, block_tokens=4), requests, Sampling(max_tokens=20, temperature=0))
+    with policy.generating() as model:
+        theirs = [greedy_of_transformers(model, ids, 20) for ids in asked]
+    assert [c.ids for c in made] == theirs
+    chunked = native(policy, folder, block_tokens=4, prefill_tokens=3, max_sequences=2)
+    assert [c.ids for c in run(chunked, requests, Sampling(max_tokens=20, temperature=0))] == theirs
+    check_engine(chunked, policy, CPU, str(folder))
+
+
+def refused(folder: Path) -> str:
+    """What the user is told, by the check of the model or by that of the engine."""
+    with pytest.raises(Refusal) as refusal:
+        policy = load(folder)
+        check_engine(native(policy, folder), policy, CPU, str(folder))
+    return str(refusal.value)
+
+
+def test_soft_capped_attention_is_refused(tmp_path: Path, tiny_folder: Path) -> None:
+    folder = write_model(tmp_path / "model", Gemma2Config(**SIZES), tiny_folder)
+    said = refused(folder)
+    assert f"model.path {folder}" in said
+    assert "soft-capped" in said
+
+
+HYBRID = {
+    "mamba": MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.4),
+    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+    "bamba": BambaConfig(
+        **SIZES, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_layers_with_a_state_of_their_own_are_refused(name: str, tmp_path: Path, tiny_folder: Path) -> None:
+    folder = write_model(tmp_path / "model", HYBRID[name], tiny_folder)
+    said = refused(folder)
+    assert f"model.path {folder}" in said
+    assert "differ from" in said or "cannot be run" in said
+
+
+ROPE = {
+    "dynamic": (
+        LlamaConfig,
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        {"max_position_embeddings": 40},
+    ),
+    "longrope": (
+        Phi3Config,
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 40,
+        },
+        {"max_position_embeddings": 160, "original_max_position_embeddings": 40, "pad_token_id": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_positions_that_depend_on_the_batch_are_refused_where_they_would(
+    kind: str, tmp_path: Path, tiny_folder: Path
+) -> None:
+    family, rope, more = ROPE[kind]
+    config = family(**{**SIZES, **more}, rope_parameters=rope)
+    folder = write_model(tmp_path / "model", config, tiny_folder)
+    policy = load(folder)
+    asked = [list(range(30)), list(range(7))]
+    requests = [Request(ids, key) for key, ids in enumerate(asked)]
+    # Up to 40 tokens they are the usual positions.
+    made = run(native(policy, folder), requests, Sampling(max_tokens=10, temperature=0))
+    with policy.generating() as model:
+        assert [c.ids for c in made] == [greedy_of_transformers(model, ids, 10) for ids in asked]
+    with pytest.raises(Refusal, match=rf"rollout.max_tokens: .* 41 tokens, .*over 40 tokens .*{kind}"):
+        list(native(policy, folder).generate(requests, Sampling(max_tokens=11)))
+
+
+@pytest.fixture
+def adapted(tmp_path: Path, tiny_folder: Path) -> tuple[Policy, Path]:
+    folder = write_model(tmp_path / "model", Qwen2Config(**SIZES), tiny_folder)
+    return load(folder, Lora(rank=4, alpha=8.0)), folder
+
+
+def test_an_adapter_is_active_and_not_merged(adapted: tuple[Policy, Path]) -> None:
+    policy, folder = adapted
+    asked = prompts(4, seed=3)
+    requests = [Request(ids, key) for key, ids in enumerate(asked)]
+    sampling = Sampling(max_tokens=16, temperature=0)
+    before = run(native(policy, folder), requests, sampling)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    weights = {name: parameter.clone() for name, parameter in policy.named_parameters()}
+    made = run(native(policy, folder), requests, sampling)
+    assert [c.ids for c in made] != [c.ids for c in before]
+    with policy.generating():
+        assert [c.ids for c in made] == [greedy_of_transformers(policy.model, ids, 16) for ids in asked]
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in policy.named_parameters())
+    with policy.without_adapter():
+        assert [c.ids for c in run(native(policy, folder), requests, sampling)] == [c.ids for c in before]

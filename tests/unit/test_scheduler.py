@@ -1,0 +1,227 @@
+"""The scheduler alone, with a make-believe model: whatever the sizes, everything is finished and nothing is shared
+that is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.rollout.native.blocks import BlockPool
+from lockstep.rollout.native.scheduler import Scheduler, Work
+from lockstep.rollout.native.sequence import Prefix, Sample, Stretch
+
+
+@dataclass(frozen=True)
+class Job:
+    prompt: int
+    lengths: list[int]
+    """How many tokens each of its samples comes to; `limit` is what the scheduler knows."""
+    limit: int
+
+
+@dataclass
+class Pretender:
+    """Plays the runner: writes down what each slot of the cache holds and checks what is read."""
+
+    scheduler: Scheduler
+    prefixes: list[Prefix]
+    samples: list[Sample]
+    lengths: dict[tuple[int, int], int]
+    passes: int
+    slots: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    prefilled: int = 0
+    finished: list[tuple[int, int]] = field(default_factory=list)
+    most_blocks: int = 0
+
+    def run(self) -> None:
+        rounds = 0
+        total = sum(len(p.tokens) for p in self.prefixes) + sum(self.lengths.values())
+        while self.scheduler.unfinished:
+            before = [s.order for s in self.scheduler.running]
+            oldest = min(s.order for s in self.samples if s.order not in self.finished)
+            work = self.scheduler.next(self.passes)
+            if oldest in before:
+                assert oldest in [s.order for s in self.scheduler.running], "the oldest was preempted"
+            assert len(self.scheduler.running) <= self.scheduler.rows
+            self.check_blocks()
+            self.play(work)
+            rounds += 1
+            assert rounds < 50 * (total + 1) * (len(self.samples) + 1), "does not come to an end"
+
+    def play(self, work: Work) -> None:
+        block = self.scheduler.block
+        held = {slot: self.slots[slot] for slot in self.slots}
+        for source, target in work.copies:
+            for place in range(block):
+                if (source, place) in held:
+                    self.slots[target, place] = held[source, place]
+        assert sum(stop - part.cached for part, stop in work.prefill) <= self.scheduler.budget
+        assert len({id(part) for part, _ in work.prefill}) == len(work.prefill)
+        for part, stop in work.prefill:
+            assert part.cached < stop
+            self.prefilled += stop - part.cached
+            self.write(part, part.cached, stop)
+            part.cached = stop
+        for sample in work.decode:
+            self.decode(sample)
+
+    def write(self, part: Stretch, start: int, stop: int) -> None:
+        """A token's keys stand for everything before it, so a slot holds the whole history of its token."""
+        block = self.scheduler.block
+        for place in range(stop):
+            slot = (part.blocks[place // block], place % block)
+            history = tuple(part.tokens[: place + 1])
+            if place >= start:
+                self.slots[slot] = history
+            assert self.slots.get(slot) == history, "another sequence wrote here"
+
+    def decode(self, sample: Sample) -> None:
+        assert sample in self.scheduler.running
+        for _ in range(self.passes):
+            assert sample.ready
+            self.write(sample, sample.cached, len(sample.tokens))
+            sample.cached = len(sample.tokens)
+            sample.tokens.append(1000 * (sample.request + 1) + 10 * sample.number + len(sample.tokens))
+            if len(sample.tokens) == self.lengths[sample.order]:
+                self.scheduler.finish(sample)
+                self.finished.append(sample.order)
+                return
+
+    def check_blocks(self) -> None:
+        """Every block is free or held; only whole blocks of a prefix are held by several."""
+        pool, block = self.scheduler.pool, self.scheduler.block
+        holders: dict[int, int] = {}
+        for part in [*self.prefixes, *self.samples]:
+            assert len(set(part.blocks)) == len(part.blocks)
+            for number in part.blocks:
+                holders[number] = holders.get(number, 0) + 1
+        assert sorted([*pool._free, *holders]) == list(range(len(pool._readers)))
+        assert all(pool._readers[number] == count for number, count in holders.items())
+        self.most_blocks = max(self.most_blocks, len(holders))
+        for sample in self.scheduler.running:
+            whole = len(self.prefixes[sample.request].tokens) // block
+            assert all(holders[number] == 1 for number in sample.blocks[whole:]), "a written block is shared"
+
+
+def pretend(jobs: list[Job], *, blocks: int, block: int, rows: int, budget: int, passes: int = 1) -> Pretender:
+    prefixes, samples, lengths = [], [], {}
+    for request, job in enumerate(jobs):
+        tokens = [1000 * (request + 1) + i for i in range(job.prompt)]
+        prefixes.append(Prefix(tokens[:-1]))
+        for number, length in enumerate(job.lengths):
+            samples.append(Sample(list(tokens), request=request, number=number, prompt=job.prompt, limit=job.limit))
+            lengths[request, number] = length
+    scheduler = Scheduler(prefixes, samples, blocks=blocks, block=block, rows=rows, budget=budget)
+    return Pretender(scheduler, prefixes, samples, lengths, passes)
+
+
+@st.composite
+def jobs_strategy(draw: st.DrawFn) -> list[Job]:
+    jobs = []
+    for _ in range(draw(st.integers(1, 6))):
+        prompt, most = draw(st.integers(1, 20)), draw(st.integers(1, 12))
+        lengths = draw(st.lists(st.integers(prompt + 1, prompt + most), min_size=1, max_size=4))
+        jobs.append(Job(prompt, lengths, prompt + most))
+    return jobs
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    jobs=jobs_strategy(),
+    block=st.sampled_from([1, 2, 4, 16]),
+    spare=st.integers(0, 12),
+    rows=st.integers(1, 8),
+    budget=st.integers(1, 40),
+    passes=st.sampled_from([1, 3, 8]),
+)
+def test_everything_is_finished_once_and_nothing_is_mixed_up(
+    jobs: list[Job], block: int, spare: int, rows: int, budget: int, passes: int
+) -> None:
+    least = Scheduler.least_blocks(max(job.limit for job in jobs), block)
+    played = pretend(jobs, blocks=least + spare, block=block, rows=rows, budget=budget, passes=passes)
+    played.run()
+    assert sorted(played.finished) == sorted(played.lengths)
+    assert played.scheduler.pool.free == least + spare
+    assert all(not part.blocks and not part.cached for part in [*played.prefixes, *played.samples])
+
+
+def test_a_prompt_is_prefilled_once_and_its_blocks_are_shared() -> None:
+    # Ten prefix tokens are two whole blocks of 4 and a half-filled one. Eight samples of 11 + 3 tokens feed 13 of
+    # them: each holds the two shared blocks, a copy of the third and a fourth.
+    played = pretend([Job(11, [14] * 8, 14)], blocks=100, block=4, rows=8, budget=100)
+    played.run()
+    assert played.prefilled == 10
+    assert played.most_blocks == 3 + 8 * 2
+    assert played.scheduler.preempted == 0
+
+
+def test_a_prefix_of_whole_blocks_is_not_copied() -> None:
+    played = pretend([Job(9, [12] * 2, 12)], blocks=100, block=4, rows=8, budget=100)
+    played.scheduler.next(1)
+    for prefix in played.prefixes:
+        prefix.cached = 8
+    work = played.scheduler.next(1)
+    assert not work.copies
+    assert [sample.blocks[:2] for sample in work.decode] == [[0, 1], [0, 1]]
+    assert work.decode[0].blocks[2] != work.decode[1].blocks[2]
+
+
+def test_a_chunk_of_a_prompt_is_no_longer_than_the_budget() -> None:
+    played = pretend([Job(24, [25], 26)], blocks=100, block=4, rows=8, budget=10)
+    stops = []
+    for _ in range(3):
+        ((part, stop),) = played.scheduler.next(1).prefill
+        stops.append(stop)
+        part.cached = stop
+    assert stops == [10, 20, 23]
+    assert played.scheduler.next(1).decode == played.samples
+
+
+def test_a_prompt_that_does_not_fit_the_rest_of_the_budget_opens_the_next_round() -> None:
+    played = pretend([Job(7, [8], 9), Job(7, [8], 9), Job(3, [4], 9)], blocks=100, block=4, rows=8, budget=10)
+    assert [stop for _, stop in played.scheduler.next(1).prefill] == [6]
+
+
+def test_the_youngest_gives_way() -> None:
+    jobs = [Job(2, [18], 18), Job(2, [18], 18)]
+    played = pretend(jobs, blocks=Scheduler.least_blocks(18, 4) + 1, block=4, rows=2, budget=100)
+    played.run()
+    assert played.scheduler.preempted >= 1
+    assert played.finished == [(0, 0), (1, 0)]
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
+    """The old and large request must not wait until all the small ones behind it are through."""
+    jobs = [Job(40, [44], 44)] + [Job(2, [8], 8)] * 30
+    played = pretend(jobs, blocks=Scheduler.least_blocks(44, 4), block=4, rows=4, budget=4)
+    played.run()
+    assert (0, 0) in played.finished[:12]
+
+
+def test_prefixes_do_not_take_turns_in_giving_way() -> None:
+    """Two prompts of which the cache holds one at a time, each in several chunks."""
+    jobs = [Job(30, [32], 32), Job(30, [32], 32)]
+    played = pretend(jobs, blocks=Scheduler.least_blocks(32, 4), block=4, rows=2, budget=7)
+    played.run()
+    assert played.prefilled == 2 * 29
+
+
+def test_a_pool_counts_its_readers() -> None:
+    pool = BlockPool(2)
+    first, second = pool.take(), pool.take()
+    assert {first, second} == {0, 1}
+    assert pool.free == 0
+    pool.share([first])
+    pool.drop([first, second])
+    assert pool.free == 1
+    pool.drop([first])
+    assert pool.free == 2
+
+
+def test_a_pool_too_small_for_one_sample_is_noticed() -> None:
+    played = pretend([Job(2, [18], 18)], blocks=3, block=4, rows=2, budget=100)
+    with pytest.raises(AssertionError, match="holds one whole sample"):
+        played.run()
