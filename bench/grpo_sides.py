@@ -25,9 +25,9 @@ from lockstep.train.roles import Roles
 from lockstep.train.session import opened
 from lockstep.train.setup import prepare_online
 from lockstep.train.take import take_experience
-from lockstep.train.update import update_policy
+from lockstep.train.update import update
 from lockstep.types import Prompt
-from online_work import Work, make_trainer, temporary_folder
+from online_work import Work, make_trainer
 from sides import Seconds, Stopwatch
 
 # More steps than are ever taken: the last step of a run would validate and save.
@@ -96,16 +96,15 @@ class Ours:
         self.open.close()
 
     def _step(self) -> tuple[dict[str, float], list[list[int]]]:
-        """A step of `train_online` with one update, in the same order."""
+        """A step of `train_online`, in the same order."""
         recipe, session, beta = self.recipe, self.session, self.work.beta
         with session.phases("step"):
             taken = take_experience(self.loader, session, self.scorer, recipe)
             experience = taken.experience
-            (part,) = plan_updates(experience, recipe, self.world, self.prepared.pad_id)
-            known = annotate(experience, [part], self.roles, recipe, beta, session.phases)
+            parts = plan_updates(experience, recipe, self.world, self.prepared.pad_id)
+            known = annotate(experience, parts, self.roles, recipe, beta, session.phases)
             metrics = taken.metrics | known.metrics
-            with session.phases("update_actor"):
-                metrics |= update_policy(part, experience, known, self.roles, recipe, beta, recipe.optim.lr, self.step)
+            metrics |= update(parts, experience, known, self.roles, recipe, beta, self.step, ENDLESS, session.phases)
         self.step += 1
         session.carried["position"] = float(taken.position)
         timed = session.phases.take()

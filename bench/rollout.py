@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,131 +23,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
-import torch
-from transformers import GenerationConfig
-
-from lockstep.data.batching import micro_batch, plan_micro_batches, to_device
 from lockstep.device.select import select
-from lockstep.model.load import load_policy
-from lockstep.recipe.schema import Model, Rollout
-from lockstep.rollout.hf import HfEngine
-from lockstep.rollout.native.engine import NativeEngine
-from lockstep.types import Example, Origin, Request, Sampling
-from online_work import Work, add_arguments, has_trl, make_trainer, make_work, settle, temporary_folder
+from online_work import Work, add_arguments, has_trl, make_work, settle, temporary_folder
 from report import differ, machine, spread, summary
+from rollout_sides import SIDES, Ours, Side
 from sides import Seconds, Stopwatch
 
-Response = list[int]
 # Share of responses that our two engines must give alike from the same noise in fp32: rounding decides near-ties.
 ALIKE = 0.9
-
-
-class Ours:
-    """lockstep: the native engine, or with `engine="hf"` transformers' `generate` with our sampler inside."""
-
-    def __init__(self, work: Work, engine: str = "native"):
-        self.name = "lockstep" if engine == "native" else "lockstep hf engine"
-        self.work, self.calls = work, 0
-        self.prompts = work.encoded()
-        self.settings = Model(path=work.model, dtype=work.dtype)
-        self.place = work.device.torch_device()
-        self.policy = load_policy(self.settings, self.place, work.device.attention, seed=0)
-        rollout = Rollout(n=work.n, max_tokens=work.max_tokens)
-        if engine == "native":
-            self.engine: Any = NativeEngine(self.policy, work.device, rollout, str)
-            self.about = f"at most {rollout.max_sequences} at once, blocks of {rollout.block_tokens} tokens"
-        else:
-            self.engine = HfEngine(self.policy.generating, str)
-            self.about = "the engine `hf`: left-padded `generate`, 64 at once"
-        self.end = _end(self.policy.causal_lm)
-
-    def generate(self) -> list[Response]:
-        self.calls += 1
-        return self.sample(first_key=self.calls * len(self.prompts))
-
-    def sample(self, first_key: int) -> list[Response]:
-        work = self.work
-        requests = [Request(prompt.ids, first_key + i, work.n) for i, prompt in enumerate(self.prompts)]
-        sampling = Sampling(work.max_tokens, stop_ids=(self.end,), seed=work.seed)
-        made = sorted(self.engine.generate(requests, sampling), key=lambda c: (c.request, c.sample))
-        return [completion.ids for completion in made]
-
-    @torch.no_grad()
-    def mean_logprobs(self, responses: Sequence[Response]) -> list[float]:
-        """How likely each response is to the trainer's model, per token."""
-        prompts = [prompt for prompt in self.prompts for _ in range(self.work.n)]
-        rows = [
-            Example([*p.ids, *ids], [0] * len(p.ids) + [1] * len(ids), Origin("bench", i))
-            for i, (p, ids) in enumerate(zip(prompts, responses, strict=True))
-        ]
-        (plan,) = plan_micro_batches([len(row) for row in rows], devices=1, tokens=self.work.tokens, rows=None)
-        found = [0.0] * len(rows)
-        for members in plan:
-            batch = micro_batch([rows[i] for i in members], packed=True, pad_id=0)
-            parts = self.policy(to_device(batch, self.place)).logprobs_K.split([len(responses[i]) for i in members])
-            for i, part in zip(members, parts, strict=True):
-                found[i] = part.mean().item()
-        return found
-
-
-class Plain:
-    """transformers' `generate` on all sequences at once, left-padded."""
-
-    name = "transformers generate"
-
-    def __init__(self, work: Work):
-        self.work = work
-        self.place = work.device.torch_device()
-        self.model = work.their_model().to(self.place).eval()
-        self.about = f"left-padded, all {work.sequences} at once, sdpa"
-        self.end, self.pad = _end(self.model), self.model.config.pad_token_id
-        rows = [list(prompt.ids) for prompt in work.encoded() for _ in range(work.n)]
-        width = max(len(row) for row in rows)
-        self.ids = torch.tensor([[self.pad] * (width - len(row)) + row for row in rows], device=self.place)
-        self.mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.place)
-
-    @torch.no_grad()
-    def generate(self) -> list[Response]:
-        config = GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            max_new_tokens=self.work.max_tokens,
-            eos_token_id=self.end,
-            pad_token_id=self.pad,
-        )
-        out = self.model.generate(input_ids=self.ids, attention_mask=self.mask, generation_config=config)
-        return [_cut(row, self.end) for row in out[:, self.ids.shape[1] :].tolist()]
-
-
-class Trl:
-    """What GRPOTrainer generates with, without vLLM: padded `generate`, or transformers' continuous batching."""
-
-    def __init__(self, work: Work, continuous: bool):
-        self.name = "TRL continuous" if continuous else "TRL"
-        self.work = work
-        self.folder = temporary_folder()
-        self.trainer = make_trainer(work, self.folder.name, continuous=continuous, callbacks=[])
-        self.about = (
-            "use_transformers_continuous_batching=True" if continuous else f"left-padded, all {work.sequences} at once"
-        )
-        self.prompts = [list(prompt.ids) for prompt in work.encoded() for _ in range(work.n)]
-        self.trainer.model.train()
-
-    def generate(self) -> list[Response]:
-        made, _ = self.trainer._generate_single_turn(self.prompts, None, {}, self.work.n)
-        return made
-
-
-Side = Ours | Plain | Trl
-
-SIDES = {
-    "lockstep": Ours,
-    "lockstep-hf": lambda work: Ours(work, "hf"),
-    "generate": Plain,
-    "trl": lambda work: Trl(work, continuous=False),
-    "trl-continuous": lambda work: Trl(work, continuous=True),
-}
 
 
 def main() -> None:
@@ -183,8 +65,9 @@ def run_case(case: str, work: Work, args: argparse.Namespace) -> dict[str, Any]:
     found = {name: _numbers(tokens[name], seconds[name]) for name in names}
     for name in names:
         for kind in ("wall", "cpu"):
-            rates = zip(found["lockstep"][f"tokens_per_{kind}_second"], found[name][f"tokens_per_{kind}_second"])
-            found[name][f"{kind}_ratio"] = summary([ours / theirs for ours, theirs in rates])
+            rate = f"tokens_per_{kind}_second"
+            pairs = zip(found["lockstep"][rate], found[name][rate], strict=True)
+            found[name][f"{kind}_ratio"] = summary([ours / theirs for ours, theirs in pairs])
     _report(sides, found)
     return {
         "sides": {name: {"about": side.about} | found[name] for name, side in sides.items()},
@@ -204,7 +87,7 @@ def check_equal_work(sides: dict[str, Side], work: Work) -> dict[str, Any]:
             raise SystemExit(f"{side.name} gave {len(responses)} of {work.sequences} responses")
         theirs = {
             "length": [float(len(ids)) for ids in responses],
-            "logprob": ours.mean_logprobs(responses),
+            "logprob": ours.logprobs(responses),
         }
         mine = mine or theirs
         checks[name] = {key: statistics.fmean(values) for key, values in theirs.items()}
@@ -241,14 +124,6 @@ def _report(sides: dict[str, Side], found: dict[str, dict[str, Any]]) -> None:
             if side.work.device.name == "cpu":
                 line += f", in CPU time {spread(found[name]['cpu_ratio'], '.2f')}"
         print(f"{line}\n  {'':{width}}  {side.about}")
-
-
-def _cut(ids: Response, end: int) -> Response:
-    return ids[: ids.index(end) + 1] if end in ids else ids
-
-
-def _end(model: Any) -> int:
-    return model.config.eos_token_id
 
 
 def _arguments() -> argparse.Namespace:

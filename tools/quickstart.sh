@@ -1,23 +1,30 @@
-# The main job on the embedded default: a tiny model learns one-digit sums on the CPU. Offline, under three minutes.
+# The main job on the embedded default: a tiny model gets a short supervised start on sums with carry, then GRPO lets it
+# learn from its own answers. On the CPU, offline, under four minutes.
 set -eu
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 [ -t 1 ] || say() { printf '\n%s\n' "$*"; }
 
 say "1. lockstep tiny quickstart/model"
 [ -f quickstart/model/config.json ] || lockstep tiny quickstart/model
-say "2. lockstep data arithmetic quickstart/data"
-lockstep data arithmetic quickstart/data
-say "3. lockstep train sft-arithmetic"
-lockstep train sft-arithmetic
-say "4. lockstep generate runs/sft-arithmetic \"What is 7 + 6?\""
-lockstep generate runs/sft-arithmetic "What is 7 + 6?"
+say "2. lockstep data arithmetic quickstart/carry --difficulty 2"
+lockstep data arithmetic quickstart/carry --difficulty 2
+say "3. lockstep train warmup-arithmetic"
+lockstep train warmup-arithmetic
+say "4. lockstep train grpo-arithmetic"
+lockstep train grpo-arithmetic
+say "5. lockstep generate runs/grpo-arithmetic \"What is 47 + 38?\""
+lockstep generate runs/grpo-arithmetic "What is 47 + 38?"
 cat <<'TEXT'
 
 Next:
-  lockstep generate runs/sft-arithmetic --chat    talk to it
-  lockstep data show sft-arithmetic               see which tokens are trained
-  lockstep plan sft-arithmetic batch.tokens=512   batches and memory of a run
-  lockstep train sft-arithmetic run.name=lora model.lora.rank=8
-  lockstep export runs/sft-arithmetic my-model    a Hugging Face folder
+  lockstep generate runs/grpo-arithmetic --chat   talk to it
+  head -n 1 runs/grpo-arithmetic/samples.jsonl    what it was asked, said and earned
+  lockstep recipes ppo                            what a method sets
+  lockstep train grpo-arithmetic method=dapo run.name=dapo
+  lockstep plan grpo-arithmetic batch.prompts=64  batches and memory of a run
+  lockstep export runs/grpo-arithmetic my-model   a Hugging Face folder
   docs/recipe.md                                  every key of a recipe
+
+Before and after GRPO, on sums that the model was not trained on:
 TEXT
+python tools/before_and_after.py runs/grpo-arithmetic

@@ -70,13 +70,16 @@ def recipes(
     """List the built-in recipes and methods, or print one."""
     from lockstep.recipe.load import builtin_names, method_text, recipe_text
     from lockstep.recipe.methods import ONLINE
+    from lockstep.run.text import fit
 
     if name:
         typer.echo(method_text(name) or recipe_text(name), nl=False)
         return
     for each in builtin_names():
         typer.echo(f"{each:18}{recipe_text(each).splitlines()[0].lstrip('# ')}")
-    typer.echo(f"\nmethods: sft, {', '.join(ONLINE)}")
+    typer.echo("")
+    for line in fit(f"methods: sft, {', '.join(ONLINE)}"):
+        typer.echo(line)
     typer.echo("`lockstep recipes METHOD` prints what a method sets; a recipe may say otherwise.")
 
 

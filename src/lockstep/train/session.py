@@ -27,6 +27,7 @@ from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog, Phases, read_metrics, rewind_lines
 from lockstep.run.progress import Console
 from lockstep.run.sinks import open_sinks
+from lockstep.run.summary import before_and_after
 from lockstep.train import checkpoint as checkpoints
 from lockstep.train.answers import Examiner, answers, encode_questions
 from lockstep.train.build import build_critic, build_policy, build_reference
@@ -367,7 +368,7 @@ class Session:
             return
         if self.saved_at == self.step and self.recipe.run.export:
             self._export()
-        changes = self._before_and_after()
+        changes = before_and_after(read_metrics(self.folder.metrics))
         counts = self.prepared.train.counts
         if counts.dropped or counts.truncated:
             changes.append(("left out", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"))
@@ -392,16 +393,6 @@ class Session:
             replace=True,
         )
         self.console.say(f"exported the model to {self.folder.export}")
-
-    def _before_and_after(self) -> list[tuple[str, str]]:
-        """First and last value of what says whether training worked."""
-        history = read_metrics(self.folder.metrics)
-        rows = []
-        for name in ("train/loss", "critic/score/mean", "val/loss", "val/accuracy"):
-            values = [metrics[name] for _, metrics in history if name in metrics]
-            if len(values) > 1:
-                rows.append((name, f"{values[0]:.4g} -> {values[-1]:.4g}"))
-        return rows
 
     def close(self, *, ok: bool) -> None:
         self.console.end()

@@ -1,0 +1,28 @@
+"""What a run changed: the first and last value of what says whether training worked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# Rewards of single steps are noisy: so many are averaged at each end.
+ENDS = 5
+SINGLE = ("train/loss", "val/loss", "val/accuracy")
+
+
+def before_and_after(history: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[str, str]]:
+    """Rows of a table: the name, and `first -> last`."""
+    rewards = _values(history, "critic/score/mean")
+    rows = []
+    if len(rewards) > 1:
+        count = min(ENDS, len(rewards) // 2)
+        first, last = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
+        rows.append(("reward", f"{first:.4g} -> {last:.4g} (mean of {count} steps at either end)"))
+    for name in SINGLE:
+        values = _values(history, name)
+        if len(values) > 1:
+            rows.append((name, f"{values[0]:.4g} -> {values[-1]:.4g}"))
+    return rows
+
+
+def _values(history: Sequence[tuple[int, dict[str, float]]], name: str) -> list[float]:
+    return [metrics[name] for _, metrics in history if name in metrics]
