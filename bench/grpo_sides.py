@@ -115,21 +115,19 @@ class Ours:
 
 
 class Trl:
-    """TRL's GRPOTrainer, driven by its own `train()`, which is a pass; its set-up is not in the time.
+    """TRL's GRPOTrainer, driven by its own `train()`, which is a pass; its set-up is not in the time."""
 
-    `continuous` generates with transformers' continuous batching instead of padded `generate`.
-    """
-
-    def __init__(self, work: Work, folder: Path, steps: int, *, continuous: bool = False):
-        self.name = "TRL continuous" if continuous else "TRL"
+    def __init__(self, work: Work, folder: Path, steps: int, variant: str):
+        self.name = f"TRL {variant}"
         self.work, self.steps = work, steps
         self.clock = _clock(work)
-        self.trainer = make_trainer(work, str(folder), continuous=continuous, callbacks=[self.clock])
+        self.trainer = make_trainer(work, str(folder), variant, callbacks=[self.clock])
         self.lengths: list[int] = []
         self._count_lengths()
         args = self.trainer.args
-        how = "use_transformers_continuous_batching=True" if continuous else f"generate, {work.sequences} at once"
-        self.about = f"{how}; padded, {args.per_device_train_batch_size} rows a micro-batch, sdpa"
+        how = "use_transformers_continuous_batching=True" if variant == "continuous" else "generate"
+        self.about = f"{how}, {args.generation_batch_size} at once; padded, {args.per_device_train_batch_size} rows a "
+        self.about += "micro-batch, sdpa"
 
     def train_pass(self) -> Pass:
         self.lengths = []
@@ -142,8 +140,9 @@ class Trl:
         seen: list[Any] = []
 
         def replay(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+            here = slice(len(seen), len(seen) + len(prompts))
             seen.extend(self.trainer._tokenize_prompts(list(prompts))[0])
-            return {"prompt_ids": given.prompts, "completion_ids": given.responses, "logprobs": None}
+            return {"prompt_ids": given.prompts[here], "completion_ids": given.responses[here], "logprobs": None}
 
         self.trainer.rollout_func, self.trainer.args.max_steps = replay, 1
         self.trainer.train()
@@ -169,8 +168,9 @@ Side = Ours | Trl
 
 SIDES: dict[str, Any] = {
     "lockstep": Ours,
-    "trl": Trl,
-    "trl-continuous": lambda work, folder, steps: Trl(work, folder, steps, continuous=True),
+    "trl-padded": lambda work, folder, steps: Trl(work, folder, steps, "padded"),
+    "trl-parts": lambda work, folder, steps: Trl(work, folder, steps, "parts"),
+    "trl-continuous": lambda work, folder, steps: Trl(work, folder, steps, "continuous"),
 }
 
 
@@ -185,7 +185,10 @@ def _recipe(work: Work, folder: Path) -> Recipe:
         "optim": work.optim.model_dump(),
         "rollout": {"n": work.n, "max_tokens": work.max_tokens},
         "reward": {"function": f"{reward.__file__}:vowels"},
-        "algorithm": {"kl": {"where": "loss" if work.beta else "none", "coefficient": work.beta}},
+        "algorithm": {
+            "aggregation": "seq_mean_token_sum_norm",
+            "kl": {"where": "loss" if work.beta else "none", "coefficient": work.beta},
+        },
     }
     return with_derived_defaults(Recipe.model_validate(with_method_defaults(values)))
 

@@ -127,15 +127,21 @@ def _numbers(theirs: list[Pass], ours: list[Pass], steps: int) -> dict[str, Any]
     pairs = list(zip(theirs, ours, strict=True))
     lengths = [length for one in theirs for length in one.lengths]
     return {
-        "seconds_per_step": summary([one.seconds.wall / steps for one in theirs]),
-        "cpu_seconds_per_step": summary([one.seconds.cpu / steps for one in theirs]),
+        "seconds": [one.seconds.wall for one in theirs],
+        "cpu_seconds": [one.seconds.cpu for one in theirs],
+        "tokens": [sum(one.lengths) for one in theirs],
         "response_length": {"mean": statistics.fmean(lengths), "max": max(lengths), "min": min(lengths)},
+        "seconds_per_step": summary([one.seconds.wall / steps for one in theirs]),
         "ratio": summary([a.seconds.wall / b.seconds.wall for a, b in pairs]),
         "cpu_ratio": summary([a.seconds.cpu / b.seconds.cpu for a, b in pairs]),
-        "ratio_per_token": summary(
-            [a.seconds.wall / sum(a.lengths) / (b.seconds.wall / sum(b.lengths)) for a, b in pairs]
-        ),
+        # Chance gives the sides other lengths in each repeat; over all of them this evens out.
+        "ratio_per_token": _per_token(theirs, "wall") / _per_token(ours, "wall"),
+        "cpu_ratio_per_token": _per_token(theirs, "cpu") / _per_token(ours, "cpu"),
     }
+
+
+def _per_token(passes: list[Pass], clock: str) -> float:
+    return sum(getattr(one.seconds, clock) for one in passes) / sum(sum(one.lengths) for one in passes)
 
 
 def _report(sides: dict[str, Side], found: dict[str, dict[str, Any]], phases: dict[str, float]) -> None:
@@ -146,9 +152,11 @@ def _report(sides: dict[str, Side], found: dict[str, dict[str, Any]], phases: di
         print(f"  {side.name:{width}}  {spread(numbers['seconds_per_step'], '.2f')} s a step", end="")
         if name != "lockstep":
             print(f"   ratio {spread(numbers['ratio'], '.2f')}", end="")
-            print(f", per response token {spread(numbers['ratio_per_token'], '.2f')}", end="")
             if side.work.device.name == "cpu":
                 print(f", in CPU time {spread(numbers['cpu_ratio'], '.2f')}", end="")
+            print(f"; per response token {numbers['ratio_per_token']:.2f}", end="")
+            if side.work.device.name == "cpu":
+                print(f", in CPU time {numbers['cpu_ratio_per_token']:.2f}", end="")
         print(f"\n  {'':{width}}  {side.about}")
         print(
             f"  {'':{width}}  responses of {length['min']} to {length['max']} tokens, {length['mean']:.1f} on average"
@@ -162,7 +170,7 @@ def _arguments() -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--beta", type=float, default=0.001, help="weight of the divergence; 0 needs no reference")
     parser.add_argument("--steps", type=int, default=2, help="steps of one pass")
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=["lockstep", "trl"])
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     args = parser.parse_args()
     if args.sides[0] != "lockstep":
         parser.error("--sides begins with lockstep, which the others are compared with")

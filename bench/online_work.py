@@ -64,6 +64,11 @@ class Work:
         fitting = max(1, self.tokens // self.longest())
         return max(n for n in range(1, min(fitting, self.sequences) + 1) if self.sequences % n == 0)
 
+    def whole_groups(self) -> int:
+        """As `padded_rows`, in whole groups of a prompt's responses, and one group at least."""
+        fitting = max(1, self.tokens // (self.longest() * self.n))
+        return self.n * max(k for k in range(1, min(fitting, self.prompts) + 1) if self.prompts % k == 0)
+
     def their_model(self) -> Any:
         """As the peers load it: with fp32 masters the weights are fp32 and the compute is autocast."""
         dtype = torch.float32 if self.masters else DTYPES[self.dtype]
@@ -128,15 +133,17 @@ def has_trl() -> bool:
     return find_spec("trl") is not None and find_spec("datasets") is not None
 
 
-def make_trainer(work: Work, folder: str, *, continuous: bool, callbacks: list[Any]) -> Any:
+def make_trainer(work: Work, folder: str, variant: str, callbacks: list[Any]) -> Any:
     """TRL's GRPOTrainer for the same prompts, responses, reward, loss and optimizer; a step is one update.
 
-    `continuous` generates with transformers' continuous batching instead of padded `generate`.
+    `variant` is one of its own settings: `padded` (its default) generates all responses of the step at once, `parts`
+    as many as a micro-batch holds (`steps_per_generation=1`), so that less is padded, and `continuous` uses
+    transformers' continuous batching.
     """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    at_once = work.padded_rows()
+    at_once = work.whole_groups() if variant == "parts" else work.padded_rows()
     # Room for every sequence and no more: by default it takes half of the memory, and clears it in every step.
     cache = {"page_size": PAGE, "num_blocks": work.sequences * -(-work.longest() // PAGE), "max_batch_tokens": 8192}
     config = GRPOConfig(
@@ -150,12 +157,13 @@ def make_trainer(work: Work, folder: str, *, continuous: bool, callbacks: list[A
         temperature=1.0,
         top_p=1.0,
         top_k=0,
-        use_transformers_continuous_batching=continuous,
-        transformers_continuous_batching_config=cache if continuous else None,
+        steps_per_generation=1 if variant == "parts" else None,
+        use_transformers_continuous_batching=variant == "continuous",
+        transformers_continuous_batching_config=cache if variant == "continuous" else None,
         beta=work.beta,
         num_iterations=1,
         epsilon=0.2,
-        loss_type="dapo",  # the mean over all tokens of the step, as ours
+        loss_type="dr_grpo",  # a fixed divisor: the update does not depend on how a variant cuts the step
         scale_rewards="group",
         learning_rate=work.optim.lr,
         lr_scheduler_type="constant",

@@ -99,21 +99,24 @@ class Plain:
 
 
 class Trl:
-    """What GRPOTrainer generates with, without vLLM: padded `generate`, or transformers' continuous batching."""
+    """What GRPOTrainer generates with, without vLLM; see `make_trainer` for the variants."""
 
-    def __init__(self, work: Work, continuous: bool):
-        self.name = "TRL continuous" if continuous else "TRL"
+    def __init__(self, work: Work, variant: str):
+        self.name = f"TRL {variant}"
         self.work = work
         self.folder = temporary_folder()
-        self.trainer = make_trainer(work, self.folder.name, continuous=continuous, callbacks=[])
-        self.about = (
-            "use_transformers_continuous_batching=True" if continuous else f"left-padded, all {work.sequences} at once"
-        )
+        self.trainer = make_trainer(work, self.folder.name, variant, callbacks=[])
+        self.at_once = self.trainer.args.generation_batch_size
+        how = "use_transformers_continuous_batching=True" if variant == "continuous" else "left-padded, sdpa"
+        self.about = f"{how}, {self.at_once} at once"
         self.prompts = [list(prompt.ids) for prompt in work.encoded() for _ in range(work.n)]
         self.trainer.model.train()
 
     def generate(self) -> list[Response]:
-        made, _ = self.trainer._generate_single_turn(self.prompts, None, {}, self.work.n)
+        made: list[Response] = []
+        for start in range(0, len(self.prompts), self.at_once):
+            part = self.prompts[start : start + self.at_once]
+            made += self.trainer._generate_single_turn(part, None, {}, self.work.n)[0]
         return made
 
 
@@ -123,8 +126,9 @@ SIDES: dict[str, Callable[[Work], Side]] = {
     "lockstep": Ours,
     "lockstep-hf": lambda work: Ours(work, "hf"),
     "generate": Plain,
-    "trl": lambda work: Trl(work, continuous=False),
-    "trl-continuous": lambda work: Trl(work, continuous=True),
+    "trl-padded": lambda work: Trl(work, "padded"),
+    "trl-parts": lambda work: Trl(work, "parts"),
+    "trl-continuous": lambda work: Trl(work, "continuous"),
 }
 
 

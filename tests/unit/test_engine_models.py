@@ -21,10 +21,14 @@ from transformers import (
     Qwen3Config,
 )
 
+from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.model.policy import Policy
-from lockstep.recipe.schema import Lora
-from lockstep.train.generation import check_engine
+from lockstep.model.load import load_tokenizer
+from lockstep.model.policy import Policy, Scoring
+from lockstep.recipe.schema import Lora, Rollout
+from lockstep.rollout.hf import HfEngine
+from lockstep.rollout.native.engine import NativeEngine
+from lockstep.train.generation import check_engine, make_engine
 from lockstep.types import Request, Sampling
 
 CPU = torch.device("cpu")
@@ -76,14 +80,15 @@ def test_greedy_is_that_of_generate(name: str, tmp_path: Path, tiny_folder: Path
     assert [c.ids for c in made] == theirs
     chunked = native(policy, folder, block_tokens=4, prefill_tokens=3, max_sequences=2)
     assert [c.ids for c in run(chunked, requests, Sampling(max_tokens=20, temperature=0))] == theirs
+    # The check is about the model, whatever the run scores.
+    policy.scoring = Scoring(temperature=0.5)
     check_engine(chunked, policy, CPU, str(folder))
 
 
 def refused(folder: Path) -> str:
-    """What the user is told, by the check of the model or by that of the engine."""
+    """What the user is told."""
     with pytest.raises(Refusal) as refusal:
-        policy = load(folder)
-        check_engine(native(policy, folder), policy, CPU, str(folder))
+        load(folder)
     return str(refusal.value)
 
 
@@ -109,6 +114,27 @@ def test_layers_with_a_state_of_their_own_are_refused(name: str, tmp_path: Path,
     said = refused(folder)
     assert f"model.path {folder}" in said
     assert "differ from" in said or "cannot be run" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "remedy"), [("native", NativeEngine, "rollout.engine=hf"), ("hf", HfEngine, "another model")]
+)
+def test_the_engine_is_checked_by_itself(
+    setting: Any, kind: type, remedy: str, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hybrid that came past the check of its packed forward."""
+    folder = write_model(tmp_path / "model", HYBRID["lfm2"], tiny_folder)
+    monkeypatch.setattr("lockstep.model.load.check_policy", lambda policy, path: None)
+    policy = load(folder)
+    policy.scoring = before = Scoring(temperature=0.5)
+    engine = make_engine(Rollout(engine=setting), policy, select("cpu"), load_tokenizer(str(folder)))
+    assert isinstance(engine, kind)
+    policy.train()
+    with pytest.raises(Refusal, match="Lfm2ForCausalLM: the engine's log-probabilities differ") as refusal:
+        check_engine(engine, policy, CPU, str(folder))
+    assert remedy in refusal.value.problems[0].remedy
+    assert policy.training
+    assert policy.scoring is before
 
 
 ROPE = {

@@ -162,6 +162,18 @@ def test_defaults_in_a_models_folder_are_not_applied(policy: Policy, folder: Pat
     assert [(c.ids, c.stop) for c in ours] == [(c.ids, c.stop) for c in theirs]
 
 
+def test_padding_is_not_penalised(policy: Policy, folder: Path) -> None:
+    """`generate` pads the short prompt with the end token, which the penalty must not take for a token of it."""
+    short, long = [65, 66], list(range(100, 130))
+    greedy = Sampling(max_tokens=1, temperature=0)
+    (first,) = run(native(policy, folder), [Request(short, 0)], greedy)[0].ids
+    assert first not in short
+    penalised = Sampling(max_tokens=1, temperature=0, repetition_penalty=50.0, stop_ids=(first,))
+    requests = [Request(short, 0), Request(long, 1)]
+    for engine in (native(policy, folder), HfEngine(policy.generating, lambda ids: "")):
+        assert run(engine, requests, penalised)[0].ids == [first]
+
+
 def test_more_responses_than_one_batch_of_generate(policy: Policy, folder: Path) -> None:
     requests = [Request([5, 6, 7], 1, 70)]
     sampling = Sampling(max_tokens=2, seed=1)

@@ -68,8 +68,14 @@ def load_prompts(
     problems: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):
         kept: list[Prompt] = []
-        for question in read_questions(rows):
+        try:
+            questions = read_questions(rows)
+        except Refusal as refusal:
+            problems += refusal.problems
+            continue
+        for question in questions:
             try:
+                check_prompt(tokenizer, question)
                 prompt = fit_prompt(
                     _with_system(question, data.system), tokenizer, limit, data.overlong, prompts.counts
                 )
@@ -89,6 +95,28 @@ def load_prompts(
     if problems:
         raise Refusal(shortened(problems, "rows"))
     return prompts
+
+
+def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question) -> None:
+    """Refuse what a template would answer with an error of its own, or render as something else than was meant."""
+    if not tokenizer.chat_template:
+        raise Refusal.at(
+            str(question.origin),
+            "the prompt is a chat, but the tokenizer has no chat template",
+            "use a model whose tokenizer has one, or put a chat_template.jinja into its folder",
+        )
+    for number, message in enumerate(question.prompt, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refusal.at(
+                str(question.origin), f"message {number} of the prompt has no role", "write it as {role, content}"
+            )
+        content = message.get("content")
+        if not isinstance(content, str) or not content.strip():
+            raise Refusal.at(
+                str(question.origin),
+                f"message {number} ({message['role']}) is empty or not text",
+                "mend or remove the row",
+            )
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
@@ -123,7 +151,7 @@ def fit_prompt(
 
 
 def _with_system(question: Question, system: str | None) -> Question:
-    if system is None or question.prompt[0].get("role") == "system":
+    if system is None or any(message["role"] == "system" for message in question.prompt):
         return question
     opening: list[Message] = [{"role": "system", "content": system}]
     values: dict[str, Any] = {**vars(question), "prompt": opening + question.prompt}

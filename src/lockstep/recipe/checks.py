@@ -6,11 +6,20 @@ from collections.abc import Iterator
 
 from lockstep.errors import Problem
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.schema import Recipe
+from lockstep.recipe.schema import Recipe, Section
 
 DEFAULT_TOKENS = 4096
 # Groups of keys that only online methods read.
 ONLINE_SECTIONS = ("rollout", "reward", "algorithm", "critic")
+# Keys of the rows that only offline methods read, and what an online method has instead.
+OFFLINE_ROWS = {
+    **dict.fromkeys(
+        ("shape", "messages_key", "prompt_key", "response_key", "text_key"), "name the columns as in the RL schema"
+    ),
+    "template": "remove it: prompts are chats and need a template",
+    "require_end": "remove it",
+    "max_tokens": "use data.max_prompt_tokens and rollout.max_tokens",
+}
 # Estimators that compare the samples of a prompt with each other.
 GROUPED = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_pp_baseline")
 
@@ -39,10 +48,6 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("optim.warmup", f"{optim.warmup} warm-up steps of {run.steps} steps leave nothing to train")
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Problem("optim.betas", f"{optim.betas} are not in [0, 1)")
-    if recipe.checkpoint.keep_best and not data.val:
-        yield Problem(
-            "checkpoint.keep_best", "the best checkpoint is chosen by val/loss, and data.val is empty", "set data.val"
-        )
     if val.every and not (data.val or val.questions):
         yield Problem("val.every", "nothing to validate on", "set data.val or val.questions")
     if val.at_start and not (data.val or val.questions):
@@ -71,6 +76,12 @@ def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
     for key in ("prompts", "prompts_per_update"):
         if key in recipe.batch.model_fields_set:
             yield Problem(f"batch.{key}", f"method {recipe.method} trains rows", "use batch.rows_per_update")
+    if recipe.checkpoint.keep_best and not recipe.data.val:
+        yield Problem(
+            "checkpoint.keep_best", "the best checkpoint is chosen by val/loss, and data.val is empty", "set data.val"
+        )
+    if recipe.data.max_prompt_tokens is not None:
+        yield Problem("data.max_prompt_tokens", f"method {recipe.method} trains rows", "use data.max_tokens")
     if recipe.val.n > 1 or recipe.val.temperature:
         yield from _sampled_validation_problems(recipe)
 
@@ -120,9 +131,27 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("algorithm.overlong.buffer", "is longer than rollout.max_tokens")
     if recipe.critic.model_fields_set and algorithm.advantage != "gae":
         yield Problem("critic", f"advantage {algorithm.advantage} has no critic", "use method ppo, or remove the keys")
+    elif recipe.run.steps is not None and recipe.critic.warmup >= recipe.run.steps:
+        yield Problem(
+            "critic.warmup",
+            f"{recipe.critic.warmup} steps for the critic alone, of {recipe.run.steps}, leave none to the policy",
+            "lower it, or raise run.steps",
+        )
     if algorithm.dynamic_sampling.rounds > 1 and algorithm.advantage not in GROUPED:
         yield Problem("algorithm.dynamic_sampling.rounds", "looks at the rewards of a group", "use a group method")
+    yield from _offline_row_problems(recipe)
     yield from _sampled_validation_problems(recipe)
+
+
+def _offline_row_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Keys that would be read past in silence. Values are compared, since a stored recipe spells out every default."""
+    sources = {f"data.train.{i}": source for i, source in enumerate(recipe.data.train)}
+    groups: dict[str, Section] = {"data": recipe.data, **sources}
+    for where, group in groups.items():
+        known = type(group).model_fields
+        for key, remedy in OFFLINE_ROWS.items():
+            if key in known and getattr(group, key) != known[key].default:
+                yield Problem(f"{where}.{key}", f"method {recipe.method} reads prompts of the RL schema", remedy)
 
 
 def with_derived_defaults(recipe: Recipe) -> Recipe:

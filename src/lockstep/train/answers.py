@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.prompts import prompt_ids
+from lockstep.data.prompts import check_prompt, prompt_ids
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.rollout.collect import Judge, collect
@@ -28,6 +28,8 @@ class Examiner(Judge, Protocol):
 
 
 def encode_questions(tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]) -> list[Prompt]:
+    for question in questions:
+        check_prompt(tokenizer, question)
     return [Prompt(question, prompt_ids(tokenizer, question)) for question in questions]
 
 

@@ -71,38 +71,49 @@ def ready(policy: Policy, world: World, device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def check_engine(engine: Engine, policy: Policy, place: torch.device, path: str) -> None:
-    """Refuse a model whose cached generation the trainer would score differently.
+    """Refuse a model whose generation the trainer would score differently.
 
-    Catches layers that keep a state of their own besides keys and values, and positions that depend on the batch.
+    Catches layers that keep a state of their own besides keys and values, and attention beyond the usual.
     """
+    name, remedy = type(policy.causal_lm).__name__, _instead_of(engine)
+    try:
+        ours, trainers = _two_scores(engine, policy, place)
+    except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Refusal.at(f"model.path {path}", f"{name} cannot be run by the engine: {why}", remedy) from error
+    difference = (trainers - ours).abs().max().item()
+    if not difference <= CHECK_TOLERANCE[next(policy.parameters()).dtype]:
+        raise Refusal.at(
+            f"model.path {path}",
+            f"{name}: the engine's log-probabilities differ from the trainer's by {difference:.3g}",
+            remedy,
+        )
+
+
+def _instead_of(engine: Engine) -> str:
+    if isinstance(engine, HfEngine):
+        return "use another model: the trainer cannot score what this one generates"
+    return "set rollout.engine=hf; the built-in engine keeps only keys and values between tokens"
+
+
+def _two_scores(engine: Engine, policy: Policy, place: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a few sampled tokens: as the engine gave them, and as the policy scores them."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
     prompts = [[(5 * i + 2) % vocabulary for i in range(n)] for n in (1, 19)]
     requests = [Request(ids, key) for key, ids in enumerate(prompts)]
-    name = type(policy.causal_lm).__name__
-    scoring, policy.scoring = policy.scoring, Scoring()
+    made = sorted(engine.generate(requests, Sampling(max_tokens=6, seed=1)), key=lambda c: c.request)
+    rows = [
+        Example(ids + c.ids, [0] * len(ids) + [1] * len(c.ids), Origin("check", 0))
+        for ids, c in zip(prompts, made, strict=True)
+    ]
+    before = policy.scoring, policy.training
+    policy.scoring = Scoring()
+    policy.eval()
     try:
-        made = sorted(engine.generate(requests, Sampling(max_tokens=6, seed=1)), key=lambda c: c.request)
-        rows = [
-            Example(ids + c.ids, [0] * len(ids) + [1] * len(c.ids), Origin("check", 0))
-            for ids, c in zip(prompts, made, strict=True)
-        ]
-        policy.eval()
         scores = policy(to_device(micro_batch(rows, packed=True, pad_id=0), place)).logprobs_K
-        policy.train()
-    except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
-        raise Refusal.at(
-            f"model.path {path}",
-            f"{name} cannot be run by the built-in engine: {str(error).splitlines()[0]}",
-            "set rollout.engine=hf",
-        ) from error
     finally:
-        policy.scoring = scoring
-    engine_scores = torch.tensor([score for c in made for score in c.logprobs], device=place)
-    difference = (scores - engine_scores).abs().max().item()
-    dtype = next(policy.parameters()).dtype
-    if not difference <= CHECK_TOLERANCE[dtype]:
-        raise Refusal.at(
-            f"model.path {path}",
-            f"{name}: the built-in engine's log-probabilities differ from the trainer's by {difference:.3g}",
-            "set rollout.engine=hf; the model keeps more than keys and values between tokens",
-        )
+        policy.scoring = before[0]
+        policy.train(before[1])
+    return torch.tensor([score for c in made for score in c.logprobs], device=place), scores

@@ -50,12 +50,13 @@ def take_experience(loader: Loader[Prompt], session: Session, scorer: Scorer, re
     # The rounds are used up: groups that teach nothing fill the step, so that its size stays what it is.
     filled = kept + uniform[: wanted - len(kept)]
     rollouts = [replace(rollout, place=place) for place, group in enumerate(filled) for rollout in group]
+    greedy = _greedy(rollouts, session, scorer, recipe) if recipe.algorithm.advantage == "remax" else None
+    every += greedy or []
     failed = [rollout for rollout in every if isinstance(rollout.score, Failure)]
-    _refuse_failures(failed, len(every), recipe)
-    baselines = _baselines(rollouts, session, scorer, recipe) if recipe.algorithm.advantage == "remax" else None
-    experience = experience_of(rollouts, baselines)
+    _refuse_failures(failed, len(every), recipe.reward.max_failures)
+    experience = experience_of(rollouts, None if greedy is None else _baselines(greedy))
     if not experience.sequences:
-        raise Refusal.at("reward", "no response of the step could be scored", "see samples.jsonl for the reasons")
+        raise _failures(failed, len(every), "and none is left to learn from")
     metrics = _counted(every, rollouts, failed, recipe)
     if rounds > 1:
         metrics |= {
@@ -71,21 +72,28 @@ def _answer(
 ) -> list[Rollout]:
     keys = [first_key + place for place in range(len(prompts))]
     sampling = training_sampling(recipe, session.stop_ids)
-    rollouts = _generate(prompts, keys, recipe.rollout.n, sampling, session, scorer)
+    return _generate(prompts, keys, recipe.rollout.n, sampling, session, scorer, recipe)
+
+
+def _generate(
+    prompts: Sequence[Prompt],
+    keys: Sequence[int],
+    n: int,
+    sampling: Sampling,
+    session: Session,
+    scorer: Scorer,
+    recipe: Recipe,
+) -> list[Rollout]:
+    """Responses with the score that they are trained on."""
+    assert isinstance(session.policy, Policy)
+    with ready(session.policy, session.world, session.torch_device):
+        rollouts = collect(
+            session.engine, scorer, prompts, keys, n, sampling, session.world, session.decode, session.phases
+        )
     settings = recipe.algorithm.overlong
     if not settings.buffer:
         return rollouts
     return [_shaped(rollout, recipe.rollout.max_tokens, settings.buffer, settings.factor) for rollout in rollouts]
-
-
-def _generate(
-    prompts: Sequence[Prompt], keys: Sequence[int], n: int, sampling: Sampling, session: Session, scorer: Scorer
-) -> list[Rollout]:
-    assert isinstance(session.policy, Policy)
-    with ready(session.policy, session.world, session.torch_device):
-        return collect(
-            session.engine, scorer, prompts, keys, n, sampling, session.world, session.decode, session.phases
-        )
 
 
 def _shaped(rollout: Rollout, limit: int, buffer: int, factor: float) -> Rollout:
@@ -96,13 +104,18 @@ def _shaped(rollout: Rollout, limit: int, buffer: int, factor: float) -> Rollout
     return replace(rollout, score=Score(rollout.score.total + penalty, parts))
 
 
-def _baselines(rollouts: Sequence[Rollout], session: Session, scorer: Scorer, recipe: Recipe) -> dict[int, float]:
-    """The greedy response's score by place; a prompt whose greedy response could not be scored has none."""
+def _greedy(rollouts: Sequence[Rollout], session: Session, scorer: Scorer, recipe: Recipe) -> list[Rollout]:
+    """The likeliest response to each prompt of the step, at the prompt's place."""
     prompts = {rollout.place: rollout.prompt for rollout in rollouts}
     places = sorted(prompts)
     sampling = replace(training_sampling(recipe, session.stop_ids), temperature=0.0)
-    greedy = _generate([prompts[place] for place in places], places, 1, sampling, session, scorer)
-    return {places[g.place]: g.score.total for g in greedy if isinstance(g.score, Score)}
+    greedy = _generate([prompts[place] for place in places], places, 1, sampling, session, scorer, recipe)
+    return [replace(rollout, place=places[rollout.place]) for rollout in greedy]
+
+
+def _baselines(greedy: Sequence[Rollout]) -> dict[int, float]:
+    """The greedy response's score by place; a prompt whose greedy response could not be scored has none."""
+    return {rollout.place: rollout.score.total for rollout in greedy if isinstance(rollout.score, Score)}
 
 
 def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -117,17 +130,20 @@ def _mixed(group: Sequence[Rollout]) -> bool:
     return bool(informative(scores, torch.zeros(len(scores), dtype=torch.long)).any())
 
 
-def _refuse_failures(failed: Sequence[Rollout], total: int, recipe: Recipe) -> None:
-    most = recipe.reward.max_failures
+def _refuse_failures(failed: Sequence[Rollout], total: int, most: float) -> None:
     if len(failed) > most * total:
-        worst = failed[0]
-        assert isinstance(worst.score, Failure)
-        raise Refusal.at(
-            f"reward.{worst.score.part}",
-            f"{len(failed)} of {total} responses could not be scored, over reward.max_failures={most:g}; the first, to "
-            f"{worst.prompt.question.origin}: {worst.score.why}; response: {worst.text[:200]!r}",
-            "mend the reward, or raise reward.max_failures; the last checkpoint is untouched",
-        )
+        raise _failures(failed, total, f"over reward.max_failures={most:g}")
+
+
+def _failures(failed: Sequence[Rollout], total: int, consequence: str) -> Refusal:
+    first = failed[0]
+    assert isinstance(first.score, Failure)
+    return Refusal.at(
+        f"reward.{first.score.part}",
+        f"{len(failed)} of {total} responses could not be scored, {consequence}; the first, to "
+        f"{first.prompt.question.origin}: {first.score.why}; response: {first.text[:200]!r}",
+        "mend the reward, or raise reward.max_failures; the last checkpoint is untouched",
+    )
 
 
 def _counted(

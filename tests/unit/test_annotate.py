@@ -1,0 +1,306 @@
+"""From responses to advantages: what is computed and what is not, rewards and metrics by hand, micro-batches once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_experience import FAILED, recipe_of, rollout
+
+from lockstep.device.select import select
+from lockstep.parallel.world import World
+from lockstep.train.annotate import Annotated, annotate, old_needed, plan_updates
+from lockstep.train.build import build_policy, build_reference
+from lockstep.train.experience import Experience, experience_of
+from lockstep.train.roles import Roles
+from lockstep.types import MicroBatch
+
+# Two prompts, two responses each; K = 2 + 1 + 3 + 1 tokens.
+LENGTHS = (2, 1, 3, 1)
+SCORES = (1.0, 0.0, 2.0, 2.0)
+ENGINE = [-1.0, -2.0, -0.5, -1.0, -1.5, -2.5, -0.25]
+OLD = [-1.1, -2.0, -0.5, -0.5, -1.5, -2.0, -0.25]
+REFERENCE = [-1.0, -1.0, -0.5, -1.0, -2.5, -2.0, -0.75]
+VALUES = [0.5, 0.25, 0.0, 1.0, 1.5, 2.0, 1.0]
+
+
+def made() -> Experience:
+    engine = iter(ENGINE)
+    return experience_of(
+        [
+            rollout(i // 2, range(40, 40 + n), SCORES[i], sample=i % 2, logprobs=[next(engine) for _ in range(n)])
+            for i, n in enumerate(LENGTHS)
+        ]
+    )
+
+
+class FakeRoles:
+    """Gives prepared vectors part by part, and remembers what it was asked."""
+
+    def __init__(self, *, critic: bool = False, old: Sequence[float] = OLD):
+        self.critic = object() if critic else None
+        self._vectors = {"old": old, "reference": REFERENCE, "values": VALUES}
+        self._used = dict.fromkeys(self._vectors, 0)
+        self.asked: list[tuple[str, list[MicroBatch]]] = []
+
+    def _next(self, name: str, batches: list[MicroBatch], count: int) -> torch.Tensor:
+        self.asked.append((name, batches))
+        first = self._used[name]
+        self._used[name] += count
+        return torch.tensor(self._vectors[name][first : first + count])
+
+    def logprobs(self, batches: list[MicroBatch], count: int) -> torch.Tensor:
+        return self._next("old", batches, count)
+
+    def reference_logprobs(self, batches: list[MicroBatch], count: int) -> torch.Tensor:
+        return self._next("reference", batches, count)
+
+    def values(self, batches: list[MicroBatch], count: int) -> torch.Tensor:
+        return self._next("values", batches, count)
+
+
+class Phases(list[str]):
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.append(name)
+        yield
+
+
+def annotated(beta: float = 0.1, *, old: Sequence[float] = OLD, **keys: Any) -> tuple[Annotated, FakeRoles, Phases]:
+    recipe = recipe_of(**{"batch__prompts": 2, "rollout__n": 2, **keys})
+    roles, phases = FakeRoles(critic=recipe.algorithm.advantage == "gae", old=old), Phases()
+    parts = plan_updates(made(), recipe, World(), pad_id=0)
+    return annotate(made(), parts, roles, recipe, beta, phases), roles, phases  # type: ignore[arg-type]
+
+
+# -- what is computed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("needed", "updates", "keys"),
+    [
+        (False, 1, {}),
+        (False, 1, {"algorithm__kl__where": "none"}),
+        (False, 1, {"algorithm__loss": "gspo"}),
+        (False, 1, {"method": "ppo", "algorithm__kl__where": "loss"}),
+        (True, 2, {}),
+        (True, 1, {"algorithm__epochs": 2}),
+        (True, 1, {"algorithm__correction__weight": "token"}),
+        (True, 1, {"algorithm__correction__mask": "sequence"}),
+        (True, 1, {"algorithm__kl__where": "reward"}),
+        (True, 1, {"method": "ppo"}),
+        (True, 1, {"algorithm__loss": "clip_cov"}),
+        (True, 1, {"algorithm__loss": "kl_cov"}),
+    ],
+    ids=str,
+)
+def test_old_log_probabilities_are_computed_only_where_something_needs_them(
+    needed: bool, updates: int, keys: dict[str, Any]
+) -> None:
+    assert old_needed(recipe_of(**keys), updates) is needed
+
+
+@pytest.mark.parametrize(
+    ("keys", "phases"),
+    [
+        ({"method": "dr_grpo"}, ["adv"]),
+        ({}, ["ref", "adv"]),
+        ({"algorithm__epochs": 2}, ["old_log_prob", "ref", "adv"]),
+        ({"method": "rloo"}, ["old_log_prob", "ref", "adv"]),
+        ({"method": "ppo", "algorithm__kl__where": "none"}, ["values", "adv"]),
+        ({"method": "ppo"}, ["old_log_prob", "ref", "values", "adv"]),
+    ],
+    ids=str,
+)
+def test_models_are_run_only_where_the_recipe_uses_them(keys: dict[str, Any], phases: list[str]) -> None:
+    known, roles, seen = annotated(**keys)
+    assert seen == phases
+    names = {"old_log_prob": known.old_K, "ref": known.reference_K, "values": known.values_K}
+    assert {name for name, vector in names.items() if vector is not None} == set(phases) - {"adv"}
+    assert len(roles.asked) == len(phases) - 1
+
+
+def test_vectors_of_several_updates_are_joined_in_order() -> None:
+    known, roles, _ = annotated(batch__prompts_per_update=1)
+    assert known.old_K is not None
+    assert known.reference_K is not None
+    assert known.old_K.tolist() == pytest.approx(OLD)
+    assert known.reference_K.tolist() == pytest.approx(REFERENCE)
+    # Old and reference run the very micro-batches that the update will run.
+    parts = [batches for name, batches in roles.asked if name == "old"]
+    assert len(parts) == 2
+    assert [batches for name, batches in roles.asked if name == "reference"] == parts
+
+
+# -- rewards -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_score_stands_on_the_last_token_of_its_response() -> None:
+    known, _, _ = annotated(method="dr_grpo")
+    assert known.rewards_K.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 2.0, 2.0]
+    assert known.metrics["critic/score/mean"] == 1.25
+    assert known.metrics["critic/score/max"] == 2.0
+    assert known.metrics["critic/score/min"] == 0.0
+    assert known.metrics["critic/rewards/mean"] == 1.25
+    assert "actor/reward_kl_penalty" not in known.metrics
+    # The second prompt's responses earned the same: half of the responses can teach something.
+    assert known.metrics["critic/mixed_groups"] == 0.5
+    # s - group mean: +-0.5 for the first prompt, 0 for the second.
+    assert known.advantages_K.tolist() == [0.5, 0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
+def test_the_divergence_is_taken_off_each_token(estimator: str) -> None:
+    d = [p - q for p, q in zip(OLD, REFERENCE, strict=True)]
+    each = {
+        "k1": d,
+        "abs": [abs(x) for x in d],
+        "k2": [x * x / 2 for x in d],
+        "k3": [math.exp(-x) + x - 1 for x in d],
+    }[estimator]
+    known, _, _ = annotated(
+        0.5, method="reinforce", rollout__n=2, algorithm__kl={"where": "reward", "estimator": estimator}
+    )
+    scores = [0.0, 1.0, 0.0, 0.0, 0.0, 2.0, 2.0]
+    rewards = [score - 0.5 * kl for score, kl in zip(scores, each, strict=True)]
+    assert known.rewards_K.tolist() == pytest.approx(rewards, abs=1e-6)
+    assert known.metrics["actor/reward_kl_penalty"] == pytest.approx(sum(each) / 7, abs=1e-6)
+    # Scores are what the rewards said; rewards are what is learned from.
+    assert known.metrics["critic/score/mean"] == 1.25
+    assert known.metrics["critic/rewards/mean"] == pytest.approx(sum(rewards) / 4, abs=1e-6)
+    # REINFORCE: the return to go within each response.
+    expected = [rewards[0] + rewards[1], rewards[1], rewards[2], sum(rewards[3:6]), sum(rewards[4:6]), *rewards[5:]]
+    assert known.advantages_K.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_divergence_in_the_loss_leaves_the_rewards_alone() -> None:
+    known, _, _ = annotated(5.0)
+    assert known.metrics["critic/rewards/mean"] == known.metrics["critic/score/mean"] == 1.25
+    assert known.reference_K is not None
+
+
+def test_values_have_metrics_of_their_own() -> None:
+    known, _, _ = annotated(method="ppo", algorithm__kl__where="none")
+    # With gamma = lambda = 1 the return of a token is its response's score.
+    returns = [1.0, 1.0, 0.0, 2.0, 2.0, 2.0, 2.0]
+    assert known.returns_K.tolist() == pytest.approx(returns)
+    assert known.metrics["critic/values/mean"] == pytest.approx(sum(VALUES) / 7)
+    errors = [r - v for r, v in zip(returns, VALUES, strict=True)]
+
+    def variance(values: list[float]) -> float:
+        mean = sum(values) / len(values)
+        return sum((v - mean) ** 2 for v in values) / len(values)
+
+    assert known.metrics["critic/vf_explained_var"] == pytest.approx(1 - variance(errors) / variance(returns))
+    # Whitened over the step: A = R - V, here by hand.
+    mean = sum(errors) / 7
+    deviation = math.sqrt(sum((e - mean) ** 2 for e in errors) / 6)
+    assert known.advantages_K.tolist() == pytest.approx([(e - mean) / deviation for e in errors], rel=1e-5)
+
+
+# -- correction --------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_correction_everything_is_kept_and_weighs_one() -> None:
+    known, _, _ = annotated()
+    assert known.keep_K.tolist() == known.importance_K.tolist() == [1.0] * 7
+    assert not any(name.startswith("rollout_corr/") for name in known.metrics)
+
+
+def test_tokens_out_of_the_band_are_left_out() -> None:
+    """Ratios of trainer to engine: e^-0.1, 1, 1, e^0.5, 1, e^0.5, 1."""
+    known, _, _ = annotated(algorithm__correction={"mask": "token", "low": 0.5, "high": 1.5})
+    assert known.keep_K.tolist() == [1, 1, 1, 0, 1, 0, 1]
+    assert known.importance_K.tolist() == [1.0] * 7
+    assert known.metrics["rollout_corr/masked_share"] == pytest.approx(2 / 7)
+
+
+def test_sequences_out_of_the_band_are_left_out_whole() -> None:
+    """Geometric means: e^-0.05, 1, e^(1/3) = 1.396, 1."""
+    known, _, _ = annotated(algorithm__correction={"mask": "sequence", "low": 0.5, "high": 1.39})
+    assert known.keep_K.tolist() == [1, 1, 1, 0, 0, 0, 1]
+    assert known.metrics["rollout_corr/masked_sequence_share"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        ("token", [math.exp(-0.1), 1, 1, 1.6, 1, 1.6, 1]),
+        ("sequence", [math.exp(-0.1), math.exp(-0.1), 1, 1.6, 1.6, 1.6, 1]),
+    ],
+)
+def test_importance_weights_are_capped(weight: str, expected: list[float]) -> None:
+    known, _, _ = annotated(algorithm__correction={"weight": weight, "cap": 1.6})
+    assert known.keep_K.tolist() == [1.0] * 7
+    assert known.importance_K.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+# -- updates and micro-batches -----------------------------------------------------------------------------------------
+
+
+def many() -> Experience:
+    """Six prompts with two responses each, lengths 1 to 12; one response and one whole prompt failed."""
+    return experience_of(
+        [rollout(i // 2, range(100, 101 + i), FAILED if i in (3, 8, 9) else 1.0, sample=i % 2) for i in range(12)]
+    )
+
+
+@pytest.mark.parametrize("batch", [{"batch__tokens": 30}, {"batch__rows": 2}, {"batch__tokens": 4096}], ids=str)
+@pytest.mark.parametrize(("each", "sizes"), [(6, [9]), (2, [3, 4, 2]), (1, [2, 1, 2, 2, 2])])
+def test_every_response_is_in_one_update_once_and_in_order(batch: dict[str, Any], each: int, sizes: list[int]) -> None:
+    experience = many()
+    recipe = recipe_of(**{"batch__prompts": 6, "batch__prompts_per_update": each, **batch})
+    parts = plan_updates(experience, recipe, World(), pad_id=0)
+    assert [part.responses.stop - part.responses.start for part in parts] == sizes
+    assert [part.responses.start for part in parts] == [0, *(part.responses.stop for part in parts)][:-1]
+    assert [part.tokens.start for part in parts] == [0, *(part.tokens.stop for part in parts)][:-1]
+    assert parts[-1].tokens.stop == len(experience.sequence_K) == sum(part.count for part in parts)
+    line = [token for r in experience.rollouts for token in r.ids]
+    for part in parts:
+        places = torch.cat([b.index_K for b in part.batches])
+        assert sorted(places.tolist()) == list(range(part.count))
+        targets = torch.cat([b.targets_K for b in part.batches])
+        assert targets[places.argsort()].tolist() == line[part.tokens]
+
+
+def test_ranks_share_an_update_without_overlap() -> None:
+    experience = many()
+    recipe = recipe_of(batch__prompts=6, batch__prompts_per_update=3, batch__tokens=30)
+    ranks = [plan_updates(experience, recipe, World(rank, 2), pad_id=0) for rank in range(2)]
+    for one, two in zip(*ranks, strict=True):
+        assert len(one.batches) == len(two.batches)
+        assert (one.tokens, one.responses) == (two.tokens, two.responses)
+        places = torch.cat([b.index_K for part in (one, two) for b in part.batches])
+        assert sorted(places.tolist()) == list(range(one.count))
+
+
+@pytest.mark.parametrize("batch", [{"batch__tokens": 30}, {"batch__rows": 2}], ids=str)
+def test_a_real_policy_gives_its_tokens_in_the_order_of_the_responses(tiny_folder: Path, batch: dict[str, Any]) -> None:
+    """Against the library's model on one response after another; the reference is the same model here."""
+    from transformers import AutoModelForCausalLM
+
+    experience = many()
+    recipe = recipe_of(
+        str(tiny_folder), **{"batch__prompts": 6, "batch__prompts_per_update": 2, "algorithm__epochs": 2, **batch}
+    )
+    where = (select("cpu"), World(), torch.device("cpu"))
+    roles = Roles(build_policy(recipe, *where), build_reference(recipe, *where), None, World(), where[2])
+    parts = plan_updates(experience, recipe, World(), pad_id=0)
+    known = annotate(experience, parts, roles, recipe, 0.1, Phases())
+    library = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    expected = []
+    with torch.no_grad():
+        for r in experience.rollouts:
+            ids = torch.tensor([[*r.prompt.ids, *r.ids]])
+            every = library(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            expected += every[len(r.prompt.ids) - 1 :].tolist()
+    assert known.old_K is not None
+    assert known.reference_K is not None
+    assert known.old_K.tolist() == pytest.approx(expected, abs=1e-4)
+    assert torch.equal(known.old_K, known.reference_K)
+    assert roles.policy.module.training

@@ -1,0 +1,151 @@
+"""Collecting: results in order, every response judged once, and judging beside decoding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from lockstep.parallel.world import World
+from lockstep.rollout.collect import collect
+from lockstep.types import Completion, Failure, Origin, Prompt, Question, Request, Sampling, Score
+
+SAMPLING = Sampling(max_tokens=4)
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(Question("sums", [], str(number), Origin("rows", number)), [number] * 3)
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "-".join(map(str, ids))
+
+
+class Script:
+    """An engine that finishes responses in a given order and says what it was asked."""
+
+    def __init__(self, order: Sequence[tuple[int, int]]):
+        self.order, self.events = order, []
+        self.requests: list[Request] = []
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        self.requests = list(requests)
+        for request, sample in self.order:
+            self.events.append(("decoded", request, sample))
+            yield Completion(request, sample, [request, sample, 9], [-0.5] * 3, "token")
+
+
+class Judge:
+    """Scores a response by its text; runs `before` in its own thread first."""
+
+    def __init__(self, before: threading.Event | None = None):
+        self.pool, self.before = ThreadPoolExecutor(1), before
+        self.judged: list[tuple[str, str]] = []
+        self.flushed = 0
+
+    def submit(self, question: Question, text: str) -> Future[Score | Failure]:
+        assert not self.flushed
+        self.judged.append((question.ground_truth, text))
+        return self.pool.submit(self._score, text)
+
+    def _score(self, text: str) -> Score | Failure:
+        assert self.before is None or self.before.wait(20)
+        return Failure("rule", "no answer") if text == "1-0-9" else Score(float(text.replace("-", "")))
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+
+class Phases:
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.names.append(name)
+        yield
+
+
+MIXED = [(2, 1), (0, 0), (2, 0), (1, 1), (1, 0), (0, 1)]
+
+
+def test_rollouts_come_in_order_whatever_was_finished_first() -> None:
+    prompts, judge, phases, advanced = [prompt(n) for n in range(3)], Judge(), Phases(), []
+    engine = Script(MIXED)
+    made = collect(engine, judge, prompts, [70, 71, 72], 2, SAMPLING, World(), decode, phases, advanced.append)
+    assert engine.requests == [Request([n] * 3, 70 + n, 2) for n in range(3)]
+    assert [(r.place, r.sample) for r in made] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [r.prompt for r in made] == [prompts[0], prompts[0], prompts[1], prompts[1], prompts[2], prompts[2]]
+    assert [r.text for r in made] == ["0-0-9", "0-1-9", "1-0-9", "1-1-9", "2-0-9", "2-1-9"]
+    failure = Failure("rule", "no answer")
+    assert [r.score for r in made] == [Score(9), Score(19), failure, Score(119), Score(209), Score(219)]
+    assert all(r.ids == [r.place, r.sample, 9] and r.logprobs == [-0.5] * 3 and r.stop == "token" for r in made)
+    assert judge.judged == [(str(r), f"{r}-{s}-9") for r, s in MIXED]
+    assert judge.flushed == 1
+    assert phases.names == ["gen", "reward"]
+    assert sum(advanced) == 6
+
+
+def test_a_slow_judge_does_not_stop_decoding() -> None:
+    """No score comes before the last response is decoded; collecting would wait for ever if it waited for one."""
+    decoded = threading.Event()
+
+    class Announcing(Script):
+        def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+            yield from super().generate(requests, sampling)
+            decoded.set()
+
+    made = collect(
+        Announcing(MIXED),
+        Judge(decoded),
+        [prompt(n) for n in range(3)],
+        [0, 1, 2],
+        2,
+        SAMPLING,
+        World(),
+        decode,
+        Phases(),
+    )
+    assert len(made) == 6
+
+
+def test_a_response_is_judged_before_the_next_is_decoded() -> None:
+    engine = Script(MIXED)
+    judge = Judge()
+    submit = judge.submit
+    judge.submit = lambda question, text: (engine.events.append(("judged", text)), submit(question, text))[1]  # type: ignore[method-assign]
+    collect(engine, judge, [prompt(n) for n in range(3)], [0, 1, 2], 2, SAMPLING, World(), decode, Phases())
+    assert engine.events[:4] == [("decoded", 2, 1), ("judged", "2-1-9"), ("decoded", 0, 0), ("judged", "0-0-9")]
+
+
+class TwoRanks(World):
+    """Rank 0 of two, where the other rank's share is known."""
+
+    def gather(self, value: list) -> list[list]:  # type: ignore[type-arg, override]
+        other = [{**made, "place": 1, "text": "other"} for made in value if made["place"] == 0]
+        return [value, other]
+
+
+def test_a_rank_generates_its_share_and_gets_everything() -> None:
+    prompts, judge = [prompt(n) for n in range(3)], Judge()
+    engine = Script([(1, 0), (0, 0)])
+    made = collect(engine, judge, prompts, [5, 6, 7], 1, SAMPLING, TwoRanks(0, 2), decode, Phases())
+    assert engine.requests == [Request([0] * 3, 5, 1), Request([2] * 3, 7, 1)]
+    # The engine's request 1 is prompt 2.
+    assert judge.judged == [("2", "1-0-9"), ("0", "0-0-9")]
+    assert [(r.place, r.text) for r in made] == [(0, "0-0-9"), (1, "other"), (2, "1-0-9")]
+    assert [r.prompt for r in made] == prompts
+
+
+def test_a_judge_that_breaks_breaks_the_step() -> None:
+    class Broken(Judge):
+        def _score(self, text: str) -> Score:
+            raise RuntimeError("the scorer is gone")
+
+    with pytest.raises(RuntimeError, match="the scorer is gone"):
+        collect(
+            Script(MIXED), Broken(), [prompt(n) for n in range(3)], [0, 1, 2], 2, SAMPLING, World(), decode, Phases()
+        )

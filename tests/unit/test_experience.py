@@ -1,0 +1,134 @@
+"""The responses of a step as flat vectors; and the builders of hand-made responses that other tests use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.recipe import Recipe
+from lockstep.recipe.checks import combination_problems, with_derived_defaults
+from lockstep.recipe.methods import with_method_defaults
+from lockstep.train.experience import experience_of
+from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
+
+
+def recipe_of(path: str = "m", method: str = "grpo", **dotted: Any) -> Recipe:
+    """A checked recipe; dots of a key are written `__`, as in `algorithm__entropy=0.1`."""
+    values: dict[str, Any] = {"method": method, "device": "cpu", "model": {"path": path}, "data": {"train": "rows"}}
+    for key, value in dotted.items():
+        *parents, leaf = key.split("__")
+        target = values
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[leaf] = value
+    recipe = Recipe.model_validate(with_method_defaults(values))
+    assert not list(combination_problems(recipe))
+    return with_derived_defaults(recipe)
+
+
+def question(row: int = 0, source: str = "arithmetic") -> Question:
+    return Question(source, [{"role": "user", "content": f"{row}?"}], "4", Origin("rows.jsonl", row))
+
+
+def rollout(
+    place: int,
+    ids: Sequence[int],
+    score: float | Failure | Score,
+    *,
+    sample: int = 0,
+    prompt: Sequence[int] = (5, 6, 7),
+    logprobs: Sequence[float] | None = None,
+    stop: str = "token",
+    text: str = "",
+    source: str = "arithmetic",
+) -> Rollout:
+    return Rollout(
+        prompt=Prompt(question(place, source), list(prompt)),
+        place=place,
+        sample=sample,
+        ids=list(ids),
+        logprobs=list(logprobs) if logprobs is not None else [-0.5] * len(ids),
+        stop=stop,
+        text=text,
+        score=Score(float(score)) if isinstance(score, int | float) else score,
+    )
+
+
+FAILED = Failure("function", "no idea")
+
+
+def some() -> list[Rollout]:
+    """Four prompts; the third has no scored response at all, the second one of two."""
+    return [
+        rollout(0, [10, 11], 1.0, logprobs=[-0.1, -0.2]),
+        rollout(0, [12], 0.0, sample=1, logprobs=[-0.3]),
+        rollout(1, [13, 14, 15], FAILED),
+        rollout(1, [16, 17, 18], 0.5, sample=1, logprobs=[-0.4, -0.5, -0.6]),
+        rollout(2, [19], FAILED),
+        rollout(2, [20], FAILED, sample=1),
+        rollout(3, [21, 22], -2.0, prompt=(8,), logprobs=[-0.7, -0.8]),
+    ]
+
+
+def test_responses_without_a_score_are_in_no_vector() -> None:
+    experience = experience_of(some())
+    assert [r.ids for r in experience.rollouts] == [[10, 11], [12], [16, 17, 18], [21, 22]]
+    assert experience.sequences == 4
+    assert experience.sequence_K.tolist() == [0, 0, 1, 2, 2, 2, 3, 3]
+    assert experience.group_S.tolist() == [0, 0, 1, 3]
+    assert experience.scores_S.tolist() == [1.0, 0.0, 0.5, -2.0]
+    assert experience.engine_K.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7, -0.8])
+    assert experience.last_K.tolist() == [1, 2, 5, 7]
+    assert experience.baseline_S is None
+
+
+def test_prompt_tokens_are_given_and_response_tokens_are_trained() -> None:
+    experience = experience_of(some())
+    last = experience.examples[-1]
+    assert list(last.ids) == [8, 21, 22]
+    assert list(last.trained) == [0, 1, 1]
+    assert last.origin == Origin("rows.jsonl", 3)
+    assert sum(e.targets for e in experience.examples) == len(experience.sequence_K)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "responses", "tokens"),
+    [
+        (0, 1, (0, 2), (0, 3)),
+        (0, 2, (0, 3), (0, 6)),
+        (1, 2, (2, 3), (3, 6)),
+        (2, 3, (0, 0), (0, 0)),
+        (2, 4, (3, 4), (6, 8)),
+        (0, 4, (0, 4), (0, 8)),
+        (4, 9, (0, 0), (0, 0)),
+    ],
+)
+def test_prompts_have_a_run_of_responses_and_these_a_run_of_tokens(
+    first: int, last: int, responses: tuple[int, int], tokens: tuple[int, int]
+) -> None:
+    experience = experience_of(some())
+    found = experience.of_prompts(first, last)
+    assert (found.start, found.stop) == responses
+    held = experience.tokens_of(found)
+    assert (held.start, held.stop) == tokens
+    assert sorted(set(experience.sequence_K[held].tolist())) == list(range(*responses))
+
+
+def test_a_prompt_without_its_baseline_is_left_out() -> None:
+    experience = experience_of(some(), {0: 0.25, 3: -1.0})
+    assert experience.group_S.tolist() == [0, 0, 3]
+    assert experience.baseline_S is not None
+    assert experience.baseline_S.tolist() == [0.25, 0.25, -1.0]
+    assert experience.sequence_K.tolist() == [0, 0, 1, 2, 2]
+    assert experience.engine_K.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.7, -0.8])
+
+
+@pytest.mark.parametrize("baselines", [None, {}])
+def test_nothing_scored_is_an_empty_experience(baselines: dict[int, float] | None) -> None:
+    experience = experience_of([rollout(0, [1], FAILED)], baselines)
+    assert experience.sequences == 0
+    assert experience.sequence_K.dtype == torch.long
+    assert len(experience.scores_S) == len(experience.engine_K) == len(experience.last_K) == 0

@@ -1,0 +1,236 @@
+"""The plan of an online run: how prompts become updates, what the memory holds, and how long a prompt may be."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_experience import question, recipe_of
+from transformers import AutoConfig, Qwen2Config
+
+from lockstep.data.batching import plan_micro_batches
+from lockstep.data.prompts import PromptCounts, PromptSet
+from lockstep.errors import Refusal
+from lockstep.train.plan import MemoryPlan, OnlinePlan, Phase, kv_bytes, plan_memory, plan_online
+from lockstep.train.setup import prompt_limit
+from lockstep.types import Prompt
+
+
+def prompt_set(rows: int, longest: int) -> PromptSet:
+    prompts = [Prompt(question(i), [1]) for i in range(rows)]
+    return PromptSet([prompts], None, [], counts=PromptCounts(rows, rows, longest))
+
+
+def planned(rows: int = 20, longest: int = 30, devices: int = 1, **keys: Any) -> OnlinePlan:
+    keys = {"batch__prompts": 4, "rollout__n": 3, "rollout__max_tokens": 70, "batch__tokens": 400, **keys}
+    return plan_online(recipe_of(**keys), prompt_set(rows, longest), devices)
+
+
+# -- prompts x samples -> updates --------------------------------------------------------------------------------------
+
+
+def test_the_lines_count_from_prompts_to_updates() -> None:
+    lines = dict(planned(run__steps=9, batch__prompts_per_update=2).lines())
+    assert lines["steps"] == "9 of 4 prompts (5.0 an epoch)"
+    assert lines["sequences"] == "4 prompts x 3 = 12 a step, up to 100 tokens"
+    # Six sequences of 100 tokens into lines of 400.
+    assert lines["updates"] == "2 a step of 6 sequences, at most 2 micro-batches on each of 1 device(s)"
+
+
+def test_one_update_a_step_by_default() -> None:
+    plan = planned(devices=3)
+    assert plan.updates == 1
+    assert dict(plan.lines())["updates"] == ("1 a step of 12 sequences, at most 1 micro-batches on each of 3 device(s)")
+
+
+def test_padded_rows_have_no_token_budget() -> None:
+    lines = dict(planned(batch__tokens=None, batch__rows=2).lines())
+    assert lines["updates"] == "1 a step of 12 sequences"
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"), [({}, 5), ({"run__epochs": 2}, 10), ({"run__steps": 7}, 7), ({"batch__prompts": 6}, 4)], ids=str
+)
+def test_epochs_are_counted_in_prompts(keys: dict[str, Any], steps: int) -> None:
+    plan = planned(**keys)
+    assert plan.steps == steps
+    assert plan.epoch(5) == 5 * plan.prompts / 20
+
+
+def test_passes_over_a_step_multiply_its_updates() -> None:
+    assert planned(batch__prompts_per_update=2, algorithm__epochs=3).updates == 6
+
+
+@pytest.mark.xfail(strict=True, reason="the plan divides a step's sequences by the passes too")
+def test_a_pass_does_not_make_an_update_smaller() -> None:
+    """Each of the six updates has 2 prompts x 3 samples."""
+    assert (
+        "6 a step of 6 sequences" in dict(planned(batch__prompts_per_update=2, algorithm__epochs=3).lines())["updates"]
+    )
+
+
+@pytest.mark.xfail(strict=True, reason="the bound forgets that a sequence is never cut in two")
+def test_sequences_over_half_a_line_have_it_alone() -> None:
+    """Twelve sequences of 300 tokens, and only one fits into 400."""
+    most = len(plan_micro_batches([300] * 12, devices=1, tokens=400, rows=None)[0])
+    assert most == 12
+    assert f"at most {most} micro-batches" in dict(planned(longest=230).lines())["updates"]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+CONFIG = Qwen2Config(
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+)
+# Embedding and head; a layer: queries and output, keys and values (half as wide), three biases, feed-forward, norms.
+LAYER = 2 * 64 * 64 + 2 * 64 * 32 + (64 + 32 + 32) + 3 * 64 * 128 + 2 * 64
+PARAMETERS = 2 * 100 * 64 + 2 * LAYER + 64
+LONGEST, ROWS = 50, 12
+
+
+def memory(devices: int = 1, **keys: Any) -> MemoryPlan:
+    keys = {"batch__prompts": 4, "batch__tokens": 400, **keys}
+    return plan_memory(recipe_of(**keys), CONFIG, devices, LONGEST, ROWS)
+
+
+def phase(plan: MemoryPlan, name: str) -> Phase:
+    (found,) = [each for each in plan.phases if each.name == name]
+    return found
+
+
+def test_a_policy_alone_keeps_its_weights_and_its_moments_while_it_generates() -> None:
+    plan = memory(method="dr_grpo", rollout__n=3)
+    assert plan.parameters == plan.trained == PARAMETERS
+    generation = phase(plan, "generation")
+    assert generation.weights == 4 * PARAMETERS
+    assert generation.optimizer == 2 * 4 * PARAMETERS
+    assert generation.gradients == 0
+    # Keys and values of two heads of 16, in two layers, in fp32, for each token of twelve sequences.
+    assert kv_bytes(CONFIG, 4) == 2 * 2 * (2 * 16) * 4
+    assert generation.activations == 12 * LONGEST * 512
+    assert plan.checkpoint_bytes == 3 * 4 * PARAMETERS
+
+
+def test_a_reference_stands_beside_the_policy_in_every_phase() -> None:
+    alone, both = memory(method="dr_grpo", rollout__n=3), memory(method="grpo", rollout__n=3)
+    for one, two in zip(alone.phases, both.phases, strict=True):
+        assert two.weights - one.weights == 4 * PARAMETERS
+        assert two.optimizer == one.optimizer
+    assert both.checkpoint_bytes == alone.checkpoint_bytes
+
+
+def test_a_critic_brings_weights_and_moments_and_is_saved() -> None:
+    alone = memory(method="reinforce")
+    critic = memory(method="ppo", algorithm__kl__where="none")
+    for one, two in zip(alone.phases, critic.phases, strict=True):
+        assert two.weights - one.weights == 4 * PARAMETERS
+        assert two.optimizer - one.optimizer == 2 * 4 * PARAMETERS
+    assert critic.checkpoint_bytes == 2 * alone.checkpoint_bytes
+
+
+def test_masters_and_shards() -> None:
+    plan = memory(2, method="ppo", model__dtype="bf16")
+    backward = phase(plan, "forward and backward")
+    # Policy, reference and critic in bf16 over two devices; two of them with fp32 moments and masters.
+    assert backward.weights == 3 * 2 * PARAMETERS // 2
+    assert backward.optimizer == 2 * 12 * PARAMETERS // 2
+    # Each rank generates with the whole policy.
+    assert phase(plan, "generation").weights == 2 * PARAMETERS + 2 * 2 * PARAMETERS // 2
+
+
+def test_an_adapters_reference_is_the_model_under_it() -> None:
+    lora = {"model__lora": {"rank": 2, "alpha": 4.0}, "rollout__n": 3}
+    assert phase(memory(method="grpo", **lora), "load") == phase(memory(method="dr_grpo", **lora), "load")
+
+
+@pytest.mark.xfail(strict=True, reason="the plan thinks that an adapter never has a reference of its own")
+def test_an_adapters_own_reference_folder_is_counted() -> None:
+    lora = {"model__lora": {"rank": 2, "alpha": 4.0}, "rollout__n": 3}
+    apart = memory(method="grpo", algorithm__kl__reference="other", **lora)
+    assert phase(apart, "load").weights - phase(memory(method="grpo", **lora), "load").weights == 4 * PARAMETERS
+
+
+@pytest.mark.xfail(strict=True, reason="the plan trains every weight of a critic that has an adapter")
+def test_an_adapters_critic_trains_its_adapter_and_head_alone() -> None:
+    lora = {"model__lora": {"rank": 2, "alpha": 4.0}, "algorithm__kl__where": "none"}
+    plan = memory(method="ppo", **lora)
+    # Two moments of fp32 for the policy's adapter, and as many and a head for the critic's.
+    assert phase(plan, "generation").optimizer == 2 * 4 * (2 * plan.trained + 64)
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokens"),
+    [
+        ({"rollout__n": 3}, 12 * LONGEST),
+        ({"rollout__n": 3, "rollout__max_sequences": 5}, 5 * LONGEST),
+        ({"rollout__n": 3, "rollout__cache_gb": 1e-4}, 100_000 / 512),
+        ({"rollout__n": 3, "rollout__cache_gb": 1.0}, 12 * LONGEST),
+    ],
+    ids=str,
+)
+def test_the_cache_is_for_the_sequences_at_once_within_its_limit(keys: dict[str, Any], tokens: float) -> None:
+    assert phase(memory(method="dr_grpo", **keys), "generation").activations == tokens * 512
+
+
+def test_an_offline_plan_has_no_generation() -> None:
+    plan = plan_memory(recipe_of(method="sft", batch__tokens=400), CONFIG, 1, LONGEST, ROWS)
+    assert "generation" not in [each.name for each in plan.phases]
+
+
+# -- how long a prompt may be ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def config(tiny_folder: Path) -> Any:
+    """A context of 100 tokens."""
+    config = copy.copy(AutoConfig.from_pretrained(tiny_folder))
+    config.max_position_embeddings = 100
+    return config
+
+
+@pytest.mark.parametrize(
+    ("keys", "limit"),
+    [
+        ({"rollout__max_tokens": 60}, 40),
+        ({"rollout__max_tokens": 60, "batch__tokens": 90}, 30),
+        ({"rollout__max_tokens": 60, "batch__rows": 2}, 40),
+        ({"rollout__max_tokens": 60, "data__max_prompt_tokens": 40}, 40),
+        ({"rollout__max_tokens": 60, "data__max_prompt_tokens": 7}, 7),
+        ({"rollout__max_tokens": 99}, 1),
+    ],
+    ids=str,
+)
+def test_a_prompt_gets_what_a_response_leaves(config: Any, keys: dict[str, Any], limit: int) -> None:
+    assert prompt_limit(recipe_of(**keys), config) == limit
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"rollout__max_tokens": 100}, "leaves 0 of the model's context (100)"),
+        ({"rollout__max_tokens": 60, "data__max_prompt_tokens": 41}, "data.max_prompt_tokens is 41"),
+        ({"rollout__max_tokens": 60, "batch__tokens": 60}, "leaves 0 of batch.tokens (60)"),
+        ({"rollout__max_tokens": 60, "batch__tokens": 65, "data__max_prompt_tokens": 6}, "raise batch.tokens"),
+    ],
+    ids=str,
+)
+def test_no_room_for_a_prompt_is_refused(config: Any, keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        prompt_limit(recipe_of(**keys), config)
+    (problem,) = caught.value.problems
+    assert problem.where == "rollout.max_tokens"
+    assert said in str(problem)
+
+
+def test_a_model_without_a_context_has_no_limit_of_its_own() -> None:
+    recipe = recipe_of(batch__rows=2, data__max_prompt_tokens=None)
+    assert prompt_limit(recipe, object()) == 2**31

@@ -1,0 +1,235 @@
+"""Online recipes: every method's defaults, what beats them, what is refused and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from test_recipe import BASE, keys, refused, write
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+from lockstep.recipe import load_recipe
+from lockstep.recipe.load import dump_recipe, resolved
+from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.schema import Method
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    return write(tmp_path, {**BASE, "method": "grpo"})
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def at(recipe: Any, key: str) -> Any:
+    for part in key.split("."):
+        recipe = getattr(recipe, part)
+    return recipe
+
+
+# -- methods -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_method_but_sft_is_in_the_table() -> None:
+    assert {"sft", *ONLINE} == set(get_args(Method))
+
+
+@pytest.mark.parametrize("method", ONLINE)
+def test_a_methods_defaults_hold_and_a_recipes_own_value_beats_them(tmp_path: Path, method: str) -> None:
+    recipe = write(tmp_path, {**BASE, "method": method})
+    read = load_recipe(recipe)
+    defaults = flat(ONLINE[method])
+    assert defaults
+    for key, value in defaults.items():
+        assert at(read, key) == value, key
+    others: dict[str, Any] = {
+        "rollout.n": 5,
+        "algorithm.advantage": "opo",
+        "algorithm.loss": "sapo",
+        "algorithm.aggregation": "seq_mean_token_sum",
+        "algorithm.clip_low": 0.11,
+        "algorithm.clip_high": 0.22,
+        "algorithm.kl.where": "loss",
+        "algorithm.kl.estimator": "abs",
+        "algorithm.kl.coefficient": 0.33,
+        "algorithm.dynamic_sampling.rounds": 2,
+    }
+    assert set(defaults) <= set(others)
+    words = [f"{key}={others[key]}" for key in defaults]
+    own = load_recipe(recipe, [*words, *([] if "rollout.n" in defaults else ["rollout.n=5"])])
+    for key in defaults:
+        assert at(own, key) == others[key], key
+
+
+def test_one_value_of_a_group_leaves_the_methods_others(tmp_path: Path) -> None:
+    recipe = write(tmp_path, {**BASE, "method": "ppo", "algorithm": {"kl": {"coefficient": 0.5}}})
+    kl = load_recipe(recipe).algorithm.kl
+    assert (kl.coefficient, kl.where, kl.estimator) == (0.5, "reward", "k1")
+    assert load_recipe(recipe).algorithm.advantage == "gae"
+
+
+def test_the_table_is_not_changed_by_reading(tmp_path: Path) -> None:
+    before = yaml.safe_dump(ONLINE)
+    load_recipe(write(tmp_path, {**BASE, "method": "ppo"}), ["algorithm.kl.coefficient=0.5", "rollout.n=3"])
+    assert yaml.safe_dump(ONLINE) == before
+
+
+@pytest.mark.parametrize("method", ONLINE)
+def test_recipes_prints_what_a_method_sets(method: str) -> None:
+    done = CliRunner().invoke(app, ["recipes", method])
+    assert done.exit_code == 0
+    assert yaml.safe_load(done.stdout) == {"method": method, **ONLINE[method]}
+
+
+def test_recipes_lists_the_methods() -> None:
+    said = CliRunner().invoke(app, ["recipes"]).stdout
+    assert all(method in said for method in ONLINE)
+
+
+@pytest.mark.parametrize("method", ["sft", *ONLINE])
+def test_a_resolved_recipe_comes_back_equal(tmp_path: Path, method: str) -> None:
+    words = ["model.lora.rank=3", "optim.lr=2e-5", "run.steps=7"]
+    words += ["batch.prompts=12", "batch.prompts_per_update=4", "reward.format='a.*'"] if method in ONLINE else []
+    words += ["critic.lr=3e-4", "critic.warmup=2", "critic.clip=null"] if method == "ppo" else []
+    recipe = load_recipe(write(tmp_path, {**BASE, "method": method}), words)
+    text = dump_recipe(recipe)
+    again = load_recipe(write(tmp_path, text))
+    assert again == recipe
+    assert dump_recipe(again) == text
+
+
+def test_a_resolved_recipe_says_only_what_its_method_reads(tmp_path: Path) -> None:
+    def sections(method: str) -> dict[str, Any]:
+        return resolved(load_recipe(write(tmp_path, {**BASE, "method": method})))
+
+    assert not {"rollout", "reward", "algorithm", "critic"} & set(sections("sft"))
+    assert "prompts" not in sections("sft")["batch"]
+    assert "critic" not in sections("grpo")
+    assert "rows_per_update" not in sections("grpo")["batch"]
+    assert sections("grpo")["batch"]["prompts_per_update"] == 32
+    assert {"rollout", "reward", "algorithm", "critic"} <= set(sections("ppo"))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        (["batch.rows_per_update=8"], "batch.rows_per_update", "batch.prompts_per_update"),
+        (["batch.prompts=12", "batch.prompts_per_update=5"], "batch.prompts_per_update", "use 4"),
+        (["batch.prompts=8", "batch.prompts_per_update=16"], "batch.prompts_per_update", "use 8"),
+        (["rollout.n=1"], "rollout.n", "2 or more"),
+        (["rollout.top_p=0.9"], "rollout.top_p", "rollout.truncated=mask"),
+        (["rollout.top_k=20"], "rollout.top_k", "rollout.truncated=mask"),
+        (["rollout.min_p=0.1"], "rollout.min_p", "rollout.truncated=mask"),
+        (["data.val=rows.jsonl"], "data.val", "val.questions"),
+        (["data.overlong=truncate_right"], "data.overlong", "truncate_left"),
+        (["algorithm.kl.where=none", "algorithm.kl.target=0.1"], "algorithm.kl.target", "algorithm.kl.where"),
+        (["algorithm.kl.where=reward", "algorithm.kl.estimator=k3+"], "algorithm.kl.estimator", "drop the +"),
+        (["algorithm.correction.low=3"], "algorithm.correction.low", "algorithm.correction.high"),
+        (["rollout.max_tokens=9", "algorithm.overlong.buffer=10"], "algorithm.overlong.buffer", "rollout.max_tokens"),
+        (["critic.lr=1e-3"], "critic", "method ppo"),
+        (["method=ppo", "critic.warmup=5", "run.steps=5"], "critic.warmup", "leave none to the policy"),
+        (["method=ppo", "algorithm.dynamic_sampling.rounds=2"], "algorithm.dynamic_sampling.rounds", "group method"),
+        (["val.questions=q.jsonl", "val.n=4"], "val.n", "val.temperature"),
+        (["data.prompt_key=question"], "data.prompt_key", "RL schema"),
+        (["data.response_key=answer"], "data.response_key", "RL schema"),
+        (["data.messages_key=chat"], "data.messages_key", "RL schema"),
+        (["data.text_key=body"], "data.text_key", "RL schema"),
+        (["data.shape=messages"], "data.shape", "RL schema"),
+        (["data.template=none"], "data.template", "need a template"),
+        (["data.require_end=false"], "data.require_end", "remove it"),
+        (["data.max_tokens=512"], "data.max_tokens", "data.max_prompt_tokens"),
+        (["data.train=[a, {path: b, prompt_key: q}]"], "data.train.1.prompt_key", "RL schema"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_an_online_method_cannot_do(base: str, words: list[str], key: str, said: str) -> None:
+    (problem,) = refused(base, *words)
+    assert problem.where == key
+    assert said in str(problem)
+
+
+def test_no_best_checkpoint_without_a_loss(base: str) -> None:
+    (problem,) = refused(base, "checkpoint.keep_best=1")
+    assert problem.where == "checkpoint.keep_best"
+    assert "online runs lack" in problem.why
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_pp_baseline"])
+def test_group_estimators_need_a_group(base: str, advantage: str) -> None:
+    (problem,) = refused(base, f"algorithm.advantage={advantage}", "rollout.n=1")
+    assert problem.where == "rollout.n"
+    assert advantage in problem.why
+
+
+@pytest.mark.parametrize("advantage", ["gae", "reinforce", "reinforce_pp", "remax"])
+def test_the_others_do_with_one_sample(base: str, advantage: str) -> None:
+    assert load_recipe(base, [f"algorithm.advantage={advantage}", "rollout.n=1"]).rollout.n == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "said"),
+    [
+        ("rollout.n=4", "rollout.n", "generates nothing"),
+        ("reward.function=f.py:f", "reward.function", "generates nothing"),
+        ("algorithm.entropy=0.1", "algorithm.entropy", "generates nothing"),
+        ("critic.lr=1", "critic.lr", "generates nothing"),
+        ("batch.prompts=4", "batch.prompts", "batch.rows_per_update"),
+        ("batch.prompts_per_update=4", "batch.prompts_per_update", "batch.rows_per_update"),
+        ("data.max_prompt_tokens=9", "data.max_prompt_tokens", "data.max_tokens"),
+        ("val={questions: q, n: 3}", "val.n", "val.temperature"),
+    ],
+)
+def test_what_an_offline_method_cannot_do(base: str, word: str, key: str, said: str) -> None:
+    (problem,) = refused(base, "method=sft", word)
+    assert problem.where == key
+    assert said in str(problem)
+
+
+def test_truncated_sampling_is_refused_with_the_reason_and_both_ways_out(base: str) -> None:
+    (problem,) = refused(base, "rollout.top_k=20", "rollout.top_p=0.9")
+    assert "the trainer scores the whole one" in problem.why
+    assert "ratio" in problem.why
+    assert "ignore" in problem.remedy
+    for choice in ("mask", "ignore"):
+        assert load_recipe(base, ["rollout.top_k=20", f"rollout.truncated={choice}"]).rollout.truncated == choice
+
+
+def test_all_problems_of_an_online_recipe_come_together(base: str) -> None:
+    found = refused(base, "rollout.n=1", "rollout.top_p=0.5", "data.val=x", "critic.warmup=1", "rollout.temperature=0")
+    assert keys(found) == {"rollout.n", "rollout.top_p", "data.val", "critic", "rollout.temperature"}
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("num_generations=8", "rollout.n"),
+        ("rollout.n_samples_per_prompt=8", "rollout.n"),
+        ("max_completion_length=9", "rollout.max_tokens"),
+        ("data.max_response_length=9", "rollout.max_tokens"),
+        ("data.max_prompt_length=9", "data.max_prompt_tokens"),
+        ("algorithm.adv_estimator=grpo", "algorithm.advantage"),
+        ("clip_ratio_high=0.3", "algorithm.clip_high"),
+        ("epsilon=0.2", "algorithm.clip_low"),
+        ("loss_agg_mode=token-mean", "algorithm.aggregation"),
+        ("beta=0.04", "algorithm.kl.coefficient"),
+        ("algorithm.kl.kl_loss_coef=0.1", "algorithm.kl.coefficient"),
+        ("ppo_epochs=2", "algorithm.epochs"),
+        ("ppo_mini_batch_size=8", "batch.prompts_per_update"),
+        ("entropy_coeff=0", "algorithm.entropy"),
+        ("reward_funcs=f", "reward.function"),
+    ],
+)
+def test_names_from_elsewhere_lead_to_ours(base: str, word: str, ours: str) -> None:
+    (problem,) = refused(base, word)
+    assert problem.remedy == f"did you mean {ours}?"

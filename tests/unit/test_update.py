@@ -1,0 +1,431 @@
+"""Updates against plain autograd on padded tensors with the library's own model: gradients, losses and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_experience import recipe_of, rollout
+from transformers import AutoModelForCausalLM
+
+from lockstep.device.select import select
+from lockstep.errors import Refusal
+from lockstep.parallel.world import World
+from lockstep.recipe import Recipe
+from lockstep.train import update as updates
+from lockstep.train.annotate import Annotated, Part, plan_updates
+from lockstep.train.build import build_critic, build_policy
+from lockstep.train.experience import Experience, experience_of
+from lockstep.train.roles import Roles
+from lockstep.train.update import refuse_disagreement, update, update_critic, update_policy
+
+CPU = torch.device("cpu")
+BETA, ENTROPY, TEMPERATURE = 0.2, 0.05, 0.7
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+BATCHES: list[dict[str, Any]] = [{"batch__tokens": 4096}, {"batch__tokens": 20}, {"batch__rows": 2}]
+LENGTHS = ((3, 5), (4, 2), (2, 7), (6, 3), (3, 1), (5, 4))
+TOKENS = sum(response for _, response in LENGTHS)
+
+
+@contextmanager
+def untimed(name: str) -> Iterator[None]:
+    yield
+
+
+def made() -> Experience:
+    """Three prompts with two responses each, of different lengths; the tokens are drawn at random."""
+    draw = torch.Generator().manual_seed(1)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(0, 256, (count,), generator=draw).tolist()
+
+    return experience_of(
+        [
+            rollout(i // 2, ids(response), float(i % 3), sample=i % 2, prompt=ids(prompt), logprobs=[-2.0] * response)
+            for i, (prompt, response) in enumerate(LENGTHS)
+        ]
+    )
+
+
+def noise(seed: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(TOKENS, generator=torch.Generator().manual_seed(seed))
+
+
+def roles_of(recipe: Recipe) -> Roles:
+    where = (select("cpu"), World(), CPU)
+    return Roles(build_policy(recipe, *where), None, build_critic(recipe, *where), World(), CPU)
+
+
+def known_of(old: torch.Tensor | None, reference: torch.Tensor | None = None, **more: torch.Tensor) -> Annotated:
+    """Advantages drawn at random; everything is kept and weighs 1 unless given."""
+    base = {
+        "old_K": old,
+        "reference_K": reference,
+        "values_K": None,
+        "rewards_K": torch.zeros(TOKENS),
+        "advantages_K": noise(4),
+        "returns_K": torch.zeros(TOKENS),
+        "keep_K": torch.ones(TOKENS),
+        "importance_K": torch.ones(TOKENS),
+    }
+    return Annotated(**{**base, **more})  # type: ignore[arg-type]
+
+
+def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def stepped(roles: Roles, recipe: Recipe, known: Annotated, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, dict]:
+    """Metrics and gradients of one update of the policy that stops short of its optimizer."""
+    monkeypatch.setattr(roles.policy, "optim_step", lambda lr: {})
+    (part,) = plan_updates(made(), recipe, World(), pad_id=0)
+    metrics = update_policy(part, made(), known, roles, recipe, BETA, 0.0, (0,))
+    return metrics, gradients(roles.policy.module.model)  # type: ignore[union-attr]
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    largest = max(float(g.abs().max()) for g in theirs.values())
+    assert largest > 1e-4
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * largest, msg=lambda m, n=name: n + m)
+
+
+# -- the independent computation ---------------------------------------------------------------------------------------
+
+
+class Padded:
+    """The responses as right-padded rows; (R, L) tensors hold the response tokens of each row."""
+
+    def __init__(self) -> None:
+        rows = made().rollouts
+        width = max(len(r.prompt.ids) + len(r.ids) for r in rows)
+        self.ids = torch.zeros(len(rows), width, dtype=torch.long)
+        self.attended = torch.zeros_like(self.ids)
+        self.trained = torch.zeros(len(rows), width - 1)
+        for i, r in enumerate(rows):
+            line = [*r.prompt.ids, *r.ids]
+            self.ids[i, : len(line)] = torch.tensor(line)
+            self.attended[i, : len(line)] = 1
+            self.trained[i, len(r.prompt.ids) - 1 : len(line) - 1] = 1
+
+    def spread(self, vector_K: torch.Tensor) -> torch.Tensor:
+        placed = torch.zeros_like(self.trained)
+        placed[self.trained > 0] = vector_K
+        return placed
+
+    def scores(self, model: Any, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(input_ids=self.ids, attention_mask=self.attended, use_cache=False).logits[:, :-1] / temperature
+        every = logits.log_softmax(-1)
+        entropy = -(every.exp() * every).sum(-1)
+        return every.gather(-1, self.ids[:, 1:, None])[..., 0], entropy
+
+    def averaged(self, values: torch.Tensor, kind: str, keep: torch.Tensor, limit: int) -> torch.Tensor:
+        kept = values * keep
+        sums, lengths = kept.sum(1), keep.sum(1)
+        some = (lengths > 0).sum()
+        if kind == "token_mean":
+            return kept.sum() / keep.sum()
+        if kind == "seq_mean_token_mean":
+            return (sums / lengths.clamp(min=1)).sum() / some
+        return sums.sum() / some / (limit if kind == "seq_mean_token_sum_norm" else 1)
+
+
+@pytest.fixture(scope="module")
+def library(tiny_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_folder, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def drawn(library: Any) -> torch.Tensor:
+    """The policy's own log-probabilities, by the library."""
+    padded = Padded()
+    with torch.no_grad():
+        return padded.scores(library, TEMPERATURE)[0][padded.trained > 0]
+
+
+def by_hand(library: Any, recipe: Recipe, known: Annotated) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """PPO's clip with a dual bound, k3 divergence and entropy, written out over padded rows."""
+    padded, kind, limit = Padded(), recipe.algorithm.aggregation, recipe.rollout.max_tokens
+    assert known.old_K is not None
+    assert known.reference_K is not None
+    old, reference, advantages, keep, importance = (
+        padded.spread(v) for v in (known.old_K, known.reference_K, known.advantages_K, known.keep_K, known.importance_K)
+    )
+    library.zero_grad()
+    logprobs, entropy = padded.scores(library, TEMPERATURE)
+    ratio = torch.exp(logprobs - old)
+    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(0.8, 1.3)
+    surrogate = torch.maximum(plain, bounded)
+    surrogate = torch.where(advantages < 0, torch.minimum(surrogate, -advantages * 1.5), surrogate)
+    away = reference - logprobs
+    k3 = away.exp() - away - 1
+    pg_loss = padded.averaged(surrogate * importance, kind, keep, limit)
+    kl_loss = padded.averaged(k3, kind, keep, limit)
+    loss = pg_loss + BETA * kl_loss - ENTROPY * padded.averaged(entropy, kind, keep, limit)
+    loss.backward()
+    counted = padded.trained * keep > 0
+    metrics = {
+        "actor/loss": loss,
+        "actor/pg_loss": pg_loss,
+        "actor/kl_loss": kl_loss,
+        "actor/entropy": (entropy * padded.trained).sum() / TOKENS,
+        "actor/pg_clipfrac": (counted & (bounded > plain)).sum() / TOKENS,
+        "actor/ppo_kl": ((old - logprobs) * counted).sum() / TOKENS,
+        "training/rollout_probs_diff_mean": (known.old_K.exp() - torch.tensor(-2.0).exp()).abs().mean(),
+        "training/rollout_probs_diff_max": (known.old_K.exp() - torch.tensor(-2.0).exp()).abs().max(),
+        "training/rollout_probs_diff_std": (known.old_K.exp() - torch.tensor(-2.0).exp()).abs().std(correction=0),
+    }
+    return {name: float(value.detach()) for name, value in metrics.items()}, gradients(library)
+
+
+def grpo(tiny_folder: Path, **more: Any) -> Recipe:
+    return recipe_of(
+        str(tiny_folder),
+        **{
+            "batch__prompts": 3,
+            "rollout__n": 2,
+            "rollout__max_tokens": 9,
+            "rollout__temperature": TEMPERATURE,
+            "algorithm__clip_high": 0.3,
+            "algorithm__dual_clip": 1.5,
+            "algorithm__entropy": ENTROPY,
+            **more,
+        },
+    )
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_policys_gradient_is_that_of_the_loss_written_out(
+    tiny_folder: Path,
+    library: Any,
+    drawn: torch.Tensor,
+    aggregation: str,
+    batch: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = grpo(tiny_folder, algorithm__aggregation=aggregation, **batch)
+    known = known_of(drawn + noise(2, 0.4), drawn + noise(3, 0.4))
+    expected, expected_gradients = by_hand(library, recipe, known)
+    metrics, found = stepped(roles_of(recipe), recipe, known, monkeypatch)
+    assert 0.1 < expected["actor/pg_clipfrac"] < 0.9, "the bounds must matter"
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    same(found, expected_gradients)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_masked_tokens_have_no_part_and_weights_scale_the_surrogate_alone(
+    tiny_folder: Path, library: Any, drawn: torch.Tensor, aggregation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = torch.ones(TOKENS)
+    keep[[0, 3, 9]] = 0
+    keep[5:7] = 0  # the whole second response
+    known = known_of(
+        drawn + noise(2, 0.4), drawn + noise(3, 0.4), keep_K=keep, importance_K=noise(5, 0.5).exp().clamp(max=2)
+    )
+    recipe = grpo(tiny_folder, algorithm__aggregation=aggregation, batch__tokens=20)
+    expected, expected_gradients = by_hand(library, recipe, known)
+    metrics, found = stepped(roles_of(recipe), recipe, known, monkeypatch)
+    for name in ("actor/loss", "actor/pg_loss", "actor/kl_loss"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+    same(found, expected_gradients)
+
+
+def test_without_old_log_probabilities_the_ratio_is_one(
+    tiny_folder: Path, library: Any, drawn: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = grpo(tiny_folder, batch__tokens=20)
+    reference = drawn + noise(3, 0.4)
+    expected, expected_gradients = by_hand(library, recipe, known_of(drawn, reference))
+    metrics, found = stepped(roles_of(recipe), recipe, known_of(None, reference), monkeypatch)
+    assert metrics["actor/ppo_kl"] == 0.0
+    assert metrics["actor/pg_clipfrac"] == 0.0
+    assert metrics["actor/loss"] == pytest.approx(expected["actor/loss"], rel=1e-4)
+    assert metrics["actor/pg_loss"] == pytest.approx(-float(noise(4).mean()), rel=1e-4)
+    same(found, expected_gradients)
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_held_tokens_do_not_depend_on_the_micro_batches(
+    tiny_folder: Path, drawn: torch.Tensor, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for batch in BATCHES:
+        recipe = grpo(
+            tiny_folder,
+            algorithm__loss=loss,
+            algorithm__cov_share=0.4,
+            algorithm__cov_low=-100.0,
+            algorithm__cov_high=100.0,
+            algorithm__kl={"where": "none"},
+            **batch,
+        )
+        found.append(stepped(roles_of(recipe), recipe, known_of(drawn + noise(2, 0.4)), monkeypatch))
+    for metrics, gradient in found:
+        # 40 % of 22 tokens, rounded down.
+        assert metrics["actor/pg_heldfrac"] == pytest.approx(8 / 22)
+        assert metrics["actor/loss"] == pytest.approx(found[0][0]["actor/loss"], rel=1e-4)
+        same(gradient, found[0][1])
+
+
+def test_kl_cov_holds_the_tokens_of_highest_covariance(
+    tiny_folder: Path, library: Any, drawn: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, advantages = drawn + noise(2, 0.4), noise(4)
+    covariance = [
+        (float(a) - float(advantages.mean())) * (float(o) - float(old.mean()))
+        for a, o in zip(advantages, old, strict=True)
+    ]
+    held = sorted(range(TOKENS), key=lambda i: -covariance[i])[:4]  # 20 % of 22, rounded down
+    padded = Padded()
+    library.zero_grad()
+    now = padded.scores(library, TEMPERATURE)[0][padded.trained > 0]
+    tokens = -advantages * (now - old).exp()
+    loss = (tokens.sum() + 0.5 * (now - old)[held].abs().sum()) / TOKENS
+    loss.backward()
+    recipe = grpo(
+        tiny_folder,
+        algorithm__loss="kl_cov",
+        algorithm__cov_share=0.2,
+        algorithm__cov_kl=0.5,
+        algorithm__entropy=0.0,
+        algorithm__kl={"where": "none"},
+    )
+    metrics, found = stepped(roles_of(recipe), recipe, known_of(old), monkeypatch)
+    assert metrics["actor/loss"] == pytest.approx(float(loss), rel=1e-4)
+    same(found, gradients(library))
+
+
+# -- the critic --------------------------------------------------------------------------------------------------------
+
+
+def ppo(tiny_folder: Path, **more: Any) -> Recipe:
+    kl = {"where": "none"}
+    return recipe_of(
+        str(tiny_folder), method="ppo", **{"batch__prompts": 3, "batch__tokens": 20, "algorithm__kl": kl, **more}
+    )
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize("clip", [0.3, None])
+def test_the_critics_gradient_is_that_of_the_loss_written_out(
+    tiny_folder: Path, library: Any, clip: float | None, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = ppo(tiny_folder, critic__clip=clip, **{"batch__tokens": None, **batch})
+    roles = roles_of(recipe)
+    assert roles.critic is not None
+    monkeypatch.setattr(roles.critic, "optim_step", lambda lr: {})
+    head = torch.randn(1, 64, generator=torch.Generator().manual_seed(6)) / 8
+    with torch.no_grad():
+        roles.critic.module.head.weight.copy_(head)  # type: ignore[union-attr, operator]
+    keep = torch.ones(TOKENS)
+    keep[[2, 10]] = 0
+    old, returns = noise(7), noise(8)
+    (part,) = plan_updates(made(), recipe, World(), pad_id=0)
+    known = known_of(None, values_K=old, returns_K=returns, keep_K=keep)
+    metrics = update_critic(part, made(), known, roles, recipe, 0.0)
+
+    padded = Padded()
+    library.zero_grad()
+    weight = head.clone().requires_grad_()
+    hidden = library.model(input_ids=padded.ids, attention_mask=padded.attended).last_hidden_state[:, :-1]
+    values = (hidden @ weight.T)[..., 0][padded.trained > 0]
+    error = (values - returns) ** 2
+    if clip is not None:
+        error = torch.maximum(error, (old + (values - old).clamp(-clip, clip) - returns) ** 2)
+    loss = 0.5 * (error * keep).sum() / 20  # 22 tokens, two of them masked
+    loss.backward()
+    assert weight.grad is not None
+    assert metrics["critic/vf_loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert metrics["critic/vpred_mean"] == pytest.approx(float((values * keep).sum()) / TOKENS, rel=1e-3)
+    expected = {f"decoder.{name}": gradient for name, gradient in gradients(library.model).items()}
+    same(gradients(roles.critic.module), {**expected, "head.weight": weight.grad})
+
+
+def bits(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def test_steps_of_the_critics_warm_up_leave_the_policy_bit_for_bit(tiny_folder: Path) -> None:
+    recipe = ppo(tiny_folder, critic__warmup=2, critic__lr=1e-3, optim__lr=1e-3, optim__schedule="constant")
+    roles = roles_of(recipe)
+    assert roles.critic is not None
+    known = known_of(None, values_K=noise(7), returns_K=noise(8))
+    parts = plan_updates(made(), recipe, World(), pad_id=0)
+    moved = []
+    for step in range(3):
+        before, critic_before = bits(roles.policy.module), bits(roles.critic.module)
+        metrics = update(parts, made(), known, roles, recipe, 0.0, step, 10, untimed)
+        assert "critic/vf_loss" in metrics
+        assert not torch.equal(bits(roles.critic.module)["head.weight"], critic_before["head.weight"])
+        after = bits(roles.policy.module)
+        moved.append(any(not torch.equal(after[name], before[name]) for name in before))
+        assert ("actor/pg_loss" in metrics) is moved[-1]
+    assert moved == [False, False, True]
+
+
+# -- several updates ---------------------------------------------------------------------------------------------------
+
+
+def test_metrics_of_several_updates_are_means_and_maxima(
+    tiny_folder: Path, drawn: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = grpo(tiny_folder, batch__prompts_per_update=1, algorithm__epochs=2, optim__schedule="constant")
+    known = known_of(drawn + noise(2, 0.4), drawn + noise(3, 0.4))
+    parts = plan_updates(made(), recipe, World(), pad_id=0)
+    seen: list[tuple[Part, dict[str, float]]] = []
+
+    def recorded(part: Part, *rest: Any) -> dict[str, float]:
+        seen.append((part, update_policy(part, *rest)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(updates, "update_policy", recorded)
+    metrics = update(parts, made(), known, roles_of(recipe), recipe, BETA, 0, 10, untimed)
+    assert [part.tokens for part, _ in seen] == [part.tokens for part in parts] * 2
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "training/rollout_probs_diff_mean"):
+        assert metrics[name] == pytest.approx(sum(each[name] for _, each in seen) / 6), name
+    largest = "training/rollout_probs_diff_max"
+    assert metrics[largest] == max(each[largest] for _, each in seen)
+    assert len({each[largest] for _, each in seen}) > 1
+
+
+def test_the_rates_follow_the_step_and_the_critic_has_its_own_peak(tiny_folder: Path) -> None:
+    recipe = ppo(tiny_folder, optim__lr=0.01, optim__schedule="linear", critic__lr=0.1)
+    roles = roles_of(recipe)
+    parts = plan_updates(made(), recipe, World(), pad_id=0)
+    known = known_of(None, values_K=noise(7), returns_K=noise(8))
+    metrics = update(parts, made(), known, roles, recipe, 0.0, 5, 20, untimed)
+    assert metrics["actor/lr"] == pytest.approx(0.0075)
+    assert metrics["critic/lr"] == pytest.approx(0.075)
+
+
+# -- engine and trainer ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mean", "most", "stops"), [(0.1, 0.1, False), (0.101, 0.1, True), (9.0, None, False)])
+def test_a_disagreement_over_the_limit_names_the_key(mean: float, most: float | None, stops: bool) -> None:
+    metrics = {"training/rollout_probs_diff_mean": mean}
+    if not stops:
+        refuse_disagreement(metrics, most)
+        return
+    with pytest.raises(Refusal) as caught:
+        refuse_disagreement(metrics, most)
+    (problem,) = caught.value.problems
+    assert problem.where == "rollout.max_probs_diff"
+    assert "0.101" in problem.why
+    assert "algorithm.correction" in problem.remedy
+
+
+def test_a_disagreement_stops_before_the_weights_move(tiny_folder: Path, drawn: torch.Tensor) -> None:
+    recipe = grpo(tiny_folder, rollout__max_probs_diff=1e-9, algorithm__kl={"where": "none"})
+    roles = roles_of(recipe)
+    before = bits(roles.policy.module)
+    (part,) = plan_updates(made(), recipe, World(), pad_id=0)
+    with pytest.raises(Refusal):
+        update_policy(part, made(), known_of(drawn), roles, recipe, 0.0, 1e-2, (0,))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in bits(roles.policy.module).items())
