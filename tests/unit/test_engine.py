@@ -256,3 +256,25 @@ def test_a_single_token_and_a_single_sample(policy: Policy, folder: Path) -> Non
     assert [c.ids for c in expected] == [slow_sample(policy, r, 0, sampling)[0] for r in requests]
     captured = NativeEngine(policy, Recorder(), Rollout(), lambda ids: "")
     assert_same(run(captured, requests, sampling), expected)
+
+
+def test_a_kept_cache_and_its_passes_are_used_again_until_the_weights_move(folder: Path) -> None:
+    """`free_cache: false` on a device that captures: only the first call captures, until the weights move."""
+    policy, device = load(folder), Recorder()
+    engine = NativeEngine(policy, device, Rollout(free_cache=False), lambda ids: "")
+    requests = [Request([5, 6, 7], 0)]
+    first = run(engine, requests, SAMPLING)
+    captured = device.captured
+    assert captured > 0
+    assert_same(run(engine, requests, SAMPLING), first)
+    assert device.captured == captured
+    # Changed in place, as an optimizer does: the recorded passes see it.
+    weight = policy.causal_lm.get_output_embeddings().weight
+    with torch.no_grad():
+        weight.mul_(-1)
+    changed = run(engine, requests, SAMPLING)
+    assert [c.ids for c in changed] != [c.ids for c in first]
+    assert device.captured == captured
+    weight.data = weight.data.clone()
+    assert_same(run(engine, requests, SAMPLING), changed)
+    assert device.captured > captured

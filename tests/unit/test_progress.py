@@ -13,7 +13,7 @@ from lockstep.run.live import LiveConsole
 from lockstep.run.pace import Pace
 from lockstep.run.plain import PlainConsole
 from lockstep.run.progress import Console
-from lockstep.run.text import OFFLINE_COLUMNS, ONLINE_COLUMNS, clock, fit, show
+from lockstep.run.text import OFFLINE_COLUMNS, ONLINE_COLUMNS, Column, clock, fit, show
 
 METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "train/grad_norm": 0.5, "perf/throughput": 12345.6}
 
@@ -71,6 +71,17 @@ def test_plain_shows_the_first_every_nth_and_the_last_step(capsys: pytest.Captur
     assert steps(capsys.readouterr().out) == [7, 10, 13]  # stopped early: the last one it did
 
 
+def names(column: Column) -> tuple[str, ...]:
+    return (column.metric,) if isinstance(column.metric, str) else column.metric
+
+
+def test_a_whole_online_line_fits_a_terminal() -> None:
+    """Set closer where it would not: reward, divergence, entropy, length, speed and the times of the phases."""
+    metrics = {name: 0.5 for column in ONLINE_COLUMNS for name in names(column)} | {"perf/throughput": 12345.0}
+    assert show(ONLINE_COLUMNS, metrics, 80).endswith("tok/s 12,345  gen 0.5  upd 0.5")
+    assert show(ONLINE_COLUMNS, metrics, 66).endswith("tok/s 12,345 gen 0.5 upd 0.5")
+
+
 def test_plain_output_has_no_control_characters_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
     console = PlainConsole(ONLINE_COLUMNS)
     console.banner("a run", [("plan", "many words " * 20), ("k", "\x1b[31mred\x07")])
@@ -78,7 +89,7 @@ def test_plain_output_has_no_control_characters_and_fits(capsys: pytest.CaptureF
     console.warn("\x1b[2Jbeware\r")
     console.validation(3, {f"val/metric_{i}": i / 7 for i in range(12)})
     console.begin(1_000_000, 999_998)
-    console.step(999_999, {column.metric: 123456.789 for column in ONLINE_COLUMNS})
+    console.step(999_999, {name: 123456.789 for column in ONLINE_COLUMNS for name in names(column)})
     console.end()
     with console.task("tokenising", 10) as task:
         task.advance(10)
@@ -86,7 +97,8 @@ def test_plain_output_has_no_control_characters_and_fits(capsys: pytest.CaptureF
     assert re.search(r"[^\n\x20-\x7e]", output) is None
     assert max(map(len, output.splitlines())) <= 80
     assert "warning: \\x1b[2Jbeware\\x0d" in output
-    assert re.search(r"^step  999999/1000000  reward .* eta 0:00:00$", output, flags=re.M)
+    # Numbers that fill their line leave the time left to one of its own.
+    assert re.search(r"^step  999999/1000000  reward .*\n  eta 0:00:00$", output, flags=re.M)
 
 
 def test_plain_task_speaks_at_both_ends_and_every_ten_seconds(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -96,7 +97,7 @@ class Cuda(Accelerator):
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         # Libraries set themselves up in the first calls, which a graph must not record.
-        side = torch.cuda.Stream()
+        side = _trial_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             step()
@@ -124,6 +125,12 @@ class Cuda(Accelerator):
             "cudnn": str(cudnn) if cudnn is not None else None,
             "nccl": ".".join(str(part) for part in nccl) if nccl else None,
         }
+
+
+@cache
+def _trial_stream(index: int) -> torch.cuda.Stream:
+    """One for each device: libraries keep a workspace for every stream they have seen."""
+    return torch.cuda.Stream(index)
 
 
 def peak_of(chip: str) -> _Peak | None:

@@ -185,6 +185,11 @@ class Rollout(Section):
         description="Native: memory of the key/value cache. Default: what the step can use, at most half of what is "
         "free.",
     )
+    free_cache: bool = Field(
+        True,
+        description="Native: give the cache back after each phase. `false` keeps it, and with it what was captured for "
+        "it: faster where memory is plentiful.",
+    )
     max_probs_diff: float | None = Field(
         None, gt=0, description="Stop when the mean difference of engine's and trainer's probabilities is over this."
     )

@@ -19,7 +19,7 @@ class PlainConsole(Console):
         self._columns, self._every = columns, every
         self._pace: Pace | None = None
         self._unsaid = ""
-        self._told = time.monotonic()
+        self._told = float("-inf")
 
     def banner(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         _print(title)

@@ -64,14 +64,20 @@ def fit_rows(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> list[tuple[
 
 
 def show(columns: Sequence[Column], metrics: dict[str, float], width: int = WIDTH) -> str:
-    """The columns that the metrics have, from the left as far as they fit."""
+    """The columns that the metrics have, from the left as far as they fit; set closer where they do not."""
+    wide = _line(columns, metrics, width, "  ")
+    close = _line(columns, metrics, width, " ")
+    return close if len(close.split()) > len(wide.split()) else wide
+
+
+def _line(columns: Sequence[Column], metrics: dict[str, float], width: int, gap: str) -> str:
     line = ""
     for column in columns:
         names = (column.metric,) if isinstance(column.metric, str) else column.metric
         found = next((name for name in names if name in metrics), None)
         if found is not None:
             cell = f"{column.label} {metrics[found]:{column.format}}"
-            longer = f"{line}  {cell}" if line else cell
+            longer = f"{line}{gap}{cell}" if line else cell
             if len(longer) > width:
                 break
             line = longer

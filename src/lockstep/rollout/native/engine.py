@@ -31,6 +31,9 @@ class NativeEngine:
     def __init__(self, policy: Policy, device: Device, settings: Rollout, decode: Callable[[list[int]], str]):
         self.policy, self.device, self.settings, self.decode = policy, device, settings, decode
         self.preempted = 0
+        self._cache_kept: KVCache | None = None
+        self._runners: dict[Sampling, Runner] = {}
+        self._weights: tuple[int, ...] = ()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         if not requests:
@@ -39,8 +42,8 @@ class NativeEngine:
         longest = max(sample.limit for sample in samples)
         model = self.policy.causal_lm
         refuse_moving_positions(model.config.get_text_config(), longest, type(model).__name__)
-        cache = self._cache(samples, longest)
-        settings = self.settings
+        runner = self._runner(samples, longest, sampling)
+        cache, settings = runner.cache, self.settings
         scheduler = Scheduler(
             prefixes,
             samples,
@@ -52,12 +55,14 @@ class NativeEngine:
         training = self.policy.training
         self.policy.eval()
         try:
-            runner = Runner(self.policy, cache, sampling, self.device, longest)
             while scheduler.unfinished:
                 yield from self._round(scheduler, runner, sampling)
         finally:
             self.policy.train(training)
             self.preempted = scheduler.preempted
+            if settings.free_cache:
+                self._cache_kept = None
+                self._runners.clear()
 
     def _round(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
         work = scheduler.next(runner.passes)
@@ -84,15 +89,35 @@ class NativeEngine:
             if sample.stop:
                 return
 
-    def _cache(self, samples: Sequence[Sample], longest: int) -> KVCache:
-        """As many blocks as the samples could ever use at once, within the memory they may take."""
+    def _runner(self, samples: Sequence[Sample], longest: int, sampling: Sampling) -> Runner:
+        """A kept runner, with its captured passes, where the cache is still large enough and the weights lie where
+        they lay; a new one otherwise."""
+        where = tuple(parameter.data_ptr() for parameter in self.policy.parameters())
+        kept = self._cache_kept
+        if kept is None or where != self._weights or kept.blocks < self._blocks(samples, longest)[0]:
+            self._cache_kept, kept = None, None
+            self._runners.clear()
+        runner = self._runners.get(sampling)
+        if runner is None or runner.longest < longest:
+            kept = kept or self._cache(samples, longest)
+            runner = Runner(self.policy, kept, sampling, self.device, longest)
+            self._cache_kept, self._weights = kept, where
+            self._runners[sampling] = runner
+        return runner
+
+    def _blocks(self, samples: Sequence[Sample], longest: int) -> tuple[int, int, int, int]:
+        """Blocks of the cache: as many as the samples could ever use at once, within the memory they may take.
+
+        With them the layers, key/value heads and head size of the model.
+        """
         config, block = self.policy.causal_lm.config.get_text_config(), self.settings.block_tokens
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         like = self.policy.causal_lm.get_input_embeddings().weight
         block_bytes = 2 * config.num_hidden_layers * block * heads * size * like.element_size()
         asked = self.settings.cache_gb
-        room = asked * 1e9 if asked is not None else FREE_SHARE * self.device.memory().free
+        held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
+        room = asked * 1e9 if asked is not None else FREE_SHARE * (self.device.memory().free + held)
         blocks = min(_useful_blocks(samples, self.settings.max_sequences, block), int(room // block_bytes))
         least = Scheduler.least_blocks(longest, block)
         if blocks < least:
@@ -102,7 +127,12 @@ class NativeEngine:
                 f"key/value cache, and there are {room / 1e9:.3g} GB",
                 "raise rollout.cache_gb, or lower rollout.max_tokens",
             )
-        return KVCache(config.num_hidden_layers, blocks, block, heads, size, like)
+        return blocks, config.num_hidden_layers, heads, size
+
+    def _cache(self, samples: Sequence[Sample], longest: int) -> KVCache:
+        blocks, layers, heads, size = self._blocks(samples, longest)
+        like = self.policy.causal_lm.get_input_embeddings().weight
+        return KVCache(layers, blocks, self.settings.block_tokens, heads, size, like)
 
 
 def _useful_blocks(samples: Sequence[Sample], rows: int, block: int) -> int:

@@ -19,8 +19,6 @@ from lockstep.types import Sampling
 
 # Passes between two looks of the host at the device, where the device runs ahead of the host.
 AHEAD = 8
-# Captured batch sizes: powers of two up to this, then its multiples.
-BUCKET = 32
 
 
 @dataclass
@@ -46,7 +44,7 @@ class Runner:
     def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, device: Device, longest: int):
         self.policy, self.cache, self.sampling, self.device = policy, cache, sampling, device
         self.model = policy.causal_lm
-        self.place = cache.slots.device
+        self.place, self.longest = cache.slots.device, longest
         self.stops = torch.tensor(sampling.stop_ids, device=self.place, dtype=torch.long)
         self.table_width = -(-longest // cache.block)
         self.passes = 1 if not device.graph_capture or sampling.repetition_penalty != 1 else AHEAD
@@ -171,7 +169,8 @@ class Runner:
 
 
 def _bucket(batch: int) -> int:
-    return 1 << (batch - 1).bit_length() if batch < BUCKET else -(-batch // BUCKET) * BUCKET
+    """Captured batch sizes are powers of two: recording costs more than some idle rows in a pass."""
+    return 1 << (batch - 1).bit_length()
 
 
 def _widen(tensor: torch.Tensor, width: int) -> torch.Tensor:
