@@ -41,7 +41,11 @@ def main() -> None:
     if not has_trl():
         raise SystemExit("TRL is not installed (pip install -e '.[bench]')")
     device = select(args.device)
-    record: dict[str, Any] = {"settings": vars(args), "machine": machine(device), "cases": {}}
+    record: dict[str, Any] = {
+        "settings": {key: value for key, value in vars(args).items() if key != "out"},
+        "machine": machine(device),
+        "cases": {},
+    }
     print("  ".join(f"{name} {value}" for name, value in record["machine"].items()))
     for case in ("equal", "mixed") if args.case == "all" else (args.case,):
         with temporary_folder() as folder:

@@ -37,7 +37,11 @@ def main() -> None:
     args = _arguments()
     settle(args.threads)
     device = select(args.device)
-    record: dict[str, Any] = {"settings": vars(args), "machine": machine(device), "cases": {}}
+    record: dict[str, Any] = {
+        "settings": {key: value for key, value in vars(args).items() if key != "out"},
+        "machine": machine(device),
+        "cases": {},
+    }
     print("  ".join(f"{name} {value}" for name, value in record["machine"].items()))
     for case in ("equal", "mixed") if args.case == "all" else (args.case,):
         with temporary_folder() as folder:

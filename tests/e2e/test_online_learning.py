@@ -13,8 +13,8 @@ from lockstep.run.metrics import read_metrics
 STEPS = 40
 METHODS = {
     "grpo": ["batch.prompts=16", "rollout.n=8"],
-    "ppo": ["batch.prompts=128", "batch.prompts_per_update=64", "critic.lr=1e-3", "run.steps=20"],
-    "reinforce_pp": ["batch.prompts=128"],
+    "ppo": ["rollout.n=1", "batch.prompts=128", "batch.prompts_per_update=64", "critic.lr=1e-3", "run.steps=20"],
+    "reinforce_pp": ["rollout.n=1", "batch.prompts=128"],
     "rloo": ["batch.prompts=16", "rollout.n=8"],
     "dapo": ["batch.prompts=16", "rollout.n=8"],
     "gspo": ["batch.prompts=16", "rollout.n=8"],

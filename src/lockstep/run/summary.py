@@ -16,7 +16,8 @@ def before_and_after(history: Sequence[tuple[int, dict[str, float]]]) -> list[tu
     if len(rewards) > 1:
         count = min(ENDS, len(rewards) // 2)
         first, last = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
-        rows.append(("reward", f"{first:.4g} -> {last:.4g} (mean of {count} steps at either end)"))
+        over = f" (mean of {count} steps at either end)" if count > 1 else ""
+        rows.append(("reward", f"{first:.4g} -> {last:.4g}{over}"))
     for name in SINGLE:
         values = _values(history, name)
         if len(values) > 1:
