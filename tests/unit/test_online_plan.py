@@ -63,7 +63,6 @@ def test_passes_over_a_step_multiply_its_updates() -> None:
     assert planned(batch__prompts_per_update=2, algorithm__epochs=3).updates == 6
 
 
-@pytest.mark.xfail(strict=True, reason="the plan divides a step's sequences by the passes too")
 def test_a_pass_does_not_make_an_update_smaller() -> None:
     """Each of the six updates has 2 prompts x 3 samples."""
     assert (
@@ -71,7 +70,6 @@ def test_a_pass_does_not_make_an_update_smaller() -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="the bound forgets that a sequence is never cut in two")
 def test_sequences_over_half_a_line_have_it_alone() -> None:
     """Twelve sequences of 300 tokens, and only one fits into 400."""
     most = len(plan_micro_batches([300] * 12, devices=1, tokens=400, rows=None)[0])
@@ -152,14 +150,12 @@ def test_an_adapters_reference_is_the_model_under_it() -> None:
     assert phase(memory(method="grpo", **lora), "load") == phase(memory(method="dr_grpo", **lora), "load")
 
 
-@pytest.mark.xfail(strict=True, reason="the plan thinks that an adapter never has a reference of its own")
 def test_an_adapters_own_reference_folder_is_counted() -> None:
     lora = {"model__lora": {"rank": 2, "alpha": 4.0}, "rollout__n": 3}
     apart = memory(method="grpo", algorithm__kl__reference="other", **lora)
     assert phase(apart, "load").weights - phase(memory(method="grpo", **lora), "load").weights == 4 * PARAMETERS
 
 
-@pytest.mark.xfail(strict=True, reason="the plan trains every weight of a critic that has an adapter")
 def test_an_adapters_critic_trains_its_adapter_and_head_alone() -> None:
     lora = {"model__lora": {"rank": 2, "alpha": 4.0}, "algorithm__kl__where": "none"}
     plan = memory(method="ppo", **lora)

@@ -21,7 +21,7 @@ def read(signs: Signs, **metrics: float) -> list[str]:
         ("actor__pg_clipfrac", 0.3, 0.3001, ["30 %", "optim.lr", "algorithm.epochs"]),
         ("actor__ppo_kl", 0.2, 0.2001, ["0.2 nats", "optim.lr"]),
         ("actor__ppo_kl", -0.2, -0.2001, ["0.2 nats", "optim.lr"]),
-        ("actor__kl_loss", 1.0, 1.0001, ["1 nat", "algorithm.kl.coefficient"]),
+        ("actor__kl", 1.0, 1.0001, ["1 nat", "algorithm.kl.coefficient"]),
         ("actor__reward_kl_penalty", 1.0, 1.0001, ["1 nat", "algorithm.kl.coefficient"]),
         ("response_length__clip_ratio", 0.5, 0.5001, ["rollout.max_tokens", "end token"]),
         ("training__rollout_probs_diff_mean", 0.05, 0.0501, ["engine and trainer", "algorithm.correction.weight"]),
@@ -77,4 +77,4 @@ def test_signs_are_remembered_apart() -> None:
     signs = Signs(recipe_of())
     assert len(read(signs, actor__ppo_kl=1.0)) == 1
     assert len(read(signs, actor__ppo_kl=1.0, actor__pg_clipfrac=0.9)) == 1
-    assert len(read(signs, actor__kl_loss=2.0, response_length__clip_ratio=0.9)) == 2
+    assert len(read(signs, actor__kl=2.0, response_length__clip_ratio=0.9)) == 2

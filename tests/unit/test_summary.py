@@ -16,17 +16,20 @@ def rewards(*values: float) -> History:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ([0.0, 1.0], "0 -> 1 (mean of 1 steps at either end)"),
+        ([0.0, 1.0], "0 -> 1"),
         # Three steps have no middle to share: one at either end.
-        ([0.0, 0.5, 1.0], "0 -> 1 (mean of 1 steps at either end)"),
+        ([0.0, 0.5, 1.0], "0 -> 1"),
         ([0.0, 0.2, 0.6, 1.0], "0.1 -> 0.8 (mean of 2 steps at either end)"),
-        ([*[0.1, 0.2, 0.3, 0.4, 0.5], 9.0, 9.0, *[0.5, 0.6, 0.7, 0.8, 0.9]], "0.3 -> 0.7 (mean of 5 steps"),
+        (
+            [*[0.1, 0.2, 0.3, 0.4, 0.5], 9.0, 9.0, *[0.5, 0.6, 0.7, 0.8, 0.9]],
+            "0.3 -> 0.7 (mean of 5 steps at either end)",
+        ),
     ],
 )
 def test_rewards_are_averaged_at_either_end(values: list[float], said: str) -> None:
     ((name, change),) = before_and_after(rewards(*values))
     assert name == "reward"
-    assert change.startswith(said)
+    assert change == said
 
 
 @pytest.mark.parametrize("history", [[], rewards(0.5), [(0, {"val/accuracy": 0.5})]])

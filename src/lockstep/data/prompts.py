@@ -76,9 +76,7 @@ def load_prompts(
         for question in questions:
             try:
                 check_prompt(tokenizer, question)
-                prompt = fit_prompt(
-                    _with_system(question, data.system), tokenizer, limit, data.overlong, prompts.counts
-                )
+                prompt = fit_prompt(with_system(question, data.system), tokenizer, limit, data.overlong, prompts.counts)
             except Refusal as refusal:
                 problems += refusal.problems
                 continue
@@ -150,7 +148,7 @@ def fit_prompt(
     return Prompt(question, ids)
 
 
-def _with_system(question: Question, system: str | None) -> Question:
+def with_system(question: Question, system: str | None) -> Question:
     if system is None or any(message["role"] == "system" for message in question.prompt):
         return question
     opening: list[Message] = [{"role": "system", "content": system}]

@@ -27,7 +27,7 @@ OFFLINE_COLUMNS = (
 # The divergence from the reference where there is one, otherwise how far the step moved the policy.
 ONLINE_COLUMNS = (
     Column("critic/score/mean", "reward", ".3f"),
-    Column(("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), "kl", ".3f"),
+    Column(("actor/kl", "actor/reward_kl_penalty", "actor/ppo_kl"), "kl", ".3f"),
     Column("actor/entropy", "ent", ".2f"),
     Column("response_length/mean", "len", ".0f"),
     Column("perf/throughput", "tok/s", ",.0f"),

@@ -152,8 +152,8 @@ def _described(
         **_spread("critic/advantages", advantages_K),
         **_spread("critic/returns", returns_K),
     }
-    mixed = informative(experience.scores_S, experience.group_S).double().mean()
-    metrics["critic/mixed_groups"] = float(mixed)
+    mixed = experience.group_S[informative(experience.scores_S, experience.group_S)].unique()
+    metrics["critic/mixed_groups"] = len(mixed) / len(experience.group_S.unique())
     if values_K is not None:
         metrics |= _spread("critic/values", values_K)
         unexplained = (returns_K - values_K).double().var(unbiased=False)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.prompts import check_prompt, prompt_ids
+from lockstep.data.prompts import check_prompt, prompt_ids, with_system
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.rollout.collect import Judge, collect
@@ -27,10 +27,13 @@ class Examiner(Judge, Protocol):
     def answer_of(self, question: Question, text: str) -> str | None: ...
 
 
-def encode_questions(tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]) -> list[Prompt]:
+def encode_questions(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], system: str | None = None
+) -> list[Prompt]:
     for question in questions:
         check_prompt(tokenizer, question)
-    return [Prompt(question, prompt_ids(tokenizer, question)) for question in questions]
+    asked = [with_system(question, system) for question in questions]
+    return [Prompt(question, prompt_ids(tokenizer, question)) for question in asked]
 
 
 def answers(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from lockstep.device.base import Device
+from lockstep.errors import Refusal
 from lockstep.kernels.truncate import Truncation
 from lockstep.model.heads import load_critic
-from lockstep.model.load import load_policy
+from lockstep.model.load import load_config, load_policy
 from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.shard import shard
 from lockstep.parallel.world import World
@@ -40,6 +41,7 @@ def build_critic(recipe: Recipe, device: Device, world: World, place: torch.devi
     if recipe.method not in ONLINE or recipe.algorithm.advantage != "gae":
         return None
     path = recipe.critic.path or recipe.model.path
+    _refuse_other_vocabulary(recipe, "critic.path", path)
     critic = load_critic(recipe.model, path, place, device.attention, recipe.run.seed)
     shard(critic, critic.layers(), device, world)
     settings = recipe.optim.model_copy(update={"lr": recipe.critic.lr})
@@ -56,9 +58,20 @@ def build_reference(recipe: Recipe, device: Device, world: World, place: torch.d
         return None
     settings = recipe.model.model_copy(update={"path": kl.reference or recipe.model.path, "lora": None})
     reference = load_policy(settings, place, device.attention, recipe.run.seed, scoring_of(recipe))
+    _refuse_other_vocabulary(recipe, "algorithm.kl.reference", settings.path)
     reference.requires_grad_(False)
     shard(reference, reference.layers(), device, world)
     return reference
+
+
+def _refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
+    """The same numbers would mean other words to it."""
+    own = load_config(recipe.model.path).vocab_size
+    other = load_config(path).vocab_size
+    if own != other:
+        raise Refusal.at(
+            f"{key} {path}", f"has {other:,} words, and the policy {own:,}", "use a model of the same family"
+        )
 
 
 def _scale(recipe: Recipe) -> LossScale | None:

@@ -64,6 +64,7 @@ def _loop(recipe: Recipe, prepared: PreparedOnline, session: Session, scorer: Sc
             metrics = taken.metrics | known.metrics
             metrics |= update(parts, experience, known, roles, recipe, beta, step, steps, session.phases)
         session.carried["position"] = float(taken.position)
+        metrics["training/epoch"] = taken.position / prepared.batches.rows
         session.carried["kl_coefficient"] = _next_coefficient(recipe, beta, metrics, experience)
         _store(session, step + 1, taken, known, recipe.log.samples)
         for warning in signs.read(metrics):
@@ -76,9 +77,9 @@ def _next_coefficient(recipe: Recipe, beta: float, metrics: dict[str, float], ex
     kl = recipe.algorithm.kl
     if kl.where == "none":
         return beta
-    measured = metrics["actor/kl_loss" if kl.where == "loss" else "actor/reward_kl_penalty"]
     metrics["actor/kl_coef"] = beta
-    if kl.target is None:
+    measured = metrics.get("actor/kl" if kl.where == "loss" else "actor/reward_kl_penalty")
+    if kl.target is None or measured is None:  # a critic's warm-up does not look at the policy
         return beta
     return adapted(beta, measured, kl.target, kl.horizon, experience.sequences)
 

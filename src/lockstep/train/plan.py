@@ -59,19 +59,22 @@ class OnlinePlan:
     rows: int
     prompts: int
     samples: int
-    updates: int
+    prompts_per_update: int
+    epochs: int
     steps: int
     devices: int
     tokens: int | None
     longest: int
 
-    def epoch(self, step: int) -> float:
-        return step * self.prompts / self.rows
+    @property
+    def updates(self) -> int:
+        return self.prompts // self.prompts_per_update * self.epochs
 
     def lines(self) -> list[tuple[str, str]]:
         sequences = self.prompts * self.samples
-        each = sequences // self.updates
-        most = -(-each * self.longest // (self.tokens * self.devices)) if self.tokens else None
+        each = self.prompts_per_update * self.samples
+        # A sequence is never cut in two: as many of the longest as fit into one.
+        most = -(-each // (self.tokens // self.longest * self.devices)) if self.tokens else None
         packed = "" if most is None else f", at most {most} micro-batches on each of {self.devices} device(s)"
         return [
             ("steps", f"{self.steps:,} of {self.prompts} prompts ({self.rows / self.prompts:,.1f} an epoch)"),
@@ -85,9 +88,9 @@ def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
     rows = sum(len(source) for source in prompts.sources)
     steps, _ = steps_and_rows(rows, batch.prompts, epochs=recipe.run.epochs, steps=recipe.run.steps)
     per_update = batch.prompts_per_update or batch.prompts
-    updates = batch.prompts // per_update * recipe.algorithm.epochs
     longest = prompts.counts.longest + rollout.max_tokens
-    return OnlinePlan(rows, batch.prompts, rollout.n, updates, steps, devices, batch.tokens, longest)
+    epochs = recipe.algorithm.epochs
+    return OnlinePlan(rows, batch.prompts, rollout.n, per_update, epochs, steps, devices, batch.tokens, longest)
 
 
 def plan_batches(recipe: Recipe, dataset: Dataset, devices: int) -> BatchPlan:
@@ -188,10 +191,14 @@ def _with_online_parts(plan: MemoryPlan, recipe: Recipe, config: Any, devices: i
     """What stands beside the policy in an online run: reference, critic with its optimizer, and the cache."""
     size = DTYPES[recipe.model.dtype].itemsize
     masters = bool(recipe.model.master_weights)
-    reference = plan.parameters if recipe.algorithm.kl.where != "none" and recipe.model.lora is None else 0
-    critic = plan.parameters if recipe.algorithm.advantage == "gae" else 0
-    weights = (reference + critic) * size // devices
-    state = critic * (2 * (4 if masters else size) + (4 if masters else 0)) // devices
+    kl, lora = recipe.algorithm.kl, recipe.model.lora
+    apart = kl.where != "none" and (lora is None or kl.reference is not None)
+    has_critic = recipe.algorithm.advantage == "gae"
+    standing_weights = plan.parameters * (int(apart) + int(has_critic))
+    # With an adapter the critic trains one too, and its head.
+    trained = (plan.trained + config.hidden_size * int(lora is not None)) * int(has_critic)
+    weights = standing_weights * size // devices
+    state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // devices
     cached = (
         min(recipe.rollout.max_sequences, recipe.batch.prompts * recipe.rollout.n) * longest * kv_bytes(config, size)
     )
@@ -201,7 +208,7 @@ def _with_online_parts(plan: MemoryPlan, recipe: Recipe, config: Any, devices: i
     )
     standing = phases[-1]
     generation = Phase("generation", plan.parameters * size + weights, 0, standing.optimizer, cache)
-    own = critic * (size + 2 * (4 if masters else size) + (4 if masters else 0))
+    own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
     return MemoryPlan(plan.parameters, plan.trained, (*phases, generation), plan.checkpoint_bytes + own)
 
 

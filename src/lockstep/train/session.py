@@ -33,6 +33,7 @@ from lockstep.train.answers import Examiner, answers, encode_questions
 from lockstep.train.build import build_critic, build_policy, build_reference
 from lockstep.train.evaluate import answer_metrics, validation_loss
 from lockstep.train.generation import check_engine, make_engine, ready, stop_ids, validation_sampling
+from lockstep.train.optim import LossScale
 from lockstep.train.resume import refuse_changed_data, refuse_changed_recipe
 from lockstep.train.samples import sample_line
 from lockstep.train.setup import Prepared, PreparedOnline
@@ -124,7 +125,7 @@ class Session:
         assert isinstance(self.policy, Policy)
         self.engine = make_engine(self.recipe.rollout, self.policy, device, prepared.tokenizer)
         self.stop_ids = stop_ids(self.policy, prepared.tokenizer, prepared.end_tokens)
-        self.questions = encode_questions(prepared.tokenizer, prepared.questions)
+        self.questions = encode_questions(prepared.tokenizer, prepared.questions, self.recipe.data.system)
         self.carried: dict[str, float] = {}
         if self.online or self.questions:
             with ready(self.policy, world, self.torch_device):
@@ -177,17 +178,20 @@ class Session:
             restore_weights(self.critic.module, found.critic, str(found.path))
             self.critic.optimizer.restore(found.critic_optimizer)
         self.carried = dict(found.state.carried)
-        if self.learner.scale and found.state.loss_scale:
-            self.learner.scale.value, self.learner.scale.quiet = (
-                found.state.loss_scale[0],
-                int(found.state.loss_scale[1]),
-            )
+        for scale, value, quiet in zip(
+            self._scales(), found.state.loss_scale[::2], found.state.loss_scale[1::2], strict=True
+        ):
+            scale.value, scale.quiet = value, int(quiet)
         self._restore_random_states(found)
         if self.world.main:
             self.metrics.rewind(found.state.step)
             rewind_lines(self.folder.samples, found.state.step)
         self.console.say(f"resuming {self.folder.path} after step {found.state.step}")
         return found.state.step
+
+    def _scales(self) -> list[LossScale]:
+        learners = [self.learner, *([self.critic] if self.critic else [])]
+        return [learner.scale for learner in learners if learner.scale is not None]
 
     def _restore_random_states(self, found: checkpoints.Checkpoint) -> None:
         if found.state.world_size != self.world.size:
@@ -232,8 +236,8 @@ class Session:
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log, validate and save as the recipe asks; stop here if the user asked."""
-        name = "training" if self.online else "train"
-        metrics = {f"{name}/epoch": self.prepared.batches.epoch(step), **metrics}
+        if isinstance(self.prepared, Prepared):
+            metrics = {"train/epoch": self.prepared.batches.epoch(step), **metrics}
         metrics |= self._performance(metrics)
         if step == 1:
             metrics |= self.prepared.train.counts.metrics()
@@ -343,7 +347,7 @@ class Session:
                 data=self.prepared.fingerprints,
                 world_size=self.world.size,
                 val_loss=val_loss,
-                loss_scale=[learner.scale.value, float(learner.scale.quiet)] if learner.scale else [],
+                loss_scale=[number for scale in self._scales() for number in (scale.value, float(scale.quiet))],
                 skipped=learner.skipped,
                 end_tokens=self.prepared.end_tokens,
                 carried=self.carried,

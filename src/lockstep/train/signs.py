@@ -75,7 +75,7 @@ COMMON = [
     ),
     Sign(
         "drifted",
-        lambda metrics: max(metrics.get("actor/kl_loss", 0.0), metrics.get("actor/reward_kl_penalty", 0.0)) > 1.0,
+        lambda metrics: max(metrics.get("actor/kl", 0.0), metrics.get("actor/reward_kl_penalty", 0.0)) > 1.0,
         "the policy is more than 1 nat a token away from its reference: it may be gaming the reward. Raise "
         "algorithm.kl.coefficient, or look at samples.jsonl",
     ),

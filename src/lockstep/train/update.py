@@ -141,9 +141,11 @@ def _policy_loss(
         loss = sums.loss
         metrics = {**sums.metrics, "pg_loss": sums.loss}
         if algorithm.kl.where == "loss" and reference_K is not None:
-            kl = (average * divergence(algorithm.kl.estimator, logprobs, take(reference_K))).sum()
+            kl_K = divergence(algorithm.kl.estimator, logprobs, take(reference_K))
+            kl = (average * kl_K).sum()
             loss = loss + kl_coefficient * kl
-            metrics["kl_loss"] = kl
+            # As averaged in the loss, and per token whatever the aggregation.
+            metrics |= {"kl_loss": kl, "kl": (kl_K * (average > 0)).sum()}
         if scores.entropies_K is not None:
             if algorithm.entropy:
                 loss = loss - algorithm.entropy * (average * scores.entropies_K).sum()
