@@ -80,16 +80,17 @@ def test_rng_state_round_trip(device: Device) -> None:
 def test_memory_counts_an_allocation_and_its_peak(device: Device) -> None:
     device.use(0)
     before = device.memory()
-    held = torch.ones(64 * MIB // 4, device=device.torch_device())
+    # More than the C library keeps of what was freed before: on a CPU the process really has to grow.
+    held = torch.ones(256 * MIB // 4, device=device.torch_device())
     device.synchronise()
     with_held = device.memory()
-    assert with_held.allocated - before.allocated > 48 * MIB
+    assert with_held.allocated - before.allocated > 192 * MIB
     del held
     after = device.memory()
-    assert with_held.allocated - after.allocated > 48 * MIB
+    assert with_held.allocated - after.allocated > 192 * MIB
     assert after.peak >= with_held.allocated - 8 * MIB
     device.reset_peak()
-    assert device.memory().peak < after.peak - 32 * MIB
+    assert device.memory().peak < after.peak - 128 * MIB
     for memory in (before, with_held, after):
         assert 0 <= memory.allocated <= memory.peak
         assert 0 < memory.free <= memory.total

@@ -194,7 +194,8 @@ def _with_online_parts(plan: MemoryPlan, recipe: Recipe, config: Any, devices: i
     kl, lora = recipe.algorithm.kl, recipe.model.lora
     apart = kl.where != "none" and (lora is None or kl.reference is not None)
     has_critic = recipe.algorithm.advantage == "gae"
-    standing_weights = plan.parameters * (int(apart) + int(has_critic))
+    base = plan.parameters - (plan.trained if lora is not None else 0)
+    standing_weights = base * int(apart) + plan.parameters * int(has_critic)
     # With an adapter the critic trains one too, and its head.
     trained = (plan.trained + config.hidden_size * int(lora is not None)) * int(has_critic)
     weights = standing_weights * size // devices
