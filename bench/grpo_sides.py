@@ -77,7 +77,7 @@ class Ours:
         self.roles = Roles(session.learner, session.reference, session.critic, self.world, session.torch_device)
         session.carried = {"position": 0.0, "kl_coefficient": work.beta}
         rollout = self.recipe.rollout
-        self.about = f"native engine, at most {rollout.max_sequences} at once; packed to {work.tokens} tokens"
+        self.about = f"native engine, at most {rollout.max_sequences} at once, cache kept between steps; packed to {work.tokens} tokens"
         self.phases: dict[str, float] = {}
 
     def train_pass(self) -> Pass:
@@ -183,7 +183,7 @@ def _recipe(work: Work, folder: Path) -> Recipe:
         "data": {"train": work.questions, "shuffle": False},
         "batch": {"prompts": work.prompts, "tokens": work.tokens},
         "optim": work.optim.model_dump(),
-        "rollout": {"n": work.n, "max_tokens": work.max_tokens},
+        "rollout": {"n": work.n, "max_tokens": work.max_tokens, "free_cache": False},
         "reward": {"function": f"{reward.__file__}:vowels"},
         "algorithm": {
             "aggregation": "seq_mean_token_sum_norm",

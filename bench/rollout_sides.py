@@ -32,7 +32,7 @@ class Ours:
         settings = Model.model_validate({"path": work.model, "dtype": work.dtype})
         self.place = work.device.torch_device()
         self.policy = load_policy(settings, self.place, work.device.attention, seed=0)
-        rollout = Rollout(n=work.n, max_tokens=work.max_tokens)
+        rollout = Rollout(n=work.n, max_tokens=work.max_tokens, free_cache=False)
         if engine == "native":
             self.engine: Any = NativeEngine(self.policy, work.device, rollout, str)
             self.about = f"at most {rollout.max_sequences} at once, blocks of {rollout.block_tokens} tokens"

@@ -140,6 +140,8 @@ def _policy_loss(
         sums = policy_loss(PolicyTokens(logprobs, old, take(advantages_K), weights, local, held))
         loss = sums.loss
         metrics = {**sums.metrics, "pg_loss": sums.loss}
+        if old_K is None:
+            del metrics["ppo_kl"]  # 0 by definition
         if algorithm.kl.where == "loss" and reference_K is not None:
             kl_K = divergence(algorithm.kl.estimator, logprobs, take(reference_K))
             kl = (average * kl_K).sum()
