@@ -31,6 +31,8 @@ docs: $(VENV)/.test
 
 bench: $(VENV)/.bench
 	$(BIN)/python bench/sft.py
+	$(BIN)/python bench/rollout.py
+	$(BIN)/python bench/grpo_step.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

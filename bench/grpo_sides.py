@@ -77,7 +77,10 @@ class Ours:
         self.roles = Roles(session.learner, session.reference, session.critic, self.world, session.torch_device)
         session.carried = {"position": 0.0, "kl_coefficient": work.beta}
         rollout = self.recipe.rollout
-        self.about = f"native engine, at most {rollout.max_sequences} at once, cache kept between steps; packed to {work.tokens} tokens"
+        self.about = (
+            f"native engine, at most {rollout.max_sequences} at once, cache kept between steps; "
+            f"packed to {work.tokens} tokens"
+        )
         self.phases: dict[str, float] = {}
 
     def train_pass(self) -> Pass:

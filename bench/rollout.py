@@ -54,7 +54,8 @@ def main() -> None:
 
 
 def run_case(case: str, work: Work, args: argparse.Namespace) -> dict[str, Any]:
-    names = args.sides or [name for name in SIDES if has_trl() or not name.startswith("trl")]
+    usual = [name for name in SIDES if name != "trl-continuous"]
+    names = args.sides or [name for name in usual if has_trl() or not name.startswith("trl")]
     print(f"\n{case}: {work.prompts} prompts x {work.n} responses of at most {work.max_tokens} tokens, {work.dtype}")
     sides: dict[str, Side] = {name: SIDES[name](work) for name in names}
     checks = check_equal_work(sides, work)

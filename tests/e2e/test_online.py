@@ -157,6 +157,15 @@ def test_failed_rewards_are_counted_and_left_out(online_file: Path, tmp_path: Pa
         assert metrics_of(run)[step - 1]["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))  # type: ignore[arg-type]
 
 
+def test_a_failed_reward_is_shown_with_its_sample(online_file: Path, tmp_path: Path) -> None:
+    function = f"reward.function={tmp_path / 'reward.py'}:picky"
+    done = lockstep("train", online_file, function, "reward.max_failures=0.9", "run.steps=2")
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "responses could not be scored and are left out; the first, to" in said
+    assert "function: ValueError: cannot judge this" in said
+
+
 def test_too_many_failed_rewards_stop_the_run(online_file: Path, tmp_path: Path) -> None:
     function = f"reward.function={tmp_path / 'reward.py'}:picky"
     with pytest.raises(Refusal) as refused:

@@ -6,6 +6,8 @@ Slow. Needs the package (for its GGUF file) and the raw data set in the folder t
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import os
 from pathlib import Path
 
@@ -69,3 +71,40 @@ def test_lora_on_gsm8k_lowers_the_loss(model_folder: Path) -> None:
     losses = [metrics["train/loss"] for _, metrics in read_metrics(model_folder / "runs" / "smollm2" / "metrics.jsonl")]
     print("losses", [round(loss, 4) for loss in losses])
     assert sum(losses[-3:]) / 3 < 0.9 * sum(losses[:2]) / 2, losses
+
+
+def test_grpo_on_gsm8k_runs_with_finite_numbers(model_folder: Path) -> None:
+    """A few steps with LoRA: engine and trainer agree, everything is finite, samples are stored."""
+    if not GSM8K:
+        pytest.skip("LOCKSTEP_GSM8K does not name a folder with train.jsonl and test.jsonl")
+    made = lockstep("data", "gsm8k", model_folder / "rl", "--from", GSM8K)
+    assert made.returncode == 0, made.stderr
+    done = lockstep(
+        "train",
+        "grpo-gsm8k-lora",
+        f"run.folder={model_folder / 'runs'}",
+        "run.name=grpo",
+        "run.steps=3",
+        f"model.path={model_folder / 'model'}",
+        "model.dtype=fp32",
+        f"data.train={model_folder / 'rl' / 'train.parquet'}",
+        f"val.questions={model_folder / 'rl' / 'test.parquet'}",
+        "val.question_rows=4",
+        "val.max_new_tokens=64",
+        "batch.prompts=4",
+        "batch.tokens=2048",
+        "rollout.n=4",
+        "rollout.max_tokens=96",
+        "optim.warmup=0",
+        timeout=3000,
+        OMP_NUM_THREADS=str(os.cpu_count() or 1),
+    )
+    assert done.returncode == 0, done.stderr
+    run = model_folder / "runs" / "grpo"
+    steps = [metrics for step, metrics in read_metrics(run / "metrics.jsonl") if step > 0]
+    assert len(steps) == 3
+    assert all(math.isfinite(value) for metrics in steps for value in metrics.values())
+    assert max(metrics["training/rollout_probs_diff_max"] for metrics in steps) < 1e-3
+    stored = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len([line for line in stored if line["kind"] == "train"]) == 12
+    assert all(set(line["parts"]) == {"rule", "format"} for line in stored)

@@ -18,7 +18,7 @@ from lockstep.train.setup import PreparedOnline, prepare_online
 from lockstep.train.signs import Signs
 from lockstep.train.take import Taken, take_experience
 from lockstep.train.update import update
-from lockstep.types import Prompt
+from lockstep.types import Failure, Prompt
 
 
 def train_online(recipe: Recipe, console: Console) -> None:
@@ -67,7 +67,7 @@ def _loop(recipe: Recipe, prepared: PreparedOnline, session: Session, scorer: Sc
         metrics["training/epoch"] = taken.position / prepared.batches.rows
         session.carried["kl_coefficient"] = _next_coefficient(recipe, beta, metrics, experience)
         _store(session, step + 1, taken, known, recipe.log.samples)
-        for warning in signs.read(metrics):
+        for warning in (*_failures(taken), *signs.read(metrics)):
             session.console.warn(warning)
         session.finish_step(step + 1, metrics)
     session.finish()
@@ -82,6 +82,18 @@ def _next_coefficient(recipe: Recipe, beta: float, metrics: dict[str, float], ex
     if kl.target is None or measured is None:  # a critic's warm-up does not look at the policy
         return beta
     return adapted(beta, measured, kl.target, kl.horizon, experience.sequences)
+
+
+def _failures(taken: Taken) -> list[str]:
+    """The first response of the step that could not be scored, with the reason."""
+    if not taken.failed:
+        return []
+    first = taken.failed[0]
+    assert isinstance(first.score, Failure)
+    return [
+        f"{len(taken.failed)} responses could not be scored and are left out; the first, to "
+        f"{first.prompt.question.origin}: {first.score.part}: {first.score.why}; it said {first.text[:80]!r}"
+    ]
 
 
 def _store(session: Session, step: int, taken: Taken, known: Annotated, count: int) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 from lockstep.errors import Problem, Refusal
 
 # Keys that may change between two parts of a run: they do not change what an update computes.
-# (Micro-batch sizes never change a gradient; more steps stretch the schedule, which is said aloud.)
+# (Micro-batch sizes never change a gradient, limits of the engine never a sample; more steps stretch the schedule,
+# which is said aloud.)
 # A data file may move: its content is compared instead.
 FREE = (
     "run.steps",
@@ -21,6 +22,14 @@ FREE = (
     "val.",
     "batch.tokens",
     "batch.rows",
+    "rollout.max_sequences",
+    "rollout.prefill_tokens",
+    "rollout.block_tokens",
+    "rollout.cache_gb",
+    "rollout.free_cache",
+    "rollout.max_probs_diff",
+    "reward.workers",
+    "reward.max_failures",
 )
 
 

@@ -121,8 +121,9 @@ class Session:
         )
         self.judge = judge
         self.learner, self.critic, self.reference = self._models()
-        self.policy = self.learner.module
-        assert isinstance(self.policy, Policy)
+        policy = self.learner.module
+        assert isinstance(policy, Policy)
+        self.policy: Policy = policy
         self.engine = make_engine(self.recipe.rollout, self.policy, device, prepared.tokenizer)
         self.stop_ids = stop_ids(self.policy, prepared.tokenizer, prepared.end_tokens)
         self.questions = encode_questions(prepared.tokenizer, prepared.questions, self.recipe.data.system)
@@ -170,7 +171,6 @@ class Session:
         for change in refuse_changed_recipe(found.state.recipe, resolved(self.recipe)):
             self.console.warn(f"resuming although {change}")
         refuse_changed_data(found.state.data, self.prepared.fingerprints)
-        assert isinstance(self.policy, Policy)
         restore_weights(self.policy.model, found.weights, str(found.path))
         self.learner.optimizer.restore(found.optimizer)
         self.learner.skipped = found.state.skipped
@@ -286,7 +286,6 @@ class Session:
 
     def validate(self, step: int) -> dict[str, float]:
         prepared, recipe = self.prepared, self.recipe
-        assert isinstance(self.policy, Policy)
         metrics: dict[str, float] = {}
         if isinstance(prepared, Prepared) and prepared.val is not None:
             metrics["val/loss"] = validation_loss(
@@ -330,7 +329,6 @@ class Session:
     def save(self, val_loss: float | None) -> None:
         """A checkpoint of the step just finished."""
         learner = self.learner
-        assert isinstance(self.policy, Policy)
         optimizer = learner.optimizer.tensors()
         tensors = {checkpoints.MODEL: trained_weights(self.policy.model), checkpoints.OPTIMIZER: optimizer}
         if self.critic is not None:

@@ -10,7 +10,6 @@ import torch
 from lockstep.algorithms.advantage import informative
 from lockstep.data.dataset import Loader
 from lockstep.errors import Refusal
-from lockstep.model.policy import Policy
 from lockstep.recipe import Recipe
 from lockstep.reward.scorer import Scorer
 from lockstep.reward.shaping import overlong_penalty
@@ -85,7 +84,6 @@ def _generate(
     recipe: Recipe,
 ) -> list[Rollout]:
     """Responses with the score that they are trained on."""
-    assert isinstance(session.policy, Policy)
     with ready(session.policy, session.world, session.torch_device):
         rollouts = collect(
             session.engine, scorer, prompts, keys, n, sampling, session.world, session.decode, session.phases
