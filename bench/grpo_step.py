@@ -174,7 +174,9 @@ def _arguments() -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--beta", type=float, default=0.001, help="weight of the divergence; 0 needs no reference")
     parser.add_argument("--steps", type=int, default=2, help="steps of one pass")
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument(
+        "--sides", nargs="+", choices=list(SIDES), default=[name for name in SIDES if name != "trl-continuous"]
+    )
     args = parser.parse_args()
     if args.sides[0] != "lockstep":
         parser.error("--sides begins with lockstep, which the others are compared with")
