@@ -102,7 +102,11 @@ def generate(
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_new_tokens: int = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from tokens that hold this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from so many tokens; 0 is all.")] = 0,
+    min_p: Annotated[float, typer.Option(min=0, max=1, help="Leave out tokens below this share of the best.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(min=0.01, help="Over 1, tokens seen before lose.")] = 1.0,
     seed: int = 0,
     device: str = "auto",
 ) -> None:
@@ -112,7 +116,18 @@ def generate(
 
     from lockstep.rollout.talk import Talker, converse
 
-    talker = Talker(model, device, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, system=system)
+    talker = Talker(
+        model,
+        device,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        system=system,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
     if chat:
         converse(talker, prompt)
     elif prompt is not None:

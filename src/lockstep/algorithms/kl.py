@@ -32,11 +32,11 @@ def _k3(log_ratio_K: torch.Tensor) -> torch.Tensor:
 
 
 _FORWARD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": _k1, "abs": torch.abs, "k2": _k2, "k3": _k3}
-_STRAIGHT_THROUGH = ("k1+", "abs+", "k3+")
+_STRAIGHT_THROUGH = ("k1+", "abs+", "k2+", "k3+")
 
 
 def divergence(estimator: str, logprobs_K: torch.Tensor, reference_K: torch.Tensor) -> torch.Tensor:
-    """The estimate at each token: `k1`, `abs`, `k2`, `k3`, or `k1+`, `abs+`, `k3+`.
+    """The estimate at each token: `k1`, `abs`, `k2`, `k3`, or one of them with `+`.
 
     As a term of the loss only k2 has a gradient whose mean is the gradient of the divergence (k1's mean gradient is
     zero, k3's is that of the reverse divergence). The forms with `+` have the estimator's value and the gradient of k2.

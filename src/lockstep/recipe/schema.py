@@ -228,8 +228,10 @@ class Kl(Section):
     where: Literal["none", "loss", "reward"] = Field(
         "none", description="Divergence from the reference: not used, a term of the loss, or a part of the reward."
     )
-    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"] = Field(
-        "k3", description="k3 is also known as low_var_kl. `+`: this value, with the gradient of k2 (straight through)."
+    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] = Field(
+        "k3",
+        description="k3 is also known as low_var_kl. `+`: this value, with the gradient of k2 (straight through); "
+        "`k2+` is k2.",
     )
     coefficient: float = Field(0.001, ge=0, description="Weight of the divergence.")
     target: float | None = Field(

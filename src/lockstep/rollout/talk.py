@@ -23,7 +23,18 @@ class Talker:
     """A loaded model that answers."""
 
     def __init__(
-        self, model: str, device: str, *, max_new_tokens: int, temperature: float, seed: int, system: str | None
+        self,
+        model: str,
+        device: str,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        system: str | None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
     ):
         folder = model_folder(model)
         chosen = select(device)
@@ -32,7 +43,9 @@ class Talker:
         load_config(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(chosen.torch_device()).eval()
         stops = tuple(end_ids(self.model, self.tokenizer))
-        self.sampling = Sampling(max_new_tokens, temperature, stop_ids=stops, seed=seed)
+        self.sampling = Sampling(
+            max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, stop_ids=stops, seed=seed
+        )
         self.engine = HfEngine(lambda: nullcontext(self.model), self.tokenizer.decode)
         self.said = 0
         self.opening: list[Message] = [{"role": "system", "content": system}] if system else []
