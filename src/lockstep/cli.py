@@ -40,7 +40,7 @@ def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
         from lockstep.run.text import ONLINE_COLUMNS
         from lockstep.train.online import train_online
 
-        train_online(checked, Console.open(ONLINE_COLUMNS, every=checked.log.every))
+        train_online(checked, Console.open(ONLINE_COLUMNS, every=checked.log.every, lines=True))
     else:
         from lockstep.train.offline import train_offline
 

@@ -124,6 +124,18 @@ def test_a_task_that_fails_is_not_called_done(capsys: pytest.CaptureFixture[str]
     assert " done in" not in capsys.readouterr().out + screen.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_live_console_leaves_a_line_for_every_step_where_asked() -> None:
+    screen = Screen(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    console = LiveConsole(ONLINE_COLUMNS, screen, lines=True)
+    console.begin(12)
+    for step in range(1, 4):
+        console.step(step, {"critic/score/mean": step / 10, "actor/entropy": 1.0})
+    console.end()
+    output = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", screen.file.getvalue())  # type: ignore[attr-defined]
+    found = [line.strip() for line in output.splitlines() if line.startswith("step")]
+    assert found == [f"step  {step}/12  reward {step / 10:.3f}  ent 1.00" for step in range(1, 4)]
+
+
 def test_live_console_keeps_lines_and_shows_the_bar_with_the_metrics() -> None:
     screen = Screen(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     console = LiveConsole(OFFLINE_COLUMNS, screen)

@@ -18,10 +18,11 @@ from lockstep.run.text import Column, clock, fit, fit_rows, show, task_summary
 
 
 class LiveConsole(Console):
-    """Bars for training and for tasks, the step's metrics under them."""
+    """Bars for training and for tasks, the step's metrics under them; with `lines` a line stays for every step."""
 
-    def __init__(self, columns: Sequence[Column], screen: Screen | None = None):
+    def __init__(self, columns: Sequence[Column], screen: Screen | None = None, *, lines: bool = False):
         self._columns = columns
+        self._lines = lines
         self._screen = screen or Screen(highlight=False)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -69,6 +70,10 @@ class LiveConsole(Console):
             raise RuntimeError("step before begin")
         self._pace.reach(step)
         self._progress.update(self._training, completed=step)
+        if self._lines:
+            head = f"step {step:>{len(str(self._pace.total))}}/{self._pace.total}  "
+            self._print(head + show(self._columns, metrics, self._width - len(head)))
+            return
         self._metrics = show(self._columns, metrics, self._screen.width)
         self._last = f"step {step}/{self._pace.total}  {self._metrics}"
 

@@ -25,8 +25,13 @@ class Console:
     """The interface. This class itself says nothing, for ranks above 0; `Console.open` gives one that speaks."""
 
     @staticmethod
-    def open(columns: Sequence[Column] = OFFLINE_COLUMNS, plain: bool | None = None, every: int = 1) -> Console:
-        """A live console on a terminal, otherwise a plain one that shows every `every`-th step; `plain` forces it."""
+    def open(
+        columns: Sequence[Column] = OFFLINE_COLUMNS, plain: bool | None = None, every: int = 1, lines: bool = False
+    ) -> Console:
+        """A live console on a terminal, otherwise a plain one that shows every `every`-th step; `plain` forces it.
+
+        With `lines` the live one leaves a line for every step: for steps that take seconds.
+        """
         if plain is None:
             plain = not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
         if plain:
@@ -35,7 +40,7 @@ class Console:
             return PlainConsole(columns, every)
         from lockstep.run.live import LiveConsole
 
-        return LiveConsole(columns)
+        return LiveConsole(columns, lines=lines)
 
     @staticmethod
     def silent() -> Console:
