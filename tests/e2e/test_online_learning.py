@@ -13,7 +13,7 @@ from lockstep.run.metrics import read_metrics
 STEPS, SLOW_STEPS = 40, 60
 METHODS = {
     "grpo": ["batch.prompts=16", "rollout.n=8"],
-    "ppo": ["rollout.n=1", "batch.prompts=128", "batch.prompts_per_update=64", "critic.lr=1e-3", "run.steps=20"],
+    "ppo": ["rollout.n=1", "batch.prompts=128", "batch.prompts_per_update=64", "critic.lr=1e-3", "run.steps=32"],
     "reinforce_pp": ["rollout.n=1", "batch.prompts=128"],
     "rloo": ["batch.prompts=16", "rollout.n=8"],
     "dapo": ["batch.prompts=16", "rollout.n=8"],
