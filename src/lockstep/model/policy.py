@@ -49,10 +49,6 @@ class Policy(nn.Module):
         get_base = getattr(self.model, "get_base_model", None)
         return get_base() if get_base is not None else self.model
 
-    @property
-    def has_adapter(self) -> bool:
-        return self.causal_lm is not self.model
-
     def layers(self) -> list[nn.Module]:
         """The blocks that transformers says must stay whole: the decoder layers, which are sharded one by one."""
         return decoder_layers(self.causal_lm)
