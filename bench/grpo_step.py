@@ -27,8 +27,9 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 from grpo_sides import SIDES, Ours, Pass, Side, Step, Trl
 from lockstep.device.select import select
-from online_work import Work, add_arguments, has_trl, make_work, settle, temporary_folder
+from online_work import Work, add_arguments, make_work, settle, temporary_folder
 from report import differ, machine, spread, summary
+from sides import has_trl
 
 # How far loss, gradient norm and mean reward (the last two relative) may lie from ours for the work to count as
 # equal. In bf16 this is coarse: TRL runs autocast over fp32 weights, we run in bf16 beside fp32 masters.

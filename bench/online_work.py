@@ -7,7 +7,6 @@ import logging
 import tempfile
 import warnings
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lockstep.model.load import DTYPES
 from lockstep.recipe.schema import Data, Optim, Source
 from lockstep.types import Prompt
 from reward import vowels
+from sides import trl_optimizer
 from speaker import SHAPES, write_questions, write_speaker
 
 # Tokens of a block in transformers' continuous batching; its default.
@@ -129,10 +129,6 @@ def settle(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def has_trl() -> bool:
-    return find_spec("trl") is not None and find_spec("datasets") is not None
-
-
 def make_trainer(work: Work, folder: str, variant: str, callbacks: list[Any]) -> Any:
     """TRL's GRPOTrainer for the same prompts, responses, reward, loss and optimizer; a step is one update.
 
@@ -165,14 +161,7 @@ def make_trainer(work: Work, folder: str, variant: str, callbacks: list[Any]) ->
         epsilon=0.2,
         loss_type="dr_grpo",  # a fixed divisor: the update does not depend on how a variant cuts the step
         scale_rewards="group",
-        learning_rate=work.optim.lr,
-        lr_scheduler_type="constant",
-        optim="adamw_torch_fused" if work.device.fused_optimizer else "adamw_torch",
-        adam_beta1=work.optim.betas[0],
-        adam_beta2=work.optim.betas[1],
-        adam_epsilon=work.optim.eps,
-        weight_decay=work.optim.weight_decay,
-        max_grad_norm=work.optim.clip or 0.0,
+        **trl_optimizer(work.optim, work.device),
         bf16=work.masters and work.dtype == "bf16",
         gradient_checkpointing=False,
         use_cpu=work.device.name == "cpu",

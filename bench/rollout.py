@@ -24,10 +24,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 from lockstep.device.select import select
-from online_work import Work, add_arguments, has_trl, make_work, settle, temporary_folder
+from online_work import Work, add_arguments, make_work, settle, temporary_folder
 from report import differ, machine, spread, summary
 from rollout_sides import SIDES, Ours, Side
-from sides import Seconds, Stopwatch
+from sides import Seconds, Stopwatch, has_trl
 
 # Share of responses that our two engines must give alike from the same noise in fp32: rounding decides near-ties.
 ALIKE = 0.9

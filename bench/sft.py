@@ -15,12 +15,9 @@ import json
 import logging
 import math
 import os
-import platform
 import random
-import statistics
 import tempfile
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +33,7 @@ import transformers
 from lockstep.device.select import select
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Optim
+from report import machine, spread, summary
 from sides import SIDES, Ours, Seconds, Side, Work, has_trl, sides_for
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "lockstep-rl")
@@ -55,7 +53,7 @@ def main() -> None:
         if args.model is None:
             write_tiny(Path(folder) / "tiny")
         model = args.model or f"{folder}/tiny"
-        record = {"settings": vars(args), "machine": _machine(args.device), "cases": {}}
+        record = {"settings": vars(args), "machine": machine(select(args.device)), "cases": {}}
         print("  ".join(f"{name} {value}" for name, value in record["machine"].items()))
         if not has_trl():
             print("TRL is not installed: the peer is a plain transformers loop, NOT TRL (pip install -e '.[bench]')")
@@ -99,9 +97,9 @@ def _numbers(tokens: int, theirs: list[Seconds], ours: list[Seconds]) -> dict[st
     return {
         "seconds": [value.wall for value in theirs],
         "cpu_seconds": [value.cpu for value in theirs],
-        "tokens_per_second": _summary([tokens / value.wall for value in theirs]),
-        "ratio": _summary([a.wall / b.wall for a, b in zip(theirs, ours, strict=True)]),
-        "cpu_ratio": _summary([a.cpu / b.cpu for a, b in zip(theirs, ours, strict=True)]),
+        "tokens_per_second": summary([tokens / value.wall for value in theirs]),
+        "ratio": summary([a.wall / b.wall for a, b in zip(theirs, ours, strict=True)]),
+        "cpu_ratio": summary([a.cpu / b.cpu for a, b in zip(theirs, ours, strict=True)]),
     }
 
 
@@ -145,11 +143,11 @@ def _work(case: str, model: str, args: argparse.Namespace) -> Work:
 def _report(sides: dict[str, Side], found: dict[str, dict[str, Any]]) -> None:
     width = max(len(side.name) for side in sides.values())
     for name, side in sides.items():
-        line = f"  {side.name:{width}}  {_spread(found[name]['tokens_per_second'], '.0f')} tokens/s"
+        line = f"  {side.name:{width}}  {spread(found[name]['tokens_per_second'], '.0f')} tokens/s"
         if name != "lockstep":
-            line += f"   ratio {_spread(found[name]['ratio'], '.2f')}"
+            line += f"   ratio {spread(found[name]['ratio'], '.2f')}"
         if name != "lockstep" and side.work.device.name == "cpu":
-            line += f", in CPU time {_spread(found[name]['cpu_ratio'], '.2f')}"
+            line += f", in CPU time {spread(found[name]['cpu_ratio'], '.2f')}"
         print(f"{line}\n  {'':{width}}  {side.about}")
     medians = {name: found[name]["ratio"]["median"] for name in sides if name != "lockstep"}
     if not medians:
@@ -159,31 +157,6 @@ def _report(sides: dict[str, Side], found: dict[str, dict[str, Any]]) -> None:
     if hardest != default:
         parts.append(f"{medians[hardest]:.2f} against {sides[hardest].name} (its fastest here)")
     print(f"  {', '.join(parts)}; medians")
-
-
-def _spread(values: dict[str, float], form: str) -> str:
-    return f"{values['median']:{form}} ({values['min']:{form}} to {values['max']:{form}})"
-
-
-def _summary(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def _machine(device: str) -> dict[str, Any]:
-    chosen = select(device)
-    found: dict[str, Any] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found | {
-        "device": chosen.name,
-        "chip": chosen.chip(),
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 1),
-    }
 
 
 def _arguments() -> argparse.Namespace:

@@ -150,14 +150,7 @@ class Trl:
             train_sampling_strategy="group_by_length" if variant == "grouped" else "sequential",
             packing=variant == "packed",
             max_length=work.tokens,
-            learning_rate=work.optim.lr,
-            lr_scheduler_type="constant",
-            optim="adamw_torch_fused" if work.device.fused_optimizer else "adamw_torch",
-            adam_beta1=work.optim.betas[0],
-            adam_beta2=work.optim.betas[1],
-            adam_epsilon=work.optim.eps,
-            weight_decay=work.optim.weight_decay,
-            max_grad_norm=work.optim.clip or 0.0,
+            **trl_optimizer(work.optim, work.device),
             bf16=_autocast(work),
             gradient_checkpointing=False,
             use_cpu=work.device.name == "cpu",
@@ -292,6 +285,20 @@ def sides_for(case: str) -> list[str]:
     if case == "equal":
         return ["lockstep", f"{peer}-padded"]
     return [name for name in SIDES if name == "lockstep" or name.startswith(peer)]
+
+
+def trl_optimizer(optim: Optim, device: Device) -> dict[str, Any]:
+    """Our optimizer settings in the words of transformers' trainer."""
+    return {
+        "learning_rate": optim.lr,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused" if device.fused_optimizer else "adamw_torch",
+        "adam_beta1": optim.betas[0],
+        "adam_beta2": optim.betas[1],
+        "adam_epsilon": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "max_grad_norm": optim.clip or 0.0,
+    }
 
 
 def has_trl() -> bool:

@@ -89,7 +89,7 @@ its path.
 """
 
 NOTES = {
-    "": "`npu` is Huawei Ascend. Not yet run on Ascend hardware.",
+    "": "`device` is `auto`, `cpu`, `cuda` or `npu` (Huawei Ascend). Not yet run on Ascend hardware.",
     "data": "`train` and `val` take a path, a list of paths, or a list of sources with the keys of the next table.",
 }
 

@@ -46,10 +46,6 @@ def modules(root: Path) -> Iterator[tuple[str, Path]]:
 # doctor/ reports on the vendors' software, compat/ reads other projects' command lines: both are about those names.
 MAY_NAME_ACCELERATORS = ("device/", "kernels/", "doctor/", "compat/")
 
-# file -> whole strings allowed there. The recipe is below the devices and cannot ask them for their names; a test
-# holds its names to the table of devices.
-ALLOWED_NAMES = {"recipe/schema.py": {"cuda", "npu"}}
-
 ACCELERATOR = re.compile(r"(cuda|nccl|hccl)[a-z0-9]*|npu[s0-9]*|ascend[0-9]*")
 
 
@@ -71,7 +67,7 @@ def accelerator_names(root: Path) -> list[Violation]:
                 found.append(Violation(file, line, f"name {name}"))
         for constant in strings_in_code(tree):
             text = str(constant.value)
-            if names_an_accelerator(text) and text not in ALLOWED_NAMES.get(file, set()):
+            if names_an_accelerator(text):
                 found.append(Violation(file, constant.lineno, f"string {text!r}"))
     return found
 
@@ -100,16 +96,6 @@ def test_accelerators_are_named_in_their_own_folders_only() -> None:
     assert not violations, listing(violations) + "\nput the fact on a Device (device/) and ask it for it"
 
 
-def test_the_recipe_names_the_devices_there_are() -> None:
-    from lockstep.device.select import DEVICES
-
-    for file, names in ALLOWED_NAMES.items():
-        assert names < set(DEVICES)
-        if (HOUSE / file).exists():
-            used = {node.value for node in strings_in_code(ast.parse((HOUSE / file).read_text()))}
-            assert {"auto", *DEVICES} <= used
-
-
 @pytest.mark.parametrize(
     ("code", "hits"),
     [
@@ -133,11 +119,6 @@ def test_the_recipe_names_the_devices_there_are() -> None:
 def test_the_accelerator_rule_can_fail(tmp_path: Path, code: str, hits: list[str]) -> None:
     write(tmp_path, {"train/step.py": code, "device/ok.py": code, "kernels/ok.py": code})
     assert [violation.what for violation in accelerator_names(tmp_path)] == hits
-
-
-def test_the_recipe_may_name_devices_and_nothing_more(tmp_path: Path) -> None:
-    write(tmp_path, {"recipe/schema.py": "device = ('auto', 'cuda', 'npu')\nbackend = 'nccl'\ncuda = 'cuda:0'\n"})
-    assert [v.what for v in accelerator_names(tmp_path)] == ["name cuda", "string 'nccl'", "string 'cuda:0'"]
 
 
 # (b) Imports go down ---------------------------------------------------------------------------------------------

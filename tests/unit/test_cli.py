@@ -163,6 +163,8 @@ def test_tiny_writes_a_model_and_never_overwrites(command: Callable[..., Done], 
         (["export", "./none", "out"], ["is not a run folder"]),
         (["import-gguf", "none.gguf", "out"], ["none.gguf"]),
         (["generate", "./none", "hello", "--device", "gpu"], ["did you mean cuda?"]),
+        (["train", "sft-arithmetic", "device=gpu"], ["unknown device 'gpu'", "did you mean cuda?"]),
+        (["plan", "grpo-arithmetic", "device=gpu"], ["unknown device 'gpu'", "did you mean cuda?"]),
         (["trian"], ["No such command 'trian'"]),
     ],
 )

@@ -272,10 +272,6 @@ def test_a_missing_key_does_not_hide_the_rest(tmp_path: Path) -> None:
     assert keys(problems) == {"model", "run.steps"}
 
 
-def test_gpu_is_not_taken_for_npu(base: str) -> None:
-    assert "npu" not in refused(base, "device=gpu")[0].remedy
-
-
 # -- the YAML itself ---------------------------------------------------------------------------------------------------
 
 

@@ -19,22 +19,28 @@ T = TypeVar("T")
 
 
 @dataclass
-class Counts:
+class RowCounts:
     """What became of the rows. Nothing leaves the data without a number here."""
 
     rows: int = 0
     tokens: int = 0
-    trained_tokens: int = 0
     longest: int = 0
     dropped: int = 0
     truncated: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {f"data/{name}": float(value) for name, value in vars(self).items()}
+
+
+@dataclass
+class Counts(RowCounts):
+    """Of rows that are trained."""
+
+    trained_tokens: int = 0
     split: int = 0
 
     def sentence(self) -> str:
         return f"{self.tokens:,}, of which {self.trained_tokens:,} trained; longest row {self.longest}"
-
-    def metrics(self) -> dict[str, float]:
-        return {f"data/{name}": float(value) for name, value in vars(self).items()}
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.chat import render_prompt
-from lockstep.data.dataset import fingerprint
+from lockstep.data.dataset import RowCounts, fingerprint
 from lockstep.data.questions import read_questions
 from lockstep.data.read import RowSet, read_rows
 from lockstep.errors import Problem, Refusal, shortened
@@ -17,21 +17,11 @@ from lockstep.recipe.schema import Data, Source
 from lockstep.types import Message, Prompt, Question
 
 
-@dataclass
-class PromptCounts:
-    """What became of the rows."""
-
-    rows: int = 0
-    tokens: int = 0
-    longest: int = 0
-    dropped: int = 0
-    truncated: int = 0
+class PromptCounts(RowCounts):
+    """Of rows that are asked."""
 
     def sentence(self) -> str:
         return f"{self.tokens:,} in {self.rows:,} prompts; longest {self.longest}"
-
-    def metrics(self) -> dict[str, float]:
-        return {f"data/{name}": float(value) for name, value in vars(self).items()}
 
 
 @dataclass

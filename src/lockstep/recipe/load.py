@@ -187,8 +187,7 @@ def _problem(error: Any) -> Problem:
     remedy = ""
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        # "gpu" is one letter from another device than the one it means: no guess is better than a wrong one.
-        near = difflib.get_close_matches(error["input"], choices, n=1) if loc != ("device",) else []
+        near = difflib.get_close_matches(error["input"], choices, n=1)
         remedy = f"did you mean {near[0]}?" if near else ""
     return Problem(key, f"{reason} (given: {error['input']!r})", remedy)
 

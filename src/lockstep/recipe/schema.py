@@ -368,8 +368,10 @@ class Recipe(Section):
     """A whole run."""
 
     method: Method = Field("sft", description="What is trained, and how; `lockstep recipes METHOD` shows its defaults.")
-    device: Literal["auto", "cpu", "cuda", "npu"] = Field(
-        "auto", description="Where it runs; a named device that is absent is an error."
+    device: str = Field(
+        "auto",
+        description="Where it runs: a device's name, or `auto` for the first that can be used. A named device that is "
+        "absent is an error.",
     )
     run: Run = Field(default_factory=Run)
     model: Model
