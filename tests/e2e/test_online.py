@@ -267,6 +267,26 @@ def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_pat
         assert close(weights_of(single, file="critic.safetensors"), weights_of(double, file="critic.safetensors"))
 
 
+@pytest.mark.torchrun
+def test_an_update_with_fewer_responses_than_processes(online_file: Path, tmp_path: Path) -> None:
+    """One response an update: the second process has none, for the policy and for the critic."""
+    words = [
+        "method=ppo",
+        "rollout.n=1",
+        "batch.prompts=2",
+        "batch.prompts_per_update=1",
+        "critic.lr=1e-3",
+        "run.steps=2",
+    ]
+    assert lockstep("train", online_file, "run.name=one", *words).returncode == 0
+    two = torchrun("train", online_file, "run.name=two", *words)
+    assert two.returncode == 0, two.stderr
+    single, double = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    assert [s["response"] for s in samples_of(single)] == [s["response"] for s in samples_of(double)]
+    for file in ("model.safetensors", "critic.safetensors"):
+        assert close(weights_of(single, 2, file), weights_of(double, 2, file)), file
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(online_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lockstep", "train", str(online_file), "run.steps=500"]
     process = subprocess.Popen(
