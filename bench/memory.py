@@ -15,7 +15,7 @@ import transformers
 
 from lockstep.data.batching import micro_batch
 from lockstep.device.select import select
-from lockstep.methods import METHODS
+from lockstep.methods.sft import token_loss
 from lockstep.model.load import load_config, load_policy
 from lockstep.parallel.world import World
 from lockstep.recipe.checks import with_derived_defaults
@@ -70,7 +70,7 @@ def measure(folder: Path, case: dict, device_name: str) -> dict:
         ids = torch.randint(SHAPE["vocab_size"], (512,), generator=draw).tolist()
         rows.append(Example(ids, [1] * 512, Origin("random", row)))
     for _ in range(2):
-        learner.forward_backward([micro_batch(rows, packed=True, pad_id=0)], METHODS["sft"].loss)
+        learner.forward_backward([micro_batch(rows, packed=True, pad_id=0)], token_loss)
         learner.optim_step(1e-5)
     measured = device.memory().peak
     del learner, optimizer, policy

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.data.batching import micro_batch, plan_micro_batches
 from lockstep.device.base import Device
-from lockstep.methods import METHODS
+from lockstep.methods.sft import token_loss
 from lockstep.model.load import DTYPES, load_policy
 from lockstep.parallel.world import World
 from lockstep.recipe.schema import Model, Optim
@@ -82,7 +82,7 @@ class Update:
     rows: list[Row]
 
 
-SFT = METHODS["sft"].loss
+SFT = token_loss
 
 
 class Ours:

@@ -165,6 +165,88 @@ def evaluate(
 
 
 @app.command()
+def sample(
+    model: ModelArgument,
+    data: Annotated[str, typer.Argument(metavar="DATA", help="Rows in the RL schema.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Where the responses go, one a row.")],
+    # The short form besides: torchrun takes `--n` for one of its own options.
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses to each question.")] = 8,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from tokens that hold this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from so many tokens; 0 is all.")] = 0,
+    min_p: Annotated[float, typer.Option(min=0, max=1, help="Leave out tokens below this share of the best.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response in tokens.")] = 256,
+    rows: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed draws other responses.")] = 0,
+    reward_function: Annotated[str | None, typer.Option(metavar="FILE.py:NAME", help="A function of yours.")] = None,
+    reward_model: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of a reward model.")] = None,
+    reward_remote: Annotated[str | None, typer.Option(metavar="URL", help="An endpoint that scores.")] = None,
+    format: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="1 when the whole response matches, else 0.")
+    ] = None,
+    rule: Annotated[
+        list[str] | None, typer.Option(metavar="SOURCE=RULE", help="The rule of a data source; may be repeated.")
+    ] = None,
+    max_failures: Annotated[
+        float, typer.Option(min=0, max=1, help="Stop when more than this share of a chunk has no score.")
+    ] = 0.1,
+    system: Annotated[str | None, typer.Option(help="System message for prompts that have none.")] = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Questions answered between two savings.")] = 64,
+    dtype: str = "fp32",
+    device: str = "auto",
+) -> None:
+    """Sample scored responses of MODEL to DATA, or go on where it stopped.
+
+    Without a reward option the rule of each row's data source scores; several rewards are added up.
+    """
+    from lockstep.recipe.schema import Reward
+    from lockstep.train.sample import Job, sample_responses
+    from lockstep.types import Sampling
+
+    rules = dict(_pair(words, "--rule", "SOURCE=RULE") for words in rule or [])
+    rewards = Reward(
+        rules=rules,
+        function=reward_function,
+        model=reward_model,
+        remote=reward_remote,
+        format=format,
+        max_failures=max_failures,
+    )
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, seed=seed)
+    sample_responses(Job(model, data, out, n, sampling, rewards, rows, system, dtype, chunk), device)
+
+
+@app.command()
+def pairs(
+    samples: Annotated[str, typer.Argument(metavar="SAMPLES", help="What `lockstep sample` wrote: a file or a glob.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A .parquet or .jsonl file to write.")],
+    kind: Annotated[
+        str, typer.Option(metavar="pairs|sft|kto", help="Best against worst, the best alone, or each with a label.")
+    ],
+    per_prompt: Annotated[int | None, typer.Option(min=1, help="pairs, sft: rows of a question at most [1].")] = None,
+    min_margin: Annotated[float | None, typer.Option(min=0, help="pairs: least difference of rewards.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="pairs, sft: least reward of the better response.")] = None,
+    threshold: Annotated[
+        str | None, typer.Option(metavar="NUMBER|mean", help="kto: least reward of a good response [0.5].")
+    ] = None,
+    length_tie: Annotated[
+        str | None,
+        typer.Option(metavar="first|shortest", help="pairs, sft: which of equal rewards is taken [first]."),
+    ] = None,
+    keep_cut: Annotated[bool, typer.Option("--keep-cut", help="Use responses that met the length limit too.")] = False,
+) -> None:
+    """Turn scored responses into rows that SFT, DPO or KTO train on."""
+    from lockstep.data.prepare.pairs import choice_of, write_pairs
+    from lockstep.run.progress import Console
+
+    choice = choice_of(kind, per_prompt, min_margin, min_reward, threshold, length_tie, keep_cut)
+    counts = write_pairs(samples, out, choice)
+    console = Console.open()
+    console.banner(f"{samples} as {kind}", counts.table())
+    console.say(f"wrote {out}")
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the Hugging Face folder goes.")],
@@ -226,6 +308,13 @@ def show(
     from lockstep.train.show import show_rows
 
     show_rows(checked, rows)
+
+
+def _pair(words: str, option: str, form: str) -> tuple[str, str]:
+    left, sign, right = words.rpartition("=")
+    if not (left and sign and right):
+        raise typer.BadParameter(f"{words!r} is not of the form {form}", param_hint=option)
+    return left, right
 
 
 def _echo_counts(folder: Path, counts: dict[str, int]) -> None:

@@ -5,9 +5,9 @@ Tensor shapes carry a suffix: N micro-batch rows, T positions, K trained tokens 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -39,16 +39,98 @@ class Example:
         return len(self.ids)
 
     @property
+    def examples(self) -> tuple[Example, ...]:
+        return (self,)
+
+    def asked(self) -> list[tuple[int, int]]:
+        """(place, word): at which places the model is asked for which words. The first token has nothing before it."""
+        return [(i - 1, self.ids[i]) for i in range(1, len(self.ids)) if self.trained[i]]
+
+    @property
     def targets(self) -> int:
-        """How many tokens are really predicted: the first token of a sequence has nothing before it."""
+        """How many tokens are really predicted."""
         return sum(self.trained[1:])
+
+
+@dataclass(frozen=True)
+class Probe(Example):
+    """A row that is judged, not learned by heart: at each of `places` the model is asked for each of `words`.
+
+    A model with one number for a token has no words; then `words` only says that there is one answer a place.
+    """
+
+    places: Sequence[int] = ()
+    words: Sequence[int] = (0,)
+
+    def asked(self) -> list[tuple[int, int]]:
+        return [(place, word) for place in self.places for word in self.words]
+
+    @property
+    def targets(self) -> int:
+        return len(self.places) * len(self.words)
+
+
+class Item(Protocol):
+    """What a data set of an offline method is made of: the sequences that one loss compares."""
+
+    @property
+    def examples(self) -> tuple[Example, ...]: ...
+
+    @property
+    def origin(self) -> Origin: ...
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Responses to one prompt, the best first; a pair is a ranking of two. `margin` is asked of a pair's scores."""
+
+    examples: tuple[Example, ...]
+    margin: float = 0.0
+
+    @property
+    def origin(self) -> Origin:
+        return self.examples[0].origin
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A response with a verdict."""
+
+    example: Example
+    desirable: bool
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        return (self.example,)
+
+    @property
+    def origin(self) -> Origin:
+        return self.example.origin
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A solution with a verdict on each step: `labels[i]` is the wanted distribution over the words at place i."""
+
+    example: Probe
+    labels: tuple[tuple[float, ...], ...]
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        return (self.example,)
+
+    @property
+    def origin(self) -> Origin:
+        return self.example.origin
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """What one device runs forward at once: packed rows in one line (N = 1), or right-padded rows.
 
-    `lengths` are the sequence lengths in order: along the line when packed, one for each row when padded.
+    `lengths` are the sequence lengths in order: along the line when packed, one for each row when padded. Sequences on
+    a line may share their beginning, which then stands there once; `line_E` says where each token of the whole
+    sequences, one after another, is on the line (None: they stand there whole).
     `predictors_K` index the flattened N*T positions whose hidden state predicts `targets_K`; `index_K` says where
     these targets stand among all the targets of the update.
     """
@@ -61,6 +143,9 @@ class MicroBatch:
     targets_K: torch.Tensor
     index_K: torch.Tensor
     origins: tuple[Origin, ...] = field(default=())
+    line_E: torch.Tensor | None = None
+    teacher: Callable[[MicroBatch], Any] | None = None
+    """Tells what a teacher says of the targets, when the micro-batch is run (see `kernels/divergence.py`)."""
 
     @property
     def tokens(self) -> int:
@@ -75,6 +160,10 @@ class Sums:
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+# What a module gives for a micro-batch, and the micro-batch, to sums.
+Loss = Callable[[Any, MicroBatch], Sums]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from test_experience import FAILED, recipe_of, rollout
 from lockstep.device.select import select
 from lockstep.parallel.world import World
 from lockstep.train.annotate import Annotated, annotate, old_needed, plan_updates
-from lockstep.train.build import build_policy, build_reference
+from lockstep.train.build import build_learner, build_reference
 from lockstep.train.experience import Experience, experience_of
 from lockstep.train.roles import Roles
 from lockstep.types import MicroBatch
@@ -289,7 +289,7 @@ def test_a_real_policy_gives_its_tokens_in_the_order_of_the_responses(tiny_folde
         str(tiny_folder), **{"batch__prompts": 6, "batch__prompts_per_update": 2, "algorithm__epochs": 2, **batch}
     )
     where = (select("cpu"), World(), torch.device("cpu"))
-    roles = Roles(build_policy(recipe, *where), build_reference(recipe, *where), None, World(), where[2])
+    roles = Roles(build_learner(recipe, *where), build_reference(recipe, *where), None, World(), where[2])
     parts = plan_updates(experience, recipe, World(), pad_id=0)
     known = annotate(experience, parts, roles, recipe, 0.1, Phases())
     library = AutoModelForCausalLM.from_pretrained(tiny_folder)

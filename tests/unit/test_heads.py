@@ -12,15 +12,15 @@ from transformers import AutoConfig, Qwen2ForSequenceClassification
 
 from lockstep.data.batching import micro_batch
 from lockstep.errors import Refusal
-from lockstep.model.heads import Critic, load_critic
+from lockstep.model.heads import ValueModel, load_value_model
 from lockstep.recipe.schema import Lora, Model
 from lockstep.types import Example, MicroBatch, Origin
 
 SEQUENCES = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9])
 
 
-def load(path: Path, **settings: Any) -> Critic:
-    return load_critic(Model(path=str(path), **settings), str(path), torch.device("cpu"), "sdpa", seed=0)
+def load(path: Path, **settings: Any) -> ValueModel:
+    return load_value_model(Model(path=str(path), **settings), str(path), torch.device("cpu"), "sdpa", seed=0)
 
 
 def batch_of(sequences: tuple[list[int], ...], *, packed: bool) -> MicroBatch:

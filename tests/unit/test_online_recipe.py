@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from lockstep.cli import app
 from lockstep.recipe import load_recipe
 from lockstep.recipe.load import dump_recipe, resolved
-from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.methods import OFFLINE, ONLINE, READS
 from lockstep.recipe.schema import Method
 
 
@@ -31,20 +31,26 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def at(recipe: Any, key: str) -> Any:
     for part in key.split("."):
-        recipe = getattr(recipe, part)
+        recipe = recipe[part] if isinstance(recipe, dict) else getattr(recipe, part)
     return recipe
 
 
 # -- methods -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_method_but_sft_is_in_the_table() -> None:
-    assert {"sft", *ONLINE} == set(get_args(Method))
+def test_every_method_is_in_one_table() -> None:
+    assert [*OFFLINE, *ONLINE] == list(dict.fromkeys([*OFFLINE, *ONLINE]))
+    assert {*OFFLINE, *ONLINE} == set(get_args(Method)) == set(READS)
+
+
+def needs(method: str) -> dict[str, Any]:
+    """What a recipe of the method must say."""
+    return {"algorithm": {"kl": {"reference": "teacher"}}} if method == "on_policy_distill" else {}
 
 
 @pytest.mark.parametrize("method", ONLINE)
 def test_a_methods_defaults_hold_and_a_recipes_own_value_beats_them(tmp_path: Path, method: str) -> None:
-    recipe = write(tmp_path, {**BASE, "method": method})
+    recipe = write(tmp_path, {**BASE, **needs(method), "method": method})
     read = load_recipe(recipe)
     defaults = flat(ONLINE[method])
     assert defaults
@@ -61,6 +67,8 @@ def test_a_methods_defaults_hold_and_a_recipes_own_value_beats_them(tmp_path: Pa
         "algorithm.kl.estimator": "abs",
         "algorithm.kl.coefficient": 0.33,
         "algorithm.dynamic_sampling.rounds": 2,
+        "algorithm.gamma": 0.5,
+        "reward.weights.rule": 2.0,
     }
     assert set(defaults) <= set(others)
     words = [f"{key}={others[key]}" for key in defaults]
@@ -94,12 +102,13 @@ def test_recipes_lists_the_methods() -> None:
     assert all(method in said for method in ONLINE)
 
 
-@pytest.mark.parametrize("method", ["sft", *ONLINE])
+@pytest.mark.parametrize("method", [*OFFLINE, *ONLINE])
 def test_a_resolved_recipe_comes_back_equal(tmp_path: Path, method: str) -> None:
     words = ["model.lora.rank=3", "optim.lr=2e-5", "run.steps=7"]
     words += ["batch.prompts=12", "batch.prompts_per_update=4", "reward.format='a.*'"] if method in ONLINE else []
     words += ["critic.lr=3e-4", "critic.warmup=2", "critic.clip=null"] if method == "ppo" else []
-    recipe = load_recipe(write(tmp_path, {**BASE, "method": method}), words)
+    words += ["distill.teacher=t"] if method == "distill" else []
+    recipe = load_recipe(write(tmp_path, {**BASE, **needs(method), "method": method}), words)
     text = dump_recipe(recipe)
     again = load_recipe(write(tmp_path, text))
     assert again == recipe
@@ -180,10 +189,10 @@ def test_the_others_do_with_one_sample(base: str, advantage: str) -> None:
 @pytest.mark.parametrize(
     ("word", "key", "said"),
     [
-        ("rollout.n=4", "rollout.n", "generates nothing"),
-        ("reward.function=f.py:f", "reward.function", "generates nothing"),
-        ("algorithm.entropy=0.1", "algorithm.entropy", "generates nothing"),
-        ("critic.lr=1", "critic.lr", "generates nothing"),
+        ("rollout.n=4", "rollout.n", "does not read it"),
+        ("reward.function=f.py:f", "reward.function", "does not read it"),
+        ("algorithm.entropy=0.1", "algorithm.entropy", "does not read it"),
+        ("critic.lr=1", "critic.lr", "does not read it"),
         ("batch.prompts=4", "batch.prompts", "batch.rows_per_update"),
         ("batch.prompts_per_update=4", "batch.prompts_per_update", "batch.rows_per_update"),
         ("data.max_prompt_tokens=9", "data.max_prompt_tokens", "data.max_tokens"),
@@ -222,7 +231,7 @@ def test_all_problems_of_an_online_recipe_come_together(base: str) -> None:
         ("clip_ratio_high=0.3", "algorithm.clip_high"),
         ("epsilon=0.2", "algorithm.clip_low"),
         ("loss_agg_mode=token-mean", "algorithm.aggregation"),
-        ("beta=0.04", "algorithm.kl.coefficient"),
+        ("beta=0.04", "preference.beta, or online algorithm.kl.coefficient"),
         ("algorithm.kl.kl_loss_coef=0.1", "algorithm.kl.coefficient"),
         ("ppo_epochs=2", "algorithm.epochs"),
         ("ppo_mini_batch_size=8", "batch.prompts_per_update"),

@@ -84,12 +84,11 @@ def take(
     scripted = Scripted(script, lengths or {})
     session: Any = SimpleNamespace(
         carried={"position": float(position)},
-        policy=policy,
+        speaking=SimpleNamespace(
+            policy=policy, engine=scripted, stop_ids=[0], decode=lambda ids: " ".join(map(str, ids))
+        ),
         world=World(),
         torch_device=torch.device("cpu"),
-        engine=scripted,
-        stop_ids=[0],
-        decode=lambda ids: " ".join(map(str, ids)),
         phases=untimed,
     )
     prompts = [Prompt(question(row), [row] * PROMPT_TOKENS) for row in rows]

@@ -18,7 +18,7 @@ from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.train import update as updates
 from lockstep.train.annotate import Annotated, Part, plan_updates
-from lockstep.train.build import build_critic, build_policy
+from lockstep.train.build import build_critic, build_learner
 from lockstep.train.experience import Experience, experience_of
 from lockstep.train.roles import Roles
 from lockstep.train.update import refuse_disagreement, update, update_critic, update_policy
@@ -57,7 +57,7 @@ def noise(seed: int, scale: float = 1.0) -> torch.Tensor:
 
 def roles_of(recipe: Recipe) -> Roles:
     where = (select("cpu"), World(), CPU)
-    return Roles(build_policy(recipe, *where), None, build_critic(recipe, *where), World(), CPU)
+    return Roles(build_learner(recipe, *where), None, build_critic(recipe, *where), World(), CPU)
 
 
 def known_of(old: torch.Tensor | None, reference: torch.Tensor | None = None, **more: torch.Tensor) -> Annotated:

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from lockstep.types import Example, MicroBatch
+from lockstep.types import Example, Item, MicroBatch
 
 # Attention costs length^2, the rest costs length; they are about equal where a sequence is some thousand tokens long.
 QUADRATIC_AT = 4096
@@ -66,18 +66,48 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+def shared_beginnings(examples: Sequence[Example]) -> list[int]:
+    """How many tokens each example has in common with the last one before it that shares nothing.
+
+    The last token of an example always stays its own.
+    """
+    head: Sequence[int] = ()
+    shares = []
+    for example in examples:
+        most = max(0, min(len(head), len(example)) - 1)
+        shares.append(next((i for i in range(most) if head[i] != example.ids[i]), most))
+        if not shares[-1]:
+            head = example.ids
+    return shares
+
+
+def line_tokens(item: Item) -> int:
+    """Tokens of an item's sequences on a line, what they share counted once."""
+    examples = item.examples
+    if len(examples) == 1:
+        return len(examples[0])
+    return sum(len(example) for example in examples) - sum(shared_beginnings(examples))
+
+
 def micro_batch(
-    examples: Sequence[Example], *, packed: bool, pad_id: int, starts: Sequence[int] | None = None
+    examples: Sequence[Example],
+    *,
+    packed: bool,
+    pad_id: int,
+    starts: Sequence[int] | None = None,
+    shares: Sequence[int] | None = None,
 ) -> MicroBatch:
     """Tensors of some examples. None at all gives one token that trains nothing.
 
     `starts` says where the targets of each example begin among those of the update; by default they are all there is.
+    `shares` says how many tokens of each example stand on the line already: those it has in common with the last
+    example before it that shares nothing. Padded rows share nothing.
     """
     if not examples:
         blank = torch.full((1, 1), pad_id)
         nothing = torch.empty(0, dtype=torch.long)
         return MicroBatch(blank, torch.zeros_like(blank), (1,), True, nothing, nothing, nothing)
-    batch = (_packed if packed else _padded)(examples, pad_id)
+    batch = _packed(examples, shares or [0] * len(examples)) if packed else _padded(examples, pad_id)
     if starts is None:
         return batch
     places = [torch.arange(start, start + e.targets) for start, e in zip(starts, examples, strict=True)]
@@ -89,20 +119,26 @@ def target_starts(examples: Sequence[Example]) -> list[int]:
     return [0, *accumulate(example.targets for example in examples)][:-1]
 
 
-def _packed(examples: Sequence[Example], _pad_id: int) -> MicroBatch:
+def _packed(examples: Sequence[Example], shares: Sequence[int]) -> MicroBatch:
     ids: list[int] = []
     positions: list[int] = []
     predictors: list[int] = []
     targets: list[int] = []
-    start = 0
-    for example in examples:
-        ids.extend(example.ids)
-        positions.extend(range(len(example)))
-        for place in _trained_places(example):
-            predictors.append(start + place - 1)
-            targets.append(example.ids[place])
-        start += len(example)
-    return _assemble([ids], [positions], examples, True, predictors, targets)
+    line: list[int] = []
+    head = 0
+    for example, share in zip(examples, shares, strict=True):
+        start = len(ids)
+        if not share:
+            head = start
+        ids.extend(example.ids[share:])
+        positions.extend(range(share, len(example)))
+        where = [*range(head, head + share), *range(start, start + len(example) - share)]
+        line.extend(where)
+        for place, word in example.asked():
+            predictors.append(where[place])
+            targets.append(word)
+    batch = _assemble([ids], [positions], examples, True, predictors, targets)
+    return replace(batch, line_E=torch.tensor(line)) if any(shares) else batch
 
 
 def _padded(examples: Sequence[Example], pad_id: int) -> MicroBatch:
@@ -114,15 +150,10 @@ def _padded(examples: Sequence[Example], pad_id: int) -> MicroBatch:
     for row, example in enumerate(examples):
         ids.append([*example.ids, *[pad_id] * (width - len(example))])
         positions.append(list(range(width)))
-        for place in _trained_places(example):
-            predictors.append(row * width + place - 1)
-            targets.append(example.ids[place])
+        for place, word in example.asked():
+            predictors.append(row * width + place)
+            targets.append(word)
     return _assemble(ids, positions, examples, False, predictors, targets)
-
-
-def _trained_places(example: Example) -> list[int]:
-    """Positions of the tokens that are predicted; the first token of a sequence has nothing before it."""
-    return [place for place, trained in enumerate(example.trained) if trained and place > 0]
 
 
 def _assemble(

@@ -1,10 +1,10 @@
-"""All rows of a recipe as examples, with what was counted on the way; and the updates they are taken in."""
+"""All rows of a recipe as items of its method, with what was counted on the way; and the updates they come in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,9 +13,10 @@ from lockstep.data.mix import Mixture
 from lockstep.data.read import RowSet, read_rows
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.recipe.schema import Data, Source
-from lockstep.types import Example
+from lockstep.types import Example, Item, Origin, Row
 
 T = TypeVar("T")
+ItemT = TypeVar("ItemT", bound=Item)
 
 
 @dataclass
@@ -44,10 +45,10 @@ class Counts(RowCounts):
 
 
 @dataclass
-class Dataset:
-    """Examples by source, and where they came from."""
+class Dataset(Generic[ItemT]):
+    """The items of a method by source, and where they came from."""
 
-    sources: list[list[Example]]
+    sources: list[list[ItemT]]
     weights: list[float] | None
     fingerprints: list[dict[str, object]]
     notes: list[str] = field(default_factory=list)
@@ -55,8 +56,35 @@ class Dataset:
     end_tokens: set[int] = field(default_factory=set)
 
     @property
+    def items(self) -> list[ItemT]:
+        return [item for source in self.sources for item in source]
+
+    @property
     def examples(self) -> list[Example]:
-        return [example for source in self.sources for example in source]
+        """Every sequence of every item."""
+        return [example for item in self.items for example in item.examples]
+
+
+@dataclass(frozen=True)
+class Kept(Generic[ItemT]):
+    """An item within the limit, and the tokens at which the responses it trains end."""
+
+    item: ItemT
+    truncated: bool = False
+    ends: tuple[int, ...] = ()
+
+
+class Reader(Protocol[ItemT]):
+    """The rows of one source as items, within the limit: a row may give several, and None is one that is dropped."""
+
+    @property
+    def split_rows(self) -> int: ...
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[ItemT] | None]: ...
+
+    def found(self) -> str:
+        """What the rows were read as; asked when all are read."""
+        ...
 
 
 def load_dataset(
@@ -66,24 +94,60 @@ def load_dataset(
     limit: int,
     advance: Callable[[int], None] = lambda rows: None,
     opened: Sequence[RowSet] | None = None,
-) -> Dataset:
+) -> Dataset[Example]:
+    """The rows of supervised training."""
+
+    def reader(source: Source, rows: RowSet) -> SupervisedRows:
+        columns = find_columns(source, data, list(rows.columns))
+        return SupervisedRows(Encoder(tokenizer, columns, data), limit, data.overlong)
+
+    return gather(sources, limit, advance, opened, reader)
+
+
+class SupervisedRows:
+    """One example a row."""
+
+    def __init__(self, encoder: Encoder, limit: int, overlong: str):
+        self.encoder, self.limit, self.overlong = encoder, limit, overlong
+
+    @property
+    def split_rows(self) -> int:
+        return self.encoder.split_rows
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
+        whole = self.encoder(row, origin)
+        example = fit(whole, self.limit, self.overlong)
+        if example is None:
+            return [None]
+        return [Kept(example, len(example) < len(whole), (last_trained(whole),))]
+
+    def found(self) -> str:
+        return str(self.encoder.columns)
+
+
+def gather(
+    sources: Sequence[Source],
+    limit: int,
+    advance: Callable[[int], None],
+    opened: Sequence[RowSet] | None,
+    open_reader: Callable[[Source, RowSet], Reader[ItemT]],
+) -> Dataset[ItemT]:
     """Read and encode every row before anything is trained; all bad rows are told together."""
     rowsets = opened if opened is not None else [read_rows(source.path) for source in sources]
     weights = [source.weight for source in sources if source.weight is not None]
-    dataset = Dataset([], weights or None, [fingerprint(rows) for rows in rowsets])
+    dataset: Dataset[ItemT] = Dataset([], weights or None, [fingerprint(rows) for rows in rowsets])
     problems: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):
-        columns = find_columns(source, data, list(rows.columns))
-        encoder = Encoder(tokenizer, columns, data)
-        dataset.notes.append(f"{source.path}: {len(rows):,} rows as {columns}")
+        reader = open_reader(source, rows)
+        dataset.sources.append(_read_source(rows, reader, dataset, problems, advance))
+        dataset.notes.append(f"{source.path}: {len(rows):,} rows as {reader.found()}")
         if rows.ignored:
             dataset.notes.append(f"{source.path}: not read: {', '.join(rows.ignored)}")
-        dataset.sources.append(_encode_source(rows, encoder, data.overlong, limit, dataset, problems, advance))
-        dataset.counts.split += encoder.split_rows
+        dataset.counts.split += reader.split_rows
     if problems:
         raise Refusal(shortened(problems, "rows"))
-    for source, examples in zip(sources, dataset.sources, strict=True):
-        if not examples:
+    for source, items in zip(sources, dataset.sources, strict=True):
+        if not items:
             raise Refusal.at(source.path, f"all rows are over {limit} tokens and were dropped", "raise data.max_tokens")
     return dataset
 
@@ -96,37 +160,37 @@ def fingerprint(rows: RowSet) -> dict[str, object]:
     }
 
 
-def _encode_source(
+def _read_source(
     rows: RowSet,
-    encoder: Encoder,
-    overlong: str,
-    limit: int,
-    dataset: Dataset,
+    reader: Reader[ItemT],
+    dataset: Dataset[ItemT],
     problems: list[Problem],
     advance: Callable[[int], None],
-) -> list[Example]:
-    examples: list[Example] = []
-    counts = dataset.counts
+) -> list[ItemT]:
+    items: list[ItemT] = []
     for i in range(len(rows)):
         try:
-            whole = encoder(rows[i], rows.origin(i))
-            example = fit(whole, limit, overlong)
+            for kept in reader(rows[i], rows.origin(i)):
+                if kept is None:
+                    dataset.counts.dropped += 1
+                else:
+                    _count(kept, dataset)
+                    items.append(kept.item)
         except Refusal as refusal:
             problems.extend(refusal.problems)
-            continue
         finally:
             advance(1)
-        if example is None:
-            counts.dropped += 1
-            continue
-        counts.truncated += len(example) < len(whole)
-        counts.rows += 1
-        counts.tokens += len(example)
-        counts.trained_tokens += example.targets
-        counts.longest = max(counts.longest, len(example))
-        dataset.end_tokens.add(last_trained(whole))
-        examples.append(example)
-    return examples
+    return items
+
+
+def _count(kept: Kept[ItemT], dataset: Dataset[ItemT]) -> None:
+    counts, examples = dataset.counts, kept.item.examples
+    counts.rows += 1
+    counts.truncated += kept.truncated
+    counts.tokens += sum(len(example) for example in examples)
+    counts.trained_tokens += sum(example.targets for example in examples)
+    counts.longest = max(counts.longest, *(len(example) for example in examples))
+    dataset.end_tokens.update(kept.ends)
 
 
 class Loader(Generic[T]):

@@ -28,6 +28,8 @@ class Layout:
     `slots_of_tokens` maps a token of the line to its slot in the regrouped buffer, `tokens_of_slots` the other way;
     padding slots point at token 0 and nobody reads what comes out of them. Both are None when the line is already
     a grid (all sequences of one length), so that regrouping is a view.
+
+    Where sequences share their beginning, it stands on the line once: see `Sharing`.
     """
 
     kernel: str
@@ -36,10 +38,31 @@ class Layout:
     buckets: tuple[Bucket, ...]
     slots_of_tokens: torch.Tensor | None
     tokens_of_slots: torch.Tensor | None
+    sharing: Sharing | None = None
 
 
-def make_layout(lengths: Sequence[int], device: torch.device, kernel: str) -> Layout:
-    """Lay `lengths` out for the attention named `kernel` (a device's `attention`)."""
+@dataclass(frozen=True)
+class Sharing:
+    """For a line whose sequences share beginnings. E counts the tokens of the whole sequences, one after another.
+
+    Attention alone needs them whole; everything else in a layer looks at one token and runs once for a shared one.
+    """
+
+    line_E: torch.Tensor
+    """The position on the line of each token of the whole sequences."""
+    first_T: torch.Tensor
+    """The first of the whole sequences' tokens that a position of the line stands for."""
+    slots_E: torch.Tensor
+    """The slot of each token of the whole sequences in the regrouped buffer."""
+
+
+def make_layout(
+    lengths: Sequence[int], device: torch.device, kernel: str, line_E: torch.Tensor | None = None
+) -> Layout:
+    """Lay sequences of `lengths` out for the attention named `kernel` (a device's `attention`).
+
+    `line_E` says where the tokens of the whole sequences stand on a line that shares beginnings.
+    """
     ends = [0]
     for length in lengths:
         ends.append(ends[-1] + length)
@@ -48,15 +71,23 @@ def make_layout(lengths: Sequence[int], device: torch.device, kernel: str) -> La
         "longest": max(lengths),
         "bounds": torch.tensor(ends, dtype=torch.int32, device=device),
     }
-    if len(set(lengths)) == 1:
-        grid = Bucket(0, len(lengths), lengths[0])
-        return Layout(**shared, buckets=(grid,), slots_of_tokens=None, tokens_of_slots=None)
-    buckets, slots_of_tokens, tokens_of_slots = _regroup(lengths, ends)
+    if len(set(lengths)) == 1 and line_E is None:
+        return Layout(
+            **shared, buckets=(Bucket(0, len(lengths), lengths[0]),), slots_of_tokens=None, tokens_of_slots=None
+        )
+    buckets, slots, tokens = _regroup(lengths, ends)
+    sharing = None
+    if line_E is not None:
+        line = line_E.cpu()
+        first = torch.full((int(line.max()) + 1,), len(line)).scatter_reduce_(0, line, torch.arange(len(line)), "amin")
+        sharing = Sharing(line.to(device), first.to(device), slots.to(device))
+        slots, tokens = slots[first], line[tokens]
     return Layout(
         **shared,
         buckets=buckets,
-        slots_of_tokens=slots_of_tokens.to(device),
-        tokens_of_slots=tokens_of_slots.to(device),
+        slots_of_tokens=slots.to(device),
+        tokens_of_slots=tokens.to(device),
+        sharing=sharing,
     )
 
 

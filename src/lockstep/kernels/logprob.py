@@ -20,10 +20,12 @@ FUSED_CHUNK_BYTES = 2**30
 
 
 class Scores(NamedTuple):
-    """Of each chosen token: its log-probability, and the entropy of the distribution it was chosen from."""
+    """Of each chosen token: its log-probability, the entropy of the distribution it was chosen from, and how far that
+    is from a teacher's. None for what nobody asked for."""
 
     logprobs_K: torch.Tensor
     entropies_K: torch.Tensor | None
+    divergences_K: torch.Tensor | None = None
 
 
 def token_logprobs(

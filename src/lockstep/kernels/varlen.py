@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lockstep.kernels.layout import Bucket, Layout
+from lockstep.kernels.layout import Bucket, Layout, Sharing
 
 
 def varlen_attention(
@@ -80,10 +80,12 @@ def _flash_varlen(
     window: int | None,
     dropout: float,
 ) -> torch.Tensor:
-    return torch.ops.aten._flash_attention_forward(
-        query_THD,
-        key_TGD,
-        value_TGD,
+    sharing = layout.sharing
+    query, key, value = (_to_whole(rows, sharing) for rows in (query_THD, key_TGD, value_TGD))
+    out = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
         layout.bounds,
         layout.bounds,
         layout.longest,
@@ -95,6 +97,7 @@ def _flash_varlen(
         window_size_left=window - 1 if window else -1,
         window_size_right=0 if window else -1,
     )[0]
+    return out if sharing is None else _Take.apply(out, sharing.first_T, sharing.line_E)
 
 
 # A device says in its `attention` which of these it uses.
@@ -133,9 +136,39 @@ class _Take(torch.autograd.Function):
         return back.index_copy_(0, index, grad), None, None
 
 
+class _Spread(torch.autograd.Function):
+    """Rows by index where some are taken several times (shared beginnings): their gradients are added up.
+
+    `slots_E` and `line_E` name the places that are not padding, and the row that each of them was taken from.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, index: torch.Tensor, slots_E: torch.Tensor | None, line_E: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(slots_E, line_E)
+        ctx.count = len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (grad,) = grads
+        slots_E, line_E = ctx.saved_tensors
+        back = grad.new_zeros(ctx.count, *grad.shape[1:])
+        back.index_add_(0, line_E, grad if slots_E is None else grad.index_select(0, slots_E))
+        return back, None, None, None
+
+
+def _to_whole(rows_T: torch.Tensor, sharing: Sharing | None) -> torch.Tensor:
+    """Every sequence with its own copy of what it shares."""
+    return rows_T if sharing is None else _Spread.apply(rows_T, sharing.line_E, None, sharing.line_E)
+
+
 def _to_slots(rows_T: torch.Tensor, layout: Layout) -> torch.Tensor:
     if layout.tokens_of_slots is None or layout.slots_of_tokens is None:
         return rows_T
+    if layout.sharing is not None:
+        return _Spread.apply(rows_T, layout.tokens_of_slots, layout.sharing.slots_E, layout.sharing.line_E)
     return _Take.apply(rows_T, layout.tokens_of_slots, layout.slots_of_tokens)
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from lockstep.errors import Refusal
-from lockstep.model.load import DTYPES, load_tokenizer, with_lora
+from lockstep.model.heads import load_value_model, merge_adapters
+from lockstep.model.load import DTYPES, load_config, load_tokenizer, with_lora
 from lockstep.model.weights import restore_weights
 from lockstep.recipe.schema import Model
 from lockstep.run.folder import sync_path
@@ -26,31 +34,83 @@ def export_model(
     adapter: bool = False,
     end_tokens: Sequence[int] = (),
     replace: bool = False,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write `out` aside and rename it. `adapter` keeps a LoRA run's adapter apart instead of merging it."""
     if adapter and settings.lora is None:
         raise Refusal.at("--adapter", "the run trained all weights, so it has no adapter", "export without --adapter")
+    _refuse_taken(out, replace)
+    transformers_logging.disable_progress_bar()
+    base = AutoModelForCausalLM.from_pretrained(settings.path, dtype=_working(settings, adapter))
+    model = with_lora(base, settings.lora, seed=0)
+    restore_weights(model, weights, where)
+    with _written(settings, out) as aside:
+        if adapter:
+            model.save_pretrained(aside)
+        else:
+            merged = model.merge_and_unload() if settings.lora else model
+            merged.to(DTYPES[settings.dtype])
+            _stop_at(merged, end_tokens)
+            merged.save_pretrained(aside)
+        for name, content in files.items():
+            (aside / name).write_text(content, encoding="utf-8")
+
+
+def export_value_model(
+    settings: Model,
+    weights: dict[str, torch.Tensor],
+    out: Path,
+    *,
+    where: str,
+    end_tokens: Sequence[int] = (),
+    replace: bool = False,
+    files: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """A reward model as a sequence classification folder with one label, its adapter merged."""
+    _refuse_taken(out, replace)
+    transformers_logging.disable_progress_bar()
+    working = settings.model_copy(update={"dtype": "fp32"}) if settings.lora else settings
+    trained = load_value_model(working, settings.path, torch.device("cpu"), "sdpa", seed=0, key="model.path")
+    restore_weights(trained, weights, where)
+    merge_adapters(trained.decoder)
+    config = load_config(settings.path)
+    config.num_labels = 1
+    classifier = AutoModelForSequenceClassification.from_config(config, dtype=DTYPES[working.dtype])
+    classifier.base_model.load_state_dict(trained.decoder.state_dict())
+    with torch.no_grad():
+        classifier.score.weight.copy_(trained.head.weight)
+    classifier.config.pad_token_id = _padding(load_tokenizer(settings.path), end_tokens)
+    with _written(settings, out) as aside:
+        classifier.to(DTYPES[settings.dtype]).save_pretrained(aside)
+        for name, content in files.items():
+            (aside / name).write_text(content, encoding="utf-8")
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> int:
+    """The model looks for the last token that is not padding, so padding must end no text."""
+    candidates = [tokenizer.pad_token_id, *tokenizer.all_special_ids, *range(len(end_tokens) + 1)]
+    return next(token for token in candidates if token is not None and token not in end_tokens)
+
+
+def _working(settings: Model, adapter: bool) -> torch.dtype:
+    """An adapter is merged in fp32 and rounded once."""
+    return torch.float32 if settings.lora and not adapter else DTYPES[settings.dtype]
+
+
+def _refuse_taken(out: Path, replace: bool) -> None:
     if out.exists() and not out.is_dir():
         raise Refusal.at(str(out), "is a file, not a folder", "choose a new folder")
     if out.exists() and any(out.iterdir()) and not replace:
         raise Refusal.at(str(out), "is not empty", "choose a new folder")
-    transformers_logging.disable_progress_bar()
-    dtype = DTYPES[settings.dtype]
-    # An adapter is merged in fp32 and rounded once.
-    working = torch.float32 if settings.lora and not adapter else dtype
-    base = AutoModelForCausalLM.from_pretrained(settings.path, dtype=working)
-    model = with_lora(base, settings.lora, seed=0)
-    restore_weights(model, weights, where)
+
+
+@contextmanager
+def _written(settings: Model, out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` when it is whole, with the model's tokenizer in it."""
     aside = out.with_name(f".writing-{out.name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.parent.mkdir(parents=True, exist_ok=True)
-    if adapter:
-        model.save_pretrained(aside)
-    else:
-        merged = model.merge_and_unload() if settings.lora else model
-        merged.to(dtype)
-        _stop_at(merged, end_tokens)
-        merged.save_pretrained(aside)
+    yield aside
     load_tokenizer(settings.path).save_pretrained(aside)
     # Weights are written for their owner alone; an exported model is as open as the other files.
     mode = (aside / "tokenizer_config.json").stat().st_mode

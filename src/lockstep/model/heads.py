@@ -1,12 +1,17 @@
-"""A critic: the decoder of a language model with one number for each token instead of words."""
+"""Critics and reward models: the decoder of a language model with one number for each token instead of words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 from lockstep.errors import Refusal
 from lockstep.model.load import DTYPES, kernel_of, load_config, load_transformers, lora_config
@@ -15,12 +20,18 @@ from lockstep.recipe.schema import Lora, Model
 from lockstep.types import MicroBatch
 
 
-class Critic(nn.Module):
-    """The value of what stands before a token: what the rest of the response is expected to earn."""
+class ValueModel(nn.Module):
+    """A number for what stands up to a token: of a critic what the rest is expected to earn, of a reward model, at the
+    last token, the score of the whole."""
 
     def __init__(self, decoder: nn.Module, head: nn.Linear, kernel: str):
         super().__init__()
         self.decoder, self.head, self.kernel = decoder, head, kernel
+
+    @property
+    def stored(self) -> nn.Module:
+        """The module whose trained weights a checkpoint holds."""
+        return self
 
     def layers(self) -> list[nn.Module]:
         return decoder_layers(self.decoder)
@@ -42,7 +53,9 @@ class Critic(nn.Module):
         return values_K if len(batch.targets_K) else values_K + hidden.sum().float() * 0
 
 
-def load_critic(settings: Model, path: str, device: torch.device, kernel: str, seed: int) -> Critic:
+def load_value_model(
+    settings: Model, path: str, device: torch.device, kernel: str, seed: int, *, key: str = "critic.path"
+) -> ValueModel:
     """From a causal language model (the head starts at zero: every value is 0) or a reward model (with its head)."""
     config = load_config(path)
     architectures = config.architectures or []
@@ -50,7 +63,7 @@ def load_critic(settings: Model, path: str, device: torch.device, kernel: str, s
         model, info = load_transformers(AutoModelForSequenceClassification, path, settings.dtype)
         if model.num_labels != 1:
             raise Refusal.at(
-                f"critic.path {path}", f"its head gives {model.num_labels} numbers, not one", "use a reward model"
+                f"{key} {path}", f"its head gives {model.num_labels} numbers, not one", "use a reward model"
             )
         decoder, head = model.base_model, model.score
     else:
@@ -58,15 +71,25 @@ def load_critic(settings: Model, path: str, device: torch.device, kernel: str, s
         decoder = model.get_decoder()
         head = nn.Linear(config.hidden_size, 1, bias=False, dtype=DTYPES[settings.dtype])
         nn.init.zeros_(head.weight)
-    missing = [key for key in info.get("missing_keys", ()) if not key.startswith("lm_head")]
+    missing = [name for name in info.get("missing_keys", ()) if not name.startswith("lm_head")]
     if missing:
-        raise Refusal.at(f"critic.path {path}", f"the weights lack {missing[0]}", "use a whole model folder")
+        raise Refusal.at(f"{key} {path}", f"the weights lack {missing[0]}", "use a whole model folder")
     if settings.lora is not None:
         _inject(decoder, settings.lora, seed)
-    critic = Critic(decoder.to(device), head.to(device), kernel_of(settings, kernel))
+    found = ValueModel(decoder.to(device), head.to(device), kernel_of(settings, kernel))
     if settings.gradient_checkpointing:
         decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return critic.train()
+    return found.train()
+
+
+def refuse_no_classifier(config: Any, path: str) -> None:
+    """A reward model is handed over as a sequence classification folder, so transformers must know that kind."""
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise Refusal.at(
+            f"model.path {path}",
+            f"transformers has no sequence classification model for {config.model_type}",
+            "start from another architecture",
+        )
 
 
 def _inject(decoder: nn.Module, settings: Lora, seed: int) -> None:
@@ -76,3 +99,13 @@ def _inject(decoder: nn.Module, settings: Lora, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(lora_config(settings, None), decoder)
+
+
+def merge_adapters(decoder: nn.Module) -> None:
+    """Every adapter inside the decoder into the layer it stands on."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, layer in list(decoder.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            decoder.set_submodule(name, layer.get_base_layer())

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lockstep.errors import Refusal
 from lockstep.kernels.attention import ATTENTION
+from lockstep.kernels.divergence import Comparison, Whole, compared_scores
 from lockstep.kernels.layout import Layout, make_layout, padded_layout
 from lockstep.kernels.logprob import Scores, token_scores
 from lockstep.kernels.truncate import Truncation
@@ -32,6 +33,8 @@ class Scoring:
     temperature: float = 1.0
     truncation: Truncation | None = None
     entropy: bool = False
+    comparison: Comparison | None = None
+    """With a teacher: how its distribution and the policy's are compared."""
 
 
 class Policy(nn.Module):
@@ -49,6 +52,11 @@ class Policy(nn.Module):
         get_base = getattr(self.model, "get_base_model", None)
         return get_base() if get_base is not None else self.model
 
+    @property
+    def stored(self) -> nn.Module:
+        """The module whose trained weights a checkpoint holds."""
+        return self.model
+
     def layers(self) -> list[nn.Module]:
         """The blocks that transformers says must stay whole: the decoder layers, which are sharded one by one."""
         return decoder_layers(self.causal_lm)
@@ -56,27 +64,37 @@ class Policy(nn.Module):
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
-    def forward(self, batch: MicroBatch) -> Scores:
-        """Log-probabilities of `batch.targets_K`, fp32, and entropies where the scoring asks for them."""
-        model = self.causal_lm
-        hidden = model.get_decoder()(
+    def states(self, batch: MicroBatch) -> torch.Tensor:
+        """The last layer's output for the whole line."""
+        return self.causal_lm.get_decoder()(
             input_ids=batch.input_ids_NT,
             position_ids=batch.position_ids_NT,
             use_cache=False,
             layout=layout_of(batch, self.kernel),
         ).last_hidden_state
+
+    def forward(self, batch: MicroBatch) -> Scores:
+        """Log-probabilities of `batch.targets_K`, fp32, and entropies where the scoring asks for them."""
+        hidden = self.states(batch)
         # Only positions that predict a trained token go through the vocabulary projection.
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
-        head = model.get_output_embeddings()
-        scores = token_scores(
-            hidden_KH,
-            head.weight,
-            batch.targets_K,
-            bias_V=head.bias,
-            temperature=self.scoring.temperature,
-            truncation=self.scoring.truncation,
-            entropy=self.scoring.entropy,
-        )
+        head = self.causal_lm.get_output_embeddings()
+        if batch.teacher is not None and self.scoring.comparison is not None:
+            with torch.no_grad():
+                taught = batch.teacher(batch)
+            scores = compared_scores(
+                hidden_KH, head.weight, head.bias, batch.targets_K, taught, self.scoring.comparison
+            )
+        else:
+            scores = token_scores(
+                hidden_KH,
+                head.weight,
+                batch.targets_K,
+                bias_V=head.bias,
+                temperature=self.scoring.temperature,
+                truncation=self.scoring.truncation,
+                entropy=self.scoring.entropy,
+            )
         # Keeps every parameter in the graph where a device's share of an update is empty: the sharded backward
         # is a collective that all devices must enter.
         return scores if len(batch.targets_K) else scores._replace(logprobs_K=scores.logprobs_K + hidden.sum() * 0)
@@ -100,6 +118,22 @@ class Policy(nn.Module):
             self.train(training)
 
 
+class Teacher(nn.Module):
+    """A frozen model whose whole distributions a student is compared with."""
+
+    def __init__(self, policy: Policy):
+        super().__init__()
+        self.policy = policy
+
+    def layers(self) -> list[nn.Module]:
+        return self.policy.layers()
+
+    def forward(self, batch: MicroBatch) -> Whole:
+        hidden_KH = self.policy.states(batch).flatten(0, 1).index_select(0, batch.predictors_K)
+        head = self.policy.causal_lm.get_output_embeddings()
+        return Whole(hidden_KH, head.weight, head.bias)
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     whole = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in whole]
@@ -110,7 +144,7 @@ def layout_of(batch: MicroBatch, kernel: str) -> Layout:
     rows, width = batch.input_ids_NT.shape
     device = batch.input_ids_NT.device
     if batch.packed:
-        return make_layout(batch.lengths, device, kernel)
+        return make_layout(batch.lengths, device, kernel, batch.line_E)
     return padded_layout(rows, width, device, kernel)
 
 

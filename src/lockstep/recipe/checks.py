@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.errors import Problem
-from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.methods import ONLINE, OPTIONAL_SECTIONS, READS, preference_reads
 from lockstep.recipe.schema import Recipe, Section
 
 DEFAULT_TOKENS = 4096
-# Groups of keys that only online methods read.
-ONLINE_SECTIONS = ("rollout", "reward", "algorithm", "critic")
+# Methods whose rows are two sequences or more, which stay in one micro-batch.
+COMPARING = ("rm", "dpo", "ipo", "simpo", "orpo", "cpo")
 # Keys of the rows that only offline methods read, and what an online method has instead.
 OFFLINE_ROWS = {
     **dict.fromkeys(
-        ("shape", "messages_key", "prompt_key", "response_key", "text_key"), "name the columns as in the RL schema"
+        (
+            "shape",
+            "messages_key",
+            "prompt_key",
+            "response_key",
+            "text_key",
+            "chosen_key",
+            "rejected_key",
+            "margin_key",
+            "responses_key",
+            "scores_key",
+            "label_key",
+            "steps_key",
+        ),
+        "name the columns as in the RL schema",
     ),
     "template": "remove it: prompts are chats and need a template",
     "require_end": "remove it",
@@ -66,13 +80,19 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
                     f"remove {name}",
                 )
 
+    yield from _unread_sections(recipe)
     yield from (_online_problems(recipe) if recipe.method in ONLINE else _offline_problems(recipe))
 
 
+def _unread_sections(recipe: Recipe) -> Iterator[Problem]:
+    """Keys that the method would read past in silence."""
+    for section in OPTIONAL_SECTIONS:
+        if section not in READS[recipe.method]:
+            for key in getattr(recipe, section).model_fields_set:
+                yield Problem(f"{section}.{key}", f"method {recipe.method} does not read it", "remove it")
+
+
 def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
-    for section in ONLINE_SECTIONS:
-        for key in getattr(recipe, section).model_fields_set:
-            yield Problem(f"{section}.{key}", f"method {recipe.method} generates nothing", "remove it")
     for key in ("prompts", "prompts_per_update"):
         if key in recipe.batch.model_fields_set:
             yield Problem(f"batch.{key}", f"method {recipe.method} trains rows", "use batch.rows_per_update")
@@ -84,6 +104,32 @@ def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.max_prompt_tokens", f"method {recipe.method} trains rows", "use data.max_tokens")
     if recipe.val.n > 1 or recipe.val.temperature:
         yield from _sampled_validation_problems(recipe)
+    if recipe.method in ("rm", "prm") and recipe.val.questions:
+        yield Problem("val.questions", f"a model of method {recipe.method} judges, it does not answer", "use data.val")
+    if "preference" in READS[recipe.method]:
+        yield from _preference_problems(recipe)
+    if recipe.method == "prm" and len(set(recipe.prm.tokens)) < len(recipe.prm.tokens):
+        yield Problem("prm.tokens", "names a word twice", "one word for each verdict")
+    if recipe.method == "distill" and recipe.distill.teacher is None:
+        yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher")
+
+
+def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Values are compared, since a stored recipe spells out every default."""
+    settings, known = recipe.preference, type(recipe.preference).model_fields
+    chosen = recipe.method if recipe.method == "kto" else f"loss {settings.loss}"
+    for key in known:
+        if key not in preference_reads(recipe) and getattr(settings, key) != known[key].default:
+            yield Problem(f"preference.{key}", f"{chosen} does not read it", "remove it")
+    if recipe.method == "kto":
+        if recipe.batch.rows_per_update < 2:
+            yield Problem(
+                "batch.rows_per_update",
+                "an update of one row has no mismatched pair to estimate the KL from",
+                "set it to 2 or more",
+            )
+        if settings.reference_free and settings.reference:
+            yield Problem("preference.reference", "set together with preference.reference_free", "remove one of them")
 
 
 def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -121,6 +167,8 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.overlong", "a prompt cut at its end asks nothing", "use truncate_left, drop or error")
     if recipe.checkpoint.keep_best:
         yield Problem("checkpoint.keep_best", "the best checkpoint is chosen by val/loss, which online runs lack")
+    if recipe.method == "on_policy_distill" and kl.reference is None:
+        yield Problem("algorithm.kl.reference", "must be set: it is the teacher", "name the teacher's folder")
     if kl.target is not None and kl.where == "none":
         yield Problem("algorithm.kl.target", "no divergence is used", "set algorithm.kl.where to loss or reward")
     if kl.where == "reward" and kl.estimator.endswith("+"):
@@ -160,7 +208,8 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
     if run.epochs is None and run.steps is None:
         run = run.model_copy(update={"epochs": 1})
     if batch.tokens is None and batch.rows is None:
-        batch = batch.model_copy(update={"tokens": max(DEFAULT_TOKENS, recipe.data.max_tokens or 0)})
+        together = (recipe.data.max_tokens or 0) * (2 if recipe.method in COMPARING else 1)
+        batch = batch.model_copy(update={"tokens": max(DEFAULT_TOKENS, together)})
     if recipe.method in ONLINE and batch.prompts_per_update is None:
         batch = batch.model_copy(update={"prompts_per_update": batch.prompts})
     if model.master_weights is None:

@@ -13,8 +13,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.errors import Problem, Refusal
-from lockstep.recipe.checks import ONLINE_SECTIONS, combination_problems, with_derived_defaults
-from lockstep.recipe.methods import ONLINE, with_method_defaults
+from lockstep.recipe.checks import combination_problems, with_derived_defaults
+from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, READS, preference_reads, with_method_defaults
 from lockstep.recipe.schema import Recipe
 
 
@@ -90,19 +90,25 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
     """Every key that the method reads, with its value."""
-    unused: dict[str, Any]
-    if recipe.method not in ONLINE:
-        unused = {**dict.fromkeys(ONLINE_SECTIONS, True), "batch": {"prompts", "prompts_per_update"}}
+    unread = [section for section in OPTIONAL_SECTIONS if section not in READS[recipe.method]]
+    unused: dict[str, Any] = dict.fromkeys(unread, True)
+    if recipe.method in ONLINE:
+        unused["batch"] = {"rows_per_update"}
+        if recipe.algorithm.advantage != "gae":
+            unused["critic"] = True
     else:
-        unused = {"batch": {"rows_per_update"}, **({} if recipe.algorithm.advantage == "gae" else {"critic": True})}
+        unused["batch"] = {"prompts", "prompts_per_update"}
+    if "preference" in READS[recipe.method]:
+        unused["preference"] = set(type(recipe.preference).model_fields) - set(preference_reads(recipe))
     return recipe.model_dump(mode="json", exclude=unused)
 
 
 def method_text(name: str) -> str | None:
-    """The defaults of an online method as YAML; None when there is no such method."""
-    if name not in ONLINE:
+    """The defaults of a method as YAML; None when there is no such method."""
+    methods = {**OFFLINE, **ONLINE}
+    if name not in methods:
         return None
-    return yaml.dump({"method": name, **ONLINE[name]}, Dumper=_Dumper, sort_keys=False)
+    return yaml.dump({"method": name, **methods[name]}, Dumper=_Dumper, sort_keys=False)
 
 
 def _parse_yaml(text: str, where: str) -> Any:
@@ -265,7 +271,24 @@ _ELSEWHERE = {
     "entropy_coeff": "algorithm.entropy",
     "kl_loss_coef": "algorithm.kl.coefficient",
     "kl_coef": "algorithm.kl.coefficient",
-    "beta": "algorithm.kl.coefficient",
+    "beta": "preference.beta, or online algorithm.kl.coefficient",
+    "label_smoothing": "preference.label_smoothing",
+    "rpo_alpha": "preference.nll",
+    "nll_loss_coef": "preference.nll",
+    "simpo_gamma": "preference.gamma",
+    "cpo_alpha": "preference.nll",
+    "loss_type": "preference.loss",
+    "ref_model": "preference.reference",
+    "ref_pretrain": "preference.reference",
+    "precompute_ref_log_probs": "preference.precompute",
+    "desirable_weight": "preference.desirable",
+    "undesirable_weight": "preference.undesirable",
+    "center_rewards_coefficient": "rm.centre",
+    "placeholder_token": "prm.placeholder",
+    "reward_tokens": "prm.tokens",
+    "teacher_model": "distill.teacher",
+    "kd_coef": "distill.coefficient",
+    "lmbda": "distill.coefficient",
     "use_kl_loss": "algorithm.kl.where",
     "ppo_epochs": "algorithm.epochs",
     "ppo_mini_batch_size": "batch.prompts_per_update",

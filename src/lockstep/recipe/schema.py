@@ -79,6 +79,13 @@ class Source(Section):
     prompt_key: str | None = Field(None, description="As `data.prompt_key`, for this source.")
     response_key: str | None = Field(None, description="As `data.response_key`, for this source.")
     text_key: str | None = Field(None, description="As `data.text_key`, for this source.")
+    chosen_key: str | None = Field(None, description="As `data.chosen_key`, for this source.")
+    rejected_key: str | None = Field(None, description="As `data.rejected_key`, for this source.")
+    margin_key: str | None = Field(None, description="As `data.margin_key`, for this source.")
+    responses_key: str | None = Field(None, description="As `data.responses_key`, for this source.")
+    scores_key: str | None = Field(None, description="As `data.scores_key`, for this source.")
+    label_key: str | None = Field(None, description="As `data.label_key`, for this source.")
+    steps_key: str | None = Field(None, description="As `data.steps_key`, for this source.")
 
 
 Sources = Annotated[list[Source], BeforeValidator(_as_sources)]
@@ -98,6 +105,25 @@ class Data(Section):
     )
     response_key: str | None = Field(None, description="Column of the response; dots as in `prompt_key`.")
     text_key: str | None = Field(None, description="Column of plain text. Default `text`.")
+    chosen_key: str | None = Field(None, description="Column of the better response. Default `chosen`.")
+    rejected_key: str | None = Field(None, description="Column of the worse response. Default `rejected`.")
+    margin_key: str | None = Field(
+        None,
+        description="Column of the margin asked of a pair (`rm`). Default `margin`, or `score_chosen` less "
+        "`score_rejected`.",
+    )
+    responses_key: str | None = Field(
+        None, description="Column of a list of responses to rank (`rm`). Default `responses`."
+    )
+    scores_key: str | None = Field(
+        None,
+        description="Column of their scores, higher is better. Default `scores`; without: best first.",
+    )
+    label_key: str | None = Field(
+        None,
+        description="Column of the verdict (`kto`) or of the verdicts on the steps (`prm`). Default `label`, `labels`.",
+    )
+    steps_key: str | None = Field(None, description="Column of a list of steps (`prm`). Default `completions`.")
     system: str | None = Field(None, description="System message put before rows that have none.")
     template: Literal["auto", "none"] = Field(
         "auto",
@@ -319,6 +345,71 @@ class Reward(Section):
     remote_retries: int = Field(4, ge=0, description="Further tries after a failed one, with growing pauses.")
 
 
+class Preference(Section):
+    loss: Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "cpo"] = Field(
+        "sigmoid", description="Loss of a pair. `simpo`, `orpo` and `cpo` have no reference."
+    )
+    beta: float = Field(0.1, gt=0, description="Scale of the log-ratio (`orpo`: weight of the odds ratio).")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="Share of pairs that may be labelled the wrong way round."
+    )
+    gamma: float = Field(0.0, ge=0, description="`simpo`: margin asked of the scaled difference.")
+    average: bool = Field(
+        False, description="Log-probabilities are means over a response's tokens, not sums (length-normalised)."
+    )
+    nll: float = Field(0.0, ge=0, description="Weight of the chosen response's mean negative log-likelihood.")
+    reference: str | None = Field(
+        None, description="Folder of the reference model. Default: `model.path` (with LoRA: the adapter switched off)."
+    )
+    precompute: bool = Field(
+        False,
+        description="Compute the reference's log-probabilities once, before training, and keep them on disk: the "
+        "reference then takes no memory.",
+    )
+    reference_free: bool = Field(
+        False, description="`kto`: no reference; mean log-probabilities take the place of log-ratios."
+    )
+    desirable: float = Field(1.0, gt=0, description="`kto`: weight of desirable rows.")
+    undesirable: float = Field(1.0, gt=0, description="`kto`: weight of undesirable rows.")
+
+
+class RewardModel(Section):
+    loss: Literal["sigmoid", "logexp"] = Field(
+        "sigmoid", description="-log sigmoid(chosen - rejected - margin), or log(1 + exp(rejected - chosen))."
+    )
+    ranking: Literal["pairs", "plackett_luce"] = Field(
+        "pairs", description="More than two responses: the mean over all pairs, or the Plackett-Luce likelihood."
+    )
+    centre: float = Field(
+        0.0, ge=0, description="Weight of the squared sum of a pair's scores: keeps scores around zero."
+    )
+
+
+class ProcessReward(Section):
+    placeholder: str = Field("ки", min_length=1, description="Text after each step where it is judged; one token.")
+    tokens: list[str] = Field(
+        ["+", "-"], min_length=2, description="Words that say how a step is, one token each; the first is the good one."
+    )
+
+
+class Distill(Section):
+    teacher: str | None = Field(None, description="Folder of the teacher.")
+    divergence: Literal["forward", "reverse", "jsd"] = Field(
+        "forward", description="KL(teacher, student), KL(student, teacher), or Jensen-Shannon's mixture of both."
+    )
+    mix: float = Field(0.5, gt=0, lt=1, description="`jsd`: the teacher's share in the mixture.")
+    temperature: float = Field(1.0, gt=0, description="Divides the logits of both.")
+    coefficient: float = Field(
+        0.5, ge=0, le=1, description="Weight of the divergence; the rest is the rows' own log-likelihood (SFT)."
+    )
+    top_k: int | None = Field(
+        None,
+        ge=1,
+        description="Keep the teacher's so many likeliest words of each token on disk and train from there; what is "
+        "left of the vocabulary counts as one word.",
+    )
+
+
 class Val(Section):
     every: int | None = Field(None, ge=1, description="Steps between validations. Default: only at the end.")
     at_start: bool = Field(False, description="Validate before the first step too.")
@@ -348,6 +439,15 @@ class Log(Section):
 
 Method = Literal[
     "sft",
+    "rm",
+    "prm",
+    "dpo",
+    "ipo",
+    "simpo",
+    "orpo",
+    "cpo",
+    "kto",
+    "distill",
     "ppo",
     "grpo",
     "dr_grpo",
@@ -361,6 +461,7 @@ Method = Literal[
     "gspo",
     "dapo",
     "cispo",
+    "on_policy_distill",
 ]
 
 
@@ -382,6 +483,10 @@ class Recipe(Section):
     reward: Reward = Field(default_factory=Reward)
     algorithm: Algorithm = Field(default_factory=Algorithm)
     critic: Critic = Field(default_factory=Critic)
+    preference: Preference = Field(default_factory=Preference)
+    rm: RewardModel = Field(default_factory=RewardModel)
+    prm: ProcessReward = Field(default_factory=ProcessReward)
+    distill: Distill = Field(default_factory=Distill)
     val: Val = Field(default_factory=Val)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     log: Log = Field(default_factory=Log)

@@ -12,9 +12,9 @@ from lockstep.algorithms.advantage import ESTIMATORS, Signals, informative
 from lockstep.algorithms.correction import correct
 from lockstep.algorithms.kl import divergence
 from lockstep.algorithms.reduce import sum_by
+from lockstep.data.updates import arrange
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
-from lockstep.train.evaluate import micro_batches
 from lockstep.train.experience import Experience
 from lockstep.train.roles import Roles
 from lockstep.types import MicroBatch
@@ -65,8 +65,8 @@ def plan_updates(experience: Experience, recipe: Recipe, world: World, pad_id: i
         responses = experience.of_prompts(first, first + each)
         examples = experience.examples[responses]
         if examples:
-            own = micro_batches(examples, world, tokens=batch.tokens, rows=batch.rows, pad_id=pad_id)
-            parts.append(Part(responses, experience.tokens_of(responses), own))
+            own = arrange(examples, world, tokens=batch.tokens, rows=batch.rows, pad_id=pad_id)
+            parts.append(Part(responses, experience.tokens_of(responses), own.batches))
     return parts
 
 

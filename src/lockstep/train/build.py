@@ -6,20 +6,26 @@ import torch
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
+from lockstep.kernels.divergence import Comparison
 from lockstep.kernels.truncate import Truncation
-from lockstep.model.heads import load_critic
-from lockstep.model.load import load_config, load_policy
-from lockstep.model.policy import Policy, Scoring
+from lockstep.methods import METHODS
+from lockstep.model.heads import ValueModel, load_value_model
+from lockstep.model.load import load_config, load_policy, load_tokenizer
+from lockstep.model.policy import Policy, Scoring, Teacher
 from lockstep.parallel.shard import shard
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
-from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.recipe.schema import Optim
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
 
 
 def scoring_of(recipe: Recipe) -> Scoring:
     """Responses are scored under the distribution they are sampled from."""
+    if recipe.method == "distill":
+        settings = recipe.distill
+        return Scoring(comparison=Comparison(settings.divergence, settings.mix, settings.temperature))
     if recipe.method not in ONLINE:
         return Scoring()
     rollout = recipe.rollout
@@ -27,14 +33,14 @@ def scoring_of(recipe: Recipe) -> Scoring:
     return Scoring(rollout.temperature, truncation, entropy=True)
 
 
-def build_policy(recipe: Recipe, device: Device, world: World, place: torch.device) -> Learner:
-    policy = load_policy(recipe.model, place, device.attention, recipe.run.seed, scoring_of(recipe))
-    shard(policy, policy.layers(), device, world)
-    optimizer = Optimizer(
-        policy.trainable(), recipe.optim, masters=bool(recipe.model.master_weights), fused=device.fused_optimizer
-    )
-    name = "actor" if recipe.method in ONLINE else "train"
-    return Learner(policy, optimizer, place, world, _scale(recipe), name)
+def build_learner(recipe: Recipe, device: Device, world: World, place: torch.device) -> Learner:
+    """What the run trains: a policy, or a reward model."""
+    settings, seed = recipe.model, recipe.run.seed
+    if recipe.method not in ONLINE and METHODS[recipe.method].model == "value":
+        model = load_value_model(settings, settings.path, place, device.attention, seed, key="model.path")
+        return _learner(model, recipe, recipe.optim, device, world, place, "train")
+    policy = load_policy(settings, place, device.attention, seed, scoring_of(recipe))
+    return _learner(policy, recipe, recipe.optim, device, world, place, "actor" if recipe.method in ONLINE else "train")
 
 
 def build_critic(recipe: Recipe, device: Device, world: World, place: torch.device) -> Learner | None:
@@ -42,26 +48,53 @@ def build_critic(recipe: Recipe, device: Device, world: World, place: torch.devi
         return None
     path = recipe.critic.path or recipe.model.path
     _refuse_other_vocabulary(recipe, "critic.path", path)
-    critic = load_critic(recipe.model, path, place, device.attention, recipe.run.seed)
-    shard(critic, critic.layers(), device, world)
+    critic = load_value_model(recipe.model, path, place, device.attention, recipe.run.seed)
     settings = recipe.optim.model_copy(update={"lr": recipe.critic.lr})
-    optimizer = Optimizer(
-        critic.trainable(), settings, masters=bool(recipe.model.master_weights), fused=device.fused_optimizer
-    )
-    return Learner(critic, optimizer, place, world, _scale(recipe), "critic")
+    return _learner(critic, recipe, settings, device, world, place, "critic")
+
+
+def _learner(
+    module: Policy | ValueModel,
+    recipe: Recipe,
+    settings: Optim,
+    device: Device,
+    world: World,
+    place: torch.device,
+    name: str,
+) -> Learner:
+    shard(module, module.layers(), device, world)
+    masters = bool(recipe.model.master_weights)
+    optimizer = Optimizer(module.trainable(), settings, masters=masters, fused=device.fused_optimizer)
+    scale = LossScale() if recipe.model.dtype == "fp16" else None
+    return Learner(module, optimizer, place, world, scale, name)
 
 
 def build_reference(recipe: Recipe, device: Device, world: World, place: torch.device) -> Policy | None:
-    """A frozen model of its own; a LoRA run without a folder for it uses the policy without its adapter."""
-    kl = recipe.algorithm.kl
-    if recipe.method not in ONLINE or kl.where == "none" or (recipe.model.lora and kl.reference is None):
-        return None
-    settings = recipe.model.model_copy(update={"path": kl.reference or recipe.model.path, "lora": None})
-    reference = load_policy(settings, place, device.attention, recipe.run.seed, scoring_of(recipe))
-    _refuse_other_vocabulary(recipe, "algorithm.kl.reference", settings.path)
-    reference.requires_grad_(False)
+    """A frozen model of its own, where the run keeps one beside the policy."""
+    return load_reference(recipe, device, world, place) if reference_kind(recipe) == "model" else None
+
+
+def load_reference(recipe: Recipe, device: Device, world: World, place: torch.device) -> Policy:
+    key = "algorithm.kl.reference" if recipe.method in ONLINE else "preference.reference"
+    reference = _frozen(recipe, key, reference_folder(recipe), device, place)
     shard(reference, reference.layers(), device, world)
     return reference
+
+
+def load_teacher(recipe: Recipe, device: Device, world: World, place: torch.device) -> Teacher:
+    path = str(recipe.distill.teacher)
+    refuse_other_words(recipe, "distill.teacher", path)
+    teacher = Teacher(_frozen(recipe, "distill.teacher", path, device, place))
+    shard(teacher, teacher.layers(), device, world)
+    return teacher.eval()
+
+
+def _frozen(recipe: Recipe, key: str, path: str, device: Device, place: torch.device) -> Policy:
+    settings = recipe.model.model_copy(update={"path": path, "lora": None})
+    policy = load_policy(settings, place, device.attention, recipe.run.seed, scoring_of(recipe))
+    _refuse_other_vocabulary(recipe, key, path)
+    policy.requires_grad_(False)
+    return policy
 
 
 def _refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
@@ -74,5 +107,15 @@ def _refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
         )
 
 
-def _scale(recipe: Recipe) -> LossScale | None:
-    return LossScale() if recipe.model.dtype == "fp16" else None
+def refuse_other_words(recipe: Recipe, key: str, path: str) -> None:
+    """Two vocabularies of one size may still number their words differently."""
+    own, other = load_tokenizer(recipe.model.path).get_vocab(), load_tokenizer(path).get_vocab()
+    apart = sorted(own.items() ^ other.items())
+    if apart:
+        word, number = apart[0]
+        side = "the policy's" if (word, number) in own.items() else "its"
+        raise Refusal.at(
+            f"{key} {path}",
+            f"its tokenizer is another one: {len(apart):,} words differ, the first is {word!r} ({number} in {side})",
+            "use a teacher of the same family",
+        )

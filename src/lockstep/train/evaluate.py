@@ -1,4 +1,4 @@
-"""Validation: the loss on held-out rows, and answers to questions, judged."""
+"""Answers to questions, judged and counted."""
 
 from __future__ import annotations
 
@@ -7,33 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
-from lockstep.data.batching import micro_batch, plan_micro_batches, target_starts, to_device
-from lockstep.parallel.world import World
-from lockstep.train.step import Loss
-from lockstep.types import Example, Failure, MicroBatch, Question, Rollout
-
-# Rows planned into micro-batches together: enough to pack well, few enough to plan quickly.
-GROUP = 512
-
-
-def micro_batches(
-    examples: Sequence[Example], world: World, *, tokens: int | None, rows: int | None, pad_id: int
-) -> list[MicroBatch]:
-    """This rank's share of some rows."""
-    plan = plan_micro_batches([len(e) for e in examples], devices=world.size, tokens=tokens, rows=rows)
-    starts = target_starts(examples)
-    return [
-        micro_batch(
-            [examples[i] for i in members],
-            packed=tokens is not None,
-            pad_id=pad_id,
-            starts=[starts[i] for i in members],
-        )
-        for members in plan[world.rank]
-    ]
+from lockstep.types import Failure, Question, Rollout
 
 
 @contextmanager
@@ -43,30 +19,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.train()
-
-
-@torch.no_grad()
-def validation_loss(
-    policy: nn.Module,
-    examples: Sequence[Example],
-    loss: Loss,
-    world: World,
-    device: torch.device,
-    *,
-    tokens: int | None,
-    rows: int | None,
-    pad_id: int,
-) -> float:
-    """Mean loss over the trained tokens of all rows."""
-    total, count = 0.0, 0
-    with evaluating(policy):
-        for start in range(0, len(examples), GROUP):
-            group = examples[start : start + GROUP]
-            for batch in micro_batches(group, world, tokens=tokens, rows=rows, pad_id=pad_id):
-                total += loss(policy(to_device(batch, device)), batch).loss.item()
-                count += len(batch.targets_K)
-    total, count_all = world.sum([total, count])
-    return total / count_all
 
 
 def answer_metrics(

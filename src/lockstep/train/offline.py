@@ -1,4 +1,4 @@
-"""The offline loop: rows in, updates out. Every offline method is this loop with another row of `methods.py`."""
+"""The offline loop: rows in, updates out. Every offline method is this loop with another row of `methods/`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from lockstep.parallel.world import World, joined
 from lockstep.recipe import Recipe
 from lockstep.reward.rule_judge import RuleJudge
 from lockstep.run.progress import Console
-from lockstep.train.evaluate import micro_batches
+from lockstep.train.consult import consulted
+from lockstep.train.held_out import measure
+from lockstep.train.identity import assert_identity
 from lockstep.train.optim import learning_rate
 from lockstep.train.plan import make_loader
 from lockstep.train.session import Session, opened
@@ -29,21 +31,27 @@ def train_offline(recipe: Recipe, console: Console) -> None:
 
 def _loop(recipe: Recipe, prepared: Prepared, session: Session, world: World) -> None:
     loader = make_loader(recipe, prepared.train)
-    loss = METHODS[recipe.method].loss
-    steps = prepared.batches.steps
-    tokens, rows, pad = recipe.batch.tokens, recipe.batch.rows, prepared.pad_id
+    objective = METHODS[recipe.method].objective(recipe)
+    models = consulted(session, prepared)
+    learner, steps = session.learner, prepared.batches.steps
+    if prepared.val is not None:
+        rows, place = prepared.val.items, session.torch_device
+        session.held_out = lambda: measure(learner.module, rows, objective, models, world, place)
+    if session.step == 0:
+        assert_identity(loader.take(0), objective, models, session)
 
     session.validate_at_start()
     for step in range(session.step, steps):
         with session.phases("step"):
-            examples = loader.take(step)
-            batches = micro_batches(examples, world, tokens=tokens, rows=rows, pad_id=pad)
-            outcome = session.learner.forward_backward(batches, loss)
+            task = objective.task(models.arrange(loader.take(step)), models)
+            outcome = learner.forward_backward(task.batches, task.loss, task.divisor)
+            reported = objective.report(outcome.sums, task.divisor)
             metrics = {
                 "train/loss": outcome.loss,
+                **{f"train/{name}": value for name, value in reported.items()},
                 "train/tokens": outcome.tokens,
                 "train/trained_tokens": outcome.targets,
             }
-            metrics |= session.learner.optim_step(learning_rate(step, steps, recipe.optim))
+            metrics |= learner.optim_step(learning_rate(step, steps, recipe.optim))
         session.finish_step(step + 1, metrics)
     session.finish()

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from lockstep.data.batching import plan_micro_batches
 from lockstep.data.dataset import Dataset, Loader, steps_and_rows
 from lockstep.data.prompts import PromptSet
+from lockstep.data.updates import row_size
 from lockstep.errors import Refusal
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
-from lockstep.model.load import DTYPES, with_lora
+from lockstep.model.load import DTYPES, load_config, with_lora
 from lockstep.recipe import Recipe
-from lockstep.recipe.methods import ONLINE
-from lockstep.types import Example
+from lockstep.recipe.methods import ONLINE, reference_kind
 
 # Updates whose packing is tried out for the plan; the rest look alike.
 SAMPLED_UPDATES = 100
@@ -93,14 +93,14 @@ def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
     return OnlinePlan(rows, batch.prompts, rollout.n, per_update, epochs, steps, devices, batch.tokens, longest)
 
 
-def plan_batches(recipe: Recipe, dataset: Dataset, devices: int) -> BatchPlan:
+def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPlan:
     batch, run = recipe.batch, recipe.run
     rows = sum(len(source) for source in dataset.sources)
     steps, total = steps_and_rows(rows, batch.rows_per_update, epochs=run.epochs, steps=run.steps)
     loader = make_loader(recipe, dataset)
     counts, used, room = [], 0, 0
     for step in range(min(steps, SAMPLED_UPDATES)):
-        lengths = [len(example) for example in loader.take(step)]
+        lengths = [row_size(item, packed=batch.tokens is not None) for item in loader.take(step)]
         bins = plan_micro_batches(lengths, devices=devices, tokens=batch.tokens, rows=batch.rows)
         counts.append(len(bins[0]))
         used += sum(lengths)
@@ -108,7 +108,7 @@ def plan_batches(recipe: Recipe, dataset: Dataset, devices: int) -> BatchPlan:
     return BatchPlan(rows, batch.rows_per_update, steps, total, devices, min(counts), max(counts), used / room)
 
 
-def make_loader(recipe: Recipe, dataset: Dataset) -> Loader[Example]:
+def make_loader(recipe: Recipe, dataset: Dataset[Any]) -> Loader[Any]:
     rows = sum(len(source) for source in dataset.sources)
     _, total = steps_and_rows(rows, recipe.batch.rows_per_update, epochs=recipe.run.epochs, steps=recipe.run.steps)
     return Loader(
@@ -184,21 +184,33 @@ def plan_memory(recipe: Recipe, config: Any, devices: int, longest: int, rows: i
     )
     state = size + 2 * (4 if masters else size) + (4 if masters else 0)
     plan = MemoryPlan(parameters, trained, phases, trained * state)
+    plan = _with_frozen(plan, recipe, devices)
     return _with_online_parts(plan, recipe, config, devices, longest) if recipe.method in ONLINE else plan
 
 
+def _with_frozen(plan: MemoryPlan, recipe: Recipe, devices: int) -> MemoryPlan:
+    """A reference or a teacher beside what is trained."""
+    size = DTYPES[recipe.model.dtype].itemsize
+    parameters = 0
+    if reference_kind(recipe) == "model":
+        parameters = plan.parameters - (plan.trained if recipe.model.lora is not None else 0)
+    elif recipe.method == "distill" and recipe.distill.top_k is None:
+        with torch.device("meta"):
+            teacher = AutoModelForCausalLM.from_config(load_config(str(recipe.distill.teacher)))
+        parameters = sum(p.numel() for p in teacher.parameters())
+    weights = parameters * size // devices
+    return replace(plan, phases=tuple(replace(phase, weights=phase.weights + weights) for phase in plan.phases))
+
+
 def _with_online_parts(plan: MemoryPlan, recipe: Recipe, config: Any, devices: int, longest: int) -> MemoryPlan:
-    """What stands beside the policy in an online run: reference, critic with its optimizer, and the cache."""
+    """What else stands beside the policy in an online run: a critic with its optimizer, and the cache."""
     size = DTYPES[recipe.model.dtype].itemsize
     masters = bool(recipe.model.master_weights)
-    kl, lora = recipe.algorithm.kl, recipe.model.lora
-    apart = kl.where != "none" and (lora is None or kl.reference is not None)
+    lora = recipe.model.lora
     has_critic = recipe.algorithm.advantage == "gae"
-    base = plan.parameters - (plan.trained if lora is not None else 0)
-    standing_weights = base * int(apart) + plan.parameters * int(has_critic)
     # With an adapter the critic trains one too, and its head.
     trained = (plan.trained + config.hidden_size * int(lora is not None)) * int(has_critic)
-    weights = standing_weights * size // devices
+    weights = plan.parameters * int(has_critic) * size // devices
     state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // devices
     cached = (
         min(recipe.rollout.max_sequences, recipe.batch.prompts * recipe.rollout.n) * longest * kv_bytes(config, size)
@@ -208,7 +220,9 @@ def _with_online_parts(plan: MemoryPlan, recipe: Recipe, config: Any, devices: i
         replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state) for phase in plan.phases
     )
     standing = phases[-1]
-    generation = Phase("generation", plan.parameters * size + weights, 0, standing.optimizer, cache)
+    # The policy's weights are gathered whole to generate; what stands beside them stays divided.
+    beside = standing.weights - plan.parameters * size // devices
+    generation = Phase("generation", plan.parameters * size + beside, 0, standing.optimizer, cache)
     own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
     return MemoryPlan(plan.parameters, plan.trained, (*phases, generation), plan.checkpoint_bytes + own)
 

@@ -13,20 +13,17 @@ from rich.text import Text
 from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
-from lockstep.errors import Refusal
-from lockstep.model.load import DTYPES, load_policy, load_tokenizer
+from lockstep.model.load import load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import joined
-from lockstep.recipe.schema import Model, Rollout
 from lockstep.reward.rule_judge import RuleJudge
 from lockstep.reward.rules import rule_for
 from lockstep.run.progress import Console
+from lockstep.train.answering import Answerer, refuse_options
 from lockstep.train.answers import answers, encode_questions
 from lockstep.train.evaluate import answer_metrics
-from lockstep.train.generation import check_engine, make_engine, stop_ids
 from lockstep.train.samples import sample_line
-from lockstep.types import Rollout as Made
-from lockstep.types import Sampling
+from lockstep.types import Rollout, Sampling
 
 
 def score_model(
@@ -43,10 +40,7 @@ def score_model(
     device_name: str,
 ) -> dict[str, float]:
     """Answer, score, show; returns the metrics."""
-    if dtype not in DTYPES:
-        raise Refusal.at("--dtype", f"{dtype} is not one of {', '.join(DTYPES)}")
-    if n > 1 and not temperature:
-        raise Refusal.at("--n", f"{n} greedy answers would all be the same", "give a --temperature too")
+    refuse_options(dtype, n, temperature)
     device, sentence = explain(device_name)
     with joined(device) as world:
         console = Console.open() if world.main else Console.silent()
@@ -56,24 +50,20 @@ def score_model(
         for source in sorted({question.data_source for question in questions}):
             rule_for(source)
         tokenizer = load_tokenizer(folder)
-        settings = Model(path=folder, dtype=dtype)  # type: ignore[arg-type]
-        place = device.torch_device(world.local_rank)
-        policy = load_policy(settings, place, device.attention, seed=0)
-        engine = make_engine(Rollout(), policy, device, tokenizer)
-        check_engine(engine, policy, place, folder)
-        sampling = Sampling(max_new_tokens, temperature, stop_ids=tuple(stop_ids(policy, tokenizer)), seed=seed)
+        answerer = Answerer.open(folder, tokenizer, dtype, device, world)
+        sampling = Sampling(max_new_tokens, temperature, stop_ids=answerer.stop_ids, seed=seed)
         prompts, judge = encode_questions(tokenizer, questions), RuleJudge()
         with console.task("Answering", len(questions) * n) as task:
             given = answers(
-                policy,
-                engine,
+                answerer.policy,
+                answerer.engine,
                 judge,
                 prompts,
                 n,
                 sampling,
                 world,
-                place,
-                lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                answerer.device,
+                answerer.decode,
                 lambda done: task.advance(done * world.size),
             )
         metrics = answer_metrics(given, judge.answer_of, n)
@@ -84,13 +74,13 @@ def score_model(
     return metrics
 
 
-def _write(out: Path, given: list[Made]) -> None:
+def _write(out: Path, given: list[Rollout]) -> None:
     with out.open("w", encoding="utf-8") as file:
         for rollout in given:
             file.write(json.dumps(sample_line(0, "eval", rollout, None), ensure_ascii=False) + "\n")
 
 
-def _show(model: str, data: str, given: list[Made], metrics: dict[str, float]) -> None:
+def _show(model: str, data: str, given: list[Rollout], metrics: dict[str, float]) -> None:
     table = Table(title=Text(f"{model} on {data}"), title_justify="left")
     table.add_column("measure")
     table.add_column("value", justify="right")

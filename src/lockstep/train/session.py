@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -16,8 +16,7 @@ import torch
 
 from lockstep.device.base import Device
 from lockstep.errors import Interrupted, Refusal
-from lockstep.methods import METHODS
-from lockstep.model.export import export_model
+from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.weights import restore_weights, trained_weights
 from lockstep.parallel.world import World
@@ -29,14 +28,14 @@ from lockstep.run.progress import Console
 from lockstep.run.sinks import open_sinks
 from lockstep.run.summary import before_and_after
 from lockstep.train import checkpoint as checkpoints
-from lockstep.train.answers import Examiner, answers, encode_questions
-from lockstep.train.build import build_critic, build_policy, build_reference
-from lockstep.train.evaluate import answer_metrics, validation_loss
-from lockstep.train.generation import check_engine, make_engine, ready, stop_ids, validation_sampling
+from lockstep.train.answers import Examiner
+from lockstep.train.build import build_critic, build_learner, build_reference
+from lockstep.train.export_run import write_export
 from lockstep.train.optim import LossScale
 from lockstep.train.resume import refuse_changed_data, refuse_changed_recipe
 from lockstep.train.samples import sample_line
 from lockstep.train.setup import Prepared, PreparedOnline
+from lockstep.train.speaker import Speaker
 from lockstep.train.step import Learner
 from lockstep.types import Rollout
 
@@ -119,18 +118,11 @@ class Session:
         self.sinks = (
             open_sinks(list(self.recipe.log.track), folder, self.recipe.log.project, console) if world.main else []
         )
-        self.judge = judge
         self.learner, self.critic, self.reference = self._models()
-        policy = self.learner.module
-        assert isinstance(policy, Policy)
-        self.policy: Policy = policy
-        self.engine = make_engine(self.recipe.rollout, self.policy, device, prepared.tokenizer)
-        self.stop_ids = stop_ids(self.policy, prepared.tokenizer, prepared.end_tokens)
-        self.questions = encode_questions(prepared.tokenizer, prepared.questions, self.recipe.data.system)
+        self.speaker = self._speaker(judge) if self.online or prepared.questions else None
+        self.held_out: Callable[[], dict[str, float]] | None = None
+        """Loss and metrics of the validation rows; set by the loop that has some."""
         self.carried: dict[str, float] = {}
-        if self.online or self.questions:
-            with ready(self.policy, world, self.torch_device):
-                check_engine(self.engine, self.policy, self.torch_device, self.recipe.model.path)
         self.step = self._resume()
         self.saved_at = self.step
         self._show_plan()
@@ -146,13 +138,26 @@ class Session:
     def online(self) -> bool:
         return self.recipe.method in ONLINE
 
-    def decode(self, ids: list[int]) -> str:
-        return self.prepared.tokenizer.decode(ids, skip_special_tokens=True)
+    @property
+    def module(self) -> Policy | ValueModel:
+        """What is trained."""
+        module = self.learner.module
+        assert isinstance(module, Policy | ValueModel)
+        return module
+
+    @property
+    def speaking(self) -> Speaker:
+        assert self.speaker is not None
+        return self.speaker
+
+    def _speaker(self, judge: Examiner) -> Speaker:
+        assert isinstance(self.module, Policy)
+        return Speaker(self.recipe, self.prepared, self.module, self.device, self.torch_device, self.world, judge)
 
     def _models(self) -> tuple[Learner, Learner | None, Policy | None]:
         recipe, where = self.recipe, (self.device, self.world, self.torch_device)
         with self.console.task(f"Loading {recipe.model.path}", None):
-            models = build_policy(recipe, *where), build_critic(recipe, *where), build_reference(recipe, *where)
+            models = build_learner(recipe, *where), build_critic(recipe, *where), build_reference(recipe, *where)
         # Each rank draws its own dropout; nothing else in a step is random.
         self.device.seed(recipe.run.seed + self.world.rank)
         return models
@@ -171,7 +176,7 @@ class Session:
         for change in refuse_changed_recipe(found.state.recipe, resolved(self.recipe)):
             self.console.warn(f"resuming although {change}")
         refuse_changed_data(found.state.data, self.prepared.fingerprints)
-        restore_weights(self.policy.model, found.weights, str(found.path))
+        restore_weights(self.module.stored, found.weights, str(found.path))
         self.learner.optimizer.restore(found.optimizer)
         self.learner.skipped = found.state.skipped
         if self.critic is not None:
@@ -226,6 +231,8 @@ class Session:
             ("run folder", str(self.folder.path)),
         ]
         self.console.banner(f"{self.recipe.method} run {self.recipe.run.name}", rows)
+        for remark in self.prepared.remarks if isinstance(self.prepared, Prepared) else []:
+            self.console.warn(remark)
         for number, what in ((counts.dropped, "dropped"), (counts.truncated, "truncated")):
             if number:
                 self.console.warn(
@@ -249,6 +256,9 @@ class Session:
             metrics |= self.validate(step)
         self._log(step, metrics)
         self.step = step
+        if "val/score_std" in metrics:
+            # What a reward model's scores are normalised by travels with its checkpoints.
+            self.carried |= {"score_mean": metrics["val/score_mean"], "score_std": metrics["val/score_std"]}
         if save:
             self.save(metrics.get("val/loss"))
         if stopping and not last:
@@ -285,33 +295,12 @@ class Session:
             self.console.validation(0, {name: value for name, value in metrics.items() if name.startswith("val/")})
 
     def validate(self, step: int) -> dict[str, float]:
-        prepared, recipe = self.prepared, self.recipe
         metrics: dict[str, float] = {}
-        if isinstance(prepared, Prepared) and prepared.val is not None:
-            metrics["val/loss"] = validation_loss(
-                self.policy,
-                prepared.val.examples,
-                METHODS[recipe.method].loss,
-                self.world,
-                self.torch_device,
-                tokens=recipe.batch.tokens,
-                rows=recipe.batch.rows,
-                pad_id=prepared.pad_id,
-            )
-        if self.questions:
-            sampling = validation_sampling(recipe, self.stop_ids)
-            given = answers(
-                self.policy,
-                self.engine,
-                self.judge,
-                self.questions,
-                recipe.val.n,
-                sampling,
-                self.world,
-                self.torch_device,
-                self.decode,
-            )
-            metrics |= answer_metrics(given, self.judge.answer_of, recipe.val.n)
+        if self.held_out is not None:
+            metrics |= {f"val/{name}": value for name, value in self.held_out().items()}
+        if self.speaker is not None and self.speaker.questions:
+            found, given = self.speaker.examine()
+            metrics |= found
             self.store(step, "val", given[:STORED_ANSWERS])
         return metrics
 
@@ -330,7 +319,7 @@ class Session:
         """A checkpoint of the step just finished."""
         learner = self.learner
         optimizer = learner.optimizer.tensors()
-        tensors = {checkpoints.MODEL: trained_weights(self.policy.model), checkpoints.OPTIMIZER: optimizer}
+        tensors = {checkpoints.MODEL: trained_weights(self.module.stored), checkpoints.OPTIMIZER: optimizer}
         if self.critic is not None:
             tensors[checkpoints.CRITIC] = trained_weights(self.critic.module)
             tensors[checkpoints.CRITIC_OPTIMIZER] = self.critic.optimizer.tensors()
@@ -379,27 +368,29 @@ class Session:
             [
                 *changes,
                 ("run folder", str(self.folder.path)),
-                ("talk to it", f"lockstep generate {self.folder.path} --chat"),
+                next_words(self.recipe.method, self.folder.path),
             ],
         )
 
     def _export(self) -> None:
         found = checkpoints.read(checkpoints.folder_of(self.folder.checkpoints, self.step))
         checkpoints.require_disk(self.folder.path, self.prepared.memory.parameters * 4, "the exported model")
-        export_model(
-            self.recipe.model,
-            found.weights,
-            self.folder.export,
-            where=str(found.path),
-            end_tokens=found.state.end_tokens,
-            replace=True,
-        )
-        self.console.say(f"exported the model to {self.folder.export}")
+        for line in write_export(self.recipe, found, self.folder.export, replace=True):
+            self.console.say(line)
 
     def close(self, *, ok: bool) -> None:
         self.console.end()
         for sink in self.sinks:
             sink.close(ok)
+
+
+def next_words(method: str, path: Path) -> tuple[str, str]:
+    """What one does with the model that came out."""
+    if method == "rm":
+        return "use it", f"reward.model: {path / 'export'}"
+    if method == "prm":
+        return "judge with it", f"lockstep eval {path} STEPS"
+    return "talk to it", f"lockstep generate {path} --chat"
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -12,9 +12,11 @@ from lockstep.data.dataset import Dataset
 from lockstep.data.prompts import PromptSet, load_prompts
 from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
+from lockstep.data.updates import row_size
 from lockstep.device.base import Device
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, shortened
 from lockstep.methods import METHODS
+from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE
@@ -44,7 +46,7 @@ class Checked:
     questions: list[Question]
     memory: MemoryPlan
 
-    def data(self, train: Dataset | PromptSet, val: Dataset | None = None) -> dict[str, Any]:
+    def data(self, train: Dataset[Any] | PromptSet, val: Dataset[Any] | None = None) -> dict[str, Any]:
         """What the rows are and what was kept of them: all that a resume must find unchanged."""
         return {
             "train": train.fingerprints,
@@ -62,12 +64,17 @@ class Checked:
 class Prepared(Checked):
     """An offline run: rows."""
 
-    train: Dataset
-    val: Dataset | None
+    train: Dataset[Any]
+    val: Dataset[Any] | None
     batches: BatchPlan
+    limit: int
+    remarks: list[str]
 
     @property
     def end_tokens(self) -> list[int]:
+        """Tokens that end a response; of a reward model, which generates nothing, those that end a text."""
+        if METHODS[self.recipe.method].model == "value":
+            return sorted({example.ids[-1] for example in self.train.examples})
         return sorted(self.train.end_tokens)
 
     @property
@@ -118,13 +125,40 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     val = None
     if recipe.data.val:
         val = collect(lambda: _read(recipe, recipe.data.val, tokenizer, limit, console, "validation"))
+    if METHODS[recipe.method].model == "value":
+        collect(lambda: refuse_no_classifier(config, recipe.model.path))
+    remarks: list[str] = []
+    for key, rows in (("data.train", train), ("data.val", val)):
+        if rows is not None:
+            problems, said = METHODS[recipe.method].check(recipe, rows, key)
+            collect.problems += [*problems, *oversized(rows, recipe.batch.tokens)]
+            remarks += said
     collect.refuse()
     assert train is not None
     batches = plan_batches(recipe, train, devices)
-    memory = plan_memory(recipe, config, devices, train.counts.longest, recipe.batch.rows_per_update)
+    packed = recipe.batch.tokens is not None
+    most = max(row_size(item, packed=packed) * (1 if packed else len(item.examples)) for item in train.items)
+    memory = plan_memory(recipe, config, devices, most, recipe.batch.rows_per_update)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
-    return Prepared(recipe, tokenizer, config, questions, memory, train, val, batches)
+    return Prepared(recipe, tokenizer, config, questions, memory, train, val, batches, limit, remarks)
+
+
+def oversized(rows: Dataset[Any], tokens: int | None) -> list[Problem]:
+    """Rows whose sequences, which one loss compares, do not fit into a micro-batch together."""
+    if tokens is None:
+        return []
+    sizes = ((item, row_size(item, packed=True)) for item in rows.items if len(item.examples) > 1)
+    problems = [
+        Problem(
+            str(item.origin),
+            f"its {len(item.examples)} sequences have {size} tokens together, over batch.tokens={tokens}",
+            "raise batch.tokens, or lower data.max_tokens and choose data.overlong",
+        )
+        for item, size in sizes
+        if size > tokens
+    ]
+    return shortened(problems, "rows")
 
 
 def prepare_online(
@@ -198,10 +232,10 @@ def row_limit(recipe: Recipe, config: Any) -> int:
 
 def _read(
     recipe: Recipe, sources: list[Source], tokenizer: PreTrainedTokenizerBase, limit: int, console: Console, what: str
-) -> Dataset:
+) -> Dataset[Any]:
     opened = [read_rows(source.path) for source in sources]
     with console.task(f"Encoding {what} rows", sum(len(rows) for rows in opened)) as task:
-        read = METHODS[recipe.method].read
+        read = METHODS[recipe.method].reader(recipe)
         return read(sources, recipe.data, tokenizer, limit, task.advance, opened)
 
 

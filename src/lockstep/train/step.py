@@ -7,9 +7,8 @@ counted over the whole update and all ranks first, so none of those can change a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +17,8 @@ from lockstep.data.batching import to_device
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.train.optim import LossScale, Optimizer
-from lockstep.types import MicroBatch, Origin, Sums
+from lockstep.types import Loss, MicroBatch, Origin, Sums
 
-# What the module gives for a micro-batch, and the micro-batch, to sums.
-Loss = Callable[[Any, MicroBatch], Sums]
 SHOWN_ROWS = 8
 
 

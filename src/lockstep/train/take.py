@@ -70,7 +70,7 @@ def _answer(
     prompts: Sequence[Prompt], first_key: int, session: Session, scorer: Scorer, recipe: Recipe
 ) -> list[Rollout]:
     keys = [first_key + place for place in range(len(prompts))]
-    sampling = training_sampling(recipe, session.stop_ids)
+    sampling = training_sampling(recipe, session.speaking.stop_ids)
     return _generate(prompts, keys, recipe.rollout.n, sampling, session, scorer, recipe)
 
 
@@ -84,10 +84,9 @@ def _generate(
     recipe: Recipe,
 ) -> list[Rollout]:
     """Responses with the score that they are trained on."""
-    with ready(session.policy, session.world, session.torch_device):
-        rollouts = collect(
-            session.engine, scorer, prompts, keys, n, sampling, session.world, session.decode, session.phases
-        )
+    speaker, world = session.speaking, session.world
+    with ready(speaker.policy, world, session.torch_device):
+        rollouts = collect(speaker.engine, scorer, prompts, keys, n, sampling, world, speaker.decode, session.phases)
     settings = recipe.algorithm.overlong
     if not settings.buffer:
         return rollouts
@@ -106,7 +105,7 @@ def _greedy(rollouts: Sequence[Rollout], session: Session, scorer: Scorer, recip
     """The likeliest response to each prompt of the step, at the prompt's place."""
     prompts = {rollout.place: rollout.prompt for rollout in rollouts}
     places = sorted(prompts)
-    sampling = replace(training_sampling(recipe, session.stop_ids), temperature=0.0)
+    sampling = replace(training_sampling(recipe, session.speaking.stop_ids), temperature=0.0)
     greedy = _generate([prompts[place] for place in places], places, 1, sampling, session, scorer, recipe)
     return [replace(rollout, place=places[rollout.place]) for rollout in greedy]
 

@@ -21,8 +21,8 @@ from lockstep.train.annotate import Annotated, Part, Phases
 from lockstep.train.experience import Experience
 from lockstep.train.optim import learning_rate
 from lockstep.train.roles import Roles
-from lockstep.train.step import Loss, Outcome
-from lockstep.types import MicroBatch, Sums
+from lockstep.train.step import Outcome
+from lockstep.types import Loss, MicroBatch, Sums
 
 
 def loss_of(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:

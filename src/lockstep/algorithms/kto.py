@@ -1,0 +1,141 @@
+"""KTO (arXiv 2402.01306): single responses with a verdict, held against a divergence that mismatched pairs estimate.
+
+Shapes: N rows of a micro-batch. A row's log-ratio is log p - log p_ref summed over its response.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.types import Sums
+
+MOST_DESIRABLE = 4 / 3
+"""The paper wants the desirable rows to weigh between 1 and 4/3 of the undesirable ones (its equation 8)."""
+
+
+def kto_loss(
+    logratios_N: torch.Tensor,
+    desirable_N: torch.Tensor,
+    *,
+    kl: float,
+    beta: float,
+    desirable: float,
+    undesirable: float,
+) -> Sums:
+    """desirable (1 - sigmoid(beta (lr - kl))) for the good rows, undesirable (1 - sigmoid(beta (kl - lr))) for others.
+
+    `kl` is `kl_estimate` of the whole update. Metrics are sums over rows: the counts `desirable` and `undesirable`,
+    their rewards beta lr, and `accuracy` where the log-ratio is on the verdict's side of `kl` (on it: 0.5).
+    """
+    above_N = logratios_N - kl
+    toward_N = torch.where(desirable_N, above_N, -above_N)
+    weights_N = torch.full_like(logratios_N, undesirable).masked_fill(desirable_N, desirable)
+    # 1 - sigmoid(x) as sigmoid(-x) keeps its digits for large x.
+    loss_N = weights_N * torch.sigmoid(-beta * toward_N)
+    rewards_N, toward_N = beta * logratios_N.detach(), toward_N.detach()
+    good_N = desirable_N.to(rewards_N.dtype)
+    metrics = {
+        "desirable": good_N.sum(),
+        "undesirable": (1 - good_N).sum(),
+        "reward_desirable": rewards_N[desirable_N].sum(),
+        "reward_undesirable": rewards_N[~desirable_N].sum(),
+        "accuracy": ((toward_N > 0).to(rewards_N.dtype) + 0.5 * (toward_N == 0)).sum(),
+    }
+    return Sums(loss=loss_N.sum(), metrics=metrics)
+
+
+def kl_estimate(logratios: torch.Tensor) -> float:
+    """The mean log-ratio of mismatched pairs, at least 0. No gradient goes through it."""
+    if not len(logratios):
+        raise ValueError("the divergence is a mean over mismatched pairs, and there are none")
+    return max(float(logratios.detach().double().mean()), 0.0)
+
+
+def mismatched(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[int]:
+    """For each row the row whose completion stands in as the mismatched one.
+
+    It is the next row (around the end, never the row itself) with another prompt and another completion; where there
+    is none, the next with another completion. A plain shift by one would take a matched pair for a mismatched one
+    where neighbours share a prompt, and in a batch of one.
+    """
+    prompt, completion = _runs(prompts), _runs(completions)
+    return [_stand_in(row, prompt, completion) for row in range(len(completions))]
+
+
+def recommended_weights(desirable: int, undesirable: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The paper's range for the desirable rows' weight while the other is 1, and for the undesirable rows' likewise."""
+    if not desirable or not undesirable:
+        raise ValueError("weights balance two kinds of rows, and one of them has none")
+    scarce = undesirable / desirable
+    return (scarce, MOST_DESIRABLE * scarce), (1 / (MOST_DESIRABLE * scarce), 1 / scarce)
+
+
+def imbalance_note(desirable: int, undesirable: int, w_d: float, w_u: float) -> str | None:
+    """A sentence on weights that leave one kind of rows too heavy by the paper's rule; None when they do not."""
+    if not desirable or not undesirable:
+        kind = "desirable" if desirable else "undesirable"
+        return f"All {desirable + undesirable:,} rows are {kind}; KTO learns from rows of both kinds."
+    ratio = w_d * desirable / (w_u * undesirable)
+    if 1 - 1e-9 <= ratio <= MOST_DESIRABLE + 1e-9:
+        return None
+    for_desirable, for_undesirable = recommended_weights(desirable, undesirable)
+    raised, fixed, (low, high) = ("desirable", "undesirable", for_desirable)
+    if desirable > undesirable:
+        raised, fixed, (low, high) = ("undesirable", "desirable", for_undesirable)
+    return (
+        f"{desirable:,} desirable and {undesirable:,} undesirable rows weigh {ratio:.3g} to 1 where 1 to 1.33 is "
+        f"recommended: set preference.{fixed} to 1 and preference.{raised} between {_up(max(low, 1))} and "
+        f"{_down(high)}."
+    )
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Rows by what they hold: a number for each, and from each of twice round the rows where its run of equals ends."""
+
+    numbers: list[int]
+    ends: list[int]
+
+
+def _runs(held: Sequence[Sequence[int]]) -> _Runs:
+    known: dict[tuple[int, ...], int] = {}
+    numbers = [known.setdefault(tuple(tokens), len(known)) for tokens in held]
+    twice = numbers + numbers
+    ends = [len(twice)] * len(twice)
+    for place in range(len(twice) - 2, -1, -1):
+        ends[place] = ends[place + 1] if twice[place] == twice[place + 1] else place + 1
+    return _Runs(numbers, ends)
+
+
+def _stand_in(row: int, prompt: _Runs, completion: _Runs) -> int:
+    found = _next_other(row, [prompt, completion])
+    if found is None:
+        found = _next_other(row, [completion])
+    if found is None:
+        raise ValueError(f"row {row} has no mismatched completion: every row of the batch has the same one")
+    return found
+
+
+def _next_other(row: int, differing: Sequence[_Runs]) -> int | None:
+    """The next row that differs in all of these; runs of rows that do not are stepped over at once."""
+    count = len(differing[0].numbers)
+    place = row + 1
+    while place < row + count:
+        ends = [runs.ends[place] for runs in differing if runs.numbers[place % count] == runs.numbers[row]]
+        if not ends:
+            return place % count
+        place = max(ends)
+    return None
+
+
+def _up(weight: float) -> str:
+    """Two digits that are still inside a range that begins here."""
+    return f"{math.ceil(weight * 100 - 1e-6) / 100:g}"
+
+
+def _down(weight: float) -> str:
+    return f"{math.floor(weight * 100 + 1e-6) / 100:g}"

@@ -1,0 +1,157 @@
+"""One prompt and the responses to it, out of the many ways in which rows write them down."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.errors import Refusal
+from lockstep.types import Message, Origin
+
+Turns = str | list[Message]
+"""A text, or the messages of a chat."""
+
+# Where the answer begins in dialogues written as one text (Anthropic's helpful and harmless pairs).
+ANSWER_MARK = "\n\nAssistant:"
+
+
+def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: Origin) -> tuple[Turns, list[Turns]]:
+    """The prompt and each response without it. A prompt of None is what all responses begin with.
+
+    Responses are texts or chats; a chat that does not start with the assistant is a whole one and must begin with
+    the prompt. `names` say which column each response came from.
+    """
+    for name, response in zip(names, responses, strict=True):
+        _refuse_empty(name, response, origin)
+    if len({type(response) for response in responses}) > 1:
+        raise Refusal.at(
+            str(origin), f"{_listed(names)} are partly text and partly chats", "write all of them in one way"
+        )
+    if prompt is None:
+        if all(response == responses[0] for response in responses):
+            raise Refusal.at(str(origin), f"{_listed(names)} are identical", "remove the row")
+        shared = _shared_text if isinstance(responses[0], str) else _shared_turns
+        beginning, rests = shared(responses, names, origin)
+    elif isinstance(responses[0], str):
+        beginning, rests = as_turns(prompt, "the prompt", origin), list(responses)
+    else:
+        beginning, rests = _continued(as_turns(prompt, "the prompt", origin), responses, names, origin)
+    if isinstance(beginning, list) and beginning[-1]["role"] == "assistant":
+        raise Refusal.at(str(origin), "the prompt ends with the assistant, who would answer itself", "mend the prompt")
+    for name, rest in zip(names, rests, strict=True):
+        _refuse_no_answer(name, rest, origin)
+    return beginning, rests
+
+
+def as_turns(value: Any, name: str, origin: Origin) -> Turns:
+    """A text or a list of messages, or a refusal."""
+    if not isinstance(value, str) and not (isinstance(value, list) and all(_is_message(turn) for turn in value)):
+        raise Refusal.at(
+            str(origin), f"{name} is neither text nor a list of {{role, content}} messages", "mend or remove the row"
+        )
+    return value
+
+
+def _is_message(turn: Any) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("role"), str)
+
+
+def _refuse_empty(name: str, response: Any, origin: Origin) -> None:
+    as_turns(response, name, origin)
+    if not response or (isinstance(response, str) and not response.strip()):
+        raise Refusal.at(str(origin), f"{name} is empty", "remove the row or fill it in")
+
+
+def _refuse_no_answer(name: str, rest: Turns, origin: Origin) -> None:
+    if isinstance(rest, str):
+        if not rest.strip():
+            raise Refusal.at(str(origin), f"{name} has no answer after the prompt", "remove the row or fill it in")
+    elif not rest or rest[0]["role"] != "assistant" or rest[-1]["role"] != "assistant":
+        raise Refusal.at(
+            str(origin),
+            f"{name} must go on after the prompt with the assistant and end with it",
+            "mend or remove the row",
+        )
+
+
+def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[str], origin: Origin) -> Any:
+    heads: list[list[Message]] = []
+    rests: list[list[Message]] = []
+    for name, chat in zip(names, chats, strict=True):
+        whole = chat[0]["role"] != "assistant"
+        cut = _end_of_prompt(prompt, chat) if whole else 0
+        if cut is None:
+            raise Refusal.at(
+                str(origin),
+                f"{name} is a whole chat that does not begin with the prompt",
+                "the prompt belongs to another row, or mend the columns' settings (data.prompt_key)",
+            )
+        opening = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        heads.append(chat[:cut] if whole else opening)
+        rests.append(chat[cut:])
+    if any(_said(head) != _said(heads[0]) for head in heads):
+        raise _different_prompts(names, origin)
+    return heads[0], rests
+
+
+def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
+    """How many messages of a whole chat are the prompt. A prompt of text is the last user turn that says it."""
+    if isinstance(prompt, list):
+        return len(prompt) if _said(chat[: len(prompt)]) == _said(prompt) else None
+    turns = [
+        number
+        for number, turn in enumerate(chat, 1)
+        if turn["role"] == "user" and str(turn.get("content")).strip() == prompt.strip()
+    ]
+    return turns[-1] if turns else None
+
+
+def _shared_turns(chats: Sequence[list[Message]], names: Sequence[str], origin: Origin) -> Any:
+    said = [_said(chat) for chat in chats]
+    shortest = min(len(chat) for chat in chats)
+    cut = _common(said)
+    if cut == shortest:
+        short = names[[len(chat) for chat in chats].index(shortest)]
+        raise Refusal.at(
+            str(origin), f"{short} is only the beginning of the others, so it has no answer", "mend or remove the row"
+        )
+    if not cut or any(chat[cut]["role"] != "assistant" for chat in chats):
+        raise _different_prompts(names, origin)
+    return chats[0][:cut], [chat[cut:] for chat in chats]
+
+
+def _shared_text(texts: Sequence[str], names: Sequence[str], origin: Origin) -> Any:
+    common = texts[0][: _common(texts)]
+    if ANSWER_MARK in common:
+        cut = common.rindex(ANSWER_MARK) + len(ANSWER_MARK)
+    else:
+        cut = next((i for i in range(len(common), 0, -1) if common[i - 1].isspace()), 0)
+    rests = [text[cut:] for text in texts]
+    # A further answer behind the cut: the dialogues part before their last answer.
+    if not common[:cut].strip() or any(ANSWER_MARK in rest for rest in rests):
+        raise _different_prompts(names, origin)
+    return common[:cut], rests
+
+
+def _common(sequences: Sequence[Any]) -> int:
+    """How long the beginning is that all share."""
+    first, shortest = sequences[0], min(map(len, sequences))
+    return bisect_left(range(1, shortest + 1), True, key=lambda n: any(s[:n] != first[:n] for s in sequences))
+
+
+def _said(chat: Sequence[Message]) -> list[Message]:
+    """The messages without what is null: columns of a table give every message the keys of all."""
+    return [{key: value for key, value in turn.items() if value is not None} for turn in chat]
+
+
+def _different_prompts(names: Sequence[str], origin: Origin) -> Refusal:
+    return Refusal.at(
+        str(origin),
+        f"{_listed(names)} answer different prompts: they have no common beginning before their answers",
+        "pair responses to one prompt, or name its column with data.prompt_key",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]

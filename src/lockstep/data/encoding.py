@@ -1,0 +1,115 @@
+"""Texts and chats as tokens: what every reader of rows shares, whatever it trains."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.data.chat import check_messages, encode_spans, render_chat, special_ids
+from lockstep.data.fields import lookup
+from lockstep.errors import Refusal
+from lockstep.recipe.schema import Data
+from lockstep.types import Example, Message, Origin, Row
+
+
+class Encoding:
+    """One tokenizer with the settings of `data`. Without `learned` nothing need end in an end token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data, *, learned: bool = True):
+        self.tokenizer = tokenizer
+        self.system = data.system
+        self.templated = data.template == "auto" and bool(tokenizer.chat_template)
+        self.require_end = data.require_end and learned
+        self.special = special_ids(tokenizer)
+        # What the tokenizer itself puts before plain text: a BOS token, or nothing.
+        self.opening: list[int] = list(tokenizer("")["input_ids"])
+        if data.system and not self.templated:
+            raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of the text alone."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def chat(self, messages: list[Message], origin: Origin) -> tuple[Example, bool]:
+        """A chat whose every assistant turn is trained, and whether it was split at a turn's border."""
+        check_messages(messages, origin)
+        self.need_template(origin)
+        spans = render_chat(self.tokenizer, self.with_system(messages), origin)
+        return encode_spans(self.tokenizer, spans, origin)
+
+    def joined(self, prompt: str, response: str, origin: Origin) -> Example:
+        """Prompt and response as they are, tokenised apart; the response and the end token are trained."""
+        before = self.opening + self.ids(prompt)
+        after = self.ids(response) + self.end(origin)
+        return Example(array("q", before + after), bytes([0] * len(before) + [1] * len(after)), origin)
+
+    def text(self, text: str, origin: Origin) -> Example:
+        """Plain text, all of it trained."""
+        after = self.ids(text) + self.end(origin)
+        trained = bytes([0] * len(self.opening) + [1] * len(after))
+        return Example(array("q", self.opening + after), trained, origin)
+
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        if self.system and messages[0]["role"] != "system":
+            return [{"role": "system", "content": self.system}, *messages]
+        return messages
+
+    def need_template(self, origin: Origin) -> None:
+        if not self.tokenizer.chat_template:
+            raise Refusal.at(
+                str(origin),
+                "the row holds a chat, but the tokenizer has no chat template",
+                "use a model whose tokenizer has one, or rows of plain text",
+            )
+
+    def end(self, origin: Origin) -> list[int]:
+        if self.tokenizer.eos_token_id is not None:
+            return [self.tokenizer.eos_token_id]
+        if self.require_end:
+            raise Refusal.at(
+                str(origin), "the tokenizer has no eos token to train as the end", "set data.require_end=false"
+            )
+        return []
+
+    def checked(self, example: Example) -> Example:
+        """The example, unless it opens twice, trains nothing or does not learn to stop."""
+        self.refuse_two_openings(example)
+        if not example.targets:
+            raise Refusal.at(str(example.origin), "no token of the row is trained")
+        last = last_trained(example)
+        if self.require_end and last not in self.special:
+            token = self.tokenizer.decode([last])
+            raise Refusal.at(
+                str(example.origin),
+                f"the last trained token is {token!r}, not an end token: the model would not learn to stop",
+                "use a chat template that ends assistant turns with the end token, or set data.require_end=false",
+            )
+        return example
+
+    def refuse_two_openings(self, example: Example) -> None:
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and list(example.ids[:2]) == [bos, bos]:
+            raise Refusal.at(
+                str(example.origin),
+                f"starts with two {self.tokenizer.bos_token!r} tokens",
+                "the rows or the template already carry the BOS token; remove it from the rows",
+            )
+
+
+def last_trained(example: Example) -> int:
+    """The token that ends the row's training; generation must stop at it."""
+    return example.ids[max(i for i, trained in enumerate(example.trained) if trained)]
+
+
+def as_chat(prompt: Any) -> list[Any]:
+    return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+
+
+def filled(row: Row, key: str, origin: Origin) -> Any:
+    """The value at `key`, which must hold something."""
+    value = lookup(row, key, origin)
+    if value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
+        raise Refusal.at(str(origin), f"{key} is empty", "remove the row or fill it in")
+    return value

@@ -1,0 +1,148 @@
+"""Rows of single responses with a verdict, good or bad; pairs are taken as one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.data.columns import CHATS, PROMPTS, column, setting, unknown_columns
+from lockstep.data.completions import ResponseEncoder, fit_responses, refuse_equal
+from lockstep.data.dataset import Dataset, Kept, gather
+from lockstep.data.dialogue import as_turns, divide
+from lockstep.data.encoding import Encoding, filled, last_trained
+from lockstep.data.fields import lookup
+from lockstep.data.preferences import RankingColumns, find_pair_columns, pair_names, responses_of
+from lockstep.data.read import RowSet
+from lockstep.errors import Refusal
+from lockstep.recipe.schema import Data, Source
+from lockstep.types import Example, Judged, Origin, Row
+
+RESPONSES = ("completion", "response", "output")
+# Every spelling that says clearly good or bad; 1 == 1.0 == True, so these cover the booleans too.
+VERDICTS: dict[Any, bool] = {1: True, 0: False, -1: False}
+SPELLED = {"true": True, "false": False, "1": True, "+1": True, "0": False, "-1": False}
+
+
+def load_judged(
+    sources: Sequence[Source],
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    advance: Callable[[int], None] = lambda rows: None,
+    opened: Sequence[RowSet] | None = None,
+) -> Dataset[Judged]:
+    """Rows of responses with a verdict each."""
+
+    def reader(source: Source, rows: RowSet) -> JudgedRows:
+        return JudgedRows(tokenizer, find_judged_columns(source, data, list(rows.columns)), data, limit)
+
+    return gather(sources, limit, advance, opened, reader)
+
+
+@dataclass(frozen=True)
+class JudgedColumns:
+    """A prompt with its response, or a chat that ends with it; beside it the verdict."""
+
+    label: str
+    prompt: str = ""
+    response: str = ""
+    messages: str = ""
+
+
+def find_judged_columns(source: Source, data: Data, available: Sequence[str]) -> JudgedColumns | RankingColumns:
+    """What the settings name, then responses with a label, chats with a label, pairs."""
+    label = column(source, data, "label_key", ("label",), available)
+    pair = find_pair_columns(source, data, available)
+    if pair and (not label or setting(source, data, "chosen_key")):
+        return pair
+    prompt = column(source, data, "prompt_key", PROMPTS, available)
+    response = column(source, data, "response_key", RESPONSES, available)
+    messages = column(source, data, "messages_key", CHATS, available)
+    wants_chat = bool(setting(source, data, "messages_key")) and not setting(source, data, "response_key")
+    if label and prompt and response and not wants_chat:
+        return JudgedColumns(label, prompt=prompt, response=response)
+    if label and messages:
+        return JudgedColumns(label, messages=messages)
+    if pair:
+        return pair
+    raise unknown_columns(
+        source, "the judged responses", available, "set data.prompt_key, data.response_key and data.label_key"
+    )
+
+
+class JudgedRows:
+    """The rows of one source as judged responses, with a count of the verdicts."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, columns: JudgedColumns | RankingColumns, data: Data, limit: int
+    ):
+        self.columns, self.limit, self.overlong = columns, limit, data.overlong
+        self.encode = ResponseEncoder(Encoding(tokenizer, data))
+        self.desirable = self.undesirable = 0
+
+    @property
+    def split_rows(self) -> int:
+        return self.encode.split_rows
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Judged] | None]:
+        columns = self.columns
+        if isinstance(columns, RankingColumns):
+            names, responses = responses_of(row, columns, origin)
+            prompt = filled(row, columns.prompt, origin) if columns.prompt else None
+            examples = self.encode(*divide(prompt, responses, names, origin), origin)
+            refuse_equal(examples, names)
+            verdicts = [True, False]
+        else:
+            names, verdicts = [columns.response or columns.messages], [verdict(row, columns.label, origin)]
+            prompt, response = _answered(row, columns, origin)
+            examples = self.encode(*divide(prompt, [response], names, origin), origin)
+        kept = [self._kept(*parts) for parts in zip(examples, names, verdicts, strict=True)]
+        self.desirable += sum(entry is not None and entry.item.desirable for entry in kept)
+        self.undesirable += sum(entry is not None and not entry.item.desirable for entry in kept)
+        return kept
+
+    def _kept(self, whole: Example, name: str, desirable: bool) -> Kept[Judged] | None:
+        fitted = fit_responses([whole], [name], self.limit, self.overlong)
+        if fitted is None:
+            return None
+        return Kept(Judged(fitted[0], desirable), len(fitted[0]) < len(whole), (last_trained(whole),))
+
+    def found(self) -> str:
+        columns = self.columns
+        verdicts = f"{self.desirable:,} desirable, {self.undesirable:,} undesirable"
+        if isinstance(columns, RankingColumns):
+            prompt = columns.prompt or "the prompt is what the responses begin with"
+            return f"pairs ({prompt}, {pair_names(columns)}), each split into a good and a bad response: {verdicts}"
+        parts = columns.messages or f"{columns.prompt}, {columns.response}"
+        return f"judged responses ({parts}; verdict from {columns.label}): {verdicts}"
+
+
+def verdict(row: Row, key: str, origin: Origin) -> bool:
+    """Whether the row's label calls the response desirable."""
+    label = lookup(row, key, origin)
+    if isinstance(label, str):
+        found = SPELLED.get(label.strip().lower())
+    else:
+        found = VERDICTS.get(label) if isinstance(label, bool | int | float) else None
+    if found is None:
+        raise Refusal.at(
+            str(origin), f"{key} is {label!r}, which is no verdict", "write true or false, 1 or 0, or 1 or -1"
+        )
+    return found
+
+
+def _answered(row: Row, columns: JudgedColumns, origin: Origin) -> tuple[Any, Any]:
+    """The prompt, and the response to it: a column, or the last turn of the chat."""
+    if not columns.messages:
+        return filled(row, columns.prompt, origin), lookup(row, columns.response, origin)
+    chat = as_turns(filled(row, columns.messages, origin), columns.messages, origin)
+    if isinstance(chat, str) or len(chat) < 2 or chat[-1]["role"] != "assistant":
+        raise Refusal.at(
+            str(origin),
+            f"{columns.messages} must be a chat of a prompt and the assistant's turn that is judged",
+            "mend or remove the row",
+        )
+    return chat[:-1], chat[-1:]

@@ -1,0 +1,249 @@
+"""Scored responses as training rows: the best of each question, best against worst, or good and bad ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.data.prepare.scored import CUT, EMPTY, NO_SCORE, Group, Response, read_scored
+from lockstep.data.prepare.write import write_parquet
+from lockstep.errors import Problem, Refusal
+from lockstep.types import Message, Row
+
+KINDS = ("pairs", "sft", "kto")
+TIES = ("first", "shortest")
+# Rewards of rules are 0 or 1; half-way between them a response counts as good.
+THRESHOLD = 0.5
+
+EQUAL = "all rewards equal"
+NOTHING = "no response that can be used"
+TOO_FEW = "fewer than two different responses"
+BELOW = "best reward below --min-reward"
+CLOSE = "margin below --min-margin"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is taken of a question. `threshold` None is the mean of the question's rewards."""
+
+    kind: str = "pairs"
+    per_prompt: int = 1
+    min_margin: float = 0.0
+    min_reward: float = -math.inf
+    threshold: float | None = THRESHOLD
+    length_tie: str = "first"
+    keep_cut: bool = False
+
+
+def choice_of(
+    kind: str,
+    per_prompt: int | None = None,
+    min_margin: float | None = None,
+    min_reward: float | None = None,
+    threshold: str | None = None,
+    length_tie: str | None = None,
+    keep_cut: bool = False,
+) -> Choice:
+    """The options of the command, those of another kind refused: none is passed over in silence."""
+    if kind not in KINDS:
+        raise Refusal.at("--kind", f"{kind!r} is not one of {', '.join(KINDS)}")
+    if length_tie not in (None, *TIES):
+        raise Refusal.at("--length-tie", f"{length_tie!r} is not one of {', '.join(TIES)}")
+    given = {
+        "--per-prompt": (per_prompt, ("pairs", "sft")),
+        "--min-margin": (min_margin, ("pairs",)),
+        "--min-reward": (min_reward, ("pairs", "sft")),
+        "--threshold": (threshold, ("kto",)),
+        "--length-tie": (length_tie, ("pairs", "sft")),
+    }
+    problems = [
+        Problem(option, f"has no meaning for --kind {kind}", f"remove it; it is for {' and '.join(kinds)}")
+        for option, (value, kinds) in given.items()
+        if value is not None and kind not in kinds
+    ]
+    if problems:
+        raise Refusal(problems)
+    return Choice(
+        kind,
+        per_prompt or 1,
+        min_margin or 0.0,
+        -math.inf if min_reward is None else min_reward,
+        THRESHOLD if threshold is None else _threshold(threshold),
+        length_tie or "first",
+        keep_cut,
+    )
+
+
+def _threshold(words: str) -> float | None:
+    if words == "mean":
+        return None
+    try:
+        value = float(words)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise Refusal.at("--threshold", f"{words!r} is not a number", "give a number, or mean")
+    return value
+
+
+@dataclass
+class Counts:
+    """What became of the questions and responses: `left_out` counts questions, `unused` responses, by reason."""
+
+    questions: int = 0
+    responses: int = 0
+    used: int = 0
+    ties: int = 0
+    rows: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
+
+    def table(self) -> list[tuple[str, str]]:
+        lines = [("questions", self.questions), ("  used", self.used)]
+        lines += [(f"  left out: {reason}", count) for reason, count in self.left_out.items()]
+        if EQUAL not in self.left_out:
+            lines.append(("  with all rewards equal", self.ties))
+        lines.append(("responses", self.responses))
+        lines += [(f"  left out: {reason}", count) for reason, count in self.unused.items()]
+        return [(name, f"{count:,}") for name, count in [*lines, ("rows written", self.rows)]]
+
+
+def write_pairs(samples: str, out: Path, choice: Choice) -> Counts:
+    """Read the responses behind `samples`, write the rows chosen to `out` (.parquet or .jsonl), count both."""
+    if out.suffix not in (".parquet", ".jsonl"):
+        raise Refusal.at(str(out), "does not say which format to write", "end it in .parquet or .jsonl")
+    if out.exists():
+        raise Refusal.at(str(out), "exists already", "choose another name, or remove it")
+    scored = read_scored(samples, keep_cut=choice.keep_cut)
+    counts = Counts(len(scored.groups), scored.responses, unused=scored.unused)
+    rows = list(chosen_rows(scored.groups, choice, counts))
+    if not rows:
+        raise Refusal.at(samples, f"gives no row of kind {choice.kind}: {_why_none(counts)}", _remedy(counts))
+    if out.suffix == ".parquet":
+        write_parquet(out, rows)
+    else:
+        _write_jsonl(out, rows)
+    return counts
+
+
+def chosen_rows(groups: Sequence[Group], choice: Choice, counts: Counts) -> Iterator[Row]:
+    """The rows of every question in order; `counts` learns what was taken and what was not."""
+    make: Callable[[Group, Choice], list[Row] | str] = {"pairs": _pairs, "sft": _best, "kto": _verdicts}[choice.kind]
+    for group in groups:
+        made = make(group, choice)
+        counts.ties += group.tied
+        if isinstance(made, str):
+            counts.left_out[made] += 1
+            continue
+        counts.used += 1
+        counts.rows += len(made)
+        yield from made
+
+
+def _best(group: Group, choice: Choice) -> list[Row] | str:
+    """The best different responses that reach the least reward; why there is none otherwise."""
+    ranked = _distinct(_ranked(group.responses, choice.length_tie, best_first=True))
+    if not ranked:
+        return NOTHING
+    good = [response for response in ranked if response.reward >= choice.min_reward][: choice.per_prompt]
+    return [{"messages": [*group.prompt, *_turn(r)], "reward": r.reward} for r in good] or BELOW
+
+
+def _pairs(group: Group, choice: Choice) -> list[Row] | str:
+    """Best against worst, then the next of either end; no text stands in two places. Otherwise why there is none."""
+    if group.tied:
+        return EQUAL
+    best = _ranked(group.responses, choice.length_tie, best_first=True)
+    worst = _ranked(group.responses, choice.length_tie, best_first=False)
+    if best and best[0].reward < choice.min_reward:
+        return BELOW
+    taken: set[str] = set()
+    made: list[Row] = []
+    while len(made) < choice.per_prompt:
+        chosen = next((r for r in best if r.text not in taken), None)
+        if chosen is None:
+            return made or TOO_FEW
+        taken.add(chosen.text)
+        rejected = next((r for r in worst if r.text not in taken), None)
+        if rejected is None:
+            return made or TOO_FEW
+        taken.add(rejected.text)
+        margin = chosen.reward - rejected.reward
+        if margin <= 0 or margin < choice.min_margin or chosen.reward < choice.min_reward:
+            return made or CLOSE
+        made.append(
+            {
+                "prompt": group.prompt,
+                "chosen": _turn(chosen),
+                "rejected": _turn(rejected),
+                "margin": margin,
+                "score_chosen": chosen.reward,
+                "score_rejected": rejected.reward,
+            }
+        )
+    return made
+
+
+def _verdicts(group: Group, choice: Choice) -> list[Row] | str:
+    """Each different response with a label: whether its reward reaches the threshold, or the question's mean."""
+    if not group.responses:
+        return NOTHING
+    threshold = choice.threshold
+    if threshold is None:
+        if len({response.reward for response in group.responses}) == 1:
+            return EQUAL
+        threshold = math.fsum(response.reward for response in group.responses) / len(group.responses)
+    return [
+        {"prompt": group.prompt, "completion": _turn(r), "label": r.reward >= threshold, "reward": r.reward}
+        for r in _distinct(group.responses)
+    ]
+
+
+def _ranked(responses: Sequence[Response], tie: str, *, best_first: bool) -> list[Response]:
+    sign = -1 if best_first else 1
+    return sorted(responses, key=lambda r: (sign * r.reward, r.tokens if tie == "shortest" else 0))
+
+
+def _distinct(responses: Sequence[Response]) -> list[Response]:
+    """The first of each text."""
+    kept: dict[str, Response] = {}
+    for response in responses:
+        kept.setdefault(response.text, response)
+    return list(kept.values())
+
+
+def _turn(response: Response) -> list[Message]:
+    return [{"role": "assistant", "content": response.text}]
+
+
+def _why_none(counts: Counts) -> str:
+    questions = [f"{count:,} questions: {reason}" for reason, count in counts.left_out.items()]
+    return "; ".join([*questions, *(f"{count:,} responses {reason}" for reason, count in counts.unused.items())])
+
+
+def _remedy(counts: Counts) -> str:
+    """For the reason that cost most questions; where responses were already missing, for the reason of that."""
+    reason = counts.left_out.most_common(1)[0][0]
+    if reason in (NOTHING, TOO_FEW) and counts.unused:
+        reason = counts.unused.most_common(1)[0][0]
+    return {
+        EQUAL: "sample more responses (--n), at a higher temperature, or easier or harder questions",
+        TOO_FEW: "sample more responses (--n), or at a higher temperature",
+        BELOW: "lower --min-reward, or sample more responses (--n)",
+        CLOSE: "lower --min-margin, or sample more responses (--n)",
+        NO_SCORE: "mend the reward and sample again; the column `failure` says what went wrong",
+        CUT: "raise --max-new-tokens of `lockstep sample`, or use them too with --keep-cut",
+        EMPTY: "sample from a model that answers",
+    }[reason]
+
+
+def _write_jsonl(out: Path, rows: Sequence[dict[str, Any]]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".writing-{out.name}")
+    aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    aside.replace(out)

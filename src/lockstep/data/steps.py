@@ -1,0 +1,194 @@
+"""Rows of solutions whose every step is judged: a placeholder stands after each step, where the judgement is read.
+
+A row is a text that holds the placeholders, or a prompt with a list of steps. The latter is written as the steps in
+lines of their own, the placeholder at the end of each: `step 1<placeholder>\\nstep 2<placeholder>`. They are the
+assistant's turn after the prompt as the user's, or without a chat template a line each after the prompt.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.data.chat import check_messages, render_prompt
+from lockstep.data.columns import column, prompt_column, setting, unknown_columns
+from lockstep.data.dataset import Dataset, Kept, gather
+from lockstep.data.dialogue import as_turns
+from lockstep.data.encoding import Encoding, as_chat, filled
+from lockstep.data.marks import Marks, parse_labels
+from lockstep.data.read import RowSet
+from lockstep.errors import Refusal
+from lockstep.recipe.schema import Data, Source
+from lockstep.types import Message, Origin, Probe, Row, Steps
+
+LABELS = ("label", "labels", "value", "values")
+TEXTS = ("input", "text", "prompt")
+
+
+def load_steps(
+    sources: Sequence[Source],
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    advance: Callable[[int], None] = lambda rows: None,
+    opened: Sequence[RowSet] | None = None,
+    *,
+    placeholder: str,
+    tokens: Sequence[str],
+) -> Dataset[Steps]:
+    """Rows of judged steps. Of `tokens`, the words that judge a step, the first is the good one."""
+    marks = Marks.of(tokenizer, placeholder, tokens)
+
+    def reader(source: Source, rows: RowSet) -> StepRows:
+        columns = find_step_columns(source, data, list(rows.columns))
+        return StepRows(tokenizer, columns, data, limit, marks)
+
+    return gather(sources, limit, advance, opened, reader)
+
+
+@dataclass(frozen=True)
+class StepColumns:
+    """A text with placeholders, or a prompt with its steps; beside it the verdicts."""
+
+    label: str
+    text: str = ""
+    prompt: str = ""
+    steps: str = ""
+
+
+def find_step_columns(source: Source, data: Data, available: Sequence[str]) -> StepColumns:
+    """A list of steps where there is one (`steps_key`, `completions`), else a text with placeholders."""
+    label = column(source, data, "label_key", LABELS, available)
+    steps = column(source, data, "steps_key", ("completions",), available)
+    prompt = prompt_column(source, data, available)
+    wants_text = bool(setting(source, data, "text_key")) and not setting(source, data, "steps_key")
+    if label and steps and prompt and not wants_text:
+        return StepColumns(label, prompt=prompt, steps=steps)
+    given = setting(source, data, "text_key") or setting(source, data, "prompt_key")
+    text = given or next((name for name in TEXTS if name in available), "")
+    if label and text:
+        return StepColumns(label, text=text)
+    raise unknown_columns(
+        source,
+        "the judged steps",
+        available,
+        "set data.label_key, and data.text_key or data.prompt_key and data.steps_key",
+    )
+
+
+class StepRows:
+    """The rows of one source as judged steps."""
+
+    split_rows = 0
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: StepColumns, data: Data, limit: int, marks: Marks):
+        self.columns, self.limit, self.overlong, self.marks = columns, limit, data.overlong, marks
+        self.encoding = Encoding(tokenizer, data, learned=False)
+        if data.system and columns.text:
+            raise Refusal.at("data.system", "rows of text with placeholders have no place for it", "remove it")
+        # Tokenizers that mark a word's beginning know the placeholder as a word, and need the space before it.
+        sticks = self.encoding.ids("x" + marks.placeholder)[-1] != marks.place
+        self.before_placeholder = " " if sticks else ""
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Steps] | None]:
+        labels = parse_labels(filled(row, self.columns.label, origin), self.columns.label, self.marks, origin)
+        if self.columns.steps:
+            text, ids = self._from_steps(row, len(labels), origin)
+        else:
+            text, ids = self._from_text(filled(row, self.columns.text, origin), origin)
+        places = [i for i, token in enumerate(ids) if token == self.marks.place]
+        self._refuse_mismatch(text, len(places), len(labels), origin)
+        probe = Probe(array("q", ids), bytes(len(ids)), origin, places=tuple(places), words=self.marks.words)
+        self.encoding.refuse_two_openings(probe)
+        whole = Steps(probe, tuple(labels))
+        fitted = fit_steps(whole, self.limit, self.overlong)
+        return [None] if fitted is None else [Kept(fitted, fitted is not whole)]
+
+    def found(self) -> str:
+        columns = self.columns
+        parts = columns.text or f"{columns.prompt}, {columns.steps}"
+        kind = "texts with a placeholder after each step" if columns.text else "prompts with a list of steps"
+        return f"{kind} ({parts}; verdicts from {columns.label})"
+
+    def _from_text(self, value: Any, origin: Origin) -> tuple[str, list[int]]:
+        turns = as_turns(value, self.columns.text, origin)
+        if isinstance(turns, list):
+            return self._chat(turns, origin)
+        return turns, self.encoding.opening + self.encoding.ids(turns)
+
+    def _from_steps(self, row: Row, labels: int, origin: Origin) -> tuple[str, list[int]]:
+        steps = filled(row, self.columns.steps, origin)
+        if not isinstance(steps, list) or not all(isinstance(step, str) and step.strip() for step in steps):
+            raise Refusal.at(
+                str(origin), f"{self.columns.steps} must be a list of texts, none empty", "mend or remove the row"
+            )
+        if len(steps) != labels:
+            raise Refusal.at(str(origin), f"has {len(steps)} steps and {labels} labels", "give each step its label")
+        prompt = as_turns(filled(row, self.columns.prompt, origin), self.columns.prompt, origin)
+        answer = "\n".join(step + self.before_placeholder + self.marks.placeholder for step in steps)
+        if self.encoding.templated or isinstance(prompt, list):
+            return self._chat([*as_chat(prompt), {"role": "assistant", "content": answer}], origin)
+        text = f"{prompt}\n{answer}"
+        return text, self.encoding.opening + self.encoding.ids(text)
+
+    def _chat(self, messages: list[Message], origin: Origin) -> tuple[str, list[int]]:
+        check_messages(messages, origin)
+        self.encoding.need_template(origin)
+        messages = self.encoding.with_system(messages)
+        text = render_prompt(self.encoding.tokenizer, messages, origin, open_turn=False)
+        return text, self.encoding.ids(text)
+
+    def _refuse_mismatch(self, text: str, found: int, labels: int, origin: Origin) -> None:
+        placeholder = self.marks.placeholder
+        held = text.count(placeholder)
+        if not held:
+            raise Refusal.at(
+                str(origin),
+                f"the text holds no placeholder {placeholder!r}",
+                "set prm.placeholder to what the rows use",
+            )
+        if held != found:
+            raise Refusal.at(
+                str(origin),
+                f"the text holds the placeholder {placeholder!r} {held} times, but its token {found} times: it merges "
+                "with its neighbours",
+                "put a space or a line break around it, or add it to the tokenizer as a token of its own",
+            )
+        if held != labels:
+            raise Refusal.at(
+                str(origin),
+                f"has {held} placeholders {placeholder!r} and {labels} labels",
+                "give each placeholder its label",
+            )
+
+
+def fit_steps(item: Steps, limit: int, overlong: str) -> Steps | None:
+    """The item within `limit` tokens by the policy `overlong`, with the steps that remain; None when it is dropped."""
+    example = item.example
+    excess = len(example) - limit
+    if excess <= 0:
+        return item
+    if overlong == "drop":
+        return None
+    if overlong == "error":
+        raise Refusal.at(
+            str(item.origin),
+            f"has {len(example)} tokens, over data.max_tokens={limit}",
+            "raise data.max_tokens, or set data.overlong to drop, truncate_left or truncate_right",
+        )
+    first = excess if overlong == "truncate_left" else 0
+    kept = [i for i, place in enumerate(example.places) if first <= place < first + limit]
+    if not kept:
+        raise Refusal.at(
+            str(item.origin),
+            f"{overlong} to {limit} tokens leaves no placeholder",
+            "raise data.max_tokens or drop the row",
+        )
+    places = tuple(example.places[i] - first for i in kept)
+    ids = example.ids[first : first + limit]
+    short = Probe(ids, bytes(len(ids)), item.origin, places=places, words=example.words)
+    return Steps(short, tuple(item.labels[i] for i in kept))

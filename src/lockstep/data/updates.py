@@ -1,0 +1,89 @@
+"""The rows of one optimizer step: all of them in order, and this rank's share in micro-batches.
+
+Shapes: S sequences of all rows, row after row; K targets of all sequences, sequence after sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Generic, TypeVar
+
+import torch
+
+from lockstep.data.batching import line_tokens, micro_batch, plan_micro_batches, shared_beginnings, target_starts
+from lockstep.parallel.world import World
+from lockstep.types import Example, Item, MicroBatch
+
+T = TypeVar("T", bound=Item)
+
+
+@dataclass(frozen=True)
+class Update(Generic[T]):
+    """Every rank holds all rows, so what is counted over them is global by itself; only `batches` are its own."""
+
+    items: Sequence[T]
+    examples: Sequence[Example]
+    batches: list[MicroBatch]
+
+    @property
+    def targets(self) -> int:
+        return len(self.sequence_K)
+
+    @cached_property
+    def lengths_S(self) -> torch.Tensor:
+        """Targets of each sequence."""
+        return torch.tensor([example.targets for example in self.examples])
+
+    @cached_property
+    def sequence_K(self) -> torch.Tensor:
+        return torch.repeat_interleave(torch.arange(len(self.examples)), self.lengths_S)
+
+    @cached_property
+    def item_S(self) -> torch.Tensor:
+        """The row of each sequence."""
+        counts = torch.tensor([len(item.examples) for item in self.items])
+        return torch.repeat_interleave(torch.arange(len(self.items)), counts)
+
+    def sequences_of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sequences of a micro-batch, and which of them (0, 1, ...) each of its targets belongs to."""
+        return torch.unique_consecutive(self.sequence_K[batch.index_K], return_inverse=True)
+
+
+def arrange(items: Sequence[T], world: World, *, tokens: int | None, rows: int | None, pad_id: int) -> Update[T]:
+    """Pack or pad some rows. The sequences of a row stay in one micro-batch, and share their beginning when packed."""
+    packed = tokens is not None
+    plan = plan_micro_batches(
+        [row_size(item, packed=packed) for item in items], devices=world.size, tokens=tokens, rows=rows
+    )
+    examples = [example for item in items for example in item.examples]
+    firsts = [0, *accumulate(len(item.examples) for item in items)]
+    starts = target_starts(examples)
+    batches = []
+    for members in plan[world.rank]:
+        numbers = [number for i in members for number in range(firsts[i], firsts[i + 1])]
+        shares = [share for i in members for share in shared_beginnings(items[i].examples)]
+        batches.append(
+            micro_batch(
+                [examples[number] for number in numbers],
+                packed=packed,
+                pad_id=pad_id,
+                starts=[starts[number] for number in numbers],
+                shares=shares,
+            )
+        )
+    return Update(items, examples, batches)
+
+
+def row_size(item: Item, *, packed: bool) -> int:
+    """What a row takes of a micro-batch: tokens on the line, or the width of its longest sequence when padded."""
+    return line_tokens(item) if packed else max(len(example) for example in item.examples)
+
+
+def even_groups(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Runs of at most `size`, of like size: no group is left with a single row while another is full."""
+    count = max(1, -(-len(items) // size))
+    bounds = [len(items) * number // count for number in range(count + 1)]
+    return (items[first:last] for first, last in pairwise(bounds))

@@ -1,0 +1,124 @@
+"""How far a student's distribution over each token is from its teacher's, never holding all logits of either.
+
+Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary, k likeliest words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.algorithms.distill import divergence, folded
+from lockstep.kernels.logprob import CHUNK_BYTES, Scores
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A teacher at hand: its states, and the head that makes distributions of them."""
+
+    hidden_KH: torch.Tensor
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """A teacher on disk: its likeliest words of each token at the temperature of the comparison, with their
+    log-probabilities and, as one more, that of all the other words together."""
+
+    ids_Kk: torch.Tensor
+    logprobs_Kk1: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Which divergence, of distributions at which temperature; `mix` is the teacher's share in `jsd`."""
+
+    kind: str
+    mix: float = 0.5
+    temperature: float = 1.0
+
+
+def compared_scores(
+    hidden_KH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_K: torch.Tensor,
+    taught: Whole | Likeliest,
+    comparison: Comparison,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Scores:
+    """Log-probabilities of the targets and divergences from the teacher, in fp32, in chunks of positions.
+
+    A divergence is multiplied by the squared temperature, so that its gradient keeps its size (Hinton et al. 2015,
+    arXiv 1503.02531). The backward pass computes each chunk's logits again.
+    """
+    positions = max(1, chunk_bytes // (4 * weight_VH.shape[0]))
+    parts = [slice(start, start + positions) for start in range(0, max(1, len(targets_K)), positions)]
+    found = [
+        checkpoint(
+            _chunk,
+            hidden_KH[part],
+            weight_VH,
+            bias_V,
+            targets_K[part],
+            _part_of(taught, part),
+            comparison,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for part in parts
+    ]
+    logprobs, apart = (torch.cat(vectors) for vectors in zip(*found, strict=True))
+    return Scores(logprobs, None, apart)
+
+
+def likeliest(whole: Whole, k: int, temperature: float, *, chunk_bytes: int = CHUNK_BYTES) -> Likeliest:
+    """The teacher's `k` likeliest words of each token."""
+    positions = max(1, chunk_bytes // (4 * whole.weight_VH.shape[0]))
+    ids, logprobs = [], []
+    for start in range(0, max(1, len(whole.hidden_KH)), positions):
+        every = _teacher(_part(whole, slice(start, start + positions)), temperature)
+        ids.append(every.topk(k, dim=-1).indices)
+        logprobs.append(folded(every, ids[-1]))
+    return Likeliest(torch.cat(ids), torch.cat(logprobs))
+
+
+def _chunk(
+    hidden_RH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_R: torch.Tensor,
+    taught: Whole | Likeliest,
+    comparison: Comparison,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    temperature = comparison.temperature
+    logits = linear(hidden_RH, weight_VH, bias_V).float()
+    student = logits.log_softmax(-1)
+    chosen = student.gather(-1, targets_R[:, None])[:, 0]
+    if temperature != 1.0:
+        student = (logits / temperature).log_softmax(-1)
+    if isinstance(taught, Whole):
+        teacher = _teacher(taught, temperature)
+    else:
+        student, teacher = folded(student, taught.ids_Kk), taught.logprobs_Kk1
+    apart = divergence(student, teacher, kind=comparison.kind, mix=comparison.mix)
+    return chosen, apart * temperature**2
+
+
+def _teacher(whole: Whole, temperature: float) -> torch.Tensor:
+    return (linear(whole.hidden_KH, whole.weight_VH, whole.bias_V).float() / temperature).log_softmax(-1)
+
+
+def _part_of(taught: Whole | Likeliest, part: slice) -> Whole | Likeliest:
+    if isinstance(taught, Whole):
+        return _part(taught, part)
+    return Likeliest(taught.ids_Kk[part], taught.logprobs_Kk1[part])
+
+
+def _part(whole: Whole, part: slice) -> Whole:
+    return Whole(whole.hidden_KH[part], whole.weight_VH, whole.bias_V)

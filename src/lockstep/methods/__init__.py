@@ -1,0 +1,24 @@
+"""The offline methods: one literal row each. A new method is a row, a reader and an objective; the loop stays as it is.
+
+The online methods are named sets of defaults over one loop's keys: see `recipe/methods.py`.
+"""
+
+from __future__ import annotations
+
+from lockstep.methods import distill, kto, pairs, prm, rm, sft
+from lockstep.methods.base import Method
+
+_PAIRS = Method(reader=pairs.reader, objective=pairs.Pairwise)
+
+METHODS: dict[str, Method] = {
+    "sft": Method(reader=sft.reader, objective=sft.Supervised),
+    "rm": Method(reader=rm.reader, objective=rm.Ranked, model="value"),
+    "prm": Method(reader=prm.reader, objective=prm.Stepwise),
+    "dpo": _PAIRS,
+    "ipo": _PAIRS,
+    "simpo": _PAIRS,
+    "orpo": _PAIRS,
+    "cpo": _PAIRS,
+    "kto": Method(reader=kto.reader, objective=kto.Judgement, check=kto.check),
+    "distill": Method(reader=sft.reader, objective=distill.Distilled),
+}

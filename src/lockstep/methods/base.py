@@ -1,0 +1,93 @@
+"""What an offline method is: how it reads its rows, and what it minimises over an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.data.dataset import Dataset
+from lockstep.data.read import RowSet
+from lockstep.data.updates import Update
+from lockstep.errors import Problem
+from lockstep.recipe import Recipe
+from lockstep.recipe.schema import Data, Source
+from lockstep.types import Item, Loss, MicroBatch
+
+T = TypeVar("T", bound=Item)
+
+
+class Reader(Protocol[T]):
+    """Reads and encodes the rows of some sources."""
+
+    def __call__(
+        self,
+        sources: Sequence[Source],
+        data: Data,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int,
+        advance: Callable[[int], None] = ...,
+        opened: Sequence[RowSet] | None = ...,
+    ) -> Dataset[T]: ...
+
+
+class Models(Protocol):
+    """The models of a run, as far as a method asks them something before its update. Answers cover all targets."""
+
+    def arrange(self, items: Sequence[T]) -> Update[T]: ...
+
+    def logprobs(self, update: Update[Any]) -> torch.Tensor:
+        """The policy's log-probabilities, as it is now."""
+
+    def reference_logprobs(self, update: Update[Any]) -> torch.Tensor: ...
+
+    def taught(self, update: Update[Any]) -> list[MicroBatch]:
+        """The update's micro-batches, each with what the teacher says of its targets."""
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence in tokens that the run allows."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One update: its micro-batches, the loss of one of them (a sum), and what the update's sum is divided by."""
+
+    batches: Sequence[MicroBatch]
+    loss: Loss
+    divisor: float
+
+
+class Objective(Protocol):
+    def task(self, update: Update[Any], models: Models) -> Task: ...
+
+    def report(self, sums: Mapping[str, float], divisor: float) -> dict[str, float]:
+        """Metrics of an update, from the sums of what the loss counted beside it."""
+
+    def start(self) -> float | None:
+        """The loss while policy and reference are the same; None where no such number exists."""
+
+
+class Plain:
+    """What most objectives say: the means of what was counted, some under longer names."""
+
+    names: ClassVar[Mapping[str, str]] = {}
+
+    def report(self, sums: Mapping[str, float], divisor: float) -> dict[str, float]:
+        return {self.names.get(name, name): value / divisor for name, value in sums.items()}
+
+    def start(self) -> float | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Method:
+    reader: Callable[[Recipe], Reader[Any]]
+    objective: Callable[[Recipe], Objective]
+    model: Literal["policy", "value"] = "policy"
+    """What is trained: a language model, or its decoder with one number for a token."""
+    check: Callable[[Recipe, Dataset[Any], str], tuple[list[Problem], list[str]]] = lambda recipe, rows, key: ([], [])
+    """Problems of all rows together, and what is worth saying of them."""

@@ -1,0 +1,25 @@
+"""Knowledge distillation: the teacher's distribution over each trained token, mixed with the token itself."""
+
+from __future__ import annotations
+
+from lockstep.data.updates import Update
+from lockstep.kernels.logprob import Scores
+from lockstep.methods.base import Models, Plain, Task
+from lockstep.recipe import Recipe
+from lockstep.types import Example, MicroBatch, Sums
+
+
+class Distilled(Plain):
+    def __init__(self, recipe: Recipe):
+        self.coefficient = recipe.distill.coefficient
+
+    def task(self, update: Update[Example], models: Models) -> Task:
+        def loss(scores: Scores, batch: MicroBatch) -> Sums:
+            assert scores.divergences_K is not None
+            nll, apart = -scores.logprobs_K.sum(), scores.divergences_K.sum()
+            return Sums(
+                (1 - self.coefficient) * nll + self.coefficient * apart,
+                {"nll": nll.detach(), "divergence": apart.detach()},
+            )
+
+        return Task(models.taught(update), loss, update.targets)

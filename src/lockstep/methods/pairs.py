@@ -1,0 +1,58 @@
+"""Pairs of responses: DPO and its family, with and without a reference."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from lockstep.algorithms.preference import REFERENCE_FREE, Pairs, preference_loss
+from lockstep.algorithms.reduce import sum_by
+from lockstep.data.preferences import load_rankings
+from lockstep.data.updates import Update
+from lockstep.kernels.logprob import Scores
+from lockstep.methods.base import Models, Plain, Reader, Task
+from lockstep.recipe import Recipe
+from lockstep.types import MicroBatch, Ranking, Sums
+
+
+def reader(recipe: Recipe) -> Reader[Ranking]:
+    return partial(load_rankings, read="response", several=False)
+
+
+class Pairwise(Plain):
+    names: ClassVar = {"accuracy": "pair_accuracy"}
+
+    def __init__(self, recipe: Recipe):
+        settings = recipe.preference
+        self.free = settings.loss in REFERENCE_FREE
+        self.keys = settings.model_dump(include={"beta", "label_smoothing", "gamma", "average", "nll"})
+        self.kind = settings.loss
+
+    def task(self, update: Update[Ranking], models: Models) -> Task:
+        reference_S = None
+        if not self.free:
+            reference_S = sum_by(models.reference_logprobs(update), update.sequence_K, len(update.examples))
+
+        def loss(scores: Scores, batch: MicroBatch) -> Sums:
+            policy = scores.logprobs_K
+            sequences, local_K = update.sequences_of(batch)
+            # A micro-batch holds its pairs whole, the chosen response before the rejected one.
+            chosen, rejected = _two(sum_by(policy, local_K.to(policy.device), len(sequences)))
+            lengths = _two(update.lengths_S[sequences].to(policy.device))
+            known = (None, None) if reference_S is None else _two(reference_S[sequences].to(policy.device))
+            return preference_loss(Pairs(chosen, rejected, *lengths, *known), kind=self.kind, **self.keys)
+
+        return Task(update.batches, loss, len(update.items))
+
+    def start(self) -> float | None:
+        nothing, one = torch.zeros(1), torch.ones(1)
+        if self.free:
+            return None
+        alike = Pairs(nothing, nothing, one, one, nothing, nothing)
+        return float(preference_loss(alike, kind=self.kind, **{**self.keys, "nll": 0.0}).loss)
+
+
+def _two(values_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return values_S[0::2], values_S[1::2]

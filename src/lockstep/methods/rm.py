@@ -1,0 +1,60 @@
+"""Reward models: one score for a whole text, learned from ranked responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from lockstep.algorithms.ranking import ranking_loss
+from lockstep.data.preferences import load_rankings
+from lockstep.data.updates import Update
+from lockstep.methods.base import Models, Reader, Task
+from lockstep.recipe import Recipe
+from lockstep.types import MicroBatch, Ranking, Sums
+
+
+def reader(recipe: Recipe) -> Reader[Ranking]:
+    return partial(load_rankings, read="score", several=True)
+
+
+class Ranked:
+    def __init__(self, recipe: Recipe):
+        self.kind, self.ranking, self.centre = recipe.rm.loss, recipe.rm.ranking, recipe.rm.centre
+
+    def task(self, update: Update[Ranking], models: Models) -> Task:
+        margins_R = torch.tensor([item.margin for item in update.items])
+
+        def loss(scores_S: torch.Tensor, batch: MicroBatch) -> Sums:
+            # One answer a sequence: the targets are the sequences.
+            rankings, local_S = torch.unique_consecutive(update.item_S[batch.index_K], return_inverse=True)
+            place = scores_S.device
+            sums = ranking_loss(
+                scores_S,
+                local_S.to(place),
+                margins_R[rankings].to(place),
+                kind=self.kind,
+                ranking=self.ranking,
+                centre=self.centre,
+            )
+            scores = scores_S.detach()
+            count = scores.new_tensor(len(scores))
+            sums.metrics |= {"scores": count, "score": scores.sum(), "score_squared": scores.square().sum()}
+            return sums
+
+        return Task(update.batches, loss, len(update.items))
+
+    def report(self, sums: Mapping[str, float], divisor: float) -> dict[str, float]:
+        count = sums["scores"]
+        mean = sums["score"] / count
+        deviation = max(sums["score_squared"] / count - mean * mean, 0.0) ** 0.5
+        return {
+            "pair_accuracy": sums["accuracy"] / divisor,
+            **{name: sums[name] / divisor for name in ("margin", "chosen", "rejected")},
+            "score_mean": mean,
+            "score_std": deviation,
+        }
+
+    def start(self) -> float | None:
+        return None

@@ -1,0 +1,27 @@
+"""Supervised fine-tuning: the log-likelihood of the trained tokens."""
+
+from __future__ import annotations
+
+from lockstep.algorithms.supervised import nll
+from lockstep.data.dataset import load_dataset
+from lockstep.data.updates import Update
+from lockstep.kernels.logprob import Scores
+from lockstep.methods.base import Models, Plain, Reader, Task
+from lockstep.recipe import Recipe
+from lockstep.types import Example, MicroBatch, Sums
+
+
+def reader(recipe: Recipe) -> Reader[Example]:
+    return load_dataset
+
+
+class Supervised(Plain):
+    def __init__(self, recipe: Recipe):
+        pass
+
+    def task(self, update: Update[Example], models: Models) -> Task:
+        return Task(update.batches, token_loss, update.targets)
+
+
+def token_loss(scores: Scores, batch: MicroBatch) -> Sums:
+    return nll(scores.logprobs_K)

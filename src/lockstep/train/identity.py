@@ -1,0 +1,76 @@
+"""Before the first update policy and reference are the same model, so the loss is a number known beforehand.
+
+Where it is not, something is wrong that no curve shows later: another dtype or file, an adapter that does not start at
+zero, a table of another run, a reference that is scored in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.data.updates import Update
+from lockstep.errors import Refusal
+from lockstep.methods.base import Models, Objective
+from lockstep.model.load import DTYPES
+from lockstep.model.policy import CHECK_TOLERANCE
+from lockstep.model.resolve import model_folder
+from lockstep.recipe.methods import reference_folder, reference_kind
+from lockstep.train.held_out import measure
+from lockstep.train.session import Session
+from lockstep.types import Item
+
+# The same weights in the same micro-batches; a table was made in others.
+SAME_BATCHES = 1e-5
+LOSS_TOLERANCE = 1e-4
+
+CAUSES = {
+    "adapter": "the adapter does not start at zero: it must not change the model before it is trained",
+    "model": "the two were loaded differently (files that changed meanwhile, dtype)",
+    "disk": "the table under the run folder's `tables/` was made by another model; remove it",
+}
+
+
+def assert_identity(items: Sequence[Item], objective: Objective, models: Models, session: Session) -> None:
+    """Refuse to train when the first update does not see policy and reference agree."""
+    recipe, kind = session.recipe, reference_kind(session.recipe)
+    wanted = objective.start()
+    if kind == "none":
+        return
+    other = Path(model_folder(reference_folder(recipe))) != Path(model_folder(recipe.model.path))
+    if other:
+        session.console.say(f"the reference is another model ({reference_folder(recipe)}): the first loss may be any")
+        return
+    update = models.arrange(items)
+    own, reference = models.logprobs(update), models.reference_logprobs(update)
+    tolerance = CHECK_TOLERANCE[DTYPES[recipe.model.dtype]] if kind == "disk" else SAME_BATCHES
+    _refuse_apart(update, own, reference, tolerance, kind)
+    if wanted is None:
+        return
+    found = measure(session.learner.module, items, objective, models, session.world, session.torch_device)
+    loss = found["loss"] - recipe.preference.nll * found.get("nll", 0.0)
+    if abs(loss - wanted) > max(LOSS_TOLERANCE, tolerance):
+        raise Refusal.at(
+            "step 0",
+            f"the loss is {loss:.6f} where equal models give {wanted:.6f}, although their log-probabilities agree",
+            "this is a defect of the loss; please report it with the recipe",
+        )
+    session.console.say(f"before the first step policy and reference agree: loss {loss:.6f}")
+
+
+def _refuse_apart(update: Update[Any], own: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> None:
+    apart = (own - reference).abs()
+    worst = int(apart.argmax())
+    if float(apart[worst]) <= most:
+        return
+    example = update.examples[int(update.sequence_K[worst])]
+    differing = int((apart > most).sum())
+    raise Refusal.at(
+        f"step 0, {example.origin}",
+        f"policy and reference must be the same model before the first update, and {differing:,} of {len(apart):,} "
+        f"log-probabilities differ; the worst is {float(own[worst]):.6f} against {float(reference[worst]):.6f}",
+        CAUSES[kind],
+    )

@@ -1,0 +1,155 @@
+"""Numbers for every target of a data set, computed once by a frozen model and kept on disk.
+
+A table is found again by its fingerprint: the model's files, the rows as tokens (which hold the template's part too)
+and what was asked. It is a folder of plain `.npy` files with a `manifest.json`, written aside and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.data.updates import Update, even_groups
+from lockstep.model.resolve import model_folder
+from lockstep.parallel.world import World
+from lockstep.run.folder import sync_path
+from lockstep.train.checkpoint import require_disk
+from lockstep.types import Example, Item
+
+MANIFEST = "manifest.json"
+# Rows that are computed together: enough to pack well.
+GROUP = 256
+
+Columns = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A column of a table: its type, and how many numbers it has for a target (0: one, without an axis of its own)."""
+
+    dtype: str
+    width: int = 0
+
+    def of(self, targets: int) -> tuple[int, ...]:
+        return (targets, self.width) if self.width else (targets,)
+
+
+class Table:
+    """The numbers of the targets of known examples, read from disk as they are needed."""
+
+    def __init__(self, folder: Path, names: Sequence[str], examples: Sequence[Example]):
+        self._columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names}
+        ends = accumulate(example.targets for example in examples)
+        self._starts = {id(example): end - example.targets for example, end in zip(examples, ends, strict=True)}
+        self._examples = examples  # keeps the identities alive
+
+    def knows(self, example: Example) -> bool:
+        return id(example) in self._starts
+
+    def rows(self, update: Update[Any]) -> np.ndarray:
+        """Where the targets of an update stand in the table."""
+        spans = [np.arange(self._starts[id(e)], self._starts[id(e)] + e.targets) for e in update.examples]
+        return np.concatenate(spans)
+
+    def take(self, name: str, rows: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(self._columns[name][rows]))
+
+
+def fingerprint(path: str, examples: Sequence[Example], asked: dict[str, Any]) -> dict[str, Any]:
+    """What a table depends on."""
+    return {"model": _model_digest(path), "rows": _rows_digest(examples), "asked": asked}
+
+
+def open_table(
+    parent: Path,
+    kind: str,
+    identity: dict[str, Any],
+    shapes: dict[str, Shape],
+    items: Sequence[Item],
+    compute: Callable[[Sequence[Item]], Columns],
+    world: World,
+    advance: Callable[[int], None],
+) -> Table:
+    """The table of these rows, from disk or computed now. `compute` gives the columns of some rows on every rank."""
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    folder = parent / f"{kind}-{digest[:16]}"
+    examples = [example for item in items for example in item.examples]
+    if not world.gather((folder / MANIFEST).is_file())[0]:
+        _write(folder, identity, shapes, items, compute, world, advance, sum(e.targets for e in examples))
+        world.barrier()
+    else:
+        advance(len(items))
+    return Table(folder, list(shapes), examples)
+
+
+def _write(
+    folder: Path,
+    identity: dict[str, Any],
+    shapes: dict[str, Shape],
+    items: Sequence[Item],
+    compute: Callable[[Sequence[Item]], Columns],
+    world: World,
+    advance: Callable[[int], None],
+    targets: int,
+) -> None:
+    aside = folder.with_name(f".writing-{folder.name}")
+    files: dict[str, np.ndarray] = {}
+    if world.main:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        size = sum(int(np.prod(shape.of(targets))) * np.dtype(shape.dtype).itemsize for shape in shapes.values())
+        require_disk(aside, size, f"{folder.name}")
+        files = {
+            name: np.lib.format.open_memmap(aside / f"{name}.npy", "w+", shape.dtype, shape.of(targets))
+            for name, shape in shapes.items()
+        }
+    start = 0
+    for group in even_groups(items, GROUP):
+        found = compute(group)
+        end = start + sum(example.targets for item in group for example in item.examples)
+        for name, file in files.items():
+            file[start:end] = found[name].numpy()
+        start = end
+        advance(len(group))
+    if not world.main:
+        return
+    for file in files.values():
+        file.flush()  # type: ignore[attr-defined]
+    (aside / MANIFEST).write_text(json.dumps(identity, indent=2), encoding="utf-8")
+    for path in aside.iterdir():
+        sync_path(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+    sync_path(folder.parent)
+
+
+def _rows_digest(examples: Sequence[Example]) -> str:
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(np.asarray([len(example), *example.ids], dtype=np.int64).tobytes())
+        digest.update(np.asarray(example.asked(), dtype=np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def _model_digest(path: str) -> dict[str, str]:
+    """The files that say what a model computes, by content: a path may hold other weights tomorrow."""
+    folder = Path(model_folder(path))
+    files = sorted(f for f in folder.iterdir() if f.name == "config.json" or f.suffix in (".safetensors", ".bin"))
+    return {file.name: _file_digest(file) for file in files}
+
+
+def _file_digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

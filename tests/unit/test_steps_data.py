@@ -1,0 +1,236 @@
+"""Judged steps: where the verdicts are read and what they say, for every layout; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from conftest import write_jsonl
+from lockstep.data.steps import load_steps
+from lockstep.errors import Refusal
+from lockstep.model.load import load_tokenizer
+from lockstep.recipe.schema import Data, Source
+from lockstep.types import Probe
+
+PLUS, MINUS = ord("+"), ord("-")
+
+
+@pytest.fixture
+def tokenizer(tiny_folder: Path):
+    return load_tokenizer(str(tiny_folder))
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def load(tokenizer, *rows, placeholder="~", tokens=("+", "-"), limit=500, **data):
+        path = write_jsonl(tmp_path / "steps.jsonl", list(rows))
+        settings = Data(train=[str(path)], **data)
+        return load_steps([Source(path=str(path))], settings, tokenizer, limit, placeholder=placeholder, tokens=tokens)
+
+    return load
+
+
+def test_a_text_is_judged_at_its_placeholders(tokenizer, load):
+    dataset = load(tokenizer, {"input": "q? one ~\ntwo ~", "label": ["+", "-"]})
+    steps = dataset.items[0]
+    # Bytes: "q? one " is 7, so the first is token 7; "\ntwo " is 5 more.
+    assert list(steps.example.ids) == list(b"q? one ~\ntwo ~")
+    assert isinstance(steps.example, Probe)
+    assert steps.example.places == (7, 13)
+    assert steps.example.asked() == [(7, PLUS), (7, MINUS), (13, PLUS), (13, MINUS)]
+    assert steps.labels == ((1.0, 0.0), (0.0, 1.0))
+    counts = dataset.counts
+    assert (counts.rows, counts.tokens, counts.trained_tokens, counts.longest) == (1, 14, 4, 14)
+    assert dataset.end_tokens == set()
+    assert "1 rows as texts with a placeholder after each step (input; verdicts from label)" in dataset.notes[0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "a~b~", "labels": [True, False]},
+        {"prompt": "a~b~", "label": [1, 0]},
+        {"input": "a~b~", "value": [1.0, 0.0]},
+        {"input": "a~b~", "label": '["+", "-"]'},
+        {"input": "a~b~", "label": "[1, 0]"},
+    ],
+)
+def test_names_and_kinds_of_labels(tokenizer, load, row):
+    steps = load(tokenizer, row).items[0]
+    assert steps.example.places == (1, 3)
+    assert steps.labels == ((1.0, 0.0), (0.0, 1.0))
+
+
+def test_soft_labels_and_more_words(tokenizer, load):
+    soft = load(tokenizer, {"input": "a~b~", "label": [0.75, 0.5]}).items[0]
+    assert soft.labels == ((0.75, 0.25), (0.5, 0.5))
+    three = load(tokenizer, {"input": "a~b~", "label": ["0", "-"]}, tokens=["+", "-", "0"]).items[0]
+    assert three.labels == ((0.0, 0.0, 1.0), (0.0, 1.0, 0.0))
+    assert three.example.words == (PLUS, MINUS, ord("0"))
+    with pytest.raises(Refusal, match=r"label 1 of label is 1\n.*words of prm.tokens \(\+, -, 0\)$"):
+        load(tokenizer, {"input": "a~", "label": [1]}, tokens=["+", "-", "0"])
+
+
+def test_settings_name_the_columns(tokenizer, load):
+    row = {"x": {"t": "a~"}, "input": "no", "v": [1]}
+    assert load(tokenizer, row, text_key="x.t", label_key="v").items[0].example.places == (1,)
+    assert load(tokenizer, row, prompt_key="x.t", label_key="v").items[0].example.places == (1,)
+    listed = {"q": "Q", "completions": ["no"], "s": ["a", "b"], "labels": [1, 0]}
+    steps = load(tokenizer, listed, prompt_key="q", steps_key="s", template="none").items[0]
+    assert list(steps.example.ids) == list(b"Q\na~\nb~")
+
+
+ROW = {"prompt": "1+1+1?", "completions": ["1+1=2", "2+1=4"], "labels": [True, False]}
+
+
+@pytest.mark.parametrize("prompt", ["1+1+1?", [{"role": "user", "content": "1+1+1?"}]])
+def test_steps_are_the_assistants_turn(tokenizer, load, prompt):
+    dataset = load(tokenizer, ROW | {"prompt": prompt}, system="Add.")
+    example = dataset.items[0].example
+    assert tokenizer.decode(list(example.ids)) == (
+        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1+1?<|im_end|>\n"
+        "<|im_start|>assistant\n1+1=2~\n2+1=4~<|im_end|>\n"
+    )
+    assert [chr(example.ids[place]) for place in example.places] == ["~", "~"]
+    assert dataset.items[0].labels == ((1.0, 0.0), (0.0, 1.0))
+    assert "prompts with a list of steps (prompt, completions; verdicts from labels)" in dataset.notes[0]
+
+
+def test_steps_without_a_template_are_lines(tokenizer, load):
+    tokenizer.chat_template = None
+    example = load(tokenizer, ROW).items[0].example
+    assert list(example.ids) == list(b"1+1+1?\n1+1=2~\n2+1=4~")
+    assert example.places == (12, 19)
+
+
+def test_a_chat_that_holds_placeholders(tokenizer, load):
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a~b~"}]
+    example = load(tokenizer, {"input": chat, "label": [1, 1]}).items[0].example
+    assert tokenizer.decode(list(example.ids)).endswith("assistant\na~b~<|im_end|>\n")
+    assert len(example.places) == 2
+
+
+def words_tokenizer(*words: str):
+    """A tokenizer of whole words that marks their beginnings with a low line, as sentence pieces do."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({"<u>": 0, **{w: i for i, w in enumerate(words, 1)}}, unk_token="<u>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<u>")
+
+
+def test_a_placeholder_that_must_be_a_word_gets_its_space(load):
+    tokenizer = words_tokenizer("q", "a", "b", "ки", "+", "-")
+    row = {"prompt": "q", "completions": ["a", "b"], "labels": [1, 0]}
+    example = load(tokenizer, row, placeholder="ки").items[0].example
+    assert list(example.ids) == [1, 2, 4, 3, 4]
+    assert example.places == (2, 4)
+    with pytest.raises(Refusal, match="holds the placeholder 'ки' 2 times, but its token 1 times"):
+        load(tokenizer, {"input": "q aки b ки", "label": [1, 0]}, placeholder="ки")
+
+
+def test_marks_of_several_tokens_are_refused_before_any_row(tokenizer, load):
+    with pytest.raises(Refusal) as caught:
+        load(tokenizer, {"input": "", "label": []}, placeholder="ки", tokens=["+", "no"])
+    first, second = caught.value.problems
+    assert (first.where, second.where) == ("prm.placeholder", "prm.tokens")
+    assert "'ки' is 4 tokens (208, 186, 208, 184) in this tokenizer, not one" in first.why
+    assert "add 'ки' to the tokenizer" in first.remedy
+    assert "'no' is 2 tokens (110, 111)" in second.why
+    with pytest.raises(Refusal, match=r"prm\.tokens: \+, \+ are not all different"):
+        load(tokenizer, {"input": "a~", "label": [1]}, tokens=["+", "+"])
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"input": "a b", "label": [1]}, "the text holds no placeholder '~'"),
+        ({"input": "a~b~", "label": [1]}, "has 2 placeholders '~' and 1 labels"),
+        ({"input": "", "label": [1]}, "input is empty"),
+        ({"input": "a~", "label": []}, "label is empty"),
+        ({"input": "a~", "label": None}, "label is empty"),
+        ({"input": "a~", "label": "+"}, "label is text, but not a JSON list"),
+        ({"input": "a~", "label": "1"}, "label must be a list"),
+        ({"input": "a~", "label": ["good"]}, "label 1 of label is 'good'"),
+        ({"input": "a~", "label": [-1]}, "label 1 of label is -1"),
+        ({"input": "a~", "label": [1.5]}, "label 1 of label is 1.5"),
+        ({"input": "a~b~", "label": [1, None]}, "label 2 of label is None"),
+        ({"input": "a~", "label": "[NaN]"}, "label 1 of label is nan"),
+        ({"input": 3, "label": [1]}, "input is neither text nor a list"),
+        (ROW | {"labels": [1]}, "has 2 steps and 1 labels"),
+        (ROW | {"completions": ["a", " "]}, "completions must be a list of texts, none empty"),
+        (ROW | {"completions": "a"}, "completions must be a list of texts"),
+        (ROW | {"completions": ["a~", "b"]}, "has 3 placeholders '~' and 2 labels"),
+        (ROW | {"prompt": "~"}, "has 3 placeholders '~' and 2 labels"),
+        (ROW | {"prompt": " "}, "prompt is empty"),
+    ],
+)
+def test_bad_rows_are_refused(tokenizer, load, row, reason):
+    with pytest.raises(Refusal, match=re.escape(f"line 1: {reason}")):
+        load(tokenizer, row)
+
+
+def test_what_has_no_place_or_columns_is_refused(tokenizer, load):
+    with pytest.raises(Refusal, match="cannot tell which columns hold the judged steps; it has input"):
+        load(tokenizer, {"input": "a~"})
+    with pytest.raises(Refusal, match=r"data\.system: rows of text"):
+        load(tokenizer, {"input": "a~", "label": [1]}, system="Add.")
+    tokenizer.chat_template = None
+    with pytest.raises(Refusal, match="holds a chat, but the tokenizer has no chat template"):
+        load(tokenizer, ROW | {"prompt": [{"role": "user", "content": "q"}]})
+
+
+def test_two_opening_tokens_are_refused(tokenizer, load):
+    from tokenizers.processors import TemplateProcessing
+
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
+    )
+    steps = load(tokenizer, {"input": "a~", "label": [1]}).items[0]
+    assert list(steps.example.ids) == [bos, *b"a~"]
+    assert steps.example.places == (2,)
+    with pytest.raises(Refusal, match="line 1: starts with two"):
+        load(tokenizer, {"input": "<|im_start|>a~", "label": [1]})
+
+
+# 12 tokens: placeholders at 4, 7 and 11.
+LONG = {"input": "qq a~ b~ cc~", "label": [1, 0, 0.25]}
+
+
+def test_overlong_rows(tokenizer, load):
+    assert load(tokenizer, LONG, limit=12).counts.truncated == 0
+    with pytest.raises(Refusal, match=r"line 1: has 12 tokens, over data\.max_tokens=11"):
+        load(tokenizer, LONG, limit=11)
+    dropped = load(tokenizer, LONG, {"input": "a~", "label": [1]}, limit=11, overlong="drop")
+    assert (dropped.counts.rows, dropped.counts.dropped) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "limit", "text", "places", "firsts"),
+    [
+        ("truncate_right", 11, "qq a~ b~ cc", (4, 7), [1.0, 0.0]),
+        ("truncate_right", 5, "qq a~", (4,), [1.0]),
+        ("truncate_left", 9, "a~ b~ cc~", (1, 4, 8), [1.0, 0.0, 0.25]),
+        ("truncate_left", 7, " b~ cc~", (2, 6), [0.0, 0.25]),
+        ("truncate_left", 1, "~", (0,), [0.25]),
+    ],
+)
+def test_cut_rows_keep_the_steps_that_remain(tokenizer, load, overlong, limit, text, places, firsts):
+    dataset = load(tokenizer, LONG, limit=limit, overlong=overlong)
+    steps = dataset.items[0]
+    assert bytes(list(steps.example.ids)).decode() == text
+    assert steps.example.places == places
+    assert [label[0] for label in steps.labels] == firsts
+    assert (dataset.counts.truncated, dataset.counts.longest) == (1, limit)
+
+
+def test_a_cut_that_leaves_no_step_is_refused(tokenizer, load):
+    with pytest.raises(Refusal, match="line 1: truncate_right to 4 tokens leaves no placeholder"):
+        load(tokenizer, LONG, limit=4, overlong="truncate_right")
+    with pytest.raises(Refusal, match="truncate_left to 3 tokens leaves no placeholder"):
+        load(tokenizer, {"input": "a~bcd", "label": json.dumps([1])}, limit=3, overlong="truncate_left")
