@@ -137,17 +137,21 @@ def generate(
 @app.command(name="eval")
 def evaluate(
     model: ModelArgument,
-    data: Annotated[str, typer.Argument(metavar="DATA", help="Rows in the RL schema (arithmetic, gsm8k).")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="RL rows to answer, or pairs or steps to judge.")],
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
     max_new_tokens: int = 256,
-    n: Annotated[int, typer.Option(min=1, help="Answers to each question: pass@k and maj@k.")] = 1,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Answers to each question: pass@k and maj@k.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: int = 0,
-    out: Annotated[Path | None, typer.Option(help="Write every answer to this jsonl file.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Pairs: compare by the log-ratio to this model, as DPO does.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write what was found of every row to this jsonl file.")] = None,
     dtype: str = "fp32",
     device: str = "auto",
 ) -> None:
-    """Accuracy of MODEL on DATA, by the rule of each row's data source."""
+    """Accuracy of MODEL on DATA: of its answers by the rule of each row's data source; of a reward model, of a process
+    reward model or of a language model's own preference on rows that say what is better."""
     from lockstep.train.score import score_model
 
     score_model(
@@ -161,6 +165,7 @@ def evaluate(
         out=out,
         dtype=dtype,
         device_name=device,
+        reference=reference,
     )
 
 
@@ -283,6 +288,14 @@ def arithmetic(
 
     counts = write_arithmetic(folder, train_rows=train_rows, val_rows=val_rows, difficulty=difficulty, seed=seed)
     _echo_counts(folder, counts)
+
+
+@data_app.command()
+def preferences(folder: Path, train_rows: int = 2000, val_rows: int = 200, seed: int = 0) -> None:
+    """Write generated preference pairs, judged steps and prompts to FOLDER."""
+    from lockstep.data.prepare.preferences import write_preferences
+
+    _echo_counts(folder, write_preferences(folder, train_rows=train_rows, val_rows=val_rows, seed=seed))
 
 
 @data_app.command()

@@ -225,10 +225,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """What a response earned: the weighted total, and each reward by itself."""
+    """What a response earned: the weighted total, and each reward by itself.
+
+    `steps` are the shares of the total that were earned before the end: (end of the step in the text, share).
+    """
 
     total: float
     parts: dict[str, float] = field(default_factory=dict)
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion with its prompt, its text and its judgement. `place` is the prompt's place in the step."""
+    """A completion with its prompt, its text and its judgement. `place` is the prompt's place in the step.
+
+    `earned` are the shares of the score that belong to a token before the last: (token, share).
+    """
 
     prompt: Prompt
     place: int
@@ -251,3 +258,4 @@ class Rollout:
     stop: str
     text: str
     score: Score | Failure
+    earned: tuple[tuple[int, float], ...] = ()

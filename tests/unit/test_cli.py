@@ -20,7 +20,7 @@ from lockstep.cli import main
 from lockstep.model.tiny import write_tiny
 
 SUMS = {"2+3?": "#### 5", "7+6?": "#### 13", "4+4?": "#### 8", "9+1?": "#### 10"}
-VERBS = ("train", "plan", "recipes", "tiny", "generate", "eval", "export", "import-gguf", "data")
+VERBS = ("train", "plan", "recipes", "tiny", "generate", "eval", "sample", "pairs", "export", "import-gguf", "data")
 
 
 class Done(NamedTuple):

@@ -80,6 +80,32 @@ def find_step_columns(source: Source, data: Data, available: Sequence[str]) -> S
     )
 
 
+class StepWriter:
+    """Steps as the text that a process reward model reads, in training and when it judges."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Marks):
+        self.tokenizer, self.marks = tokenizer, marks
+        # Tokenizers that mark a word's beginning know the placeholder as a word, and need the space before it.
+        sticks = self._ids("x" + marks.placeholder)[-1] != marks.place
+        self.before_placeholder = " " if sticks else ""
+
+    def marked(self, steps: Sequence[str]) -> str:
+        """Each step in a line of its own, the placeholder at its end."""
+        return "\n".join(step + self.before_placeholder + self.marks.placeholder for step in steps)
+
+    def chat(self, messages: list[Message], origin: Origin) -> tuple[str, list[int]]:
+        """The text of a chat whose last turn holds marked steps, and its tokens."""
+        text = render_prompt(self.tokenizer, messages, origin, open_turn=False)
+        return text, self._ids(text)
+
+    def places(self, ids: Sequence[int]) -> list[int]:
+        """Where the steps are judged."""
+        return [place for place, token in enumerate(ids) if token == self.marks.place]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 class StepRows:
     """The rows of one source as judged steps."""
 
@@ -88,11 +114,9 @@ class StepRows:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: StepColumns, data: Data, limit: int, marks: Marks):
         self.columns, self.limit, self.overlong, self.marks = columns, limit, data.overlong, marks
         self.encoding = Encoding(tokenizer, data, learned=False)
+        self.writer = StepWriter(tokenizer, marks)
         if data.system and columns.text:
             raise Refusal.at("data.system", "rows of text with placeholders have no place for it", "remove it")
-        # Tokenizers that mark a word's beginning know the placeholder as a word, and need the space before it.
-        sticks = self.encoding.ids("x" + marks.placeholder)[-1] != marks.place
-        self.before_placeholder = " " if sticks else ""
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Steps] | None]:
         labels = parse_labels(filled(row, self.columns.label, origin), self.columns.label, self.marks, origin)
@@ -100,7 +124,7 @@ class StepRows:
             text, ids = self._from_steps(row, len(labels), origin)
         else:
             text, ids = self._from_text(filled(row, self.columns.text, origin), origin)
-        places = [i for i, token in enumerate(ids) if token == self.marks.place]
+        places = self.writer.places(ids)
         self._refuse_mismatch(text, len(places), len(labels), origin)
         probe = Probe(array("q", ids), bytes(len(ids)), origin, places=tuple(places), words=self.marks.words)
         self.encoding.refuse_two_openings(probe)
@@ -129,7 +153,7 @@ class StepRows:
         if len(steps) != labels:
             raise Refusal.at(str(origin), f"has {len(steps)} steps and {labels} labels", "give each step its label")
         prompt = as_turns(filled(row, self.columns.prompt, origin), self.columns.prompt, origin)
-        answer = "\n".join(step + self.before_placeholder + self.marks.placeholder for step in steps)
+        answer = self.writer.marked(steps)
         if self.encoding.templated or isinstance(prompt, list):
             return self._chat([*as_chat(prompt), {"role": "assistant", "content": answer}], origin)
         text = f"{prompt}\n{answer}"
@@ -138,9 +162,7 @@ class StepRows:
     def _chat(self, messages: list[Message], origin: Origin) -> tuple[str, list[int]]:
         check_messages(messages, origin)
         self.encoding.need_template(origin)
-        messages = self.encoding.with_system(messages)
-        text = render_prompt(self.encoding.tokenizer, messages, origin, open_turn=False)
-        return text, self.encoding.ids(text)
+        return self.writer.chat(self.encoding.with_system(messages), origin)
 
     def _refuse_mismatch(self, text: str, found: int, labels: int, origin: Origin) -> None:
         placeholder = self.marks.placeholder

@@ -34,6 +34,17 @@ OFFLINE_ROWS = {
     "require_end": "remove it",
     "max_tokens": "use data.max_prompt_tokens and rollout.max_tokens",
 }
+# Keys of the rows by the method that reads them; `data.shape` belongs to the first.
+_PAIR_KEYS = ("messages_key", "prompt_key", "chosen_key", "rejected_key")
+_SUPERVISED_KEYS = ("shape", "messages_key", "prompt_key", "response_key", "text_key")
+ROW_KEYS: dict[str, tuple[str, ...]] = {
+    "sft": _SUPERVISED_KEYS,
+    "distill": _SUPERVISED_KEYS,
+    "rm": (*_PAIR_KEYS, "margin_key", "responses_key", "scores_key"),
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo"), _PAIR_KEYS),
+    "kto": (*_PAIR_KEYS, "response_key", "label_key"),
+    "prm": ("messages_key", "prompt_key", "text_key", "steps_key", "label_key"),
+}
 # Estimators that compare the samples of a prompt with each other.
 GROUPED = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_pp_baseline")
 
@@ -106,12 +117,26 @@ def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _sampled_validation_problems(recipe)
     if recipe.method in ("rm", "prm") and recipe.val.questions:
         yield Problem("val.questions", f"a model of method {recipe.method} judges, it does not answer", "use data.val")
+    yield from _unread_row_keys(recipe)
     if "preference" in READS[recipe.method]:
         yield from _preference_problems(recipe)
     if recipe.method == "prm" and len(set(recipe.prm.tokens)) < len(recipe.prm.tokens):
         yield Problem("prm.tokens", "names a word twice", "one word for each verdict")
     if recipe.method == "distill" and recipe.distill.teacher is None:
         yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher")
+
+
+def _unread_row_keys(recipe: Recipe) -> Iterator[Problem]:
+    every = {key for keys in ROW_KEYS.values() for key in keys}
+    lists = {"data.train": recipe.data.train, "data.val": recipe.data.val}
+    groups: dict[str, Section] = {
+        f"{name}.{i}": source for name, some in lists.items() for i, source in enumerate(some)
+    }
+    for where, group in {"data": recipe.data, **groups}.items():
+        known = type(group).model_fields
+        for key in sorted(every - set(ROW_KEYS[recipe.method])):
+            if key in known and getattr(group, key) != known[key].default:
+                yield Problem(f"{where}.{key}", f"method {recipe.method} has no such column", "remove it")
 
 
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -327,9 +327,15 @@ class Reward(Section):
     )
     function: str | None = Field(None, description="Your own function: `path/to/file.py:name`.")
     model: str | None = Field(None, description="Folder of a reward model (sequence classification, one label).")
+    process: str | None = Field(
+        None,
+        description="Folder of a process reward model (method `prm`): each step of a response earns its probability of "
+        "being good over the number of steps, at the token where it ends.",
+    )
+    separator: str = Field("\n", min_length=1, description="Text between the steps that `process` judges.")
     remote: str | None = Field(None, description="Address of an HTTP endpoint that scores batches.")
     format: str | None = Field(None, description="Regular expression that a whole response must match: 1, else 0.")
-    weights: dict[Literal["rule", "function", "model", "remote", "format"], float] = Field(
+    weights: dict[Literal["rule", "function", "model", "process", "remote", "format"], float] = Field(
         default_factory=dict,
         description="Weight of each reward. Default: 1 for each that is set; the rule counts when it is named here or "
         "nothing else is set.",

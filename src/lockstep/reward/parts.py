@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -9,6 +10,14 @@ from lockstep.types import Failure, Question
 
 Outcome = dict[str, float] | Failure
 """What a part gave for one response: its score under its own name, with further numbers to log; or no score."""
+
+
+class Stepwise(dict[str, float]):
+    """An outcome whose score was earned step by step: (end of the step in the text, its share)."""
+
+    def __init__(self, parts: dict[str, float], steps: Sequence[tuple[int, float]]):
+        super().__init__(parts)
+        self.steps = tuple(steps)
 
 
 class Part(Protocol):

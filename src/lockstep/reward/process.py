@@ -1,6 +1,154 @@
-"""The part `process`: a process reward model judges each step of a response."""
+"""The part `process`: a process reward model judges each step of a response.
+
+A response is split into steps by a text. Each step earns its probability of being good over the number of steps, so
+that a response earns the mean, and more steps are not worth more by themselves. A response without a step earns 0.
+"""
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from lockstep.algorithms.process import good_probability
+from lockstep.data.marks import Marks
+from lockstep.data.steps import StepWriter
+from lockstep.errors import Refusal
+from lockstep.model.load import first_line
+from lockstep.model.resolve import model_folder
+from lockstep.reward.model import BATCH_TOKENS, batches
+from lockstep.reward.parts import Outcome, Stepwise, promised, settled
+from lockstep.types import Failure, Question
+
 # Beside the weights of a process reward model: the words it was trained with.
 PROCESS = "process_reward.json"
+
+
+@dataclass(frozen=True)
+class ProcessModel:
+    """A loaded process reward model."""
+
+    model: Any
+    writer: StepWriter
+    device: torch.device
+    context: int | None
+
+    @torch.no_grad()
+    def judge(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """For each encoded row the probability that each of its steps is good, in order."""
+        found: list[list[float]] = [[] for _ in rows]
+        for members in batches([len(row) for row in rows], BATCH_TOKENS):
+            for i, verdicts in zip(members, self._forward([rows[i] for i in members]), strict=True):
+                found[i] = verdicts
+        return found
+
+    def _forward(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        longest = max(map(len, rows))
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self.device)
+        hidden = self.model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        head, words = self.model.get_output_embeddings(), torch.tensor(self.writer.marks.words, device=self.device)
+        # Only the judging words compete, so only their rows of the head are needed.
+        bias = None if head.bias is None else head.bias[words]
+        verdicts = []
+        for row, states in zip(rows, hidden, strict=True):
+            places = torch.tensor(self.writer.places(row), device=self.device)
+            logits = torch.nn.functional.linear(states[places], head.weight[words], bias).float()
+            verdicts.append(good_probability(logits).tolist())
+        return verdicts
+
+
+def load_process_model(path: str, device: torch.device, key: str = "reward.process") -> ProcessModel:
+    """The folder's model in the precision it is stored in, with the words that it was trained with."""
+    where, folder = f"{key} {path}", Path(model_folder(path))
+    if not (folder / PROCESS).is_file():
+        raise Refusal.at(
+            where,
+            f"is no process reward model: it has no {PROCESS}",
+            'train one with method prm, or write it: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
+        )
+    transformers_logging.disable_progress_bar()
+    try:
+        words = json.loads((folder / PROCESS).read_text(encoding="utf-8"))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        marks = Marks.of(tokenizer, words["placeholder"], words["tokens"])
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise Refusal.at(where, f"cannot be loaded: {first_line(error)}") from error
+    if not tokenizer.chat_template:
+        raise Refusal.at(where, "its tokenizer has no chat template", "put a chat_template.jinja into its folder")
+    model.to(device).eval().requires_grad_(False)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return ProcessModel(model, StepWriter(tokenizer, marks), device, context)
+
+
+def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
+    """The steps of a response, each with its end in the text. Blank ones are none."""
+    steps, start = [], 0
+    for piece in text.split(separator):
+        if piece.strip():
+            steps.append((piece.strip(), start + len(piece.rstrip())))
+        start += len(piece) + len(separator)
+    return steps
+
+
+class ProcessPart:
+    """Responses wait until `flush`, which judges them all in the caller's thread."""
+
+    name = "process"
+
+    def __init__(self, path: str, separator: str, device: torch.device):
+        self._model = load_process_model(path, device)
+        self._separator = separator
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[list[int], list[int], Future[Outcome]]] = []
+
+    def submit(self, question: Question, text: str) -> Future[Outcome]:
+        steps = steps_of(text, self._separator)
+        if not steps:
+            return settled(Stepwise({self.name: 0.0}, ()))
+        writer = self._model.writer
+        answer = writer.marked([step for step, _ in steps])
+        try:
+            _, ids = writer.chat([*question.prompt, {"role": "assistant", "content": answer}], question.origin)
+        except Refusal as refusal:
+            return settled(Failure(self.name, str(refusal.problems[0])))
+        if len(writer.places(ids)) != len(steps):
+            return settled(
+                Failure(self.name, f"the placeholder {writer.marks.placeholder!r} stands in the text itself")
+            )
+        if self._model.context is not None and len(ids) > self._model.context:
+            return settled(Failure(self.name, f"{len(ids)} tokens are more than its context of {self._model.context}"))
+        future = promised()
+        with self._lock:
+            self._waiting.append((ids, [end for _, end in steps], future))
+        return future
+
+    def flush(self) -> None:
+        waiting = self._taken()
+        verdicts = self._model.judge([ids for ids, _, _ in waiting])
+        for (_, ends, future), found in zip(waiting, verdicts, strict=True):
+            mean = sum(found) / len(found)
+            if not abs(mean) < float("inf"):
+                future.set_result(Failure(self.name, f"the score is {mean}"))
+                continue
+            parts = {self.name: mean, f"{self.name}_worst": min(found)}
+            shares = [probability / len(found) for probability in found]
+            future.set_result(Stepwise(parts, list(zip(ends, shares, strict=True))))
+
+    def close(self) -> None:
+        for _, _, future in self._taken():
+            future.set_result(Failure(self.name, "the run was ending before it was scored"))
+
+    def _taken(self) -> list[tuple[list[int], list[int], Future[Outcome]]]:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        return waiting

@@ -17,12 +17,13 @@ from lockstep.reward.checks import FormatPart, RulePart
 from lockstep.reward.dry_run import dry_run
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.model import ModelPart
-from lockstep.reward.parts import Outcome, Part
+from lockstep.reward.parts import Outcome, Part, Stepwise
+from lockstep.reward.process import ProcessPart
 from lockstep.reward.remote import RemotePart
 from lockstep.reward.rules import DEFAULT_RULES, Rule, rule_for, rule_named
 from lockstep.types import Failure, Question, Score
 
-PARTS = ("rule", "function", "model", "remote", "format")
+PARTS = ("rule", "function", "model", "process", "remote", "format")
 
 
 class Scorer:
@@ -41,12 +42,17 @@ class Scorer:
 
         Refuses with all that is wrong at once. What a user's function prints is appended to `output`, or thrown away.
         """
+        sources = list(sources)
         weights, problems = active_weights(settings)
+        known = {**DEFAULT_RULES, **settings.rules}
+        if weights.get("rule") == 0 and not all(source in known for source in sources):
+            del weights["rule"]  # it would only look on, and some rows have none
         problems += _unknown_rules(settings.rules)
         makers: dict[str, Callable[[], Part]] = {
             "rule": lambda: RulePart(settings, sources),
             "function": lambda: FunctionPart(str(settings.function), settings, output=output),
             "model": lambda: ModelPart(str(settings.model), device),
+            "process": lambda: ProcessPart(str(settings.process), settings.separator, device),
             "remote": lambda: RemotePart(str(settings.remote), settings),
             "format": lambda: FormatPart(str(settings.format)),
         }
@@ -69,6 +75,9 @@ class Scorer:
         outcomes = [part.submit(question, text) for part in self._parts]
         future: Future[Score | Failure] = Future()
         future.set_running_or_notify_cancel()
+        if not outcomes:
+            future.set_result(Score(0.0))
+            return future
         remaining = _Countdown(len(outcomes), lambda: future.set_result(self._sum([o.result() for o in outcomes])))
         for outcome in outcomes:
             outcome.add_done_callback(remaining)
@@ -116,10 +125,14 @@ class Scorer:
         if failures:
             return failures[0]
         parts: dict[str, float] = {}
-        for outcome in outcomes:
+        steps: list[tuple[int, float]] = []
+        for part, outcome in zip(self._parts, outcomes, strict=True):
             assert isinstance(outcome, dict)
             parts |= outcome
-        return Score(sum(self._weights[part.name] * parts[part.name] for part in self._parts), parts)
+            if isinstance(outcome, Stepwise):
+                steps += [(end, self._weights[part.name] * share) for end, share in outcome.steps]
+        total = sum(self._weights[part.name] * parts[part.name] for part in self._parts)
+        return Score(total, parts, tuple(steps))
 
 
 class _Countdown:

@@ -20,6 +20,21 @@ class Judge(Protocol):
     def flush(self) -> None: ...
 
 
+def _judged(made: dict[str, Any], score: Score | Failure, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    steps = score.steps if isinstance(score, Score) else ()
+    earned = tuple((token_at(made["ids"], end, decode), share) for end, share in steps)
+    return {**made, "score": score, "earned": earned}
+
+
+def token_at(ids: list[int], end: int, decode: Callable[[list[int]], str]) -> int:
+    """The token with which the text reaches `end` characters (the last one if it never does)."""
+    low, high = 0, len(ids) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(decode(ids[: middle + 1])) >= end else (middle + 1, high)
+    return low
+
+
 def collect(
     engine: Engine,
     judge: Judge,
@@ -55,7 +70,7 @@ def collect(
             advance(1)
     with phases("reward"):
         judge.flush()
-        done = [{**made, "score": score.result()} for made, score in judged]
+        done = [_judged(made, score.result(), decode) for made, score in judged]
         everyone = [made for share in world.gather(done) for made in share]
     everyone.sort(key=lambda made: (made["place"], made["sample"]))
     return [Rollout(prompt=prompts[made["place"]], **made) for made in everyone]

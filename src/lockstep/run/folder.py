@@ -123,7 +123,7 @@ def _lock_or_refuse(file: int, path: Path) -> None:
         holder = os.pread(file, 32, 0).decode(errors="replace").strip()
         raise Refusal.at(
             f"run folder {path}",
-            f"process {holder} is training in it" if holder else "another process is training in it",
+            f"process {holder} is working in it" if holder else "another process is working in it",
             "wait for it, stop it, or give this run another folder",
         ) from None
     except OSError as error:

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 # Rewards of single steps are noisy: so many are averaged at each end.
 ENDS = 5
-SINGLE = ("train/loss", "val/loss", "val/accuracy")
+SINGLE = (
+    "train/loss",
+    "val/loss",
+    "val/pair_accuracy",
+    "val/label_accuracy",
+    "val/step_accuracy",
+    "val/margin",
+    "val/divergence",
+    "val/accuracy",
+)
 
 
 def before_and_after(history: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[str, str]]:

@@ -20,6 +20,9 @@ class Column(NamedTuple):
 
 OFFLINE_COLUMNS = (
     Column("train/loss", "loss", ".4f"),
+    Column(("train/pair_accuracy", "train/label_accuracy", "train/step_accuracy"), "acc", ".3f"),
+    Column("train/margin", "margin", ".3g"),
+    Column("train/divergence", "apart", ".4f"),
     Column("train/lr", "lr", ".2e"),
     Column("train/grad_norm", "grad", ".3g"),
     Column("perf/throughput", "tok/s", ",.0f"),

@@ -107,8 +107,10 @@ def _estimate(
 ) -> Annotated:
     algorithm, sequence_K = recipe.algorithm, experience.sequence_K
     metrics: dict[str, float] = {}
-    rewards_K = torch.zeros(len(sequence_K))
-    rewards_K[experience.last_K] = experience.scores_S
+    # What was not earned at a step of the response is earned at its end.
+    earned_S = sum_by(experience.earned_K, sequence_K, experience.sequences)
+    rewards_K = experience.earned_K.clone()
+    rewards_K[experience.last_K] += experience.scores_S - earned_S
     if algorithm.kl.where == "reward":
         assert old_K is not None
         assert reference_K is not None

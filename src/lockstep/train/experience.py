@@ -23,6 +23,8 @@ class Experience:
     engine_K: torch.Tensor
     """The engine's log-probabilities."""
     scores_S: torch.Tensor
+    earned_K: torch.Tensor
+    """The shares of the scores that belong to a token before the last."""
     baseline_S: torch.Tensor | None
 
     @property
@@ -62,8 +64,18 @@ def experience_of(rollouts: Sequence[Rollout], baselines: dict[int, float] | Non
         group_S=torch.tensor([rollout.place for rollout in scored], dtype=torch.long),
         engine_K=torch.tensor([score for rollout in scored for score in rollout.logprobs], dtype=torch.float32),
         scores_S=torch.tensor([r.score.total for r in scored if isinstance(r.score, Score)], dtype=torch.float32),
+        earned_K=_earned(scored, int(lengths.sum())),
         baseline_S=None if baselines is None else torch.tensor([baselines[rollout.place] for rollout in scored]),
     )
+
+
+def _earned(rollouts: Sequence[Rollout], tokens: int) -> torch.Tensor:
+    earned_K, start = torch.zeros(tokens), 0
+    for rollout in rollouts:
+        for token, share in rollout.earned:
+            earned_K[start + token] += share
+        start += len(rollout.ids)
+    return earned_K
 
 
 def _example(rollout: Rollout) -> Example:

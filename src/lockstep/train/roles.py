@@ -43,13 +43,24 @@ class Roles:
         assert self.critic is not None
         return self._over(self.critic.module, batches, count, lambda values: values)
 
-    @torch.no_grad()
     def _over(
         self, module: nn.Module, batches: Sequence[MicroBatch], count: int, pick: Callable[[Any], torch.Tensor]
     ) -> torch.Tensor:
-        """A number for each target, on the host: every rank fills in its share."""
-        vector = torch.zeros(count)
-        with evaluating(module):
-            for batch in batches:
-                vector[batch.index_K] = pick(module(to_device(batch, self.device))).cpu()
-        return self.world.sum_tensor(vector)
+        return over_targets(module, batches, count, self.world, self.device, pick)
+
+
+@torch.no_grad()
+def over_targets(
+    module: nn.Module,
+    batches: Sequence[MicroBatch],
+    count: int,
+    world: World,
+    device: torch.device,
+    pick: Callable[[Any], torch.Tensor],
+) -> torch.Tensor:
+    """A number for each target, on the host: every rank fills in its share."""
+    vector = torch.zeros(count)
+    with evaluating(module):
+        for batch in batches:
+            vector[batch.index_K] = pick(module(to_device(batch, device))).cpu()
+    return world.sum_tensor(vector)

@@ -1,4 +1,4 @@
-"""`lockstep eval`: how well a model answers rows that a rule can check."""
+"""`lockstep eval`: how well a model answers rows that a rule can check, or judges rows of preferences and steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.text import Text
 from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
+from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import joined
@@ -23,6 +24,7 @@ from lockstep.train.answering import Answerer, refuse_options
 from lockstep.train.answers import answers, encode_questions
 from lockstep.train.evaluate import answer_metrics
 from lockstep.train.samples import sample_line
+from lockstep.train.score_rows import kind_of, score_rows
 from lockstep.types import Rollout, Sampling
 
 
@@ -38,15 +40,37 @@ def score_model(
     out: Path | None,
     dtype: str,
     device_name: str,
+    reference: str | None = None,
 ) -> dict[str, float]:
-    """Answer, score, show; returns the metrics."""
+    """Answer or judge, score, show; returns the metrics."""
     refuse_options(dtype, n, temperature)
     device, sentence = explain(device_name)
     with joined(device) as world:
         console = Console.open() if world.main else Console.silent()
         console.say(sentence)
         folder = model_folder(model)
-        questions = read_questions(read_rows(data), rows)
+        rowset = read_rows(data)
+        method = kind_of(folder, rowset)
+        if method is not None:
+            metrics = score_rows(
+                method,
+                folder,
+                data,
+                rowset,
+                rows=rows,
+                reference=None if reference is None else model_folder(reference),
+                out=out,
+                dtype=dtype,
+                device=device,
+                world=world,
+                console=console,
+            )
+            if world.main:
+                _show(model, data, metrics)
+            return metrics
+        if reference is not None:
+            raise Refusal.at("--reference", f"{data} holds no pairs to compare", "remove it")
+        questions = read_questions(rowset, rows)
         for source in sorted({question.data_source for question in questions}):
             rule_for(source)
         tokenizer = load_tokenizer(folder)
@@ -70,7 +94,9 @@ def score_model(
         if world.main:
             if out is not None:
                 _write(out, given)
-            _show(model, data, given, metrics)
+            asked = {"questions": float(len({rollout.place for rollout in given}))}
+            shown = {name.removeprefix("val/"): v for name, v in metrics.items() if name.startswith("val/")}
+            _show(model, data, asked | shown)
     return metrics
 
 
@@ -80,13 +106,10 @@ def _write(out: Path, given: list[Rollout]) -> None:
             file.write(json.dumps(sample_line(0, "eval", rollout, None), ensure_ascii=False) + "\n")
 
 
-def _show(model: str, data: str, given: list[Rollout], metrics: dict[str, float]) -> None:
+def _show(model: str, data: str, metrics: dict[str, float]) -> None:
     table = Table(title=Text(f"{model} on {data}"), title_justify="left")
     table.add_column("measure")
     table.add_column("value", justify="right")
-    table.add_row("questions", f"{len({rollout.place for rollout in given}):,}")
     for name, value in metrics.items():
-        if not name.startswith("val/"):
-            continue
-        table.add_row(name.removeprefix("val/"), f"{value:.4f}")
+        table.add_row(name, f"{value:,.0f}" if name in ("questions", "rows") else f"{value:.4f}")
     RichConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 80).print(table)

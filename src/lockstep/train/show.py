@@ -13,7 +13,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.progress import Console
 from lockstep.train.setup import prepare, prepare_online
-from lockstep.types import Example
+from lockstep.types import Example, Item, Judged, Probe, Ranking, Steps
 
 TRAINED, CONTEXT = "bold green", "dim"
 
@@ -53,10 +53,11 @@ def _show_examples(recipe: Recipe, rows: int) -> None:
     prepared = prepare(recipe, select(recipe.device), 1, console, must_fit=False)
     screen = RichConsole(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 80)
     for source in prepared.train.sources:
-        for example in source[:rows]:
-            title = f"{example.origin}: {len(example)} tokens, {example.targets} trained"
-            screen.print(Text(title, style="bold"), soft_wrap=True)
-            screen.print(render(example, prepared.tokenizer, marks=not screen.is_terminal), soft_wrap=True)
+        for item in source[:rows]:
+            for number, example in enumerate(item.examples):
+                title = f"{item.origin}{role_of(item, number)}: {len(example)} tokens, {example.targets} trained"
+                screen.print(Text(title, style="bold"), soft_wrap=True)
+                screen.print(render(example, prepared.tokenizer, marks=not screen.is_terminal), soft_wrap=True)
     counts = prepared.train.counts
     console.banner(
         "data",
@@ -70,15 +71,28 @@ def _show_examples(recipe: Recipe, rows: int) -> None:
     )
 
 
+def role_of(item: Item, number: int) -> str:
+    """What a sequence is to its row."""
+    if isinstance(item, Ranking):
+        margin = f", margin {item.margin:g}" if item.margin and not number else ""
+        names = ("chosen", "rejected") if len(item.examples) == 2 else [f"rank {i + 1}" for i in range(99)]
+        return f", {names[number]}{margin}"
+    if isinstance(item, Judged):
+        return ", desirable" if item.desirable else ", undesirable"
+    if isinstance(item, Steps):
+        return f", verdicts {' '.join(f'{label[0]:g}' for label in item.labels)}"
+    return ""
+
+
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:
-    """The row's text by runs of tokens; without colours the trained runs stand in [[double brackets]]."""
+    """The row's text by runs of tokens; without colours what is trained, or judged, stands in [[double brackets]]."""
     text = Text()
     start = 0
+    marked = set(example.places) if isinstance(example, Probe) else {place + 1 for place, _ in example.asked()}
     while start < len(example):
         end = start
-        # The first token is never predicted, trained or not.
-        trained = bool(example.trained[start]) and start > 0
-        while end < len(example) and (bool(example.trained[end]) and end > 0) == trained:
+        trained = start in marked
+        while end < len(example) and (end in marked) == trained:
             end += 1
         piece = tokenizer.decode(list(example.ids[start:end]))
         text.append(f"[[{piece}]]" if trained and marks else piece, style=TRAINED if trained else CONTEXT)
