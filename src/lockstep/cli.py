@@ -69,7 +69,7 @@ def recipes(
 ) -> None:
     """List the built-in recipes and methods, or print one."""
     from lockstep.recipe.load import builtin_names, method_text, recipe_text
-    from lockstep.recipe.methods import ONLINE
+    from lockstep.recipe.methods import OFFLINE, ONLINE
     from lockstep.run.text import fit
 
     if name:
@@ -78,7 +78,7 @@ def recipes(
     for each in builtin_names():
         typer.echo(f"{each:18}{recipe_text(each).splitlines()[0].lstrip('# ')}")
     typer.echo("")
-    for line in fit(f"methods: sft, {', '.join(ONLINE)}"):
+    for line in fit(f"methods: {', '.join([*OFFLINE, *ONLINE])}"):
         typer.echo(line)
     typer.echo("`lockstep recipes METHOD` prints what a method sets; a recipe may say otherwise.")
 

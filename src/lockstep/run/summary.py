@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 # Rewards of single steps are noisy: so many are averaged at each end.
 ENDS = 5
+AVERAGED = (("reward", "critic/score/mean"), ("divergence", "actor/reward_kl_penalty"))
 SINGLE = (
     "train/loss",
     "val/loss",
@@ -20,13 +21,14 @@ SINGLE = (
 
 def before_and_after(history: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[str, str]]:
     """Rows of a table: the name, and `first -> last`."""
-    rewards = _values(history, "critic/score/mean")
     rows = []
-    if len(rewards) > 1:
-        count = min(ENDS, len(rewards) // 2)
-        first, last = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
-        over = f" (mean of {count} steps at either end)" if count > 1 else ""
-        rows.append(("reward", f"{first:.4g} -> {last:.4g}{over}"))
+    for label, name in AVERAGED:
+        values = _values(history, name)
+        if len(values) > 1 and any(values):
+            count = min(ENDS, len(values) // 2)
+            first, last = (sum(part) / count for part in (values[:count], values[-count:]))
+            over = f" (mean of {count} steps at either end)" if count > 1 else ""
+            rows.append((label, f"{first:.4g} -> {last:.4g}{over}"))
     for name in SINGLE:
         values = _values(history, name)
         if len(values) > 1:
