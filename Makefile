@@ -31,6 +31,7 @@ docs: $(VENV)/.test
 
 bench: $(VENV)/.bench
 	$(BIN)/python bench/sft.py
+	$(BIN)/python bench/dpo.py
 	$(BIN)/python bench/rollout.py
 	$(BIN)/python bench/grpo_step.py
 

@@ -1,12 +1,14 @@
-"""What the benchmarks print and record alike: the machine with its versions, medians and spreads."""
+"""What the benchmarks print and record alike: the machine with its versions, medians and spreads, the file."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,13 @@ def machine(device: Device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_before": round(os.getloadavg()[0], 1),
     }
+
+
+def write_record(record: dict[str, Any], out: str) -> None:
+    """The record as a JSON file, with the load that the machine ended with."""
+    record["machine"]["load_after"] = round(os.getloadavg()[0], 1)
+    Path(out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {out}")
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

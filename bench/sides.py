@@ -32,17 +32,37 @@ Row = list[int]
 
 
 @dataclass(frozen=True)
-class Work:
-    """What every side is given. `tokens` bounds a micro-batch, padding included; `rows` make an update."""
+class Terms:
+    """What every side is given, whatever the rows are. `tokens` bounds a micro-batch, padding included."""
 
     device: Device
     model: str
     dtype: str
     masters: bool
-    pool: list[Row]
     rows: int
     tokens: int
     optim: Optim
+
+    @property
+    def autocast(self) -> bool:
+        """bf16 compute over fp32 weights, the peers' way of keeping fp32 masters."""
+        return self.dtype == "bf16" and self.masters
+
+    def their_model(self, attention: str) -> Any:
+        dtype = torch.float32 if self.masters else DTYPES[self.dtype]
+        return AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype, attn_implementation=attention)
+
+    def rows_within(self, widest: int) -> int:
+        """Rows of a padded micro-batch: as many as stay in the budget when the widest is among them."""
+        fitting = max(1, self.tokens // widest)
+        return max(n for n in range(1, min(fitting, self.rows) + 1) if self.rows % n == 0)
+
+
+@dataclass(frozen=True)
+class Work(Terms):
+    """The work of SFT: `rows` of the pool make an update."""
+
+    pool: list[Row]
 
     @property
     def updates(self) -> list[list[Row]]:
@@ -50,9 +70,7 @@ class Work:
 
     @property
     def padded_rows(self) -> int:
-        """Rows of a padded micro-batch: as many as stay in the budget when the longest row is among them."""
-        fitting = max(1, self.tokens // max(len(row) for row in self.pool))
-        return max(n for n in range(1, min(fitting, self.rows) + 1) if self.rows % n == 0)
+        return self.rows_within(max(len(row) for row in self.pool))
 
 
 class Seconds(NamedTuple):
@@ -144,23 +162,14 @@ class Trl:
         rows = Dataset.from_dict({"input_ids": work.pool})
         config = SFTConfig(
             output_dir=self.folder.name,
-            per_device_train_batch_size=at_once,
-            gradient_accumulation_steps=work.rows // at_once,
-            num_train_epochs=1,
             train_sampling_strategy="group_by_length" if variant == "grouped" else "sequential",
             packing=variant == "packed",
             max_length=work.tokens,
-            **trl_optimizer(work.optim, work.device),
-            bf16=_autocast(work),
-            gradient_checkpointing=False,
-            use_cpu=work.device.name == "cpu",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **trainer_settings(work, at_once),
         )
-        self.clock = _clock(work.device)
+        self.clock = make_clock(work.device)
         self.trainer = SFTTrainer(
-            model=_their_model(work, attention),
+            model=work.their_model(attention),
             args=config,
             train_dataset=rows,
             processing_class=tokenizer,
@@ -178,21 +187,8 @@ class Trl:
         return self.clock.seconds
 
     def first_update(self) -> Update:
-        trainer, args = self.trainer, self.trainer.args
-        collator, kept = trainer.data_collator, (args.max_steps, args.logging_steps)
-        seen: list[dict[str, Any]] = []
-
-        def remember(examples: list[dict[str, Any]]) -> dict[str, Any]:
-            seen.extend(examples)
-            return collator(examples)
-
-        trainer.data_collator, args.max_steps, args.logging_steps = remember, 1, 1
-        trainer.train()
-        trainer.data_collator, (args.max_steps, args.logging_steps) = collator, kept
-        log = trainer.state.log_history[0]
-        # The data loader reads one micro-batch ahead; the update holds only its own.
-        taken = seen[: args.gradient_accumulation_steps * args.per_device_train_batch_size]
-        return Update(log["loss"], float(log["grad_norm"]), [row for example in taken for row in _split(example)])
+        first = train_watched(self.trainer, 1)[0]
+        return Update(first.loss, first.norm, [row for example in first.examples for row in _split(example)])
 
     def _refuse_lost_tokens(self) -> None:
         given = sum(len(row) for row in self.work.pool)
@@ -221,7 +217,7 @@ class Plain:
         self.name = f"plain transformers {variant}"
         self.at_once = 1 if variant == "single" else work.padded_rows
         self.where = work.device.torch_device()
-        self.model = _their_model(work, "sdpa").to(self.where).train()
+        self.model = work.their_model("sdpa").to(self.where).train()
         optim = work.optim
         parameters = list(self.model.parameters())
         self.adamw = torch.optim.AdamW(
@@ -255,7 +251,7 @@ class Plain:
         losses = []
         for start in range(0, len(rows), self.at_once):
             batch = _right_padded(rows[start : start + self.at_once], self.where)
-            with torch.autocast(self.where.type, torch.bfloat16) if _autocast(self.work) else nullcontext():
+            with torch.autocast(self.where.type, torch.bfloat16) if self.work.autocast else nullcontext():
                 loss = self.model(**batch, use_cache=False, num_items_in_batch=targets).loss
             loss.backward()
             losses.append(loss.detach())
@@ -287,6 +283,52 @@ def sides_for(case: str) -> list[str]:
     return [name for name in SIDES if name == "lockstep" or name.startswith(peer)]
 
 
+@dataclass(frozen=True)
+class Watched:
+    """An update of transformers' trainer: mean loss, gradient norm, and the examples that were in it."""
+
+    loss: float
+    norm: float
+    examples: list[dict[str, Any]]
+
+
+def train_watched(trainer: Any, updates: int) -> list[Watched]:
+    """Train so many updates with the trainer's own `train()`, and say what each of them was."""
+    args, collator = trainer.args, trainer.data_collator
+    kept = (args.max_steps, args.logging_steps)
+    seen: list[dict[str, Any]] = []
+
+    def remember(examples: list[dict[str, Any]]) -> dict[str, Any]:
+        seen.extend(examples)
+        return collator(examples)
+
+    trainer.data_collator, args.max_steps, args.logging_steps = remember, updates, 1
+    trainer.train()
+    trainer.data_collator, (args.max_steps, args.logging_steps) = collator, kept
+    size = args.gradient_accumulation_steps * args.per_device_train_batch_size
+    # The data loader reads one micro-batch ahead, and the log ends with a line on the whole run: neither is an update.
+    return [
+        Watched(log["loss"], float(log["grad_norm"]), seen[number * size : (number + 1) * size])
+        for number, log in enumerate(trainer.state.log_history[:updates])
+    ]
+
+
+def trainer_settings(terms: Terms, at_once: int) -> dict[str, Any]:
+    """One pass with `at_once` rows a micro-batch, in the words of transformers' trainer."""
+    return {
+        "per_device_train_batch_size": at_once,
+        "gradient_accumulation_steps": terms.rows // at_once,
+        "num_train_epochs": 1,
+        **trl_optimizer(terms.optim, terms.device),
+        "bf16": terms.autocast,
+        "gradient_checkpointing": False,
+        "use_cpu": terms.device.name == "cpu",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
 def trl_optimizer(optim: Optim, device: Device) -> dict[str, Any]:
     """Our optimizer settings in the words of transformers' trainer."""
     return {
@@ -305,23 +347,13 @@ def has_trl() -> bool:
     return find_spec("trl") is not None and find_spec("datasets") is not None
 
 
-def _autocast(work: Work) -> bool:
-    """bf16 compute over fp32 weights, the peers' way of keeping fp32 masters."""
-    return work.dtype == "bf16" and work.masters
-
-
-def _their_model(work: Work, attention: str) -> Any:
-    dtype = torch.float32 if work.masters else DTYPES[work.dtype]
-    return AutoModelForCausalLM.from_pretrained(work.model, dtype=dtype, attn_implementation=attention)
-
-
 def _trl_attention(work: Work) -> str:
     """Padding-free lines want flash attention; without it transformers builds a mask from the positions."""
     usable = work.device.name == "cuda" and work.dtype == "bf16" and find_spec("flash_attn") is not None
     return "flash_attention_2" if usable else "sdpa"
 
 
-def _clock(device: Device) -> Any:
+def make_clock(device: Device) -> Any:
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
