@@ -93,6 +93,22 @@ def tiny(folder: Path, seed: int = 0) -> None:
 
 
 @app.command()
+def doctor(
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Judge for this device, not for the one that `auto` takes.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+    pins: Annotated[
+        str | None, typer.Option(metavar="STACK", help="Print requirements and install steps of a known stack.")
+    ] = None,
+) -> None:
+    """Show what is installed here, whether it fits together, and what to do where it does not."""
+    from lockstep.doctor.check import run_doctor
+
+    raise typer.Exit(run_doctor(device, json, pins))
+
+
+@app.command()
 def generate(
     model: ModelArgument,
     prompt: Annotated[str | None, typer.Argument(help="What to say to it.")] = None,

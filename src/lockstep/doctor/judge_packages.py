@@ -1,0 +1,174 @@
+"""Judgements on packages: what is missing or too old, and what does not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from lockstep.doctor.facts import Facts
+from lockstep.doctor.finding import Finding, broken, warning
+from lockstep.doctor.machine import AUTOLOAD
+from lockstep.doctor.packages import MINIMUM
+from lockstep.doctor.versions import older, release
+
+# What does not work on an Ascend device, and what does instead.
+INSTEAD = {
+    "flash_attn": (
+        "its kernels are for CUDA",
+        "leave model.attention at auto, which takes torch_npu's fused attention; pip uninstall flash_attn",
+    ),
+    "liger_kernel": (
+        "lockstep does not use it, and its kernels need triton-ascend there",
+        "nothing to do for lockstep, whose log-probabilities are computed in chunks without it",
+    ),
+    "bitsandbytes": (
+        "lockstep does not use it, and its usual builds are for CUDA",
+        "train LoRA on bf16 weights (model.dtype: bf16, model.lora.rank) in place of 4-bit or 8-bit ones",
+    ),
+    "deepspeed": (
+        "lockstep does not use it; AutoTP and the hybrid engine do not work there",
+        "several devices: torchrun, which shards with FSDP2; generation: rollout.engine native",
+    ),
+}
+
+# triton-ascend from this version on depends on a triton of its own choice; before it, the two overwrite each other.
+TRITON_BESIDE = "3.2.1"
+TRITON_OF_TRITON_ASCEND = ("3.2.0", "3.5.0")
+
+
+def core_is_there(facts: Facts, device: str) -> Iterator[Finding]:
+    for name, least in MINIMUM.items():
+        version = facts.packages.get(name)
+        if version is None:
+            yield broken(name, "not installed", "in a checkout: pip install -c constraints.txt -e .")
+        elif older(version, least):
+            yield broken(
+                name, f"lockstep needs {name} >= {least}", f"pip install -c constraints.txt -U '{name}>={least}'"
+            )
+
+
+def torch_fits_torch_npu(facts: Facts, device: str) -> Iterator[Finding]:
+    finding = torch_mismatch(facts.packages, device)
+    if finding is not None:
+        yield finding
+
+
+def torch_mismatch(packages: Mapping[str, str], device: str) -> Finding | None:
+    """torch_npu is built for one torch release; candidates and post-releases are of that release."""
+    torch, torch_npu = packages.get("torch"), packages.get("torch_npu")
+    if torch is None or torch_npu is None or release(torch) == release(torch_npu):
+        return None
+    return Finding(
+        "torch_npu",
+        "broken" if device == "npu" else "warning",
+        f"torch_npu {torch_npu} is built for torch {release(torch_npu)}, and torch {torch} is installed",
+        _same_torch(release(torch), release(torch_npu)),
+    )
+
+
+def _same_torch(torch: str, torch_npu: str) -> str:
+    remedy = f"pip install torch_npu=={torch} (a candidate or post-release of it will do)"
+    # Going back to torch_npu's torch is no way out where lockstep could not run on that.
+    return remedy if older(torch_npu, MINIMUM["torch"]) else f"{remedy}, or torch=={torch_npu}"
+
+
+def torch_npu_can_load(facts: Facts, device: str) -> Iterator[Finding]:
+    torch_npu = facts.packages.get("torch_npu")
+    if torch_npu is None:
+        if device == "npu":
+            yield broken("torch_npu", "not installed", 'in a checkout: pip install -c constraints.txt -e ".[npu]"')
+        return
+    if facts.cann is not None:
+        return
+    remedy = "install CANN and source its set_env.sh"
+    if device == "npu":
+        yield broken("torch_npu", "there is no CANN, which torch_npu loads at its import", remedy)
+    elif facts.variables.get(AUTOLOAD) != "0":
+        yield warning(
+            "torch_npu",
+            "there is no CANN, and a plain `import torch` loads torch_npu and fails (lockstep itself puts that off)",
+            f"export {AUTOLOAD}=0, or {remedy}",
+        )
+
+
+def engines_match(facts: Facts, device: str) -> Iterator[Finding]:
+    vllm, plugin = facts.packages.get("vllm"), facts.packages.get("vllm-ascend")
+    if plugin is None:
+        if vllm is not None and device == "npu":
+            yield warning(
+                "vllm", "there is no vllm-ascend, without which vLLM does not know the device", _same(release(vllm))
+            )
+        return
+    if vllm is None:
+        yield warning("vllm-ascend", "there is no vllm beside it", _same(release(plugin)))
+    elif release(vllm) != release(plugin):
+        yield broken(
+            "vllm-ascend",
+            f"vllm-ascend {plugin} is a plugin of vLLM {release(plugin)}, not of {vllm}",
+            _same(release(plugin)),
+        )
+    if plugin == "0.8.5rc1":
+        yield warning(
+            "vllm-ascend",
+            "its platform file sets RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES: device errors under Ray",
+            "take that line out of vllm_ascend/platform.py (lockstep doctor --pins ascend-vllm-0.8.5)",
+        )
+
+
+def _same(version: str) -> str:
+    return f"install vLLM and vllm-ascend {version} together (lockstep doctor --pins NAME shows how)"
+
+
+def one_triton(facts: Facts, device: str) -> Iterator[Finding]:
+    triton, ascend = facts.packages.get("triton"), facts.packages.get("triton-ascend")
+    if triton is None or ascend is None:
+        return
+    again = f"pip uninstall -y triton triton-ascend && pip install triton-ascend=={ascend}"
+    if older(ascend, TRITON_BESIDE):
+        yield broken(
+            "triton-ascend", f"triton {triton} is installed too, and the two overwrite each other's files", again
+        )
+    elif release(triton) not in TRITON_OF_TRITON_ASCEND:
+        yield warning(
+            "triton-ascend", f"triton {triton} is not the one it brings, and may have overwritten its files", again
+        )
+
+
+def nothing_for_cuda(facts: Facts, device: str) -> Iterator[Finding]:
+    if device != "npu":
+        return
+    for name, (why, remedy) in INSTEAD.items():
+        if name in facts.packages:
+            yield warning(name, f"on this device {why}", remedy)
+    torchvision = facts.packages.get("torchvision", "")
+    if "+cu" in torchvision:
+        yield warning(
+            "torchvision",
+            f"{torchvision} is a CUDA build",
+            "pip install torchvision --index-url https://download.pytorch.org/whl/cpu",
+        )
+
+
+def sglang_is_alone(facts: Facts, device: str) -> Iterator[Finding]:
+    if device != "npu" or "sglang" not in facts.packages:
+        return
+    for name in ("torchvision", "timm"):
+        if name in facts.packages:
+            yield warning(name, "SGLang's stack on this device goes without it", f"pip uninstall -y {name}")
+
+
+def torch_is_for_the_device(facts: Facts, device: str) -> Iterator[Finding]:
+    torch = facts.packages.get("torch", "")
+    if device == "cuda" and torch.endswith("+cpu"):
+        yield broken("torch", f"{torch} is a CPU build", "pip uninstall torch, then install the plain one")
+
+
+JUDGEMENTS = (
+    core_is_there,
+    torch_is_for_the_device,
+    torch_fits_torch_npu,
+    torch_npu_can_load,
+    engines_match,
+    one_triton,
+    nothing_for_cuda,
+    sglang_is_alone,
+)

@@ -1,0 +1,152 @@
+"""The one door to the machine: commands, files, variables and packages. Tests put recorded outputs behind it."""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Protocol
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command said: its exit status, and its output and errors together."""
+
+    status: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Disk:
+    free: int
+    total: int
+
+
+class Machine(Protocol):
+    @property
+    def system(self) -> str: ...
+
+    @property
+    def architecture(self) -> str: ...
+
+    @property
+    def python(self) -> str: ...
+
+    @property
+    def variables(self) -> Mapping[str, str]: ...
+
+    def run(self, *command: str) -> Answer | None:
+        """None when there is no such command."""
+        ...
+
+    def read(self, path: str) -> str | None:
+        """None when there is no such file, or it may not be read."""
+        ...
+
+    def matching(self, pattern: str) -> list[str]: ...
+
+    def modified(self, path: str) -> float | None:
+        """When the path was last written, in seconds since 1970."""
+        ...
+
+    def version(self, package: str) -> str | None: ...
+
+    def installed(self, package: str) -> float | None:
+        """When the package was installed, in seconds since 1970."""
+        ...
+
+    def disk(self) -> Disk: ...
+
+    def home(self) -> str: ...
+
+
+class ThisMachine:
+    """The machine that the command runs on."""
+
+    seconds = 10.0
+    """How long a command may take: a driver that hangs must not hang the doctor."""
+
+    @property
+    def system(self) -> str:
+        release = platform.freedesktop_os_release() if Path("/etc/os-release").exists() else {}
+        return f"{release.get('PRETTY_NAME', platform.system())}, kernel {platform.release()}"
+
+    @property
+    def architecture(self) -> str:
+        return platform.machine()
+
+    @property
+    def python(self) -> str:
+        return platform.python_version()
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """As the user set them: lockstep puts off torch_npu's loading by a variable of its own, which is left out."""
+        found = dict(os.environ)
+        started_with = self.read("/proc/self/environ")
+        if started_with is not None and f"\0{AUTOLOAD}=" not in f"\0{started_with}":
+            found.pop(AUTOLOAD, None)
+        return found
+
+    def run(self, *command: str) -> Answer | None:
+        if shutil.which(command[0]) is None:
+            return None
+        try:
+            done = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                timeout=self.seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Answer(124, f"no answer within {self.seconds:g} seconds")
+        except OSError as error:
+            return Answer(126, str(error))
+        return Answer(done.returncode, done.stdout.decode("utf-8", errors="replace"))
+
+    def read(self, path: str) -> str | None:
+        try:
+            return Path(path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None  # absent or forbidden: the caller has other places to look
+
+    def matching(self, pattern: str) -> list[str]:
+        return sorted(glob.glob(pattern))
+
+    def modified(self, path: str) -> float | None:
+        try:
+            return Path(path).stat().st_mtime
+        except OSError:
+            return None  # gone between the listing and now
+
+    def version(self, package: str) -> str | None:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    def installed(self, package: str) -> float | None:
+        try:
+            folder = metadata.distribution(package).locate_file("")
+            name = metadata.distribution(package).metadata["Name"].replace("-", "_")
+        except metadata.PackageNotFoundError:
+            return None
+        found = self.matching(f"{glob.escape(str(folder))}/{name}-*.dist-info/RECORD")
+        return self.modified(found[0]) if found else None
+
+    def disk(self) -> Disk:
+        usage = shutil.disk_usage(Path.cwd())
+        return Disk(usage.free, usage.total)
+
+    def home(self) -> str:
+        return str(Path.home())

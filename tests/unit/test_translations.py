@@ -1,0 +1,46 @@
+"""A page and its translation say the same: the headings have the same levels, and the code is the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAIRS = [("docs/ascend-faq.md", "docs/ascend-faq.zh.md")]
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def code_blocks(text: str) -> list[str]:
+    return FENCE.findall(text)
+
+
+def heading_levels(text: str) -> list[int]:
+    """A comment in a block of code looks like a heading and is none."""
+    return [len(marks) for marks in re.findall(r"^(#+) ", FENCE.sub("", text), re.MULTILINE)]
+
+
+def names(text: str) -> list[str]:
+    """What stands in backquotes: names, values and messages are not translated."""
+    return sorted(" ".join(name.split()) for name in re.findall(r"`([^`]+)`", FENCE.sub("", text)))
+
+
+def numbers(text: str) -> list[str]:
+    """Issues, ports and error codes."""
+    return sorted(re.findall(r"\d{2,}", FENCE.sub("", text)))
+
+
+@pytest.mark.parametrize(("page", "translation"), PAIRS)
+def test_a_translation_has_the_same_shape_and_code(page: str, translation: str) -> None:
+    one, other = ((ROOT / name).read_text(encoding="utf-8") for name in (page, translation))
+    assert heading_levels(one) == heading_levels(other)
+    assert code_blocks(one) == code_blocks(other)
+    assert names(one) == names(other)
+    assert numbers(one) == numbers(other)
+
+
+def test_the_comparison_can_fail() -> None:
+    assert heading_levels("# a\n## b\n```sh\n# no\n```\n") == [1, 2]
+    assert code_blocks("```sh\nls\n```\ntext\n```\nx\n```\n") == ["```sh\nls\n```", "```\nx\n```"]
+    assert names("a `b\nc` and `a`") == ["a", "b c"]
