@@ -93,11 +93,10 @@ class Ranking:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A response with a verdict."""
+class Single:
+    """A row of one sequence, with something said about it."""
 
     example: Example
-    desirable: bool
 
     @property
     def examples(self) -> tuple[Example, ...]:
@@ -109,19 +108,18 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Steps:
+class Judged(Single):
+    """A response with a verdict."""
+
+    desirable: bool
+
+
+@dataclass(frozen=True)
+class Steps(Single):
     """A solution with a verdict on each step: `labels[i]` is the wanted distribution over the words at place i."""
 
     example: Probe
     labels: tuple[tuple[float, ...], ...]
-
-    @property
-    def examples(self) -> tuple[Example, ...]:
-        return (self.example,)
-
-    @property
-    def origin(self) -> Origin:
-        return self.example.origin
 
 
 @dataclass(frozen=True)
