@@ -147,8 +147,8 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Real tokens, padding not counted."""
-        return sum(self.lengths)
+        """Real tokens, padding not counted; the one token of an empty share is none."""
+        return sum(self.lengths) if len(self.targets_K) else 0
 
 
 @dataclass

@@ -93,3 +93,12 @@ def test_updates_run_on_over_the_epoch_and_visit_every_row():
     # A loader asked for a late update first gives the same rows: that is what a resume does.
     again = Loader(dataset.sources, dataset.weights, rows_per_update=3, seed=5, shuffle=True, total_rows=20)
     assert [e.origin.row for e in again.take(5)] == seen[5]
+
+
+def test_a_row_over_the_budget_is_an_error_and_no_endless_search() -> None:
+    with pytest.raises(ValueError, match="a row of 10 tokens fits no micro-batch of 5"):
+        plan_micro_batches([3, 10], devices=1, tokens=5, rows=None)
+
+
+def test_an_empty_share_holds_no_token() -> None:
+    assert micro_batch([], packed=True, pad_id=0).tokens == 0

@@ -36,6 +36,8 @@ def plan_micro_batches(
 def _pack(lengths: Sequence[int], devices: int, tokens: int) -> list[list[int]]:
     """Longest first into the bin with the least work that still has room; more bins when none has."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if lengths and max(lengths) > tokens:
+        raise ValueError(f"a row of {max(lengths)} tokens fits no micro-batch of {tokens}")
     count = _round_up(max(1, -(-sum(lengths) // tokens)), devices)
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]

@@ -58,6 +58,9 @@ def find_judged_columns(source: Source, data: Data, available: Sequence[str]) ->
     pair = find_pair_columns(source, data, available)
     if pair and (not label or setting(source, data, "chosen_key")):
         return pair
+    for key in ("chosen_key", "rejected_key"):
+        if setting(source, data, key):
+            raise unknown_columns(source, "the pairs", available, f"data.{key} and its other half must both be there")
     prompt = column(source, data, "prompt_key", PROMPTS, available)
     response = column(source, data, "response_key", RESPONSES, available)
     messages = column(source, data, "messages_key", CHATS, available)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -64,6 +65,19 @@ class Device(ABC):
     @abstractmethod
     def synchronise(self) -> None:
         """Wait until everything given to the current device is done."""
+
+    @contextmanager
+    def watched(self, *, allow_fallback: bool) -> Iterator[Mapping[str, int]]:
+        """Counts the operators that this device does not have and that run on the CPU instead, by name.
+
+        Slow, so meant for one step. Without `allow_fallback` the first one is an error.
+        """
+        yield {}
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Adds what is known of the device's own error codes to errors that hold them."""
+        yield
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Record what `step` gives to the device; calling the result repeats it on the same tensors."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -15,6 +16,8 @@ import torch
 
 from lockstep.device import autoload
 from lockstep.device.accelerator import Accelerator, first_sentence
+from lockstep.device.npu_errors import explanation
+from lockstep.device.npu_fallback import FallbackWatch
 
 DRIVER_NODE = Path("/dev/davinci_manager")
 
@@ -42,6 +45,7 @@ class Npu(Accelerator):
     # torch_npu.npu.NPUGraph exists and calls itself beta; eager until a capture has been seen to work.
     graph_capture = False
     attention = "npu_fusion"
+    paged_attention = "npu_infer"
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "HCCL_DETERMINISTIC": ("true", "strict"),
         "LCCL_DETERMINISTIC": ("1",),
@@ -55,6 +59,21 @@ class Npu(Accelerator):
         import torch_npu
 
         return torch_npu.npu
+
+    @contextmanager
+    def watched(self, *, allow_fallback: bool) -> Iterator[Mapping[str, int]]:
+        with FallbackWatch(self.name, allow=allow_fallback) as watch:
+            yield watch.counts
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ImportError) as error:
+            known = explanation(str(error))
+            if known is not None and error.args:
+                error.args = (f"{error.args[0]}\n{known}", *error.args[1:])
+            raise
 
     def unavailable(self) -> str | None:
         return _package_problem() or _load_problem() or _visibility_problem()

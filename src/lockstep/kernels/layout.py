@@ -35,6 +35,8 @@ class Layout:
     kernel: str
     longest: int
     bounds: torch.Tensor
+    ends: tuple[int, ...]
+    """Where each sequence ends, as host numbers: some kernels want them so, and nobody should ask the device."""
     buckets: tuple[Bucket, ...]
     slots_of_tokens: torch.Tensor | None
     tokens_of_slots: torch.Tensor | None
@@ -70,6 +72,7 @@ def make_layout(
         "kernel": kernel,
         "longest": max(lengths),
         "bounds": torch.tensor(ends, dtype=torch.int32, device=device),
+        "ends": tuple(ends[1:]),
     }
     if len(set(lengths)) == 1 and line_E is None:
         return Layout(

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.kernels.layout import Layout
+from lockstep.kernels.npu_attention import infer_decode, infer_fits
 from lockstep.kernels.varlen import varlen_attention
 
 
@@ -65,6 +66,13 @@ class DecodePass:
     table_BM: torch.Tensor
     lengths_B: torch.Tensor
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    _lengths: list[int] = field(default_factory=list)
+
+    def lengths(self) -> list[int]:
+        """As host numbers, asked of the device by the first layer that wants them."""
+        if not self._lengths:
+            self._lengths.extend(self.lengths_B.tolist())
+        return self._lengths
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """The twin's mask, made by the first layer that looks through this window."""
@@ -108,6 +116,8 @@ def decode_attention(
         from lockstep.kernels.triton_paged import paged_decode
 
         return paged_decode(query_BHD, keys, values, step.table_BM, step.lengths_B, step.cache.block, scale, window)
+    if step.kernel == "npu_infer" and infer_fits(query_BHD, keys, step.cache.block, window):
+        return infer_decode(query_BHD, keys, values, step.table_BM, step.lengths(), step.cache.block, scale)
     mask = step.mask(window, query_BHD.dtype)
     return _masked_decode(query_BHD, keys, values, step.table_BM, step.cache.block, scale, mask)
 

@@ -6,12 +6,13 @@ Shapes: T tokens of the line, H query heads, G key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.kernels.layout import Bucket, Layout, Sharing
+from lockstep.kernels.npu_attention import fusion_attention, fusion_fits
 
 
 def varlen_attention(
@@ -25,14 +26,13 @@ def varlen_attention(
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Attention of every token to itself and the tokens before it in its own sequence (the last `window` of them)."""
-    kernel = KERNELS[layout.kernel]
-    if kernel is not _sdpa_buckets and (dropout or not _half(query_THD) or query_THD.shape[-1] % 8):
-        kernel = _sdpa_buckets
-    return kernel(query_THD, key_TGD, value_TGD, layout, scale, window, dropout)
-
-
-def _half(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.float16, torch.bfloat16)
+    fused = KERNELS[layout.kernel]
+    if fused is None or not fused.fits(query_THD, layout, dropout):
+        return _sdpa_buckets(query_THD, key_TGD, value_TGD, layout, scale, window, dropout)
+    sharing = layout.sharing
+    whole = (_to_whole(rows, sharing) for rows in (query_THD, key_TGD, value_TGD))
+    out = fused.run(*whole, layout, scale, window)
+    return out if sharing is None else _Take.apply(out, sharing.first_T, sharing.line_E)
 
 
 def _sdpa_buckets(
@@ -78,33 +78,41 @@ def _flash_varlen(
     layout: Layout,
     scale: float,
     window: int | None,
-    dropout: float,
 ) -> torch.Tensor:
-    sharing = layout.sharing
-    query, key, value = (_to_whole(rows, sharing) for rows in (query_THD, key_TGD, value_TGD))
-    out = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
+    return torch.ops.aten._flash_attention_forward(
+        query_THD,
+        key_TGD,
+        value_TGD,
         layout.bounds,
         layout.bounds,
         layout.longest,
         layout.longest,
-        dropout,
+        0.0,  # no dropout
         True,  # causal
         False,  # no debug mask
         scale=scale,
         window_size_left=window - 1 if window else -1,
         window_size_right=0 if window else -1,
     )[0]
-    return out if sharing is None else _Take.apply(out, sharing.first_T, sharing.line_E)
+
+
+def _flash_fits(query_THD: torch.Tensor, layout: Layout, dropout: float) -> bool:
+    half = query_THD.dtype in (torch.float16, torch.bfloat16)
+    return half and not dropout and query_THD.shape[-1] % 8 == 0
+
+
+class Fused(NamedTuple):
+    """A kernel for whole sequences along a line, and what it can take; the twin does the rest."""
+
+    run: Callable[..., torch.Tensor]
+    fits: Callable[[torch.Tensor, Layout, float], bool]
 
 
 # A device says in its `attention` which of these it uses.
-KERNELS: dict[str, Callable[..., torch.Tensor]] = {
-    "sdpa": _sdpa_buckets,
-    "flash_varlen": _flash_varlen,
-    "npu_fusion": _sdpa_buckets,  # until it has a kernel of its own, the twin
+KERNELS: dict[str, Fused | None] = {
+    "sdpa": None,
+    "flash_varlen": Fused(_flash_varlen, _flash_fits),
+    "npu_fusion": Fused(fusion_attention, fusion_fits),
 }
 
 

@@ -107,7 +107,9 @@ def _by_sequence(values_K: torch.Tensor, update: Update[Judged] | Update[Example
 
 def _strangers(items: Sequence[Judged], longest: int) -> tuple[list[Example], int]:
     """Each prompt with the response to another one, and how many of these had to be cut to fit."""
-    prompts, responses = zip(*(_halves(item.example) for item in items), strict=True)
+    firsts = [next(i for i, trained in enumerate(item.example.trained) if trained) for item in items]
+    prompts = [list(item.example.ids[:first]) for item, first in zip(items, firsts, strict=True)]
+    responses = [list(item.example.ids[first:]) for item, first in zip(items, firsts, strict=True)]
     try:
         partners = mismatched(prompts, responses)
     except ValueError as error:
@@ -115,12 +117,9 @@ def _strangers(items: Sequence[Judged], longest: int) -> tuple[list[Example], in
         raise Refusal.at(where, f"the KL estimate of this update is impossible: {error}", "shuffle the rows") from error
     examples, cut = [], 0
     for item, prompt, partner in zip(items, prompts, partners, strict=True):
-        response = responses[partner][: longest - len(prompt)]
+        room = longest - len(prompt)
+        response = responses[partner][:room]
+        trained = items[partner].example.trained[firsts[partner] :][:room]
         cut += len(response) < len(responses[partner])
-        examples.append(Example([*prompt, *response], [0] * len(prompt) + [1] * len(response), item.origin))
+        examples.append(Example([*prompt, *response], [*[0] * len(prompt), *trained], item.origin))
     return examples, cut
-
-
-def _halves(example: Example) -> tuple[list[int], list[int]]:
-    first = next(place for place, trained in enumerate(example.trained) if trained)
-    return list(example.ids[:first]), list(example.ids[first:])

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from lockstep.errors import Refusal
+from lockstep.kernels.fused import fuse
 from lockstep.model.load import DTYPES, kernel_of, load_config, load_transformers, lora_config
 from lockstep.model.policy import decoder_layers, layout_of
 from lockstep.recipe.schema import Lora, Model
@@ -74,6 +75,8 @@ def load_value_model(
     missing = [name for name in info.get("missing_keys", ()) if not name.startswith("lm_head")]
     if missing:
         raise Refusal.at(f"{key} {path}", f"the weights lack {missing[0]}", "use a whole model folder")
+    decoder.to(device)
+    fuse(decoder, kernel_of(settings, kernel))
     if settings.lora is not None:
         _inject(decoder, settings.lora, seed)
     found = ValueModel(decoder.to(device), head.to(device), kernel_of(settings, kernel))

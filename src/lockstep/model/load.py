@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.kernels.attention import ATTENTION, register_attention
+from lockstep.kernels.fused import fuse
 from lockstep.model.policy import Policy, Scoring, check_policy
 from lockstep.recipe.schema import Lora, Model
 
@@ -40,6 +41,7 @@ def load_policy(
     model, info = load_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
     _refuse_missing_weights(settings.path, info)
     model.to(device)
+    fuse(model, kernel_of(settings, kernel))
     policy = Policy(with_lora(model, settings.lora, seed), kernel_of(settings, kernel), scoring)
     check_policy(policy, settings.path)
     if settings.gradient_checkpointing:

@@ -63,14 +63,15 @@ def joined(device: Device) -> Iterator[World]:
     """The world that torchrun's environment describes; a lone process without it."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     world = World(int(os.environ.get("RANK", "0")), size, int(os.environ.get("LOCAL_RANK", "0")))
-    device.use(world.local_rank)
-    if size == 1:
-        yield world
-        return
-    host = "cpu:gloo"
-    own = f"{device.name}:{device.collective}"
-    dist.init_process_group(host if own == host else f"{host},{own}", timeout=TIMEOUT)
-    try:
-        yield world
-    finally:
-        dist.destroy_process_group()
+    with device.explained():
+        device.use(world.local_rank)
+        if size == 1:
+            yield world
+            return
+        host = "cpu:gloo"
+        own = f"{device.name}:{device.collective}"
+        dist.init_process_group(host if own == host else f"{host},{own}", timeout=TIMEOUT)
+        try:
+            yield world
+        finally:
+            dist.destroy_process_group()

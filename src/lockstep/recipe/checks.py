@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.errors import Problem
 from lockstep.recipe.methods import ONLINE, OPTIONAL_SECTIONS, READS, preference_reads
-from lockstep.recipe.schema import Recipe, Section
+from lockstep.recipe.schema import Distill, Recipe, Section
 
 DEFAULT_TOKENS = 4096
 # Methods whose rows are two sequences or more, which stay in one micro-batch.
@@ -35,14 +35,14 @@ OFFLINE_ROWS = {
     "max_tokens": "use data.max_prompt_tokens and rollout.max_tokens",
 }
 # Keys of the rows by the method that reads them; `data.shape` belongs to the first.
-_PAIR_KEYS = ("messages_key", "prompt_key", "chosen_key", "rejected_key")
+_PAIR_KEYS = ("messages_key", "prompt_key", "chosen_key", "rejected_key", "responses_key", "scores_key")
 _SUPERVISED_KEYS = ("shape", "messages_key", "prompt_key", "response_key", "text_key")
 ROW_KEYS: dict[str, tuple[str, ...]] = {
     "sft": _SUPERVISED_KEYS,
     "distill": _SUPERVISED_KEYS,
-    "rm": (*_PAIR_KEYS, "margin_key", "responses_key", "scores_key"),
+    "rm": (*_PAIR_KEYS, "margin_key"),
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo"), _PAIR_KEYS),
-    "kto": (*_PAIR_KEYS, "response_key", "label_key"),
+    "kto": ("messages_key", "prompt_key", "chosen_key", "rejected_key", "response_key", "label_key"),
     "prm": ("messages_key", "prompt_key", "text_key", "steps_key", "label_key"),
 }
 # Estimators that compare the samples of a prompt with each other.
@@ -122,8 +122,17 @@ def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _preference_problems(recipe)
     if recipe.method == "prm" and len(set(recipe.prm.tokens)) < len(recipe.prm.tokens):
         yield Problem("prm.tokens", "names a word twice", "one word for each verdict")
-    if recipe.method == "distill" and recipe.distill.teacher is None:
+    if recipe.method == "rm" and recipe.rm.loss == "logexp" and recipe.rm.ranking == "plackett_luce":
+        yield Problem("rm.loss", "ranking plackett_luce has a loss of its own", "remove it, or set rm.ranking=pairs")
+    if recipe.method == "distill":
+        yield from _distill_problems(recipe.distill)
+
+
+def _distill_problems(settings: Distill) -> Iterator[Problem]:
+    if settings.teacher is None:
         yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher")
+    if settings.divergence != "jsd" and settings.mix != type(settings).model_fields["mix"].default:
+        yield Problem("distill.mix", f"divergence {settings.divergence} does not read it", "remove it")
 
 
 def _unread_row_keys(recipe: Recipe) -> Iterator[Problem]:

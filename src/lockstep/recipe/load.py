@@ -195,6 +195,8 @@ def _problem(error: Any) -> Problem:
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         near = difflib.get_close_matches(error["input"], choices, n=1)
         remedy = f"did you mean {near[0]}?" if near else ""
+    if error["type"] == "string_type" and isinstance(error["input"], bool):
+        remedy = "YAML reads yes, no, on and off as true and false: put the word in quotes"
     return Problem(key, f"{reason} (given: {error['input']!r})", remedy)
 
 

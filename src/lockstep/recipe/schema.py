@@ -36,6 +36,11 @@ class Run(Section):
         "`required` refuses when there is nothing to continue.",
     )
     deterministic: bool = Field(False, description="Switch the device's deterministic kernels on.")
+    allow_fallback: bool = Field(
+        True,
+        description="Operators that the device does not have may run on the CPU, where they are counted and named; "
+        "`false` makes the first one an error. Looked at in the first step.",
+    )
     export: bool = Field(True, description="Write the trained model to the run's `export/` folder at the end.")
 
 

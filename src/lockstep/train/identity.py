@@ -48,7 +48,8 @@ def assert_identity(items: Sequence[Item], objective: Objective, models: Models,
     own, reference = models.logprobs(update), models.reference_logprobs(update)
     tolerance = CHECK_TOLERANCE[DTYPES[recipe.model.dtype]] if kind == "disk" else SAME_BATCHES
     _refuse_apart(update, own, reference, tolerance, kind)
-    if wanted is None:
+    # A table's rounding is that of other micro-batches; in half precision a sum of it moves the loss at will.
+    if wanted is None or (kind == "disk" and recipe.model.dtype != "fp32"):
         return
     found = measure(session.learner.module, items, objective, models, session.world, session.torch_device)
     loss = found["loss"] - recipe.preference.nll * found.get("nll", 0.0)
@@ -67,7 +68,7 @@ def _refuse_apart(update: Update[Any], own: torch.Tensor, reference: torch.Tenso
     if float(apart[worst]) <= most:
         return
     example = update.examples[int(update.sequence_K[worst])]
-    differing = int((apart > most).sum())
+    differing = int((~(apart <= most)).sum())
     raise Refusal.at(
         f"step 0, {example.origin}",
         f"policy and reference must be the same model before the first update, and {differing:,} of {len(apart):,} "

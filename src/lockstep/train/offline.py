@@ -42,7 +42,7 @@ def _loop(recipe: Recipe, prepared: Prepared, session: Session, world: World) ->
 
     session.validate_at_start()
     for step in range(session.step, steps):
-        with session.phases("step"):
+        with session.step_phase():
             task = objective.task(models.arrange(loader.take(step)), models)
             outcome = learner.forward_backward(task.batches, task.loss, task.divisor)
             reported = objective.report(outcome.sums, task.divisor)

@@ -56,7 +56,7 @@ def _loop(recipe: Recipe, prepared: PreparedOnline, session: Session, scorer: Sc
 
     session.validate_at_start()
     for step in range(session.step, steps):
-        with session.phases("step"):
+        with session.step_phase():
             taken = take_experience(loader, session, scorer, recipe)
             experience, beta = taken.experience, session.carried["kl_coefficient"]
             parts = plan_updates(experience, recipe, world, prepared.pad_id)

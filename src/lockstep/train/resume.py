@@ -16,6 +16,7 @@ FREE = (
     "run.folder",
     "run.resume",
     "run.export",
+    "run.allow_fallback",
     "device",
     "log.",
     "checkpoint.",

@@ -123,6 +123,7 @@ class Session:
         self.held_out: Callable[[], dict[str, float]] | None = None
         """Loss and metrics of the validation rows; set by the loop that has some."""
         self.carried: dict[str, float] = {}
+        self.fallbacks: dict[str, int] | None = None
         self.step = self._resume()
         self.saved_at = self.step
         self._show_plan()
@@ -240,6 +241,17 @@ class Session:
                 )
 
     # -- a step
+
+    @contextmanager
+    def step_phase(self) -> Iterator[None]:
+        """A step, timed. The first one is also watched for operators that the device does not have."""
+        with self.phases("step"):
+            if self.fallbacks is not None:
+                yield
+                return
+            with self.device.watched(allow_fallback=self.recipe.run.allow_fallback) as counts:
+                yield
+            self.fallbacks = dict(counts)
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log, validate and save as the recipe asks; stop here if the user asked."""
@@ -363,6 +375,9 @@ class Session:
         counts = self.prepared.train.counts
         if counts.dropped or counts.truncated:
             changes.append(("left out", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"))
+        if self.fallbacks:
+            named = ", ".join(f"{name} ({count})" for name, count in sorted(self.fallbacks.items()))
+            changes.append(("ran on the CPU", f"in the first step, for want of a kernel: {named}"))
         self.console.banner(
             f"{self.recipe.run.name}: {self.step} steps done",
             [

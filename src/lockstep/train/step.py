@@ -109,7 +109,8 @@ class Learner:
         names = sorted(every[0].metrics)
         sums: dict[str, float] = {}
         if names:
-            table = torch.stack([torch.stack([s.metrics[name] for name in names]) for s in every])
+            # Added up on the host: not every device has double precision.
+            table = torch.stack([torch.stack([s.metrics[name] for name in names]) for s in every]).cpu()
             sums = dict(zip(names, self.world.sum(table.double().sum(0).tolist()), strict=True))
         largest = sorted(every[0].maxima)
         maxima: dict[str, float] = {}

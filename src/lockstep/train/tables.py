@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -83,47 +83,62 @@ def open_table(
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = parent / f"{kind}-{digest[:16]}"
     examples = [example for item in items for example in item.examples]
-    if not world.gather((folder / MANIFEST).is_file())[0]:
-        _write(folder, identity, shapes, items, compute, world, advance, sum(e.targets for e in examples))
-        world.barrier()
-    else:
+    targets = sum(example.targets for example in examples)
+    if world.gather(_is_whole(folder, shapes, targets))[0]:
         advance(len(items))
+    else:
+        parts = _computed(items, compute, advance)
+        if world.main:
+            _write(folder, identity, shapes, targets, parts)
+        else:
+            for _ in parts:
+                pass  # a rank's share of each part goes to the one that writes
+        world.barrier()
     return Table(folder, list(shapes), examples)
 
 
+def _is_whole(folder: Path, shapes: dict[str, Shape], targets: int) -> bool:
+    """Whether the folder holds what it should; one that was damaged is made again."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    for name, shape in shapes.items():
+        try:
+            column = np.load(folder / f"{name}.npy", mmap_mode="r")
+        except (OSError, ValueError):
+            return False
+        if column.shape != shape.of(targets) or column.dtype != np.dtype(shape.dtype):
+            return False
+    return True
+
+
+def _computed(
+    items: Sequence[Item], compute: Callable[[Sequence[Item]], Columns], advance: Callable[[int], None]
+) -> Iterator[Columns]:
+    for group in even_groups(items, GROUP):
+        yield compute(group)
+        advance(len(group))
+
+
 def _write(
-    folder: Path,
-    identity: dict[str, Any],
-    shapes: dict[str, Shape],
-    items: Sequence[Item],
-    compute: Callable[[Sequence[Item]], Columns],
-    world: World,
-    advance: Callable[[int], None],
-    targets: int,
+    folder: Path, identity: dict[str, Any], shapes: dict[str, Shape], targets: int, parts: Iterable[Columns]
 ) -> None:
     aside = folder.with_name(f".writing-{folder.name}")
-    files: dict[str, np.ndarray] = {}
-    if world.main:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        size = sum(int(np.prod(shape.of(targets))) * np.dtype(shape.dtype).itemsize for shape in shapes.values())
-        require_disk(aside, size, f"{folder.name}")
-        files = {
-            name: np.lib.format.open_memmap(aside / f"{name}.npy", "w+", shape.dtype, shape.of(targets))
-            for name, shape in shapes.items()
-        }
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    size = sum(int(np.prod(shape.of(targets))) * np.dtype(shape.dtype).itemsize for shape in shapes.values())
+    require_disk(aside, size, f"{folder.name}")
+    files = {
+        name: np.lib.format.open_memmap(aside / f"{name}.npy", "w+", shape.dtype, shape.of(targets))
+        for name, shape in shapes.items()
+    }
     start = 0
-    for group in even_groups(items, GROUP):
-        found = compute(group)
-        end = start + sum(example.targets for item in group for example in item.examples)
+    for part in parts:
+        end = start + len(next(iter(part.values())))
         for name, file in files.items():
-            file[start:end] = found[name].numpy()
+            file[start:end] = part[name].numpy()
         start = end
-        advance(len(group))
-    if not world.main:
-        return
     for file in files.values():
-        file.flush()  # type: ignore[attr-defined]
+        file.flush()
     (aside / MANIFEST).write_text(json.dumps(identity, indent=2), encoding="utf-8")
     for path in aside.iterdir():
         sync_path(path)

@@ -2,7 +2,7 @@
 
 Every sum is asked twice, once for a brief answer and once for a worked one, with the same two answers the other way
 round: whoever does not read the request is right half of the time. Beside the pairs: the same prompts for online
-methods, and sums with a verdict on each of them for process reward models.
+methods, and lists of small sums with a verdict on each for process reward models.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from lockstep.types import Message, Row
 
 DATA_SOURCE = "brevity"
 BRIEF, WORKED = "Be brief.", "Show the work."
-FEWEST_STEPS, MOST_STEPS = 3, 5
-# A wrong result is this far from the right one: near enough that its size does not give it away.
-GAPS = (-2, -1, 1, 2)
+STEPS_PROMPT = "Add up."
+FEWEST_STEPS, MOST_STEPS = 10, 14
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 2
     by file.
 
     There are 1,100 sums of two or three one-digit numbers, so 2,200 pairs and prompts; where more are asked for, the
-    files hold what there is, a fifth of it for validation at most. No sum of a validation pair and no prompt of
-    validation steps is among the training rows; single facts such as `3 + 4 = 7` are.
+    files hold what there is, a fifth of it for validation at most. No sum of a validation pair or prompt is among the
+    training rows, and no row of steps has the sums of another; single facts such as `3 + 4 = 7` are in both.
     """
     problems = [
         Problem(name, f"{count} rows are not enough", "give at least 1")
@@ -110,23 +109,23 @@ def _rl_row(question: Asked, split: str, index: int) -> Row:
 
 
 def _step_rows(draw: random.Random) -> Iterator[Row]:
-    """Rows of a few sums each, every one of them wrong with probability one half; no two with the same sums."""
-    seen: set[tuple[tuple[int, int], ...]] = set()
+    """Rows of several sums below ten, each wrong with probability one half.
+
+    One token for a number and one step like the other: what is left to learn is to add, which a tiny model can. There
+    are so many lists of sums (55 to the power of ten and more) that none comes twice.
+    """
+    facts = [(a, b) for a in range(10) for b in range(10 - a)]
     while True:
-        sums = tuple((draw.randrange(10), draw.randrange(10)) for _ in range(draw.randint(FEWEST_STEPS, MOST_STEPS)))
-        if sums in seen:
-            continue
-        seen.add(sums)
+        sums = draw.choices(facts, k=draw.randint(FEWEST_STEPS, MOST_STEPS))
         labels = [draw.random() < 0.5 for _ in sums]
         yield {
-            "prompt": [{"role": "user", "content": f"What is {', '.join(f'{a} + {b}' for a, b in sums)}?"}],
+            "prompt": [{"role": "user", "content": STEPS_PROMPT}],
             "completions": [
-                f"{a} + {b} = {a + b if right else _wrong(a + b, draw)}"
-                for (a, b), right in zip(sums, labels, strict=True)
+                f"{a}+{b}={a + b if right else _wrong(a + b, draw)}" for (a, b), right in zip(sums, labels, strict=True)
             ],
             "labels": labels,
         }
 
 
 def _wrong(result: int, draw: random.Random) -> int:
-    return draw.choice([result + gap for gap in GAPS if result + gap >= 0])
+    return draw.choice([number for number in range(10) if number != result])
