@@ -76,7 +76,7 @@ def recipes(
         typer.echo(method_text(name) or recipe_text(name), nl=False)
         return
     for each in builtin_names():
-        typer.echo(f"{each:18}{recipe_text(each).splitlines()[0].lstrip('# ')}")
+        typer.echo(f"{each:20}{recipe_text(each).splitlines()[0].lstrip('# ')}")
     typer.echo("")
     for line in fit(f"methods: {', '.join([*OFFLINE, *ONLINE])}"):
         typer.echo(line)

@@ -119,7 +119,13 @@ def test_accuracy_is_the_rules_and_reward_the_weighted_whole() -> None:
 
 
 def test_without_a_rule_an_answer_is_right_when_its_whole_reward_is_one() -> None:
-    given = [rollout(i, [1], Score(total, {"function": total})) for i, total in enumerate((1.0, 0.99, 1.5, 0.0))]
+    given = [rollout(i, [1], Score(total, {"function": total})) for i, total in enumerate((1.0, 0.0, 1.0, 0.0))]
     metrics = answer_metrics(given, final, 1)
-    assert metrics["val/accuracy"] == 0.5
+    assert metrics["val/accuracy"] == metrics["val/reward"] == 0.5
+
+
+def test_a_reward_of_degrees_calls_nothing_right() -> None:
+    given = [rollout(i, [1], Score(total, {"model": total})) for i, total in enumerate((1.0, 0.99, 1.5, 0.0))]
+    metrics = answer_metrics(given, final, 1)
+    assert "val/accuracy" not in metrics
     assert metrics["val/reward"] == pytest.approx(3.49 / 4)

@@ -105,7 +105,8 @@ def test_recipes_lists_the_methods() -> None:
 @pytest.mark.parametrize("method", [*OFFLINE, *ONLINE])
 def test_a_resolved_recipe_comes_back_equal(tmp_path: Path, method: str) -> None:
     words = ["model.lora.rank=3", "optim.lr=2e-5", "run.steps=7"]
-    words += ["batch.prompts=12", "batch.prompts_per_update=4", "reward.format='a.*'"] if method in ONLINE else []
+    words += ["batch.prompts=12", "reward.format='a.*'"] if method in ONLINE else []
+    words += ["batch.prompts_per_update=4"] if method in ONLINE and method != "on_policy_distill" else []
     words += ["critic.lr=3e-4", "critic.warmup=2", "critic.clip=null"] if method == "ppo" else []
     words += ["distill.teacher=t"] if method == "distill" else []
     recipe = load_recipe(write(tmp_path, {**BASE, **needs(method), "method": method}), words)
@@ -242,3 +243,16 @@ def test_all_problems_of_an_online_recipe_come_together(base: str) -> None:
 def test_names_from_elsewhere_lead_to_ours(base: str, word: str, ours: str) -> None:
     (problem,) = refused(base, word)
     assert problem.remedy == f"did you mean {ours}?"
+
+
+@pytest.mark.parametrize(
+    ("word", "where"),
+    [("batch.prompts_per_update=8", "batch.prompts_per_update"), ("algorithm.epochs=2", "algorithm.epochs")],
+)
+def test_on_policy_distillation_updates_once_a_step(tmp_path: Path, word: str, where: str) -> None:
+    recipe = write(tmp_path, {**BASE, **needs("on_policy_distill"), "method": "on_policy_distill"})
+    (problem,) = refused(recipe, "batch.prompts=16", word)
+    assert problem.where == where
+    assert "one update a step" in problem.remedy
+    (problem,) = refused(write(tmp_path, {**BASE, "method": "on_policy_distill"}))
+    assert (problem.where, problem.why) == ("algorithm.kl.reference", "must be set: it is the teacher")

@@ -203,6 +203,12 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_best", "the best checkpoint is chosen by val/loss, which online runs lack")
     if recipe.method == "on_policy_distill" and kl.reference is None:
         yield Problem("algorithm.kl.reference", "must be set: it is the teacher", "name the teacher's folder")
+    if recipe.method == "on_policy_distill" and (per_update != batch.prompts or algorithm.epochs > 1):
+        yield Problem(
+            "batch.prompts_per_update" if per_update != batch.prompts else "algorithm.epochs",
+            "a second update of a step would follow a student that has moved on, with nothing to hold it",
+            "one update a step: lower batch.prompts instead",
+        )
     if kl.target is not None and kl.where == "none":
         yield Problem("algorithm.kl.target", "no divergence is used", "set algorithm.kl.where to loss or reward")
     if kl.where == "reward" and kl.estimator.endswith("+"):

@@ -26,8 +26,8 @@ def answer_metrics(
 ) -> dict[str, float]:
     """Mean score, and for several answers a question pass@k and maj@k; by data source where there are several.
 
-    An answer is right when its rule, or without a rule its whole reward, gives 1. Answers that could not be scored
-    are counted in `val/failed` and left out.
+    An answer is right when its rule, or without a rule its whole reward, gives 1; rewards without a rule that are not
+    0 or 1 call nothing right or wrong. Answers that could not be scored are counted in `val/failed` and left out.
     """
     scored = [answer for answer in answers if not isinstance(answer.score, Failure)]
     sources = sorted({answer.prompt.question.data_source for answer in answers})
@@ -36,10 +36,11 @@ def answer_metrics(
         some = [a for a in scored if not source or a.prompt.question.data_source == source]
         end = f"/{source}" if source else ""
         if some:
-            metrics[f"val/accuracy{end}"] = sum(_right(a) for a in some) / len(some)
+            if _can_be_right(some):
+                metrics[f"val/accuracy{end}"] = sum(_right(a) for a in some) / len(some)
+                metrics |= {f"val/{name}{end}": value for name, value in _over_samples(some, answer_of, n).items()}
             if any(set(a.score.parts) != {"rule"} for a in some if not isinstance(a.score, Failure)):
                 metrics[f"val/reward{end}"] = sum(_total(a) for a in some) / len(some)
-            metrics |= {f"val/{name}{end}": value for name, value in _over_samples(some, answer_of, n).items()}
     for source in sources:
         totals = [_total(a) for a in scored if a.prompt.question.data_source == source]
         if totals:
@@ -48,6 +49,11 @@ def answer_metrics(
     if len(scored) < len(answers):
         metrics["val/failed"] = float(len(answers) - len(scored))
     return metrics
+
+
+def _can_be_right(answers: Sequence[Rollout]) -> bool:
+    scores = [answer.score for answer in answers if not isinstance(answer.score, Failure)]
+    return all("rule" in score.parts or score.total in (0.0, 1.0) for score in scores)
 
 
 def _right(answer: Rollout) -> bool:
