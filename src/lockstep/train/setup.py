@@ -14,11 +14,14 @@ from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
 from lockstep.data.updates import row_size
 from lockstep.device.base import Device
+from lockstep.doctor.conflicts import conflicts
+from lockstep.doctor.machine import ThisMachine
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.methods import METHODS
 from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.recipe import Recipe, Source
+from lockstep.recipe.load import resolved
 from lockstep.recipe.methods import ONLINE
 from lockstep.reward.rules import rule_for
 from lockstep.run.progress import Console
@@ -181,6 +184,7 @@ def prepare_online(
 
 def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrainedTokenizerBase, Any, list[Question]]:
     collect(lambda: _refuse_dtype(recipe, device))
+    collect.problems += conflicts(device.name, resolved(recipe), ThisMachine())
     tokenizer = collect(lambda: load_tokenizer(recipe.model.path))
     config = collect(lambda: load_config(recipe.model.path))
     questions = collect(lambda: _questions(recipe))
