@@ -6,13 +6,18 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python3.10; 
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: quickstart test test-slow lint format docs bench clean
+.PHONY: quickstart test test-ascend test-slow lint format docs bench clean
 
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
 
 test: $(VENV)/.test lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
+	@$(MAKE) --no-print-directory test-ascend
+
+# In an environment of its own, which is why it is not a part of the run above.
+test-ascend:
+	@PYTHON="$(PYTHON)" WORKERS="$(WORKERS)" sh tools/test_ascend.sh
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
@@ -36,7 +41,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/grpo_step.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-ascend .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.13 found; install one or say: make PYTHON=/path/to/python3 ..."; exit 1; }

@@ -1,0 +1,263 @@
+"""Every call of torch_npu in the package, held against the real one: names, arguments, and shapes on Meta tensors."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch_npu
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
+
+import lockstep
+from lockstep.kernels import npu_attention, npu_modules
+from lockstep.kernels.layout import make_layout
+
+pytestmark = pytest.mark.ascend
+
+HOUSE = Path(lockstep.__file__).parent
+ROOT = HOUSE.parents[1]
+META = torch.device("meta")
+
+
+# ---- calls and schemas ----
+
+
+class Called(NamedTuple):
+    where: str
+    name: str
+    """What follows `torch_npu.`, with its dots."""
+    call: ast.Call
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """The names of `a.b.c`; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
+        return [*before, node.attr]
+    return []
+
+
+def trees(root: Path) -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(root.rglob("*.py")):
+        yield path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def calls(root: Path) -> list[Called]:
+    return [
+        Called(f"{file}:{node.lineno}", ".".join(names[1:]), node)
+        for file, tree in trees(root)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and (names := dotted(node.func))[:1] == ["torch_npu"]
+    ]
+
+
+def unbound(call: ast.Call, schema: torch.FunctionSchema) -> list[str]:
+    """What keeps the call from fitting the operator's schema."""
+    if any(isinstance(given, ast.Starred) for given in call.args) or any(k.arg is None for k in call.keywords):
+        return ["arguments behind a star cannot be checked: write them out"]
+    places = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    known = {argument.name for argument in schema.arguments}
+    required = {argument.name for argument in schema.arguments if not argument.has_default_value()}
+    positional = places[: len(call.args)]
+    keywords = [keyword.arg for keyword in call.keywords if keyword.arg is not None]
+    problems = [f"unknown keyword {name}" for name in keywords if name not in known]
+    problems += [f"{name} is given twice" for name in keywords if name in positional]
+    problems += [f"{name} is not given" for name in sorted(required - {*positional, *keywords})]
+    if len(call.args) > len(places):
+        problems.append(f"{len(call.args)} arguments by place and {len(places)} are taken")
+    return problems
+
+
+def violations(root: Path) -> list[str]:
+    found = []
+    for where, name, call in calls(root):
+        try:
+            function = attrgetter(name)(torch_npu)
+        except AttributeError:
+            found.append(f"{where}: torch_npu has no {name}")
+            continue
+        if isinstance(function, torch._ops.OpOverloadPacket):
+            found += [f"{where}: {name}: {problem}" for problem in unbound(call, function.default._schema)]
+    return found
+
+
+def operators(root: Path) -> set[str]:
+    return {called.name for called in calls(root) if "." not in called.name}
+
+
+def test_every_call_fits_its_schema() -> None:
+    assert operators(HOUSE) == set(SHAPES), "a new operator needs its case of shapes below"
+    assert violations(HOUSE) == []
+
+
+WRONG = {
+    "a misspelt keyword": (
+        "actual_seq_qlen=ends",
+        "actual_seq_q_len=ends",
+        "npu_fusion_attention: unknown keyword actual_seq_q_len",
+    ),
+    "a missing argument": (
+        '        query_THD.shape[1],\n        "TND",\n',
+        "        query_THD.shape[1],\n",
+        "npu_fusion_attention: input_layout is not given",
+    ),
+    "an argument too many": (
+        "values.view(-1, block, groups * size),\n",
+        "values.view(-1, block, groups * size),\n        None,\n",
+        "npu_fused_infer_attention_score: 4 arguments by place and 3 are taken",
+    ),
+    "an argument given twice": (
+        '        "TND",\n',
+        '        "TND",\n        head_num=1,\n',
+        "npu_fusion_attention: head_num is given twice",
+    ),
+    "an unknown operator": (
+        "torch_npu.npu_fusion_attention(",
+        "torch_npu.npu_fusion_atention(",
+        "torch_npu has no npu_fusion_atention",
+    ),
+    "keywords behind a star": (
+        "num_heads=heads,",
+        "**{'num_heads': heads},",
+        "npu_fused_infer_attention_score: arguments behind a star cannot be checked: write them out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_call_is_caught(case: str, tmp_path: Path) -> None:
+    right, wrong, problem = WRONG[case]
+    copy = Path(shutil.copy(npu_attention.__file__, tmp_path))
+    assert violations(tmp_path) == []
+    source = copy.read_text(encoding="utf-8")
+    assert right in source
+    copy.write_text(source.replace(right, wrong, 1), encoding="utf-8")
+    (found,) = violations(tmp_path)
+    assert found.startswith("npu_attention.py:")
+    assert found.endswith(f": {problem}")
+
+
+def test_names_that_are_imported_or_reached_through_the_device_exist() -> None:
+    """`self.api` is torch_npu.npu for this device; the class shares its code with another one."""
+    imported, reached = [], []
+    for file, tree in trees(HOUSE):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch_npu":
+                imported += [(node.module, alias.name) for alias in node.names]
+            if file in ("device/accelerator.py", "device/npu.py") and isinstance(node, ast.Attribute):
+                names = dotted(node)
+                reached += [names[2]] if names[:2] == ["self", "api"] and len(names) > 2 else []
+    assert imported
+    assert {"device_count", "set_device", "mem_get_info", "is_bf16_supported"} <= set(reached)
+    assert [pair for pair in imported if not hasattr(importlib.import_module(str(pair[0])), pair[1])] == []
+    assert [name for name in reached if not callable(getattr(torch_npu.npu, name, None))] == []
+
+
+# ---- shapes ----
+
+HEADS, GROUPS, SIZE, BLOCK = 4, 2, 16, 32
+LENGTHS = [3, 5, 1]
+TOKENS = sum(LENGTHS)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META, requires_grad=dtype.is_floating_point)
+
+
+def fusion(window: int | None) -> Callable[[], tuple[Any, Sequence[torch.Tensor], list[tuple[int, ...]]]]:
+    def run() -> tuple[Any, Sequence[torch.Tensor], list[tuple[int, ...]]]:
+        given = [meta(TOKENS, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
+        layout = make_layout(LENGTHS, META, "npu_fusion")
+        out = npu_attention.fusion_attention(*given, layout, SIZE**-0.5, window)
+        return out, given, [(TOKENS, HEADS, SIZE)]
+
+    return run
+
+
+def infer() -> tuple[Any, Sequence[torch.Tensor], list[tuple[int, ...]]]:
+    slots = [meta(6 * BLOCK, GROUPS, SIZE).detach() for _ in range(2)]
+    table = meta(3, 2, dtype=torch.int64)
+    out = npu_attention.infer_decode(
+        meta(3, HEADS, SIZE).detach(), *slots, table, [40, 1, 33], block=BLOCK, scale=SIZE**-0.5
+    )
+    return out, [], [(3, HEADS, SIZE)]
+
+
+def rms_norm() -> tuple[Any, Sequence[torch.Tensor], list[tuple[int, ...]]]:
+    norm = modeling_llama.LlamaRMSNorm(48).to(META, torch.bfloat16)
+    rows = meta(2, 7, 48)
+    return npu_modules._rms_norm(norm, rows), [rows, norm.weight], [(2, 7, 48)]
+
+
+def rotary() -> tuple[Any, Sequence[torch.Tensor], list[tuple[int, ...]]]:
+    q, k = meta(2, HEADS, 7, SIZE), meta(2, GROUPS, 7, SIZE)
+    cos, sin = (meta(2, 7, SIZE).detach() for _ in range(2))
+    return npu_modules._rotate(q, k, cos, sin), [q, k], [(2, HEADS, 7, SIZE), (2, GROUPS, 7, SIZE)]
+
+
+def swiglu() -> tuple[Any, Sequence[torch.Tensor], list[tuple[int, ...]]]:
+    gated: nn.Module = modeling_llama.LlamaMLP(LlamaConfig(hidden_size=48, intermediate_size=80))
+    gated = gated.to(META, torch.bfloat16)
+    rows = meta(2, 7, 48)
+    return npu_modules._gated(gated, rows), [rows, *gated.parameters()], [(2, 7, 48)]
+
+
+# Our own functions: each gives its outputs, the tensors that must get a gradient, and the shapes it promises.
+SHAPES: dict[str, list[Callable[[], tuple[Any, Sequence[torch.Tensor], list[tuple[int, ...]]]]]] = {
+    "npu_fusion_attention": [fusion(None), fusion(4)],
+    "npu_fused_infer_attention_score": [infer],
+    "npu_rms_norm": [rms_norm],
+    "npu_rotary_mul": [rotary],
+    "npu_swiglu": [swiglu],
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("operator", SHAPES)
+def test_shapes_are_what_the_code_expects(operator: str) -> None:
+    for case in SHAPES[operator]:
+        with Recorder() as recorder:
+            outputs, trained, expected = case()
+        assert f"npu::{operator}" in recorder.names
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        assert [tuple(out.shape) for out in outputs] == expected
+        assert {(out.dtype, out.device) for out in outputs} == {(torch.bfloat16, META)}
+        if trained:
+            sum(out.float().sum() for out in outputs).backward()
+            assert [tuple(t.grad.shape) for t in trained if t.grad is not None] == [tuple(t.shape) for t in trained]
+
+
+# ---- evidence ----
+
+
+@pytest.mark.skipif(Path("/dev/davinci_manager").exists(), reason="this machine has an Ascend driver")
+def test_without_a_device_there_is_no_evidence(tmp_path: Path) -> None:
+    """The emulator is none: what it gives must not be taken for a device's numbers."""
+    script = ROOT / "tools" / "ascend_evidence.sh"
+    done = subprocess.run(["sh", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "no Ascend device" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,153 @@
+"""Every method trains on the emulated NPU in step with the CPU: the same recipe, the same losses and rewards."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ascend_emulator import report
+from conftest import REWARD, chat_rows, question_rows, write_jsonl
+from lockstep.model.tiny import write_tiny
+from lockstep.recipe import Recipe, load_recipe
+from lockstep.recipe.methods import ONLINE
+from lockstep.run.metrics import read_metrics
+from lockstep.run.progress import Console
+from lockstep.train.offline import train_offline
+from lockstep.train.online import train_online
+from preference_rows import METHODS, write_recipe
+
+pytestmark = pytest.mark.ascend
+
+# Bars of the Ascend documents for the mean relative error, which fp32 on an emulator must undercut by far.
+LOSS_BAR, REWARD_BAR = 0.02, 0.04
+LORA = ["model.lora.rank=4"]
+RUNS: dict[str, tuple[str, list[str]]] = {
+    "sft": ("sft", []),
+    "sft lora": ("sft", LORA),
+    "sft checkpointing": ("sft", ["model.gradient_checkpointing=true"]),
+    "sft padded": ("sft", ["batch.tokens=null", "batch.rows=2"]),
+    "dpo": ("dpo", []),
+    "dpo lora": ("dpo", LORA),
+    "kto": ("kto", []),
+    "rm": ("rm", []),
+    "prm": ("prm", []),
+    "distill": ("distill", ["distill.top_k=5"]),
+    "grpo": ("grpo", []),
+    "ppo": ("ppo", []),
+    "reinforce_pp": ("reinforce_pp", []),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ascend")
+    write_tiny(folder / "model", hidden=32, layers=1)
+    write_tiny(folder / "teacher", hidden=32, layers=1, seed=1)
+    return folder
+
+
+def write_sft(folder: Path, model: Path) -> Path:
+    rows = write_jsonl(folder / "train.jsonl", chat_rows(12))
+    path = folder / "recipe.yaml"
+    path.write_text(
+        f"""
+method: sft
+device: cpu
+run: {{name: run, folder: {folder / "runs"}, steps: 2}}
+model: {{path: {model}}}
+data: {{train: {rows}, val: {rows}}}
+batch: {{rows_per_update: 4, tokens: 512}}
+optim: {{lr: 1e-3, eps: 1e-4}}
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def write_online(folder: Path, model: Path, method: str) -> Path:
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    prompts = write_jsonl(folder / "prompts.jsonl", question_rows(6))
+    path = folder / "recipe.yaml"
+    path.write_text(
+        f"""
+method: {method}
+device: cpu
+run: {{name: run, folder: {folder / "runs"}, steps: 2}}
+model: {{path: {model}}}
+data: {{train: {prompts}}}
+batch: {{prompts: 3, tokens: 512}}
+rollout: {{n: 2, max_tokens: 6}}
+reward: {{function: "{folder / "reward.py"}:letters", workers: 1}}
+optim: {{lr: 1e-3, eps: 1e-4, schedule: constant}}
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def recipe_of(folder: Path, made: Path, method: str, words: list[str]) -> Recipe:
+    if method == "sft":
+        path = write_sft(folder, made / "model")
+    elif method in ONLINE:
+        path = write_online(folder, made / "model", method)
+    else:
+        draw = METHODS[method](8, 0)
+        random.Random(0).shuffle(draw)
+        path = write_recipe(folder, made / "model", method, draw)
+        words = ["batch.rows_per_update=4", *words]
+    words = [f"distill.teacher={made / 'teacher'}", *words] if method == "distill" else words
+    return load_recipe(str(path), ["run.steps=2", "run.export=false", *words])
+
+
+def history(recipe: Recipe, device: str) -> list[dict[str, float]]:
+    """Train on the device; the metrics of each step."""
+    run = recipe.run.model_copy(update={"name": device})
+    recipe = recipe.model_copy(update={"device": device, "run": run})
+    (train_online if recipe.method in ONLINE else train_offline)(recipe, Console.silent())
+    return [metrics for _, metrics in read_metrics(Path(run.folder) / device / "metrics.jsonl")]
+
+
+def mean_error(ours: list[float], theirs: list[float]) -> float:
+    return sum(abs(a - b) / max(abs(b), 1e-8) for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_in_step_with_the_cpu(model: Path, tmp_path: Path, name: str, recwarn: pytest.WarningsRecorder) -> None:
+    method, words = RUNS[name]
+    recipe = recipe_of(tmp_path, model, method, words)
+    report.clear()
+    npu = history(recipe, "npu")
+    assert not report.fallbacks()
+    assert not [w for w in recwarn.list if "fall back to run on the CPU" in str(w.message)]
+    ran = {operator.name for operator in report.operators()}
+    assert {"npu::npu_fusion_attention", "npu::npu_rms_norm", "npu::npu_rotary_mul", "npu::npu_swiglu"} <= ran
+    cpu = history(recipe, "cpu")
+    assert len(npu) == len(cpu) == 2
+    loss = "actor/loss" if method in ONLINE else "train/loss"
+    assert [m[loss] for m in npu] == pytest.approx([m[loss] for m in cpu], rel=1e-5, abs=1e-6)
+    assert mean_error([m[loss] for m in npu], [m[loss] for m in cpu]) <= LOSS_BAR or method in ONLINE
+    if method in ONLINE:
+        rewards = [[m["critic/score/mean"] for m in side] for side in (npu, cpu)]
+        assert mean_error(*rewards) <= REWARD_BAR
+        assert rewards[0] == pytest.approx(rewards[1], rel=1e-5)
+    else:
+        assert npu[-1]["val/loss"] == pytest.approx(cpu[-1]["val/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_bf16_stays_within_the_bars(model: Path, tmp_path: Path, method: str) -> None:
+    """Decoding goes through the paged operator, which has no fp32."""
+    recipe = recipe_of(tmp_path, model, method, ["model.dtype=bf16"])
+    report.clear()
+    npu = history(recipe, "npu")
+    ran = {operator.name for operator in report.operators()}
+    assert ("npu::npu_fused_infer_attention_score" in ran) == (method == "grpo")
+    assert not report.fallbacks()
+    cpu = history(recipe, "cpu")
+    if method == "sft":
+        assert mean_error([m["train/loss"] for m in npu], [m["train/loss"] for m in cpu]) <= LOSS_BAR
+    else:
+        # Samples may part where two words are within rounding, so only the first step's prompts are the same.
+        assert abs(npu[0]["critic/score/mean"] - cpu[0]["critic/score/mean"]) <= 0.1

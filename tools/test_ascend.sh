@@ -1,0 +1,34 @@
+# The tests of the Ascend paths: the real torch_npu wheel on an emulated CANN (tools/ascend_emulator), on any CPU.
+# Arguments go to pytest: sh tools/test_ascend.sh tests/ascend/test_emulator_api.py -k memory
+#
+# It has an environment of its own: where torch_npu is installed and CANN is not, a plain `import torch` fails.
+set -eu
+venv=${ASCEND_VENV:-.venv-ascend}
+python=${PYTHON:-python3}
+workers=${WORKERS:-2}
+version=2.13.0
+reason() { { grep -m 1 ERROR "$1" || tail -n 1 "$1"; } | sed 's/^ *//'; }
+skip() { printf 'SKIPPED test-ascend: %s\n' "$*"; exit 0; }
+
+[ "$(uname -s)" = Linux ] || skip "torch_npu has wheels for Linux only, and this is $(uname -s)"
+case "$(uname -m)" in x86_64 | aarch64) ;; *) skip "torch_npu has no wheel for $(uname -m)" ;; esac
+command -v g++ >/dev/null || command -v clang++ >/dev/null || skip "no C++ compiler found (g++ or clang++)"
+command -v nm >/dev/null && command -v readelf >/dev/null || skip "no binutils found (nm and readelf)"
+
+stamp=$venv/.installed
+wanted=$(cat pyproject.toml constraints.txt tools/test_ascend.sh | cksum)
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    "$python" -m venv "$venv" || skip "$python cannot make a virtual environment (on Debian: apt install python3-venv)"
+    log=$venv/install.log
+    if ! "$venv/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt \
+        -e ".[test]" "torch==$version" "torch_npu==$version" >"$log" 2>&1; then
+        skip "torch_npu $version could not be installed: $(reason "$log") (all of it in $log)"
+    fi
+    printf '%s' "$wanted" >"$stamp"
+fi
+
+# From here on nothing is skipped: what does not build or does not pass is a failure of the project.
+"$venv/bin/python" tools/ascend_emulator build
+[ $# -gt 0 ] || set -- tests/ascend
+OMP_NUM_THREADS=1 exec "$venv/bin/python" tools/ascend_emulator run -m pytest -p no:cacheprovider \
+    -n "$workers" --dist loadgroup "$@"
