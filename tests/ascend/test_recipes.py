@@ -18,6 +18,8 @@ from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from preference_rows import METHODS, write_recipe
 
+from .processes import python
+
 pytestmark = pytest.mark.ascend
 
 # Bars of the Ascend documents for the mean relative error, which fp32 on an emulator must undercut by far.
@@ -151,3 +153,22 @@ def test_bf16_stays_within_the_bars(model: Path, tmp_path: Path, method: str) ->
     else:
         # Samples may part where two words are within rounding, so only the first step's prompts are the same.
         assert abs(npu[0]["critic/score/mean"] - cpu[0]["critic/score/mean"]) <= 0.1
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_two_ranks_over_hccl_equal_one(model: Path, tmp_path: Path, method: str) -> None:
+    recipe_of(tmp_path, model, method, [])
+    found = []
+    for ranks in (1, 2):
+        words = ["device=npu", "run.steps=2", "run.export=false", f"run.name=ranks{ranks}"]
+        words += ["batch.rows_per_update=4"] if method == "dpo" else []
+        done = python(
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks),
+            *("-m", "lockstep", "train", tmp_path / "recipe.yaml", *words),
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append([m for _, m in read_metrics(tmp_path / "runs" / f"ranks{ranks}" / "metrics.jsonl")])
+    one, two = found
+    online = ("actor/loss", "critic/score/mean", "actor/grad_norm")
+    for name in online if method in ONLINE else ("train/loss", "train/grad_norm"):
+        assert [m[name] for m in two] == pytest.approx([m[name] for m in one], rel=1e-5, abs=1e-6)

@@ -30,6 +30,8 @@ class Device(ABC):
     """Name of the torch.distributed backend."""
     visible_variable: ClassVar[str | None]
     """Environment variable that says which devices a process sees."""
+    ray_resource: ClassVar[str | None] = None
+    """What Ray calls a device of this kind; None where it only counts processors."""
     fused_optimizer: ClassVar[bool]
     """Whether torch.optim.AdamW takes `fused=True`, with the learning rate as a number (not a tensor)."""
     graph_capture: ClassVar[bool]
@@ -138,6 +140,7 @@ class Device(ABC):
             **self.versions(),
             "memory": asdict(self.memory()),
             "visible": os.environ.get(self.visible_variable) if self.visible_variable else None,
+            "ray_resource": self.ray_resource,
         }
 
 

@@ -52,6 +52,7 @@ class Cuda(Accelerator):
     visible_variable = "CUDA_VISIBLE_DEVICES"
     fused_optimizer = True
     graph_capture = True
+    ray_resource = "GPU"
     paged_attention = "triton"
     attention = "flash_varlen"
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8")}

@@ -40,6 +40,7 @@ class Npu(Accelerator):
     name = "npu"
     collective = "hccl"
     visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
+    ray_resource = "NPU"
     # torch_npu registers torch's own fused AdamW for a learning rate that is a number, not for one that is a tensor.
     fused_optimizer = True
     # torch_npu.npu.NPUGraph exists and calls itself beta; eager until a capture has been seen to work.
@@ -59,6 +60,12 @@ class Npu(Accelerator):
         import torch_npu
 
         return torch_npu.npu
+
+    def use(self, index: int) -> None:
+        super().use(index)
+        # Weights stay in the plain layout: in the private one (FRACTAL_NZ) updates in place and copies to an engine
+        # read and write other elements than they name.
+        self.api.config.allow_internal_format = False
 
     @contextmanager
     def watched(self, *, allow_fallback: bool) -> Iterator[Mapping[str, int]]:

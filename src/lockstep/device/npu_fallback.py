@@ -13,13 +13,18 @@ from lockstep.errors import Refusal
 
 KEY = "PrivateUse1"
 # Kernels made of other operators: those are looked at when they run.
-COMPOSITE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+COMPOSITE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
+# Made of the operator's own variant that writes into a given tensor, which nobody sees run.
+BY_OUT = "CompositeExplicitAutogradNonFunctional"
 
 
 def has_kernel(name: str) -> bool:
     """Whether the operator runs on the device: by a kernel of its own, or by others that it is made of."""
     known = torch._C._dispatch_has_kernel_for_dispatch_key
-    return any(known(name, key) for key in (KEY, *COMPOSITE))
+    if any(known(name, key) for key in (KEY, *COMPOSITE)):
+        return True
+    out = f"{name.split('.')[0]}.out"
+    return known(name, BY_OUT) and torch._C._dispatch_has_kernel(out) and known(out, KEY)
 
 
 class FallbackWatch(TorchDispatchMode):

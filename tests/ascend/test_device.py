@@ -1,0 +1,116 @@
+"""The device class on the emulated NPU: what it says, switches and counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.device.npu import Npu
+from lockstep.device.npu_fallback import has_kernel
+from lockstep.device.select import explain, select
+from lockstep.errors import Refusal
+from lockstep.model.load import load_policy
+from lockstep.model.tiny import write_tiny
+from lockstep.recipe.schema import Model, Optim
+from lockstep.train.optim import Optimizer
+
+from .processes import python
+
+pytestmark = pytest.mark.ascend
+
+
+def test_auto_takes_it_and_says_so() -> None:
+    device, sentence = explain("auto")
+    assert device.name == "npu"
+    assert "npu" in sentence
+    assert select("npu").unavailable() is None
+
+
+def test_what_it_says_of_itself() -> None:
+    device = Npu()
+    device.use(0)
+    facts = device.facts()
+    assert (facts["count"], facts["ray_resource"]) == (2, "NPU")
+    assert facts["chip"].startswith("Ascend910B")
+    before = device.memory().allocated
+    block = torch.empty(1 << 20, device="npu")
+    assert device.memory().allocated - before >= 4 << 20
+    assert device.memory().peak >= device.memory().allocated
+    del block
+    assert device.peak_flops(torch.bfloat16) is not None
+    assert device.supports(torch.bfloat16)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(Refusal, match="2 are visible"):
+        Npu().use(5)
+
+
+def test_hidden_devices_are_told(tmp_path: Path) -> None:
+    code = "from lockstep.device.npu import Npu; print(Npu().unavailable() or Npu().count())"
+    assert python("-c", code, ASCEND_RT_VISIBLE_DEVICES="1").stdout.split()[-1] == "1"
+
+
+def test_weights_keep_the_plain_layout() -> None:
+    import torch_npu
+
+    torch_npu._C._npu_setOption({"ALLOW_INTERNAL_FORMAT": "enable"})
+    Npu().use(0)
+    assert torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT") in ("disable", b"disable")
+
+
+def test_an_operator_without_a_kernel_is_counted_and_may_be_refused() -> None:
+    assert has_kernel("aten::mm")
+    assert has_kernel("aten::ones_like")
+    assert not has_kernel("aten::special_bessel_j0")
+    device = Npu()
+    device.use(0)
+    with device.watched(allow_fallback=True) as counts:
+        x = torch.ones(2, device="npu")
+        torch.special.bessel_j0(x + x)
+        torch.special.bessel_j0(x)
+        torch.special.bessel_j0(torch.ones(2))  # the CPU's own
+    assert dict(counts) == {"aten::special_bessel_j0": 2}
+    with pytest.raises(Refusal, match=r"special_bessel_j0 has no kernel"), device.watched(allow_fallback=False):
+        torch.special.bessel_j0(x)
+
+
+def test_errors_of_the_device_are_explained() -> None:
+    with pytest.raises(RuntimeError, match=r"107001") as caught, Npu().explained():
+        torch.npu.set_device(9)
+    assert "there is no device of that number" in str(caught.value)
+    assert "ASCEND_RT_VISIBLE_DEVICES" in str(caught.value)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_the_fused_optimizer_steps_as_the_plain_one(tmp_path: Path, masters: bool) -> None:
+    write_tiny(tmp_path / "model", hidden=32, layers=1)
+    dtype = "bf16" if masters else "fp32"
+    weights = []
+    for fused in (True, False):
+        policy = load_policy(Model(path=str(tmp_path / "model"), dtype=dtype), torch.device("npu"), "sdpa", seed=0)  # type: ignore[arg-type]
+        optimizer = Optimizer(policy.trainable(), Optim(), masters=masters, fused=fused)
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for _, parameter in policy.trainable():
+                parameter.grad = torch.randn(parameter.shape, generator=draw).to("npu", parameter.dtype)
+            optimizer.collect()
+            optimizer.step(1e-3, optimizer.gradient_norm(1.0))
+        weights.append([p.detach().float().cpu() for _, p in policy.trainable()])
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_determinism_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in Npu.determinism:
+        monkeypatch.delenv(variable, raising=False)
+    switches = Npu().deterministic(True)
+    try:
+        assert switches["HCCL_DETERMINISTIC"] == "true"
+        assert switches["CLOSE_MATMUL_K_SHIFT"] == "1"
+        assert switches["ATB_MATMUL_SHUFFLE_K_ENABLE"] == "0"
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        Npu().deterministic(False)
