@@ -195,7 +195,8 @@ def test_a_reward_model_teaches_a_policy(made: Path, warm: Path, scorer: Path) -
     assert rewards[-1] > rewards[0] + 0.4
 
 
-@pytest.mark.parametrize("soft", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("soft", [False, True])
 def test_a_process_reward_model_checks_sums(made: Path, tmp_path: Path, soft: bool) -> None:
     files = {split: made / "preferences" / f"steps_{split}.parquet" for split in ("train", "val")}
     if soft:
@@ -231,9 +232,8 @@ TEACHING = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "forward" else [pytest.mark.slow]) for kind in TEACHING]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TEACHING)
 def test_a_student_closes_the_gap_to_its_teacher(made: Path, teacher: Path, kind: str) -> None:
     """The teacher's words alone (coefficient 1.0), measured by the rows' likelihood, which is not what is trained."""
     run = trained(
