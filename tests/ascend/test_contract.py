@@ -148,20 +148,34 @@ def test_a_wrong_call_is_caught(case: str, tmp_path: Path) -> None:
     assert found.endswith(f": {problem}")
 
 
+def imported() -> list[tuple[str, str]]:
+    """(module, name) of every `from torch_npu... import name`."""
+    return [
+        (node.module, alias.name)
+        for _, tree in trees(HOUSE)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch_npu"
+        for alias in node.names
+    ]
+
+
+def reached() -> set[str]:
+    """What follows `self.api.`, which is torch_npu.npu for this device; it shares the code with another one."""
+    files = {"device/accelerator.py", "device/npu.py"}
+    nodes = [node for file, tree in trees(HOUSE) if file in files for node in ast.walk(tree)]
+    chains = [dotted(node) for node in nodes if isinstance(node, ast.Attribute)]
+    return {".".join(names[2:]) for names in chains if names[:2] == ["self", "api"] and len(names) > 2}
+
+
 def test_names_that_are_imported_or_reached_through_the_device_exist() -> None:
-    """`self.api` is torch_npu.npu for this device; the class shares its code with another one."""
-    imported, reached = [], []
-    for file, tree in trees(HOUSE):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch_npu":
-                imported += [(node.module, alias.name) for alias in node.names]
-            if file in ("device/accelerator.py", "device/npu.py") and isinstance(node, ast.Attribute):
-                names = dotted(node)
-                reached += [names[2]] if names[:2] == ["self", "api"] and len(names) > 2 else []
-    assert imported
-    assert {"device_count", "set_device", "mem_get_info", "is_bf16_supported"} <= set(reached)
-    assert [pair for pair in imported if not hasattr(importlib.import_module(str(pair[0])), pair[1])] == []
-    assert [name for name in reached if not callable(getattr(torch_npu.npu, name, None))] == []
+    assert imported()
+    assert [pair for pair in imported() if not hasattr(importlib.import_module(pair[0]), pair[1])] == []
+    names = reached()
+    assert {"device_count", "set_device", "mem_get_info", "is_bf16_supported"} <= names
+    # Options can only be set, and a name that torch_npu does not know is ignored in silence: ask its code.
+    options = {name.removeprefix("config.") for name in names if name.startswith("config.")}
+    assert options <= set(type(torch_npu.npu.config).__setattr__.__code__.co_consts)
+    assert [name for name in names if "." not in name and not hasattr(torch_npu.npu, name)] == []
 
 
 # ---- shapes ----

@@ -19,6 +19,7 @@ from test_torchrun import close, torchrun
 
 from conftest import lockstep, question_rows, write_jsonl
 from lockstep.errors import Refusal
+from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.metrics import read_metrics
@@ -44,10 +45,12 @@ def weights_of(run: Path, step: int = 4, file: str = "model.safetensors") -> dic
 
 @pytest.mark.parametrize("method", ONLINE)
 def test_every_method_trains_with_finite_numbers(online_file: Path, tmp_path: Path, method: str) -> None:
-    grouped = "rollout.n=3" if load_recipe(str(online_file), [f"method={method}"]).rollout.n > 1 else "rollout.n=1"
-    train(
-        online_file, f"method={method}", "run.steps=2", grouped, "algorithm.overlong.buffer=4", "algorithm.entropy=0.01"
-    )
+    words = [f"method={method}", "algorithm.overlong.buffer=4", "algorithm.entropy=0.01"]
+    if method == "on_policy_distill":
+        write_tiny(tmp_path / "teacher", hidden=64, layers=2, seed=1)
+        words.append(f"algorithm.kl.reference={tmp_path / 'teacher'}")
+    grouped = "rollout.n=3" if load_recipe(str(online_file), words).rollout.n > 1 else "rollout.n=1"
+    train(online_file, "run.steps=2", grouped, *words)
     run = tmp_path / "runs" / "run"
     for metrics in metrics_of(run):
         assert all(math.isfinite(value) for value in metrics.values())

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAIRS = [("docs/ascend-faq.md", "docs/ascend-faq.zh.md")]
+PAIRS = [
+    ("README.md", "README.zh.md"),
+    ("docs/ascend.md", "docs/ascend.zh.md"),
+    ("docs/ascend-faq.md", "docs/ascend-faq.zh.md"),
+]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
