@@ -64,6 +64,9 @@ def test_weights_keep_the_plain_layout() -> None:
 def test_an_operator_without_a_kernel_is_counted_and_may_be_refused() -> None:
     assert has_kernel("aten::mm")
     assert has_kernel("aten::ones_like")
+    # By a variant that writes into a given tensor, of the operator in place too; and by one made of others.
+    assert has_kernel("aten::index_add_")
+    assert has_kernel("aten::select_backward")
     assert not has_kernel("aten::special_bessel_j0")
     device = Npu()
     device.use(0)

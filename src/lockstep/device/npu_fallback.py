@@ -23,8 +23,9 @@ def has_kernel(name: str) -> bool:
     known = torch._C._dispatch_has_kernel_for_dispatch_key
     if any(known(name, key) for key in (KEY, *COMPOSITE)):
         return True
-    out = f"{name.split('.')[0]}.out"
-    return known(name, BY_OUT) and torch._C._dispatch_has_kernel(out) and known(out, KEY)
+    out = f"{name.split('.')[0].rstrip('_')}.out"
+    exists = known(name, BY_OUT) and torch._C._dispatch_has_kernel(out)
+    return exists and any(known(out, key) for key in (KEY, *COMPOSITE))
 
 
 class FallbackWatch(TorchDispatchMode):
