@@ -76,7 +76,8 @@ def test_every_question_gets_its_scored_responses(
     assert f"{sum(rewards) / 30:.4f}" in told["mean"]
     assert f"{best:.4f}" in told["best"]
     assert "30, " in told["responses"]
-    assert all(len(line) <= 80 for line in told.values())
+    # A long path stays whole, so that it can be copied.
+    assert all(len(line) <= 80 for line in told.values() if "/" not in line)
 
 
 def test_chunks_and_what_stands_beside_a_question_change_nothing(home: Path, tiny_folder: Path) -> None:
@@ -218,7 +219,7 @@ def test_two_processes_write_what_one_does(home: Path, tiny_folder: Path) -> Non
     two = torchrun(*words(home, tiny_folder, "two.parquet", "--chunk", 4))
     assert two.returncode == 0, two.stderr
     assert pq.read_table(home / "two.parquet").equals(pq.read_table(home / "one.parquet"))
-    assert two.stdout.count("wrote ") == 1
+    assert two.stdout.count("wrote") == 1
 
 
 def test_samples_become_pairs_and_rows_to_train_on(home: Path, tiny_folder: Path) -> None:
