@@ -13,7 +13,8 @@ from transformers import GenerationConfig
 
 from lockstep.data.batching import micro_batch, plan_micro_batches, to_device
 from lockstep.model.load import load_policy
-from lockstep.recipe.schema import Model, Rollout
+from lockstep.recipe.online import Rollout
+from lockstep.recipe.schema import Model
 from lockstep.rollout.hf import HfEngine
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.types import Example, Origin, Request, Sampling

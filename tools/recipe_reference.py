@@ -27,7 +27,7 @@ PLURALS = {str: "texts", int: "whole numbers", float: "numbers"}
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 INTRO = """\
-<!-- Printed by tools/recipe_reference.py from src/lockstep/recipe/schema.py. Change those, then run `make docs`. -->
+<!-- Printed by tools/recipe_reference.py from src/lockstep/recipe. Change those, then run `make docs`. -->
 
 # The recipe
 

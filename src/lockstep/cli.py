@@ -220,7 +220,7 @@ def sample(
 
     Without a reward option the rule of each row's data source scores; several rewards are added up.
     """
-    from lockstep.recipe.schema import Reward
+    from lockstep.recipe.online import Reward
     from lockstep.train.sample import Job, sample_responses
     from lockstep.types import Sampling
 

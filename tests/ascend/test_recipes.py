@@ -129,12 +129,12 @@ def test_in_step_with_the_cpu(model: Path, tmp_path: Path, name: str, recwarn: p
     assert len(npu) == len(cpu) == 2
     loss = "actor/loss" if method in ONLINE else "train/loss"
     assert [m[loss] for m in npu] == pytest.approx([m[loss] for m in cpu], rel=1e-5, abs=1e-6)
-    assert mean_error([m[loss] for m in npu], [m[loss] for m in cpu]) <= LOSS_BAR or method in ONLINE
     if method in ONLINE:
         rewards = [[m["critic/score/mean"] for m in side] for side in (npu, cpu)]
         assert mean_error(*rewards) <= REWARD_BAR
         assert rewards[0] == pytest.approx(rewards[1], rel=1e-5)
     else:
+        assert mean_error([m[loss] for m in npu], [m[loss] for m in cpu]) <= LOSS_BAR
         assert npu[-1]["val/loss"] == pytest.approx(cpu[-1]["val/loss"], rel=1e-5)
 
 

@@ -11,7 +11,8 @@ import torch
 from lockstep.device.select import select
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.recipe import load_recipe
-from lockstep.recipe.schema import Model, Rollout
+from lockstep.recipe.online import Rollout
+from lockstep.recipe.schema import Model
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console

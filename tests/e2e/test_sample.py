@@ -20,7 +20,7 @@ from conftest import REWARD, lockstep, question_rows, write_jsonl
 from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Reward
+from lockstep.recipe.online import Reward
 from lockstep.train.sample import Job, sample_responses
 from lockstep.types import Sampling
 

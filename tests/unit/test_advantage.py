@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lockstep.algorithms.advantage import ESTIMATORS, Signals, informative, whitened
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Estimator
+from lockstep.recipe.online import Estimator
 
 GROUP_METHODS = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_pp_baseline")
 SUM_TO_ZERO = ("grpo", "dr_grpo", "rloo", "gpg")

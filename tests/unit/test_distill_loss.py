@@ -11,7 +11,7 @@ import torch
 from lockstep.algorithms.distill import DIVERGENCES, divergence, folded
 from lockstep.algorithms.stable import log_rest
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Distill
+from lockstep.recipe.offline import Distill
 
 STUDENT, TEACHER = [0.5, 0.25, 0.25], [0.25, 0.7, 0.05]
 

@@ -17,7 +17,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.kernels.paged import KVCache
 from lockstep.model.policy import Policy
-from lockstep.recipe.schema import Rollout
+from lockstep.recipe.online import Rollout
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.runner import Runner
 from lockstep.types import Completion, Request, Sampling

@@ -25,7 +25,8 @@ from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
-from lockstep.recipe.schema import Lora, Rollout
+from lockstep.recipe.online import Rollout
+from lockstep.recipe.schema import Lora
 from lockstep.rollout.hf import HfEngine
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.train.generation import check_engine, make_engine

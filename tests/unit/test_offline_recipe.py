@@ -17,7 +17,9 @@ from lockstep.errors import Problem, Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.load import dump_recipe
 from lockstep.recipe.methods import OFFLINE, PREFERENCE_READS, READS, reference_folder, reference_kind
-from lockstep.recipe.schema import Distill, Preference, ProcessReward, RewardModel, Rollout, Source
+from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModel
+from lockstep.recipe.online import Rollout
+from lockstep.recipe.schema import Source
 from lockstep.run.progress import Console
 from lockstep.train.build import refuse_other_words
 from lockstep.train.offline import train_offline

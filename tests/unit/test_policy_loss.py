@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lockstep.algorithms.policy import LOSSES, PolicyTokens
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import PolicyLoss
+from lockstep.recipe.online import PolicyLoss
 
 SETTINGS = {
     "clip": {"low": 0.2, "high": 0.28, "dual": 3.0},

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.algorithms.preference import LOSSES, REFERENCE_FREE, Pairs, preference_loss
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Preference
+from lockstep.recipe.offline import Preference
 
 CHOSEN, REJECTED = [-4.0, -6.0, -3.0], [-5.0, -3.0, -6.0]
 CHOSEN_LENGTH, REJECTED_LENGTH = [2, 4, 3], [5, 3, 6]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Reward
+from lockstep.recipe.online import Reward
 from lockstep.reward.function import FunctionPart
 from lockstep.types import Failure, Origin, Question
 
@@ -342,7 +342,7 @@ def test_workers_end_with_their_parent_and_stay_quiet_on_ctrl_c(rewards) -> None
     code = f"""
         import signal, time
         from lockstep.reward.function import FunctionPart
-        from lockstep.recipe.schema import Reward
+        from lockstep.recipe.online import Reward
         from lockstep.types import Origin, Question
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         question = Question("sums", [], "18", Origin("rows", 1))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
-from lockstep.recipe.schema import Reward
+from lockstep.recipe.online import Reward
 from lockstep.reward.parts import Stepwise
 from lockstep.reward.process import PROCESS, ProcessPart, steps_of
 from lockstep.reward.scorer import Scorer

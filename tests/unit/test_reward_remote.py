@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Reward
+from lockstep.recipe.online import Reward
 from lockstep.reward.remote import RemotePart
 from lockstep.types import Failure, Origin, Question
 

@@ -12,7 +12,7 @@ from test_reward_model import write_reward_model
 from test_reward_remote import by_length, serving
 
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Reward
+from lockstep.recipe.online import Reward
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.reward.shaping import overlong_penalty
 from lockstep.types import Failure, Origin, Question, Score

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from lockstep.errors import Problem
 from lockstep.recipe.methods import ONLINE, OPTIONAL_SECTIONS, READS, preference_reads
-from lockstep.recipe.schema import Distill, Recipe, Section
+from lockstep.recipe.offline import Distill
+from lockstep.recipe.schema import Recipe
+from lockstep.recipe.section import Section
 
 DEFAULT_TOKENS = 4096
 # Methods whose rows are two sequences or more, which stay in one micro-batch.

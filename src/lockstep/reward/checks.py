@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 
 from lockstep.errors import Problem, Refusal
-from lockstep.recipe.schema import Reward
+from lockstep.recipe.online import Reward
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.parts import Outcome, settled
 from lockstep.reward.rules import Rule, rule_for

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Reward
+from lockstep.recipe.online import Reward
 from lockstep.reward.parts import Outcome, promised
 from lockstep.reward.pool import Pool, Target
 from lockstep.reward.worker import Given, Raised

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Reward
+from lockstep.recipe.online import Reward
 from lockstep.reward.parts import Outcome, promised, settled
 from lockstep.reward.worker import number
 from lockstep.types import Failure, Question

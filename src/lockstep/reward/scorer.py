@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 
 from lockstep.errors import Problem, Refusal
-from lockstep.recipe.schema import Reward
+from lockstep.recipe.online import Reward
 from lockstep.reward.checks import FormatPart, RulePart
 from lockstep.reward.dry_run import dry_run
 from lockstep.reward.function import FunctionPart

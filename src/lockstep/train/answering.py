@@ -12,7 +12,8 @@ from lockstep.errors import Refusal
 from lockstep.model.load import DTYPES, load_policy
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
-from lockstep.recipe.schema import Model, Rollout
+from lockstep.recipe.online import Rollout
+from lockstep.recipe.schema import Model
 from lockstep.rollout.engine import Engine
 from lockstep.train.generation import check_engine, make_engine, stop_ids
 

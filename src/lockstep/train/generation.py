@@ -15,7 +15,7 @@ from lockstep.model.policy import CHECK_TOLERANCE, Policy, Scoring
 from lockstep.parallel.shard import gathered
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
-from lockstep.recipe.schema import Rollout
+from lockstep.recipe.online import Rollout
 from lockstep.rollout.ending import end_ids
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.hf import HfEngine

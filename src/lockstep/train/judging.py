@@ -11,7 +11,7 @@ import torch
 
 from lockstep.errors import Problem, Refusal
 from lockstep.model.resolve import model_folder
-from lockstep.recipe.schema import Reward
+from lockstep.recipe.online import Reward
 from lockstep.reward.function import located
 from lockstep.reward.rules import DEFAULT_RULES, RULES
 from lockstep.reward.scorer import Scorer, active_weights

@@ -19,7 +19,7 @@ from lockstep.errors import Interrupted, Problem, Refusal, shortened
 from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
-from lockstep.recipe.schema import Reward, Rollout
+from lockstep.recipe.online import Reward, Rollout
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.collect import collect
 from lockstep.run.progress import Console

@@ -16,7 +16,7 @@ from lockstep.algorithms.value import value_loss
 from lockstep.errors import Refusal
 from lockstep.kernels.logprob import Scores
 from lockstep.recipe import Recipe
-from lockstep.recipe.schema import Algorithm
+from lockstep.recipe.online import Algorithm
 from lockstep.train.annotate import Annotated, Part, Phases
 from lockstep.train.experience import Experience
 from lockstep.train.optim import learning_rate

@@ -13,7 +13,7 @@ from lockstep.errors import Refusal
 from lockstep.kernels.noise import sequence_keys
 from lockstep.kernels.paged import KVCache
 from lockstep.model.policy import Policy
-from lockstep.recipe.schema import Rollout
+from lockstep.recipe.online import Rollout
 from lockstep.rollout.ending import why_ended
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.runner import Runner

@@ -1,0 +1,74 @@
+"""Keys of single offline methods: preferences, reward models, process rewards, distillation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lockstep.recipe.section import Section
+
+
+class Preference(Section):
+    loss: Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "cpo"] = Field(
+        "sigmoid", description="Loss of a pair. `simpo`, `orpo` and `cpo` have no reference."
+    )
+    beta: float = Field(0.1, gt=0, description="Scale of the log-ratio (`orpo`: weight of the odds ratio).")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="Share of pairs that may be labelled the wrong way round."
+    )
+    gamma: float = Field(0.0, ge=0, description="`simpo`: margin asked of the scaled difference.")
+    average: bool = Field(
+        False, description="Log-probabilities are means over a response's tokens, not sums (length-normalised)."
+    )
+    nll: float = Field(0.0, ge=0, description="Weight of the chosen response's mean negative log-likelihood.")
+    reference: str | None = Field(
+        None, description="Folder of the reference model. Default: `model.path` (with LoRA: the adapter switched off)."
+    )
+    precompute: bool = Field(
+        False,
+        description="Compute the reference's log-probabilities once, before training, and keep them on disk: the "
+        "reference then takes no memory.",
+    )
+    reference_free: bool = Field(
+        False, description="`kto`: no reference; mean log-probabilities take the place of log-ratios."
+    )
+    desirable: float = Field(1.0, gt=0, description="`kto`: weight of desirable rows.")
+    undesirable: float = Field(1.0, gt=0, description="`kto`: weight of undesirable rows.")
+
+
+class RewardModel(Section):
+    loss: Literal["sigmoid", "logexp"] = Field(
+        "sigmoid", description="-log sigmoid(chosen - rejected - margin), or log(1 + exp(rejected - chosen))."
+    )
+    ranking: Literal["pairs", "plackett_luce"] = Field(
+        "pairs", description="More than two responses: the mean over all pairs, or the Plackett-Luce likelihood."
+    )
+    centre: float = Field(
+        0.0, ge=0, description="Weight of the squared sum of a pair's scores: keeps scores around zero."
+    )
+
+
+class ProcessReward(Section):
+    placeholder: str = Field("ки", min_length=1, description="Text after each step where it is judged; one token.")
+    tokens: list[str] = Field(
+        ["+", "-"], min_length=2, description="Words that say how a step is, one token each; the first is the good one."
+    )
+
+
+class Distill(Section):
+    teacher: str | None = Field(None, description="Folder of the teacher.")
+    divergence: Literal["forward", "reverse", "jsd"] = Field(
+        "forward", description="KL(teacher, student), KL(student, teacher), or Jensen-Shannon's mixture of both."
+    )
+    mix: float = Field(0.5, gt=0, lt=1, description="`jsd`: the teacher's share in the mixture.")
+    temperature: float = Field(1.0, gt=0, description="Divides the logits of both.")
+    coefficient: float = Field(
+        0.5, ge=0, le=1, description="Weight of the divergence; the rest is the rows' own log-likelihood (SFT)."
+    )
+    top_k: int | None = Field(
+        None,
+        ge=1,
+        description="Keep the teacher's so many likeliest words of each token on disk and train from there; what is "
+        "left of the vocabulary counts as one word.",
+    )

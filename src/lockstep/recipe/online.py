@@ -1,0 +1,177 @@
+"""Keys of the online methods: generation, algorithm, critic and rewards."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lockstep.recipe.section import Section
+
+
+class Rollout(Section):
+    engine: Literal["native", "hf"] = Field(
+        "native", description="`native` is the built-in engine, `hf` plain `generate`: slow, for comparison."
+    )
+    n: int = Field(8, ge=1, description="Responses sampled for each prompt.")
+    max_tokens: int = Field(256, ge=1, description="Longest response in tokens.")
+    temperature: float = Field(
+        1.0, gt=0, description="Divides the logits, in the engine and in the trainer's log-probabilities alike."
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the most likely tokens that hold this probability.")
+    top_k: int = Field(0, ge=0, description="Sample from the so many most likely tokens; 0 is all.")
+    min_p: float = Field(0.0, ge=0, lt=1, description="Leave out tokens below this share of the likeliest one's.")
+    truncated: Literal["refuse", "mask", "ignore"] = Field(
+        "refuse",
+        description="With `top_p`, `top_k` or `min_p`: the trainer scores with the same truncation (`mask`) or under "
+        "the whole distribution (`ignore`: ratios are then off); `refuse` asks to choose.",
+    )
+    stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
+    stop_ids: list[int] = Field(default_factory=list, description="Tokens that end a response, besides the model's.")
+    max_sequences: int = Field(256, ge=1, description="Native: responses decoded at once on one device.")
+    prefill_tokens: int = Field(8192, ge=1, description="Native: prompt tokens of one forward pass.")
+    block_tokens: int = Field(16, ge=1, description="Native: tokens of one block of the key/value cache.")
+    cache_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Native: memory of the key/value cache. Default: what the step can use, at most half of what is "
+        "free.",
+    )
+    free_cache: bool = Field(
+        True,
+        description="Native: give the cache back after each phase. `false` keeps it, and with it what was captured for "
+        "it: faster where memory is plentiful.",
+    )
+    max_probs_diff: float | None = Field(
+        None, gt=0, description="Stop when the mean difference of engine's and trainer's probabilities is over this."
+    )
+
+
+class Correction(Section):
+    weight: Literal["none", "token", "sequence"] = Field(
+        "none", description="Truncated importance sampling: trainer's over engine's probability, as a weight."
+    )
+    cap: float = Field(2.0, gt=0, description="Largest weight.")
+    mask: Literal["none", "token", "sequence"] = Field(
+        "none", description="Leave out tokens, or sequences (by their geometric mean), whose ratio is out of band."
+    )
+    low: float = Field(0.5, gt=0, description="Lower end of the band.")
+    high: float = Field(2.0, gt=0, description="Upper end of the band.")
+
+
+Estimator = Literal[
+    "gae",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "opo",
+    "grpo_passk",
+    "gpg",
+]
+PolicyLoss = Literal["clip", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "policy_gradient"]
+Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+
+
+class Kl(Section):
+    where: Literal["none", "loss", "reward"] = Field(
+        "none", description="Divergence from the reference: not used, a term of the loss, or a part of the reward."
+    )
+    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] = Field(
+        "k3",
+        description="k3 is also known as low_var_kl. `+`: this value, with the gradient of k2 (straight through); "
+        "`k2+` is k2.",
+    )
+    coefficient: float = Field(0.001, ge=0, description="Weight of the divergence.")
+    target: float | None = Field(
+        None, gt=0, description="Adapt the coefficient so that the divergence (per token) comes to this value."
+    )
+    horizon: int = Field(10000, ge=1, description="Sequences over which the coefficient adapts.")
+    reference: str | None = Field(
+        None, description="Folder of the reference model. Default: `model.path` (with LoRA: the adapter switched off)."
+    )
+
+
+class DynamicSampling(Section):
+    rounds: int = Field(
+        1,
+        ge=1,
+        description="Rounds of generation in a step. Over 1, groups whose rewards are all equal are replaced by new "
+        "prompts, until the step is full or the rounds are used up.",
+    )
+
+
+class Overlong(Section):
+    buffer: int = Field(
+        0, ge=0, description="Responses in the last so many tokens before the limit lose reward; 0 is off."
+    )
+    factor: float = Field(1.0, ge=0, description="Reward lost at the very limit.")
+
+
+class Algorithm(Section):
+    advantage: Estimator = Field("grpo", description="How rewards become advantages.")
+    loss: PolicyLoss = Field("clip", description="The policy loss.")
+    aggregation: Aggregation = Field("token_mean", description="How the token losses of an update are averaged.")
+    epochs: int = Field(1, ge=1, description="Passes over the responses of a step.")
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount of a token's later rewards.")
+    lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.")
+    clip_low: float = Field(0.2, ge=0, description="The ratio is clipped at 1 - this.")
+    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped at 1 + this.")
+    dual_clip: float | None = Field(
+        3.0, gt=1, description="`clip`: bound of the ratio where the advantage is negative; `null` is none."
+    )
+    sapo_positive: float = Field(1.0, gt=0, description="`sapo`: temperature where the advantage is positive.")
+    sapo_negative: float = Field(1.05, gt=0, description="`sapo`: temperature where the advantage is negative.")
+    cov_share: float = Field(
+        0.0002, ge=0, le=1, description="`clip_cov`, `kl_cov`: share of tokens that are held back."
+    )
+    cov_low: float = Field(1.0, description="`clip_cov`: lowest covariance of a token that may be held back.")
+    cov_high: float = Field(5.0, description="`clip_cov`: highest covariance of a token that may be held back.")
+    cov_kl: float = Field(1.0, ge=0, description="`kl_cov`: weight of the divergence of the tokens held back.")
+    entropy: float = Field(0.0, description="Weight of the entropy bonus.")
+    kl: Kl = Field(default_factory=Kl)
+    correction: Correction = Field(default_factory=Correction)
+    dynamic_sampling: DynamicSampling = Field(default_factory=DynamicSampling)
+    overlong: Overlong = Field(default_factory=Overlong)
+
+
+class Critic(Section):
+    path: str | None = Field(None, description="Folder that the critic starts from. Default: `model.path`.")
+    lr: float = Field(1e-5, gt=0, description="Peak learning rate of the critic; the schedule is the policy's.")
+    clip: float | None = Field(0.5, gt=0, description="How far a value may move from the old one; `null` is no bound.")
+    warmup: int = Field(0, ge=0, description="Steps in which only the critic is trained.")
+
+
+class Reward(Section):
+    rules: dict[str, str] = Field(
+        default_factory=dict,
+        description="Rule of each data source: `gsm8k`, `gsm8k_flexible`, `math`, `exact`. Known without being "
+        "said: `arithmetic` and `openai/gsm8k` (gsm8k).",
+    )
+    function: str | None = Field(None, description="Your own function: `path/to/file.py:name`.")
+    model: str | None = Field(None, description="Folder of a reward model (sequence classification, one label).")
+    process: str | None = Field(
+        None,
+        description="Folder of a process reward model (method `prm`): each step of a response earns its probability of "
+        "being good over the number of steps, at the token where it ends.",
+    )
+    separator: str = Field("\n", min_length=1, description="Text between the steps that `process` judges.")
+    remote: str | None = Field(None, description="Address of an HTTP endpoint that scores batches.")
+    format: str | None = Field(None, description="Regular expression that a whole response must match: 1, else 0.")
+    weights: dict[Literal["rule", "function", "model", "process", "remote", "format"], float] = Field(
+        default_factory=dict,
+        description="Weight of each reward. Default: 1 for each that is set; the rule counts when it is named here or "
+        "nothing else is set.",
+    )
+    workers: int = Field(2, ge=1, description="Processes that run the function.")
+    time_limit: float = Field(10.0, gt=0, description="Seconds that one call of the function may take.")
+    memory_limit_gb: float = Field(4.0, gt=0, description="Memory of a process that runs the function.")
+    max_failures: float = Field(
+        0.1, ge=0, le=1, description="Stop when more than this share of a step's responses could not be scored."
+    )
+    remote_batch: int = Field(32, ge=1, description="Responses sent to the endpoint at once.")
+    remote_timeout: float = Field(30.0, gt=0, description="Seconds to wait for an answer of the endpoint.")
+    remote_retries: int = Field(4, ge=0, description="Further tries after a failed one, with growing pauses.")
