@@ -1,0 +1,125 @@
+"""What a comparison found, as plain values: the console, the json and the page show these and compute nothing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["in step", "within noise", "out of step", "not comparable"]
+Kind = Literal["loss", "reward", "other"]
+Weight = Literal["blocks", "matters", "harmless"]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How far curve b lies from curve a over their common steps. Percents are so named."""
+
+    steps: int
+    first: int
+    last: int
+    mean_error_percent: float
+    """sum |a - b| / N x 100: an absolute difference, as the Ascend documents define it."""
+    relative_error_percent: float | None
+    """The mean of |a - b| / |a| x 100 over steps where a is not 0."""
+    scaled_error_percent: float | None
+    """sum |a - b| / sum |a| x 100: relative, and not at the mercy of a single step near 0."""
+    worst: float
+    worst_step: int
+    drift: float
+    """The mean of b - a: one-sided when near the mean error in size."""
+    correlation: float | None
+    parted_at: int | None
+    """The first step from which on the curves stay apart by more than the bar; None when they end together."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The same figures between repeats of one side."""
+
+    repeats: int
+    mean_error_percent: float
+    """The mean over all pairs of repeats."""
+    excess_low: float
+    excess_high: float
+    """Bootstrap interval (95 %, over blocks of steps) of: mean error between the sides less that between repeats."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    names: tuple[str, str]
+    """As the two logs write it."""
+    kind: Kind
+    bar_percent: float | None
+    figures: Figures
+    noise: Noise | None
+    verdict: Verdict | None
+    """None: shown, not judged."""
+    decided_by: str
+    """In words: which figure met or missed which bar."""
+    steps: list[int]
+    a: list[float | None]
+    b: list[float | None]
+    repeats: list[list[float | None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Tokens a second in one phase, at equal work: the phase's tokens over its seconds, over all common steps."""
+
+    name: str
+    a: float
+    b: float
+
+    @property
+    def ratio(self) -> float:
+        return self.b / self.a
+
+
+@dataclass(frozen=True)
+class Throughput:
+    ratio: float | None
+    """b over a: the mean of perf/throughput of the first 4 steps, as the Ascend documents define it."""
+    a: float | None
+    b: float | None
+    matched_ratio: float | None
+    """At equal response lengths."""
+    matched_steps: int
+    phases: list[Phase]
+    warnings: list[str]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is not the same on both sides, and what it is likely to do to the curves."""
+
+    part: Literal["recipe", "data", "tokenizer", "weights", "versions", "determinism", "device"]
+    key: str
+    a: Any
+    b: Any
+    weight: Weight
+    effect: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    a: str
+    b: str
+    kinds: tuple[str, str]
+    verdict: Verdict
+    reason: str
+    metrics: list[Metric]
+    throughput: Throughput
+    differences: list[Difference]
+    unknown: list[str]
+    """What could not be compared because a side does not tell (foreign logs have no recipe, for instance)."""
+    samples: list[tuple[dict[str, Any] | None, dict[str, Any] | None]]
+    """The first responses to the same prompts, side by side."""
+    facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """For the support table: method, model, hardware, versions of both sides, as far as they tell."""
+
+    def as_json(self) -> dict[str, Any]:
+        values = asdict(self)
+        for phase in values["throughput"]["phases"]:
+            phase["ratio"] = phase["b"] / phase["a"]
+        return values

@@ -1,0 +1,37 @@
+"""What one side of a comparison left behind, whoever wrote it: curves by name and, of our own runs, all the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric over the steps that logged it: steps go up, none is twice there. Values may be NaN or infinite."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What only a run folder of ours holds."""
+
+    recipe: dict[str, Any]
+    env: dict[str, Any]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """The first lines of samples.jsonl."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """`metrics` are under our names; `written` says how the log itself calls them."""
+
+    source: str
+    kind: str
+    metrics: dict[str, Series]
+    written: dict[str, str]
+    evidence: Evidence | None = None
