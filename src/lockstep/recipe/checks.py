@@ -55,6 +55,10 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     run, data, batch, optim, val = recipe.run, recipe.data, recipe.batch, recipe.optim, recipe.val
     if run.epochs is not None and run.steps is not None:
         yield Problem("run.steps", "set together with run.epochs; only one can end the run", "remove one of the two")
+    if recipe.tape.record and recipe.model.lora is not None and recipe.model.lora.dropout:
+        yield Problem(
+            "tape", "a replay cannot draw the same dropout on another device", "set model.lora.dropout=0 for a tape"
+        )
     if batch.tokens is not None and batch.rows is not None:
         yield Problem("batch.rows", "set together with batch.tokens", "keep tokens (packed) or rows (padded), not both")
     if data.max_tokens and batch.tokens and data.max_tokens > batch.tokens:

@@ -134,8 +134,8 @@ def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
                 return [Problem(key, f"{parent} is not an index into a list of {len(target)}")]
             target = target[int(parent)]
         else:
-            if target.get(parent) is None:
-                target[parent] = {}
+            if target.get(parent) is None or isinstance(target[parent], bool):
+                target[parent] = _whole_group(parent, target.get(parent))
             target = target[parent]
         if not isinstance(target, dict | list):
             return [Problem(key, f"{parent} is a value, not a group of keys")]
@@ -143,9 +143,18 @@ def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
         if not leaf.isdigit() or int(leaf) >= len(target):
             return [Problem(key, f"{leaf} is not an index into a list of {len(target)}")]
         target[int(leaf)] = value
+    elif isinstance(value, bool) and key == "tape" and isinstance(target.get(key), dict):
+        target[key]["record"] = value
     else:
         target[leaf] = value
     return []
+
+
+def _whole_group(name: str, short: bool | None) -> Any:
+    """`tape=true tape.steps=5`: the short form and keys of the group may stand side by side."""
+    if short is None:
+        return {}
+    return {"record": short} if name == "tape" else short
 
 
 def _validate(values: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:

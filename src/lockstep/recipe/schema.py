@@ -12,12 +12,18 @@ from pydantic import BeforeValidator, Field
 from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModel
 from lockstep.recipe.online import Algorithm, Critic, Reward, Rollout
 from lockstep.recipe.section import Section
+from lockstep.recipe.tape import Tape
 
 
 def _as_sources(value: Any) -> Any:
     """`train: rows.parquet` and `train: [a.jsonl, b.jsonl]` are short for a list of sources."""
     items = value if isinstance(value, list) else [value]
     return [{"path": item} if isinstance(item, str) else item for item in items]
+
+
+def _as_tape(value: Any) -> Any:
+    """`tape: true` is short for the group with `record: true`."""
+    return {"record": value} if isinstance(value, bool) else value
 
 
 class Run(Section):
@@ -266,3 +272,4 @@ class Recipe(Section):
     val: Val = Field(default_factory=Val)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     log: Log = Field(default_factory=Log)
+    tape: Annotated[Tape, BeforeValidator(_as_tape)] = Field(default_factory=Tape)

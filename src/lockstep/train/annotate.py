@@ -52,6 +52,11 @@ class Annotated:
     importance_K: torch.Tensor
     metrics: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def vectors(self) -> dict[str, torch.Tensor | None]:
+        """By name, for the tape."""
+        return {name.removesuffix("_K"): value for name, value in vars(self).items() if name.endswith("_K")}
+
 
 def plan_updates(experience: Experience, recipe: Recipe, world: World, pad_id: int) -> list[Part]:
     """The step cut into optimizer steps by prompts, each packed by itself.

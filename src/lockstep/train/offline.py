@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from lockstep.device.select import explain
 from lockstep.methods import METHODS
 from lockstep.parallel.world import World, joined
@@ -13,11 +15,13 @@ from lockstep.train.held_out import measure
 from lockstep.train.identity import assert_identity
 from lockstep.train.optim import learning_rate
 from lockstep.train.plan import make_loader
+from lockstep.train.script import Script
 from lockstep.train.session import Session, opened
 from lockstep.train.setup import Prepared, prepare
 
 
-def train_offline(recipe: Recipe, console: Console) -> None:
+def train_offline(recipe: Recipe, console: Console, script: Script | None = None) -> None:
+    script = script or Script()
     device, sentence = explain(recipe.device)
     # Before the first tensor and the first collective: libraries read these switches once.
     switches = device.deterministic(True) if recipe.run.deterministic else {}
@@ -25,11 +29,11 @@ def train_offline(recipe: Recipe, console: Console) -> None:
         console = console if world.main else Console.silent()
         console.say(sentence)
         prepared = prepare(recipe, device, world.size, console)
-        with opened(prepared, device, world, console, switches, RuleJudge()) as session:
-            _loop(recipe, prepared, session, world)
+        with opened(prepared, device, world, console, switches, RuleJudge(), keeps=script.keeps) as session:
+            _loop(recipe, prepared, session, world, script)
 
 
-def _loop(recipe: Recipe, prepared: Prepared, session: Session, world: World) -> None:
+def _loop(recipe: Recipe, prepared: Prepared, session: Session, world: World, script: Script) -> None:
     loader = make_loader(recipe, prepared.train)
     objective = METHODS[recipe.method].objective(recipe)
     models = consulted(session, prepared)
@@ -41,9 +45,13 @@ def _loop(recipe: Recipe, prepared: Prepared, session: Session, world: World) ->
         assert_identity(loader.take(0), objective, models, session)
 
     session.validate_at_start()
-    for step in range(session.step, steps):
+    for step in script.steps(session.step, steps):
+        script.restore(session, step)
+        session.tape.begin(step + 1, session.carried)
         with session.step_phase():
-            task = objective.task(models.arrange(loader.take(step)), models)
+            items = script.items(step, partial(loader.take, step))
+            session.tape.rows(items)
+            task = objective.task(models.arrange(items), models)
             outcome = learner.forward_backward(task.batches, task.loss, task.divisor)
             reported = objective.report(outcome.sums, task.divisor)
             metrics = {

@@ -3,6 +3,8 @@ loop with other keys."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from lockstep.algorithms.kl import adapted
 from lockstep.data.dataset import Loader
 from lockstep.device.select import explain
@@ -13,6 +15,7 @@ from lockstep.run.progress import Console
 from lockstep.train.annotate import Annotated, annotate, plan_updates
 from lockstep.train.experience import Experience
 from lockstep.train.roles import Roles
+from lockstep.train.script import Script
 from lockstep.train.session import Session, opened
 from lockstep.train.setup import PreparedOnline, prepare_online
 from lockstep.train.signs import Signs
@@ -21,7 +24,8 @@ from lockstep.train.update import update
 from lockstep.types import Failure, Prompt
 
 
-def train_online(recipe: Recipe, console: Console) -> None:
+def train_online(recipe: Recipe, console: Console, script: Script | None = None) -> None:
+    script = script or Script()
     device, sentence = explain(recipe.device)
     # Before the first tensor and the first collective: libraries read these switches once.
     switches = device.deterministic(True) if recipe.run.deterministic else {}
@@ -36,11 +40,13 @@ def train_online(recipe: Recipe, console: Console) -> None:
                 tried = scorer.dry_run([*prepared.train.questions, *prepared.questions])
             for line in tried:
                 console.say(line)
-            with opened(prepared, device, world, console, switches, scorer) as session:
-                _loop(recipe, prepared, session, scorer, world)
+            with opened(prepared, device, world, console, switches, scorer, keeps=script.keeps) as session:
+                _loop(recipe, prepared, session, scorer, world, script)
 
 
-def _loop(recipe: Recipe, prepared: PreparedOnline, session: Session, scorer: Scorer, world: World) -> None:
+def _loop(
+    recipe: Recipe, prepared: PreparedOnline, session: Session, scorer: Scorer, world: World, script: Script
+) -> None:
     steps = prepared.batches.steps
     loader: Loader[Prompt] = Loader(
         prepared.train.sources,
@@ -55,12 +61,16 @@ def _loop(recipe: Recipe, prepared: PreparedOnline, session: Session, scorer: Sc
     signs = Signs(recipe)
 
     session.validate_at_start()
-    for step in range(session.step, steps):
+    for step in script.steps(session.step, steps):
+        script.restore(session, step)
+        session.tape.begin(step + 1, session.carried)
         with session.step_phase():
-            taken = take_experience(loader, session, scorer, recipe)
+            taken = script.taken(step, session, scorer, partial(take_experience, loader, session, scorer, recipe))
             experience, beta = taken.experience, session.carried["kl_coefficient"]
+            session.tape.examples(experience.examples)
             parts = plan_updates(experience, recipe, world, prepared.pad_id)
             known = annotate(experience, parts, roles, recipe, beta, session.phases)
+            session.tape.vectors(known.vectors)
             metrics = taken.metrics | known.metrics
             metrics |= update(parts, experience, known, roles, recipe, beta, step, steps, session.phases)
         session.carried["position"] = float(taken.position)

@@ -21,6 +21,7 @@ FREE = (
     "log.",
     "checkpoint.",
     "val.",
+    "tape.",
     "batch.tokens",
     "batch.rows",
     "rollout.max_sequences",

@@ -16,6 +16,7 @@ import torch
 
 from lockstep.device.base import Device
 from lockstep.errors import Interrupted, Refusal
+from lockstep.model.fingerprint import model_fingerprint
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.weights import restore_weights, trained_weights
@@ -37,6 +38,7 @@ from lockstep.train.samples import sample_line
 from lockstep.train.setup import Prepared, PreparedOnline
 from lockstep.train.speaker import Speaker
 from lockstep.train.step import Learner
+from lockstep.train.taping import recorder_of
 from lockstep.types import Rollout
 
 # Answers of a validation that are stored in samples.jsonl.
@@ -53,13 +55,15 @@ def opened(
     console: Console,
     switches: dict[str, str],
     judge: Examiner,
+    *,
+    keeps: bool = True,
 ) -> Iterator[Session]:
-    """A session that is fresh or resumed, and closed whatever happens."""
+    """A session that is fresh or resumed, and closed whatever happens. One that `keeps` nothing leaves no model."""
     folder = RunFolder(Path(prepared.recipe.run.folder) / prepared.recipe.run.name)
     if world.main:
         _claim(folder, prepared, console)
     with folder.lock() if world.main else nullcontext(), _graceful_interrupt(console) as interrupt:
-        session = Session(prepared, folder, device, world, console, switches, interrupt, judge)
+        session = Session(prepared, folder, device, world, console, switches, interrupt, judge, keeps=keeps)
         try:
             yield session
         except BaseException:
@@ -107,9 +111,11 @@ class Session:
         switches: dict[str, str],
         interrupt: list[int],
         judge: Examiner,
+        *,
+        keeps: bool,
     ):
         self.prepared, self.folder, self.device, self.world, self.console = prepared, folder, device, world, console
-        self.interrupt = interrupt
+        self.interrupt, self.keeps = interrupt, keeps
         self.recipe = prepared.recipe
         self.switches = switches
         self.torch_device = device.torch_device(world.local_rank)
@@ -126,6 +132,8 @@ class Session:
         self.fallbacks: dict[str, int] | None = None
         self.step = self._resume()
         self.saved_at = self.step
+        self.fingerprint = model_fingerprint(self.recipe.model.path, prepared.tokenizer) if world.main else {}
+        self.tape = recorder_of(self)
         self._show_plan()
         if world.main:
             self._write_evidence()
@@ -217,6 +225,7 @@ class Session:
                 "world_size": self.world.size,
                 "determinism": self.switches,
                 "data": self.prepared.fingerprints,
+                "model": self.fingerprint,
             }
         )
 
@@ -262,10 +271,11 @@ class Session:
             metrics |= self.prepared.train.counts.metrics()
         last = step == self.prepared.batches.steps
         stopping = bool(sum(self.world.gather(len(self.interrupt))))
-        save = last or stopping or _due(step, self.recipe.checkpoint.every)
+        save = self.keeps and (last or stopping or _due(step, self.recipe.checkpoint.every))
         needs_loss = save and self.recipe.checkpoint.keep_best > 0
-        if last or needs_loss or _due(step, self.recipe.val.every):
+        if self.keeps and (last or needs_loss or _due(step, self.recipe.val.every)):
             metrics |= self.validate(step)
+        self.tape.finish(step, metrics)
         self._log(step, metrics)
         self.step = step
         if "val/score_std" in metrics:
@@ -298,7 +308,7 @@ class Session:
     # -- validation
 
     def validate_at_start(self) -> None:
-        if self.step == 0 and self.recipe.val.at_start:
+        if self.step == 0 and self.recipe.val.at_start and self.keeps:
             metrics = self.validate(0)
             if self.world.main and metrics:
                 self.metrics.append(0, metrics)
@@ -368,6 +378,8 @@ class Session:
         """Export, and say what came out of it."""
         self.console.end()
         if not self.world.main:
+            return
+        if not self.keeps:
             return
         if self.saved_at == self.step and self.recipe.run.export:
             self._export()

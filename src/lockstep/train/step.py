@@ -16,6 +16,7 @@ from torch import nn
 from lockstep.data.batching import to_device
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
+from lockstep.tape.observer import Observer
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.types import Loss, MicroBatch, Origin, Sums
 
@@ -55,6 +56,7 @@ class Learner:
         self.world = world
         self.scale = scale
         self.name = name
+        self.observer = Observer()
         self.skipped = 0
         self._origins: list[Origin] = []
 
@@ -71,7 +73,9 @@ class Learner:
         factor = (self.scale.value if self.scale else 1.0) / whole
         every: list[Sums] = []
         for batch in micro_batches:
-            sums = loss(self.module(to_device(batch, self.device)), batch)
+            output = self.module(to_device(batch, self.device))
+            self.observer.passed(batch, output)
+            sums = loss(output, batch)
             (sums.loss * factor).backward()
             self.optimizer.collect()
             every.append(_detached(sums))
@@ -80,6 +84,7 @@ class Learner:
         mean = self.world.sum([sum(values)])[0] / whole
         if not math.isfinite(mean):
             self._refuse_loss(values, micro_batches)
+        self.observer.summed(mean, whole, int(targets), self.scale.value if self.scale else 1.0)
         return Outcome(mean, *self._companions(every), targets=int(targets), tokens=int(tokens))
 
     def optim_step(self, lr: float) -> dict[str, float]:
@@ -102,7 +107,9 @@ class Learner:
                 f"the gradient norm is {norm.item()} with a finite loss",
                 "lower optim.lr, use bf16 or fp32, or look at these rows; the last checkpoint is untouched",
             )
+        self.observer.measured(norm, lr)
         self.optimizer.step(lr, norm)
+        self.observer.stepped()
         return metrics
 
     def _companions(self, every: list[Sums]) -> tuple[dict[str, float], dict[str, float]]:

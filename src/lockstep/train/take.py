@@ -56,7 +56,7 @@ def take_experience(loader: Loader[Prompt], session: Session, scorer: Scorer, re
     experience = experience_of(rollouts, None if greedy is None else _baselines(greedy))
     if not experience.sequences:
         raise _failures(failed, len(every), "and none is left to learn from")
-    metrics = _counted(every, rollouts, failed, recipe)
+    metrics = counted(every, rollouts, failed, recipe)
     if rounds > 1:
         metrics |= {
             "train/num_gen_batches": float(used),
@@ -91,6 +91,20 @@ def _generate(
     if not settings.buffer:
         return rollouts
     return [_shaped(rollout, recipe.rollout.max_tokens, settings.buffer, settings.factor) for rollout in rollouts]
+
+
+def rescored(rollouts: Sequence[Rollout], scorer: Scorer, recipe: Recipe) -> list[Score | Failure]:
+    """What responses are worth by this run's rewards, however they came about."""
+    waiting = [scorer.submit(rollout.prompt.question, rollout.text) for rollout in rollouts]
+    scorer.flush()
+    settings = recipe.algorithm.overlong
+    found = []
+    for rollout, future in zip(rollouts, waiting, strict=True):
+        judged = replace(rollout, score=future.result())
+        if settings.buffer:
+            judged = _shaped(judged, recipe.rollout.max_tokens, settings.buffer, settings.factor)
+        found.append(judged.score)
+    return found
 
 
 def _shaped(rollout: Rollout, limit: int, buffer: int, factor: float) -> Rollout:
@@ -143,7 +157,7 @@ def _failures(failed: Sequence[Rollout], total: int, consequence: str) -> Refusa
     )
 
 
-def _counted(
+def counted(
     every: Sequence[Rollout], rollouts: Sequence[Rollout], failed: Sequence[Rollout], recipe: Recipe
 ) -> dict[str, float]:
     lengths = torch.tensor([len(rollout.ids) for rollout in rollouts], dtype=torch.float64)

@@ -1,0 +1,51 @@
+"""What a model is, by content: two runs started from the same weights, tokenizer and template say the same here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.model.resolve import model_folder
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+# Of larger files so many pieces of so many bytes are read, evenly spaced: other weights differ everywhere.
+WHOLE_BYTES, PIECES, PIECE = 2**30, 64, 2**20
+
+
+def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
+    """Checksums of weights, tokenizer and chat template; None for what is not in a folder here."""
+    folder = Path(model_folder(path))
+    names = sorted(folder.iterdir()) if folder.is_dir() else []
+    weights = [file for file in names if file.name == "config.json" or file.suffix in (".safetensors", ".bin")]
+    words = [file for file in names if file.name in TOKENIZER_FILES]
+    template = tokenizer.chat_template
+    return {
+        "weights": _checksum(weights),
+        "tokenizer": _checksum(words),
+        "template": hashlib.sha256(str(template).encode()).hexdigest() if template else None,
+    }
+
+
+def _checksum(files: Iterable[Path]) -> str | None:
+    digest, seen = hashlib.sha256(), False
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        for block in _blocks(file):
+            digest.update(block)
+        seen = True
+    return digest.hexdigest() if seen else None
+
+
+def _blocks(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        if size <= WHOLE_BYTES:
+            while block := stream.read(PIECE):
+                yield block
+            return
+        for number in range(PIECES):
+            stream.seek((size - PIECE) * number // (PIECES - 1))
+            yield stream.read(PIECE)

@@ -1,0 +1,82 @@
+"""Do two engines say the same? Judged token by token, up to where they part.
+
+Sampling adds noise to log-probabilities and takes the largest sum; the noise is a function of the place alone and the
+same on every device. So while two engines agree they draw the same tokens, and where they draw different ones, the two
+sums must lie within rounding of each other: A preferred `a`, B preferred `b`, and neither saw the other far behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.kernels.noise import gumbel_noise, sequence_keys
+from lockstep.parity.checks import Check
+from lockstep.parity.script import by_place
+from lockstep.types import Rollout
+
+
+def judge_generation(
+    step: int,
+    a: Sequence[Rollout],
+    b: Sequence[Rollout],
+    allowed: float,
+    *,
+    seed: int,
+    first_key: int,
+    vocabulary: int,
+    greedy: bool,
+) -> list[Check]:
+    """`first_key` is the data position of the step's first prompt, from which sampling derives its noise."""
+    ours, theirs = by_place(a), by_place(b)
+    missing = sorted(ours.keys() ^ theirs.keys())
+    if missing:
+        place, sample = missing[0]
+        where = f"{len(missing)} responses are on one side only, the first to prompt {place}, sample {sample}"
+        return [Check("generation", step, "responses", float("inf"), allowed, where)]
+    apart: list[float] = []
+    worst, where = 0.0, ""
+    parted = 0
+    for key, one in ours.items():
+        other = theirs[key]
+        keys = sequence_keys(seed, first_key + key[0], key[1])
+        shared = _shared(one.ids, other.ids)
+        errors = [abs(x - y) for x, y in zip(one.logprobs[:shared], other.logprobs[:shared], strict=True)]
+        if shared < min(len(one.ids), len(other.ids)):
+            parted += 1
+            errors.append(_preference_gap(one, other, shared, keys, vocabulary, greedy))
+        apart += errors
+        if errors and max(errors) > worst:
+            worst = max(errors)
+            token = errors.index(worst)
+            where = (
+                f"prompt {key[0]}, sample {key[1]}, token {token}: {_said(one, token)} against {_said(other, token)}"
+            )
+    size = torch.tensor(apart, dtype=torch.float64)
+    error = float(size.square().mean().sqrt()) if len(size) else 0.0
+    what = f"tokens and the engine's log-probabilities ({parted} of {len(ours)} responses part)"
+    return [Check("generation", step, what, error, allowed, where)]
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    both = min(len(a), len(b))
+    return next((i for i in range(both) if a[i] != b[i]), both)
+
+
+def _said(rollout: Rollout, token: int) -> str:
+    if token >= len(rollout.ids):
+        return "nothing"
+    return f"{rollout.ids[token]} ({rollout.logprobs[token]:.6g})"
+
+
+def _preference_gap(
+    one: Rollout, other: Rollout, place: int, keys: tuple[int, int], vocabulary: int, greedy: bool
+) -> float:
+    """How far apart the two winning sums are; 0 for a tie."""
+    tokens = one.ids[place], other.ids[place]
+    scores = one.logprobs[place], other.logprobs[place]
+    if greedy:
+        return abs(scores[0] - scores[1])
+    noise = gumbel_noise(torch.tensor([keys], dtype=torch.int32), torch.tensor([place]), vocabulary)[0]
+    return abs((scores[0] + float(noise[tokens[0]])) - (scores[1] + float(noise[tokens[1]])))

@@ -1,0 +1,147 @@
+"""Replay a tape on another device, dtype, engine or number of processes, and say where it leaves the recorded run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import Refusal
+from lockstep.parity.checks import BLAME, STAGES, Check
+from lockstep.parity.modules import Blamed, blame
+from lockstep.parity.script import Mode, Replay
+from lockstep.parity.stages import Side, judge_step
+from lockstep.parity.tolerance import Tolerance, tolerance_of
+from lockstep.recipe import Recipe, load_recipe
+from lockstep.recipe.methods import ONLINE
+from lockstep.run.folder import RunFolder, atomic_write_text
+from lockstep.run.progress import Console
+from lockstep.tape.format import TapeFolder
+from lockstep.train.offline import train_offline
+from lockstep.train.online import train_online
+
+REPLAYS = "replays"
+RESULT = "replay.json"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay found. `cause` is the check that failed first, in the order in which blame falls."""
+
+    mode: Mode
+    folder: Path
+    steps: list[int]
+    checks: list[Check]
+    cause: Check | None
+    module: Blamed | None
+
+    @property
+    def in_step(self) -> bool:
+        return self.cause is None and self.module is None
+
+    @property
+    def stage(self) -> str | None:
+        """The stage to blame: a module that is off makes the model's log-probabilities, or its gradients."""
+        if self.cause is not None:
+            return self.cause.stage
+        if self.module is not None:
+            return "log-probs" if self.module.phase == "forward" else "gradient"
+        return None
+
+
+def replay(
+    run: Path, mode: Mode, overrides: Sequence[str], console: Console, steps: Sequence[int] = (), name: str = ""
+) -> Replayed | None:
+    """Run the recorded steps again with some keys changed, then judge. Ranks other than the first get None."""
+    source = RunFolder(run)
+    tape = TapeFolder(source.tape)
+    tape.manifest()
+    recipe = replayed_recipe(source, mode, overrides, name)
+    script = Replay(tape, mode, steps)
+    (train_online if recipe.method in ONLINE else train_offline)(recipe, console, script)
+    if int(os.environ.get("RANK", "0")):
+        return None
+    folder = Path(recipe.run.folder) / recipe.run.name
+    result = judge(tape, TapeFolder(RunFolder(folder).tape), mode, folder)
+    atomic_write_text(folder / RESULT, json.dumps(as_json(result), indent=2) + "\n")
+    return result
+
+
+def replayed_recipe(source: RunFolder, mode: Mode, overrides: Sequence[str], name: str = "") -> Recipe:
+    """The recorded recipe with what a replay must have: a folder of its own, a tape, and nothing to keep."""
+    if not source.recipe.is_file():
+        raise Refusal.at(str(source.path), "is not a run folder", "give the folder of a run with a tape")
+    folder = source.path / REPLAYS
+    settled = [
+        f"run.folder={folder}",
+        f"run.name={name or _free_name(folder, mode)}",
+        "run.resume=never",
+        "run.export=false",
+        "log.track=[]",
+        "val.questions=null",
+        "data.val=[]",
+        "tape.record=true",
+    ]
+    return load_recipe(str(source.recipe), [*settled, *overrides])
+
+
+def _free_name(folder: Path, mode: Mode) -> str:
+    number = 1
+    while (folder / f"{mode}-{number}").exists():
+        number += 1
+    return f"{mode}-{number}"
+
+
+def judge(a: TapeFolder, b: TapeFolder, mode: Mode, folder: Path, tolerance: Tolerance | None = None) -> Replayed:
+    ours, theirs = Side.open(a), Side.open(b)
+    tolerance = tolerance or tolerance_of(*(side.recipe["model"]["dtype"] for side in (ours, theirs)))
+    steps = [step for step in b.steps() if step in set(a.steps())]
+    checks: list[Check] = []
+    cause, module = None, None
+    for step in steps:
+        found = judge_step(ours, theirs, step, tolerance, generated=mode == "forced")
+        checks += found
+        if cause is None and module is None:
+            module = blame(a.read_step(step), b.read_step(step), tolerance)
+            cause = first_cause(found)
+            if cause is not None and module is not None and not _explains(module, cause):
+                module = None
+    return Replayed(mode, folder, steps, checks, cause, module)
+
+
+def first_cause(checks: Sequence[Check]) -> Check | None:
+    failed = [check for check in checks if not check.passed]
+    return min(failed, key=lambda check: (check.update, BLAME.index(check.stage)), default=None)
+
+
+def _explains(module: Blamed, cause: Check) -> bool:
+    """A module can only explain what comes after it: a wrong mask or reward is not a module's doing."""
+    if module.phase == "forward":
+        return cause.stage in ("log-probs", "generation", "loss", "gradient")
+    return cause.stage == "gradient"
+
+
+def verdicts(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
+    """By stage: whether all of it is within tolerance, and its worst check."""
+    table: dict[str, dict[str, Any]] = {}
+    for stage in STAGES:
+        mine = [check for check in checks if check.stage == stage]
+        if mine:
+            worst = max(mine, key=lambda check: check.error / check.allowed if check.allowed else check.error)
+            table[stage] = {"passed": all(check.passed for check in mine), **worst.as_json()}
+    return table
+
+
+def as_json(result: Replayed) -> dict[str, Any]:
+    return {
+        "mode": result.mode,
+        "in_step": result.in_step,
+        "stage": result.stage,
+        "steps": result.steps,
+        "stages": verdicts(result.checks),
+        "cause": result.cause.as_json() if result.cause else None,
+        "module": vars(result.module) if result.module else None,
+    }

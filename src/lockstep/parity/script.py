@@ -1,0 +1,106 @@
+"""A run that repeats another one: the same loop, with recorded rows, responses and weights in the place of new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from lockstep.model.weights import restore_weights
+from lockstep.parallel.shard import fill
+from lockstep.reward.scorer import Scorer
+from lockstep.tape.format import TapeFolder
+from lockstep.tape.record import refuse_no_weights
+from lockstep.tape.rows import items_of, rollouts_of
+from lockstep.train.experience import experience_of
+from lockstep.train.script import Script
+from lockstep.train.session import Session
+from lockstep.train.step import Learner
+from lockstep.train.take import Taken, counted, rescored
+from lockstep.types import Failure, Rollout
+
+Mode = Literal["forced", "chained", "free"]
+
+
+class Replay(Script):
+    """forced: each snapshot step starts from the recorded weights. chained: own weights, recorded rows and responses.
+    free: only the start is recorded."""
+
+    keeps = False
+
+    def __init__(self, tape: TapeFolder, mode: Mode, only: Sequence[int] = ()):
+        self.tape, self.mode, self.only = tape, mode, tuple(only)
+
+    def steps(self, first: int, total: int) -> Iterable[int]:
+        recorded = self.tape.weighed() if self.mode == "forced" else _from_the_start(self.tape.steps())
+        whole = set(self.tape.steps())
+        wanted = [step for step in recorded if step in whole and (not self.only or step in self.only)]
+        if not wanted:
+            refuse_no_weights(self.tape, self.only[0] if self.only else 1)
+        return [step - 1 for step in wanted]
+
+    def restore(self, session: Session, step: int) -> None:
+        number = step + 1
+        if self.mode == "forced" or number == 1:
+            weights = self.tape.read_weights(number) if number in self.tape.weighed() else None
+            if weights is not None:
+                for learner in (session.learner, session.critic):
+                    if learner is not None:
+                        restore_learner(learner, weights, str(self.tape.path))
+        if self.mode != "free":
+            session.carried |= self.tape.read_step(number).info["carried"]
+
+    def items(self, step: int, live: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        if self.mode == "free":
+            return live()
+        return items_of(self.tape.read_table(self.tape.rows_file(step + 1)))
+
+    def taken(self, step: int, session: Session, scorer: Scorer, live: Callable[[], Taken]) -> Taken:
+        if self.mode == "free":
+            return super().taken(step, session, scorer, live)
+        record = self.tape.read_step(step + 1)
+        rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
+        # Own responses tell of the engine; only from the recorded weights must they be the recorded ones.
+        generated = live().experience.rollouts if self.mode == "forced" else rollouts
+        scores = [_total(score) for score in rescored(rollouts, scorer, session.recipe)]
+        baseline = record.tensors.get("step/baseline")
+        session.tape.rollouts(generated, torch.tensor(scores), baseline)
+        places = [rollout.place for rollout in rollouts]
+        baselines = None if baseline is None else dict(zip(places, baseline.tolist(), strict=True))
+        experience = experience_of(rollouts, baselines)
+        position = int(session.carried["position"]) + session.recipe.batch.prompts
+        return Taken(experience, [], position, counted(rollouts, rollouts, [], session.recipe))
+
+
+def _total(score: Any) -> float:
+    return float("nan") if isinstance(score, Failure) else score.total
+
+
+def _from_the_start(steps: Sequence[int]) -> list[int]:
+    """The recorded steps up to the first gap."""
+    return [step for number, step in enumerate(steps, start=1) if step == number]
+
+
+def restore_learner(learner: Learner, weights: dict[str, torch.Tensor], where: str) -> None:
+    """Weights and optimizer state of a snapshot, whatever precision either side keeps them in."""
+    model, state = (_below(weights, f"{learner.name}/{part}/") for part in ("model", "optimizer"))
+    masters = _below(state, "master/")
+    module, optimizer = learner.module, learner.optimizer
+    # The finer copy where the recorded run had one: ours may be finer than its weights.
+    restore_weights(module.stored, {**model, **masters}, where)  # type: ignore[arg-type]
+    if any(name.startswith("exp_avg/") for name in state):
+        optimizer.restore({**{f"master/{name}": value for name, value in model.items()}, **state})
+    else:
+        optimizer.adamw.state.clear()
+        for name, master in optimizer.stepped.items():
+            fill(master, masters.get(name, model[name]))
+    optimizer.forget()
+
+
+def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def by_place(rollouts: Sequence[Rollout]) -> dict[tuple[int, int], Rollout]:
+    return {(rollout.place, rollout.sample): rollout for rollout in rollouts}

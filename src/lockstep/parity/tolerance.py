@@ -1,0 +1,40 @@
+"""How far two honest computations of the same thing may lie apart, by the coarser of their number formats.
+
+The figures are a few times what clean repeats showed (other micro-batches, packing, threads, devices); see
+`tests/slow` and docs/replay.md. They are shares of the size of what is compared, or, for log-probabilities, absolute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    logprob: float
+    """Root mean square over tokens."""
+    advantage: float
+    loss: float
+    gradient: float
+    """Of a parameter's gradient, as a share of its norm."""
+    optimizer: float
+    """Of a single weight's movement, by AdamW's formula from its own gradient."""
+    update: float
+    """Of a parameter's weights, as a share of how far the update moved them. Adam turns rounding of a gradient that is
+    nearly 0 into a whole step, so this is wide."""
+    module: float
+    """Of a module's output, as a share of its norm."""
+    growth: float
+    """Times by which an error may grow from a module's input to its output."""
+
+
+TOLERANCES = {
+    "fp32": Tolerance(2e-5, 1e-4, 1e-5, 2e-4, 1e-3, 0.05, 1e-5, 20.0),
+    "fp16": Tolerance(1e-2, 1e-2, 1e-2, 5e-2, 1e-3, 0.5, 1e-2, 8.0),
+    "bf16": Tolerance(5e-2, 5e-2, 2e-2, 2e-1, 1e-3, 1.0, 5e-2, 8.0),
+}
+ORDER = ("fp32", "fp16", "bf16")
+
+
+def tolerance_of(*dtypes: str) -> Tolerance:
+    return TOLERANCES[max(dtypes, key=ORDER.index)]

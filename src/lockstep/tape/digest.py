@@ -1,0 +1,77 @@
+"""A tensor in a few numbers that tell how far two tensors are apart, without keeping either.
+
+Four statistics, and a random projection of each of eight runs of rows. The projections of two tensors lie as far apart
+as the tensors do, up to a factor near 1; the runs say in which rows. Signs come from the shape alone, so that every
+device and version projects in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+
+from lockstep.parallel.shard import whole
+
+BLOCKS, SKETCH = 8, 4
+STATISTICS = ("norm", "mean", "largest", "not_finite")
+LENGTH = len(STATISTICS) + BLOCKS * SKETCH
+
+
+@torch.no_grad()
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """`LENGTH` numbers in fp32 on the tensor's device, so that many digests cross to the host at once."""
+    rows_RC = _rows(whole(tensor.detach())).float()
+    rows, columns = rows_RC.shape
+    projected_RS = (rows_RC @ _signs(columns, 1).to(rows_RC.device)) * _signs(rows, 2).to(rows_RC.device)
+    sketch_BS = projected_RS.new_zeros(BLOCKS, SKETCH)
+    sketch_BS.index_add_(0, block_of(rows).to(rows_RC.device), projected_RS)
+    statistics = [
+        torch.linalg.vector_norm(rows_RC),
+        rows_RC.mean() if rows_RC.numel() else rows_RC.sum(),
+        rows_RC.abs().max() if rows_RC.numel() else rows_RC.sum(),
+        (~torch.isfinite(rows_RC)).sum().float(),
+    ]
+    return torch.cat([torch.stack(statistics), sketch_BS.flatten()])
+
+
+def block_of(rows: int) -> torch.Tensor:
+    """The run of each row: the same cut that sharding over 2, 4 or 8 devices makes."""
+    return torch.arange(rows) // max(1, -(-rows // BLOCKS))
+
+
+def distances(a: torch.Tensor, b: torch.Tensor) -> list[float]:
+    """How far two digested tensors lie apart, by runs of rows; infinite where one is not finite."""
+    apart_BS = (a - b)[len(STATISTICS) :].double().view(BLOCKS, SKETCH)
+    if not bool(torch.isfinite(apart_BS).all()):
+        return [math.inf] * BLOCKS
+    return (apart_BS.square().mean(1)).sqrt().tolist()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return math.hypot(*distances(a, b))
+
+
+def norm(a: torch.Tensor) -> float:
+    return float(a[0])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
+    """The distance as a share of the larger tensor's norm. Two tensors of zeros are equal."""
+    apart, size = distance(a, b), max(norm(a), norm(b), floor)
+    if math.isnan(size):
+        return math.inf
+    return apart / size if size else apart
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.ndim < 2:
+        return tensor.reshape(-1, 1)
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+@lru_cache(maxsize=256)
+def _signs(count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1_000_003 * seed + count)
+    return torch.randint(0, 2, (count, SKETCH), generator=generator).float() * 2 - 1

@@ -1,0 +1,158 @@
+"""The files of a tape, and how to read them with nothing but safetensors and parquet.
+
+    tape/tape.json                     version, recipe, device, fingerprints
+    tape/step_000001.safetensors       the numbers of a step; its metadata `lockstep` is JSON
+    tape/step_000001.rollouts.parquet  online: responses with their tokens, log-probabilities and scores
+    tape/step_000001.rows.parquet      offline: rows as token ids
+    tape/weights_000001.safetensors    weights and optimizer state before the step, where they are kept
+
+Every file is written aside and renamed, so that a kill leaves whole files only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from lockstep.errors import Refusal
+from lockstep.run.folder import atomic_write_text
+
+VERSION = 1
+MANIFEST = "tape.json"
+METADATA = "lockstep"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """`step` counts from 1, as metrics do."""
+
+    step: int
+    info: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TapeFolder:
+    path: Path
+
+    def step_file(self, step: int) -> Path:
+        return self.path / f"step_{step:06d}.safetensors"
+
+    def rollouts_file(self, step: int) -> Path:
+        return self.path / f"step_{step:06d}.rollouts.parquet"
+
+    def rows_file(self, step: int) -> Path:
+        return self.path / f"step_{step:06d}.rows.parquet"
+
+    def weights_file(self, step: int) -> Path:
+        return self.path / f"weights_{step:06d}.safetensors"
+
+    @property
+    def manifest_file(self) -> Path:
+        return self.path / MANIFEST
+
+    def steps(self) -> list[int]:
+        """Steps that were recorded to their end."""
+        return self._numbers(r"step_(\d{6})\.safetensors")
+
+    def weighed(self) -> list[int]:
+        """Steps whose weights before the step are kept."""
+        return self._numbers(r"weights_(\d{6})\.safetensors")
+
+    def _numbers(self, pattern: str) -> list[int]:
+        found = (re.fullmatch(pattern, file.name) for file in self.path.glob("*.safetensors"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def rewind(self, step: int) -> None:
+        """Forget what came after `step`, and what a kill left half written."""
+        if not self.path.is_dir():
+            return
+        for file in self.path.iterdir():
+            number = re.match(r"(?:step|weights)_(\d{6})\.", file.name)
+            if file.name.startswith(".writing-") or (number and int(number[1]) > step):
+                file.unlink()
+
+    def write_manifest(self, values: dict[str, Any]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(self.manifest_file, json.dumps({"version": VERSION, **values}, indent=2) + "\n")
+
+    def manifest(self) -> dict[str, Any]:
+        try:
+            values = json.loads(self.manifest_file.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise Refusal.at(
+                str(self.path), "there is no tape", "record one: `lockstep train RECIPE tape=true run.name=NEW`"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise Refusal.at(str(self.manifest_file), f"cannot be read: {error}") from error
+        if values.get("version") != VERSION:
+            raise Refusal.at(
+                str(self.manifest_file),
+                f"was written in format {values.get('version')}, this version reads {VERSION}",
+                "record the run again, or use the version of lockstep that recorded it",
+            )
+        return values
+
+    def write_step(self, record: StepRecord) -> None:
+        self._save(self.step_file(record.step), record.tensors, record.info)
+
+    def write_weights(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+        self._save(self.weights_file(step), tensors, {})
+
+    def read_step(self, step: int) -> StepRecord:
+        info, tensors = _load(self.step_file(step))
+        return StepRecord(step, info, tensors)
+
+    def read_weights(self, step: int) -> dict[str, torch.Tensor]:
+        return _load(self.weights_file(step))[1]
+
+    def write_table(self, file: Path, rows: list[dict[str, Any]]) -> None:
+        aside = _aside(file)
+        pq.write_table(pa.Table.from_pylist(rows), aside)
+        os.replace(aside, file)
+
+    def read_table(self, file: Path) -> list[dict[str, Any]]:
+        try:
+            return pq.read_table(file).to_pylist()
+        except (OSError, pa.ArrowInvalid) as error:
+            raise Refusal.at(str(file), f"cannot be read: {error}") from error
+
+    def _save(self, file: Path, tensors: dict[str, torch.Tensor], info: dict[str, Any]) -> None:
+        aside = _aside(file)
+        try:
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, aside, _metadata(info))
+            os.replace(aside, file)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise Refusal.at(
+                str(file), f"could not be written: {error}", "free some disk, or lower tape.steps or tape.modules"
+            ) from error
+
+
+def _aside(file: Path) -> Path:
+    return file.with_name(f".writing-{file.name}")
+
+
+def _metadata(info: dict[str, Any]) -> dict[str, str]:
+    return {METADATA: json.dumps(info)}
+
+
+def _load(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    try:
+        with safe_open(file, "pt") as opened:
+            info = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+            return info, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise Refusal.at(str(file), "is not on the tape", "look at tape.steps and tape.every of the recipe") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise Refusal.at(str(file), f"cannot be read: {error}") from error

@@ -1,0 +1,135 @@
+"""What a learner tells of its updates: numbers for every target, gradients, and what the optimizer made of them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lockstep.parallel.shard import whole
+from lockstep.parallel.world import World
+from lockstep.tape.digest import digest
+from lockstep.tape.probe import on_host
+from lockstep.types import MicroBatch
+
+# Single weights of each parameter whose way through the optimizer is kept.
+SAMPLED = 64
+
+
+class Stepper(Protocol):
+    """An optimizer, as far as a tape looks at it (`train/optim.py`)."""
+
+    parameters: dict[str, nn.Parameter]
+    trained: dict[str, torch.Tensor]
+    adamw: torch.optim.Optimizer
+
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+
+
+class Observer:
+    """This class itself keeps nothing, for runs without a tape."""
+
+    def passed(self, batch: MicroBatch, output: Any) -> None:
+        """A micro-batch went forward."""
+
+    def summed(self, loss: float, divisor: float, targets: int, scale: float) -> None:
+        """All micro-batches went forward and backward; the loss is the update's, `scale` that of fp16."""
+
+    def measured(self, norm: torch.Tensor, lr: float) -> None:
+        """Gradients are complete and not yet clipped."""
+
+    def stepped(self) -> None:
+        """The optimizer has moved the weights."""
+
+
+class UpdateObserver(Observer):
+    """Keeps the updates of a step: `tensors` by `<learner>/<update>/...` and a line of `info` for each update."""
+
+    def __init__(self, name: str, optimizer: Stepper, world: World):
+        self.name, self.optimizer, self.world = name, optimizer, world
+        self.detailed = False
+        self.begin(detailed=False)
+
+    def begin(self, *, detailed: bool) -> None:
+        """A new step; the first update of a detailed one is digested by parameter."""
+        self.detailed = detailed
+        self.info: list[dict[str, Any]] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._passed: list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = []
+
+    @property
+    def _key(self) -> str:
+        return f"{self.name}/{len(self.info) - 1}"
+
+    @property
+    def _digested(self) -> bool:
+        return self.detailed and len(self.info) == 1
+
+    def passed(self, batch: MicroBatch, output: Any) -> None:
+        answers_K = answers_of(output)
+        gradients: list[torch.Tensor] = []
+        if answers_K.requires_grad:
+            answers_K.register_hook(gradients.append)
+        self._passed.append((batch.index_K, answers_K.detach(), gradients))
+
+    def summed(self, loss: float, divisor: float, targets: int, scale: float) -> None:
+        answers_K, pulls_K, owner_K = torch.zeros(targets), torch.zeros(targets), torch.zeros(targets)
+        for index_K, values_K, gradients in self._passed:
+            answers_K[index_K] = values_K.float().cpu()
+            owner_K[index_K] = float(self.world.rank)
+            if gradients:
+                pulls_K[index_K] = gradients[0].float().cpu() / scale
+        self._passed = []
+        self.info.append({"learner": self.name, "loss": loss, "divisor": divisor, "targets": targets})
+        for name, vector in (("answers", answers_K), ("pulls", pulls_K), ("owner", owner_K)):
+            self.tensors[f"{self._key}/{name}"] = self.world.sum_tensor(vector)
+
+    def measured(self, norm: torch.Tensor, lr: float) -> None:
+        self.info[-1] |= {"grad_norm": float(norm), "lr": lr}
+        if not self._digested:
+            return
+        found: dict[str, torch.Tensor] = {}
+        for name, weight in self.optimizer.trained.items():
+            if weight.grad is None:
+                continue
+            gradient = whole(weight.grad)
+            found[f"{self._key}/gradient/{name}"] = digest(gradient)
+            chosen = sampled(gradient.numel())
+            state = self.optimizer.adamw.state.get(weight, {})
+            for key, value in (("gradient", gradient), ("before", weight), *_moments(state)):
+                found[f"{self._key}/sample/{name}/{key}"] = _pick(value, chosen)
+            found[f"{self._key}/sample/{name}/count"] = torch.tensor(float(state.get("step", 0.0)))
+        self.tensors |= on_host(found)
+
+    def stepped(self) -> None:
+        if not self._digested:
+            return
+        found: dict[str, torch.Tensor] = {}
+        for name, weight in self.optimizer.trained.items():
+            chosen = sampled(weight.numel())
+            found[f"{self._key}/sample/{name}/after"] = _pick(weight, chosen)
+            found[f"{self._key}/weights/{name}"] = digest(self.optimizer.parameters[name])
+            for key, value in _moments(self.optimizer.adamw.state.get(weight, {})):
+                found[f"{self._key}/{key}/{name}"] = digest(value)
+        self.tensors |= on_host(found)
+
+
+def answers_of(output: Any) -> torch.Tensor:
+    """A number for each target: the log-probability a policy gives it, or a value model's number."""
+    return output if isinstance(output, torch.Tensor) else output.logprobs_K
+
+
+def sampled(count: int) -> torch.Tensor:
+    """Places in a parameter of `count` weights, the same for every run."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(0, count, (min(SAMPLED, count),), generator=generator)
+
+
+def _pick(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    flat = whole(tensor.detach()).reshape(-1)
+    return flat[places.to(flat.device)].float()
+
+
+def _moments(state: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(key, state[key]) for key in ("exp_avg", "exp_avg_sq") if key in state]

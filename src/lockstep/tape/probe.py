@@ -1,0 +1,216 @@
+"""What every module does with a few sequences: digests of its inputs and outputs, forwards and backwards.
+
+The same sequences go through the model in one canonical micro-batch, whatever micro-batches and devices the run itself
+uses, so that two probes can be held against each other module by module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from lockstep.tape.digest import LENGTH, digest
+
+ROOT = "(root)"
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One pass through one module. `entered` and `left` count all events, so that order and nesting can be told.
+
+    Digests stand under `key` in the trace's tensors: `inputs` and `outputs` of them; backwards these are gradients.
+    """
+
+    module: str
+    kind: str
+    phase: str
+    entered: int
+    left: int
+    inputs: int
+    outputs: int
+    shapes: list[list[int]]
+    dtypes: list[str]
+
+    @property
+    def key(self) -> str:
+        return f"{self.phase}/{self.left:05d}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """`tensors` hold `<event>/input/<i>`, `<event>/output/<i>` and, of parameters' gradients, `parameter/<name>`."""
+
+    events: list[Event]
+    tensors: dict[str, torch.Tensor]
+
+    def inputs(self, event: Event) -> list[torch.Tensor]:
+        return [self.tensors[f"{event.key}/input/{i}"] for i in range(event.inputs)]
+
+    def outputs(self, event: Event) -> list[torch.Tensor]:
+        return [self.tensors[f"{event.key}/output/{i}"] for i in range(event.outputs)]
+
+
+class _Tracer:
+    def __init__(self, wanted: Callable[[str], bool], kept: Callable[[str], bool]):
+        self.wanted, self.kept = wanted, kept
+        self.clock = 0
+        self.events: list[Event] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.open: dict[str, list[tuple[int, list[torch.Tensor]]]] = {}
+        self.arrived: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        self.known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.backwards = False
+
+    def tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def digest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor that several modules read, once. It is kept alive, so that its identity stays its own."""
+        if id(tensor) not in self.known:
+            self.known[id(tensor)] = tensor, digest(tensor)
+        return self.known[id(tensor)][1]
+
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.backwards:
+            return None  # a checkpointed layer computes again what was seen before
+        entered = self.tick()
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if _is_number(leaf)]
+        self.open.setdefault(name, []).append((entered, tensors))
+        # An alias of its own for each module, so that the gradient at it is this module's share alone.
+        leaves = [self._aliased(name, leaf, self._left_backwards) for leaf in leaves]
+        return pytree.tree_unflatten(leaves, spec)
+
+    def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if self.backwards:
+            return None
+        entered, inputs = self.open[name].pop()
+        leaves, spec = pytree.tree_flatten(output)
+        self._store(name, module, FORWARD, entered, inputs, [leaf for leaf in leaves if _is_number(leaf)])
+        return pytree.tree_unflatten([self._aliased(name, leaf, self._arrived_backwards) for leaf in leaves], spec)
+
+    def _aliased(self, name: str, leaf: Any, then: Callable[[str, torch.Tensor], None]) -> Any:
+        if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_floating_point()):
+            return leaf
+        alias = leaf.view_as(leaf)
+        alias.register_hook(lambda gradient: then(name, gradient))
+        return alias
+
+    def _arrived_backwards(self, name: str, gradient: torch.Tensor) -> None:
+        self.arrived.setdefault(name, []).append((self.tick(), gradient))
+
+    def _left_backwards(self, name: str, gradient: torch.Tensor) -> None:
+        came = self.arrived.get(name, [])
+        entered = came[-1][0] if came else self.tick()
+        self._store(name, None, BACKWARD, entered, [gradient for _, gradient in came], [gradient])
+
+    def _store(
+        self,
+        name: str,
+        module: nn.Module | None,
+        phase: str,
+        entered: int,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+    ) -> None:
+        left = self.tick()
+        kind = type(module).__name__ if module is not None else ""
+        shapes = [list(tensor.shape) for tensor in (*inputs, *outputs)]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (*inputs, *outputs)]
+        event = Event(name, kind, phase, entered, left, len(inputs), len(outputs), shapes, dtypes)
+        self.events.append(event)
+        for side, tensors in (("input", inputs), ("output", outputs)):
+            for i, tensor in enumerate(tensors):
+                self.tensors[f"{event.key}/{side}/{i}"] = self.digest(tensor)
+                if self.kept(name):
+                    self.tensors[f"{event.key}/{side}/{i}/whole"] = tensor.detach().clone()
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.numel() > 0
+
+
+def public_name(name: str) -> str:
+    """The name that a Hugging Face folder has for the module: ours wraps its model as `model`."""
+    return name.removeprefix("model.") or ROOT
+
+
+@contextmanager
+def traced(root: nn.Module, tracer: _Tracer) -> Iterator[None]:
+    handles = []
+    for name, module in root.named_modules():
+        place = public_name(name)
+        if not tracer.wanted(place):
+            continue
+        handles.append(
+            module.register_forward_pre_hook(
+                lambda m, a, k, place=place: tracer.enter(place, m, a, k),
+                with_kwargs=True,
+            )
+        )
+        handles.append(
+            module.register_forward_hook(
+                lambda m, a, k, o, place=place: tracer.leave(place, m, a, k, o),
+                with_kwargs=True,
+            )
+        )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run_probe(
+    root: nn.Module,
+    forward: Callable[[], torch.Tensor],
+    patterns: Iterable[str],
+    whole_patterns: Iterable[str] = (),
+    parameters: Iterable[tuple[str, nn.Parameter]] = (),
+) -> Trace:
+    """Trace `forward`, which ends in one number for each target, and the way back from a fixed sum of these.
+
+    Parameters' gradients are cleared afterwards: a probe stands between two updates.
+    """
+    patterns, whole_patterns = list(patterns), list(whole_patterns)
+    tracer = _Tracer(lambda name: _matches(name, patterns), lambda name: _matches(name, whole_patterns))
+    training = root.training
+    root.eval()
+    try:
+        with traced(root, tracer):
+            targets_K = forward()
+            tracer.backwards = True
+            # Unlike weights, the same everywhere, so that targets cannot stand in for each other.
+            weights_K = 1 + 0.5 * torch.cos(1.7 * torch.arange(len(targets_K), dtype=torch.float32))
+            (targets_K * weights_K.to(targets_K.device)).sum().backward()
+    finally:
+        root.train(training)
+    tensors = dict(tracer.tensors)
+    for name, parameter in parameters:
+        if parameter.grad is not None:
+            tensors[f"parameter/{name}"] = digest(parameter.grad)
+        parameter.grad = None
+    return Trace(tracer.events, on_host(tensors))
+
+
+def on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Digests cross to the host together: one wait for the device, not thousands."""
+    small = [name for name, tensor in tensors.items() if tensor.shape == (LENGTH,)]
+    crossed = dict(zip(small, torch.stack([tensors[name] for name in small]).cpu(), strict=True)) if small else {}
+    return {name: crossed[name].clone() if name in crossed else tensors[name].cpu() for name in tensors}
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)

@@ -1,0 +1,143 @@
+"""Rows and responses as plain table rows, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.types import (
+    Example,
+    Failure,
+    Item,
+    Judged,
+    Origin,
+    Probe,
+    Prompt,
+    Question,
+    Ranking,
+    Rollout,
+    Score,
+    Steps,
+)
+
+
+def rollout_rows(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    return [_rollout_row(rollout) for rollout in rollouts]
+
+
+def _rollout_row(rollout: Rollout) -> dict[str, Any]:
+    question, score = rollout.prompt.question, rollout.score
+    judgement: dict[str, Any]
+    if isinstance(score, Failure):
+        total, judgement = None, {"part": score.part, "why": score.why}
+    else:
+        total, judgement = score.total, {"parts": score.parts, "steps": score.steps}
+    return {
+        "place": rollout.place,
+        "sample": rollout.sample,
+        "prompt_ids": list(rollout.prompt.ids),
+        "ids": list(rollout.ids),
+        "logprobs": list(rollout.logprobs),
+        "stop": rollout.stop,
+        "text": rollout.text,
+        "score": total,
+        "judgement": json.dumps(judgement),
+        "earned": json.dumps(rollout.earned),
+        "data_source": question.data_source,
+        "ground_truth": question.ground_truth,
+        "prompt": json.dumps(question.prompt, ensure_ascii=False),
+        "extra_info": json.dumps(question.extra_info, ensure_ascii=False),
+        "file": question.origin.file,
+        "row": question.origin.row,
+    }
+
+
+def rollouts_of(rows: Sequence[dict[str, Any]]) -> list[Rollout]:
+    return [_rollout(row) for row in rows]
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    question = Question(
+        row["data_source"],
+        json.loads(row["prompt"]),
+        row["ground_truth"],
+        Origin(row["file"], row["row"]),
+        json.loads(row["extra_info"]),
+    )
+    judged = json.loads(row["judgement"])
+    score: Score | Failure
+    if row["score"] is None:
+        score = Failure(judged["part"], judged["why"])
+    else:
+        score = Score(row["score"], judged["parts"], tuple((end, share) for end, share in judged["steps"]))
+    earned = tuple((token, share) for token, share in json.loads(row["earned"]))
+    prompt = Prompt(question, row["prompt_ids"])
+    return Rollout(
+        prompt,
+        row["place"],
+        row["sample"],
+        row["ids"],
+        row["logprobs"],
+        row["stop"],
+        row["text"],
+        score,
+        earned,
+    )
+
+
+def item_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """A row for each sequence; `item` says which belong together."""
+    return [
+        {
+            "item": number,
+            "kind": type(item).__name__,
+            "ids": list(example.ids),
+            "trained": list(example.trained),
+            "places": list(example.places) if isinstance(example, Probe) else None,
+            "words": list(example.words) if isinstance(example, Probe) else None,
+            "said": json.dumps(_said(item)),
+            "file": example.origin.file,
+            "row": example.origin.row,
+        }
+        for number, item in enumerate(items)
+        for example in item.examples
+    ]
+
+
+def _said(item: Item) -> dict[str, Any]:
+    """What is known of an item besides its sequences."""
+    if isinstance(item, Ranking):
+        return {"margin": item.margin}
+    if isinstance(item, Judged):
+        return {"desirable": item.desirable}
+    if isinstance(item, Steps):
+        return {"labels": item.labels}
+    return {}
+
+
+def items_of(rows: Sequence[dict[str, Any]]) -> list[Item]:
+    grouped: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        grouped.setdefault(row["item"], []).append(row)
+    return [_item(group) for group in grouped.values()]
+
+
+def _item(rows: list[dict[str, Any]]) -> Item:
+    examples = [_example(row) for row in rows]
+    kind, said = rows[0]["kind"], json.loads(rows[0]["said"])
+    if kind == "Ranking":
+        return Ranking(tuple(examples), said["margin"])
+    if kind == "Judged":
+        return Judged(examples[0], said["desirable"])
+    if kind == "Steps":
+        assert isinstance(examples[0], Probe)
+        return Steps(examples[0], tuple(tuple(label) for label in said["labels"]))
+    return examples[0]
+
+
+def _example(row: dict[str, Any]) -> Example:
+    origin = Origin(row["file"], row["row"])
+    if row["places"] is None:
+        return Example(row["ids"], row["trained"], origin)
+    return Probe(row["ids"], row["trained"], origin, row["places"], row["words"])
