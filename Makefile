@@ -6,14 +6,18 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python3.10; 
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: quickstart test test-ascend test-slow lint format docs bench clean
+.PHONY: quickstart test browser test-ascend test-slow lint format docs bench clean
 
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
 
-test: $(VENV)/.test lint
+test: $(VENV)/.test lint browser
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
 	@$(MAKE) --no-print-directory test-ascend
+
+# The page of `lockstep compare` is tested in a real one.
+browser:
+	@sh tools/install_chromium.sh
 
 # In an environment of its own, which is why it is not a part of the run above.
 test-ascend:

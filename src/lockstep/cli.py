@@ -268,6 +268,36 @@ def pairs(
 
 
 @app.command()
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="A run folder, or a log of another framework.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="What is held against it.")],
+    repeat: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="A repeat of one side: the noise floor; may be repeated.")
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=NAME]", help="Judge this one (its name in A, and in B); may be repeated."),
+    ] = None,
+    bar: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PERCENT", help="Judge it by this bar; may be repeated.")
+    ] = None,
+    names: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="More metric names: theirs to ours.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Where the page goes [B's run folder].")
+    ] = None,
+    record: Annotated[bool, typer.Option("--record", help="Put the result into the support table.")] = False,
+    support: Annotated[Path, typer.Option(metavar="FILE.md", help="The support table.")] = Path("docs/support.md"),
+) -> None:
+    """Did A and B train in step? Ends with 0 if they did, 1 if not, 2 if that cannot be said."""
+    from lockstep.parity.command import Order, compare_logs
+
+    bars = dict(_bar(words) for words in bar or [])
+    order = Order(a, b, tuple(repeat or ()), tuple(metric or ()), bars, names, report, support if record else None)
+    raise typer.Exit(compare_logs(order, as_json=json))
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the Hugging Face folder goes.")],
@@ -344,6 +374,17 @@ def _pair(words: str, option: str, form: str) -> tuple[str, str]:
     if not (left and sign and right):
         raise typer.BadParameter(f"{words!r} is not of the form {form}", param_hint=option)
     return left, right
+
+
+def _bar(words: str) -> tuple[str, float]:
+    name, percent = _pair(words, "--bar", "NAME=PERCENT")
+    try:
+        number = float(percent.removesuffix("%"))
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise typer.BadParameter(f"{percent!r} is not a percentage such as 2 or 0.5", param_hint="--bar")
+    return name, number
 
 
 def _echo_counts(folder: Path, counts: dict[str, int]) -> None:

@@ -49,7 +49,7 @@ def follow(
             for key in ("gradient", "before", "exp_avg", "exp_avg_sq", "after", "count")
             if f"{prefix}{name}/{key}" in record.tensors
         }
-        if "after" not in kept:
+        if "after" not in kept or "gradient" not in kept:
             continue
         # Biases and norms have one axis and are spared from decay.
         decay = optim["weight_decay"] if len(shapes[name]) >= 2 else 0.0

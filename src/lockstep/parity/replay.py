@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal
 from lockstep.parity.checks import BLAME, STAGES, Check
+from lockstep.parity.locate import Located
 from lockstep.parity.modules import Blamed, blame
 from lockstep.parity.script import Mode, Replay
 from lockstep.parity.stages import Side, judge_step
@@ -37,6 +38,7 @@ class Replayed:
     checks: list[Check]
     cause: Check | None
     module: Blamed | None
+    operator: Located | None = None
 
     @property
     def in_step(self) -> bool:
@@ -65,7 +67,7 @@ def replay(
     if int(os.environ.get("RANK", "0")):
         return None
     folder = Path(recipe.run.folder) / recipe.run.name
-    result = judge(tape, TapeFolder(RunFolder(folder).tape), mode, folder)
+    result = replace(judge(tape, TapeFolder(RunFolder(folder).tape), mode, folder), operator=script.located)
     atomic_write_text(folder / RESULT, json.dumps(as_json(result), indent=2) + "\n")
     return result
 
@@ -144,4 +146,5 @@ def as_json(result: Replayed) -> dict[str, Any]:
         "stages": verdicts(result.checks),
         "cause": result.cause.as_json() if result.cause else None,
         "module": vars(result.module) if result.module else None,
+        "operator": vars(result.operator) if result.operator else None,
     }

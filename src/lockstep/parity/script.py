@@ -7,16 +7,18 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.model.weights import restore_weights
-from lockstep.parallel.shard import fill
+from lockstep.parity.locate import Located, locate
+from lockstep.parity.modules import Blamed, blame
+from lockstep.parity.restore import restore_learner
+from lockstep.parity.tolerance import tolerance_of
 from lockstep.reward.scorer import Scorer
 from lockstep.tape.format import TapeFolder
+from lockstep.tape.probe import FORWARD
 from lockstep.tape.record import refuse_no_weights
 from lockstep.tape.rows import items_of, rollouts_of
 from lockstep.train.experience import experience_of
 from lockstep.train.script import Script
 from lockstep.train.session import Session
-from lockstep.train.step import Learner
 from lockstep.train.take import Taken, counted, rescored
 from lockstep.types import Failure, Rollout
 
@@ -31,6 +33,23 @@ class Replay(Script):
 
     def __init__(self, tape: TapeFolder, mode: Mode, only: Sequence[int] = ()):
         self.tape, self.mode, self.only = tape, mode, tuple(only)
+        self.located: Located | None = None
+        self.parted = False
+
+    def after(self, session: Session, step: int) -> None:
+        """Where a module parts for the first time, look into it while the models are here."""
+        if self.mode != "forced" or self.parted:
+            return
+        found: list[Blamed | None] = [None]
+        if session.world.main:
+            own = TapeFolder(session.folder.tape).read_step(step + 1)
+            tolerance = tolerance_of(self.tape.manifest()["recipe"]["model"]["dtype"], session.recipe.model.dtype)
+            found = [blame(self.tape.read_step(step + 1), own, tolerance)]
+        blamed = session.world.gather(found)[0][0]
+        self.parted = blamed is not None
+        if blamed is not None and blamed.phase == FORWARD:
+            self.restore(session, step)  # the step has moved the weights on
+            self.located = locate(session, self.tape, step + 1, blamed)
 
     def steps(self, first: int, total: int) -> Iterable[int]:
         recorded = self.tape.weighed() if self.mode == "forced" else _from_the_start(self.tape.steps())
@@ -80,26 +99,6 @@ def _total(score: Any) -> float:
 def _from_the_start(steps: Sequence[int]) -> list[int]:
     """The recorded steps up to the first gap."""
     return [step for number, step in enumerate(steps, start=1) if step == number]
-
-
-def restore_learner(learner: Learner, weights: dict[str, torch.Tensor], where: str) -> None:
-    """Weights and optimizer state of a snapshot, whatever precision either side keeps them in."""
-    model, state = (_below(weights, f"{learner.name}/{part}/") for part in ("model", "optimizer"))
-    masters = _below(state, "master/")
-    module, optimizer = learner.module, learner.optimizer
-    # The finer copy where the recorded run had one: ours may be finer than its weights.
-    restore_weights(module.stored, {**model, **masters}, where)  # type: ignore[arg-type]
-    if any(name.startswith("exp_avg/") for name in state):
-        optimizer.restore({**{f"master/{name}": value for name, value in model.items()}, **state})
-    else:
-        optimizer.adamw.state.clear()
-        for name, master in optimizer.stepped.items():
-            fill(master, masters.get(name, model[name]))
-    optimizer.forget()
-
-
-def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def by_place(rollouts: Sequence[Rollout]) -> dict[tuple[int, int], Rollout]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from lockstep.types import (
     Example,
@@ -141,3 +144,31 @@ def _example(row: dict[str, Any]) -> Example:
     if row["places"] is None:
         return Example(row["ids"], row["trained"], origin)
     return Probe(row["ids"], row["trained"], origin, row["places"], row["words"])
+
+
+@dataclass(frozen=True)
+class Fed(Example):
+    """A sequence as a step's record holds it: with the very questions that were asked."""
+
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def asked(self) -> list[tuple[int, int]]:
+        return list(self.pairs)
+
+    @property
+    def targets(self) -> int:
+        return len(self.pairs)
+
+
+def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[Fed]:
+    """The sequences that the models saw in a recorded step."""
+    ids, asked = tensors["fed/ids"].tolist(), tensors["fed/asked"].tolist()
+    examples, token, target = [], 0, 0
+    for number, (length, targets) in enumerate(
+        zip(tensors["fed/lengths"].tolist(), tensors["fed/targets"].tolist(), strict=True)
+    ):
+        pairs = tuple((place, word) for place, word in asked[target : target + targets])
+        own = ids[token : token + length]
+        examples.append(Fed(own, [0] * length, Origin("tape", number), pairs))
+        token, target = token + length, target + targets
+    return examples

@@ -62,4 +62,5 @@ def _loop(recipe: Recipe, prepared: Prepared, session: Session, world: World, sc
             }
             metrics |= learner.optim_step(learning_rate(step, steps, recipe.optim))
         session.finish_step(step + 1, metrics)
+        script.after(session, step)
     session.finish()

@@ -80,6 +80,7 @@ def _loop(
         for warning in (*_failures(taken), *signs.read(metrics)):
             session.console.warn(warning)
         session.finish_step(step + 1, metrics)
+        script.after(session, step)
     session.finish()
 
 

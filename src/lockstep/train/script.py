@@ -24,6 +24,9 @@ class Script:
     def restore(self, session: Session, step: int) -> None:
         """Before a step: put weights where they must be."""
 
+    def after(self, session: Session, step: int) -> None:
+        """When a step is done and logged."""
+
     def items(self, step: int, live: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Offline: the rows of an update."""
         return live()

@@ -1,0 +1,61 @@
+"""What `lockstep compare` does: reads the logs, compares them, and tells it in every form that was asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import Refusal
+from lockstep.parity.compare import compare
+from lockstep.parity.log import Log
+from lockstep.parity.logs import read_log
+from lockstep.parity.logs.names import read_names
+from lockstep.parity.record import record
+from lockstep.parity.report import write_report
+from lockstep.parity.show import EXIT_CODES, as_strict_json, show
+from lockstep.run.progress import Console
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the user asked for. `report` None: B's run folder. `support` None: nothing is recorded."""
+
+    a: str
+    b: str
+    repeats: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+    bars: Mapping[str, float] | None = None
+    names: Path | None = None
+    report: Path | None = None
+    support: Path | None = None
+
+
+def compare_logs(order: Order, as_json: bool = False) -> int:
+    """The exit code: 0 in step or within noise, 1 out of step, 2 not comparable."""
+    names = read_names(order.names) if order.names else None
+    a, b, *repeats = (read_log(source, names) for source in (order.a, order.b, *order.repeats))
+    comparison = compare(a, b, repeats, order.metrics, order.bars)
+    if as_json:
+        print(as_strict_json(comparison))
+    else:
+        show(comparison, Console.open())
+    told = sys.stderr if as_json else sys.stdout
+    page = order.report or _page_of(b)
+    if page is not None:
+        try:
+            write_report(comparison, page)
+        except OSError as error:
+            raise Refusal.at(f"--report {page}", f"cannot be written: {error.strerror}", "give another path") from error
+        print(f"wrote {page}", file=told)
+    if order.support is not None:
+        print(record(comparison, order.support, order.support.with_suffix("")), file=told)
+    return EXIT_CODES[comparison.verdict]
+
+
+def _page_of(b: Log) -> Path | None:
+    """In B's run folder, where B is one that can be written to."""
+    folder = Path(b.source)
+    return folder / "report.html" if b.evidence is not None and os.access(folder, os.W_OK) else None

@@ -1,0 +1,263 @@
+"""Are two runs comparable at all? What differs in recipe, data, model, versions and switches, and what that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from lockstep.parity.comparison import Difference
+from lockstep.parity.effects import READ_WHERE, UNKNOWN, UNREAD, Effect, effect_of
+from lockstep.parity.log import Evidence, Log
+from lockstep.recipe.schema import Recipe
+
+Found = tuple[list[Difference], list[str]]
+Part = Literal["recipe", "data", "tokenizer", "weights", "versions", "determinism", "device"]
+Values = Mapping[str, Any]
+
+_ORDER = ("blocks", "matters", "harmless")
+_ABSENT = object()
+
+# Packages whose code computes what is compared; the others read and write.
+_COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "sglang")
+# Of the device's facts: what the machine was doing, or what other parts say already.
+_PASSING = ("memory", "visible", "count", "torch", "ray_resource")
+_DEVICE: Effect = ("harmless", "this is what is compared; sums in another order round otherwise")
+
+
+def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
+    """What differs between the sides, what blocks a comparison first; and in words, what a side does not tell."""
+    if a.evidence is None or b.evidence is None:
+        return [], [
+            f"{log.source} ({log.kind}) has no run folder: its recipe, data, weights and versions are unknown"
+            for log in (a, b)
+            if log.evidence is None
+        ]
+    found: list[Difference] = []
+    unknown = [sentence for log, one in ((a, a.evidence), (b, b.evidence)) for sentence in _resumed(log, one)]
+    for look in (_recipe, _data, _model, _versions, _determinism, _device):
+        differ, silent = look(a.evidence, b.evidence)
+        found += differ
+        unknown += silent
+    return sorted(found, key=lambda difference: _ORDER.index(difference.weight)), unknown
+
+
+def _recipe(a: Evidence, b: Evidence) -> Found:
+    sides = _Sides(a.recipe, b.recipe)
+    found = []
+    length = False
+    for key, left, right in _unlike(a.recipe, b.recipe):
+        if key in ("run.steps", "run.epochs"):
+            length = True
+            continue
+        weight, effect = _weighed(key, left, right, sides, a.env, b.env)
+        found.append(Difference("recipe", key, left, right, weight, effect))
+    return found + ([_length(sides)] if length else []), []
+
+
+def _weighed(key: str, a: Any, b: Any, sides: _Sides, env_a: Values, env_b: Values) -> Effect:
+    if key in READ_WHERE:
+        other, values = READ_WHERE[key]
+        if not any(value in values for value in sides.get(other)):
+            return UNREAD
+    if key == "model.path":
+        known = all(_at(env, "model.weights") for env in (env_a, env_b))
+        return _told(known, "the weights are compared by their fingerprints")
+    if key.startswith("data.train.") and key.endswith(".path"):
+        known = all(_at(env, "data.train") for env in (env_a, env_b))
+        return _told(known, "the rows are compared by their fingerprints")
+    if key in ("reward.function", "reward.model", "reward.process", "reward.remote") and (a is None or b is None):
+        return "blocks", "one side has a reward that the other has not"
+    return effect_of(key) or UNKNOWN
+
+
+def _told(known: bool, how: str) -> Effect:
+    return ("harmless", f"only a name: {how}") if known else ("matters", "another path, and no fingerprints to compare")
+
+
+def _length(sides: _Sides) -> Difference:
+    """Runs of different lengths have their first steps in common, if the learning rate does not look at the length."""
+    key, (a, b) = "run.steps", sides.get("run.steps")
+    if a == b:
+        key, (a, b) = "run.epochs", sides.get("run.epochs")
+    shares = [0 < warmup < 1 for warmup in sides.get("optim.warmup") if isinstance(warmup, (int, float))]
+    if all(schedule == "constant" for schedule in sides.get("optim.schedule")) and not any(shares):
+        return Difference("recipe", key, a, b, "harmless", "the learning rate is constant: common steps are alike")
+    if a is None or b is None:
+        effect = "the learning rate follows the length of the run: alike only if both come to the same steps"
+        return Difference("recipe", key, a, b, "matters", effect)
+    effect = "the learning rate follows the length of the run: at the same step it is another"
+    return Difference("recipe", key, a, b, "blocks", effect)
+
+
+def _data(a: Evidence, b: Evidence) -> Found:
+    train_a, train_b = _fingerprints(a, "data.train"), _fingerprints(b, "data.train")
+    if not (train_a and train_b):
+        return [], [_silent("the training rows' fingerprints", [train_a, train_b])]
+    found = []
+    if train_a != train_b:
+        found.append(Difference("data", "data.train", train_a, train_b, "blocks", "other training rows"))
+    for key in ("data.kept.rows", "data.kept.tokens"):
+        if all(_has(one.env, key) for one in (a, b)):
+            kept: Effect = ("blocks", "other tokens are trained, by template, tokenizer or limits")
+            found += _told_apart("data", key, a, b, kept)
+    val_a, val_b = _fingerprints(a, "data.val"), _fingerprints(b, "data.val")
+    if val_a != val_b:
+        found.append(Difference("data", "data.val", val_a, val_b, "harmless", "val/ curves are of other rows"))
+    return found, []
+
+
+def _fingerprints(one: Evidence, key: str) -> list[str]:
+    return [str(source.get("fingerprint"))[:12] for source in _at(one.env, key) or [] if isinstance(source, dict)]
+
+
+def _model(a: Evidence, b: Evidence) -> Found:
+    found: list[Difference] = []
+    unknown = []
+    looks: tuple[tuple[Part, str, str, str], ...] = (
+        ("weights", "model.weights", "the initial weights", "training starts elsewhere"),
+        ("tokenizer", "model.tokenizer", "the tokenizer", "the same text is other tokens"),
+        ("tokenizer", "model.template", "the chat template", "prompts are written in another form"),
+    )
+    for part, key, words, effect in looks:
+        # No template is a fact too; no checksum is none.
+        told = [_has(one.env, key) if key == "model.template" else bool(_at(one.env, key)) for one in (a, b)]
+        if all(told):
+            found += _told_apart(part, key, a, b, ("blocks", effect))
+        else:
+            unknown.append(_silent(f"{words} (fingerprint)", told))
+    return found, unknown
+
+
+def _versions(a: Evidence, b: Evidence) -> Found:
+    found, unknown = [], []
+    code: Effect = ("matters", "other code: what it computes may differ")
+    for key in ("lockstep", "git_commit"):
+        found += _told_apart("versions", key, a, b, code)
+    packages = [_at(one.env, "packages") for one in (a, b)]
+    if all(isinstance(one, dict) for one in packages):
+        for name in sorted({*packages[0], *packages[1]}):
+            effect: Effect = code if name in _COMPUTING else ("harmless", "not a part of the computation")
+            found += _told_apart("versions", f"packages.{name}", a, b, effect)
+    else:
+        unknown.append(_silent("the versions of packages", packages))
+    for key in ("python", "platform"):
+        found += _told_apart("versions", key, a, b, ("harmless", "not a part of the computation"))
+    return found, unknown
+
+
+def _determinism(a: Evidence, b: Evidence) -> Found:
+    switches = [_at(one.env, "determinism") for one in (a, b)]
+    if not all(isinstance(one, dict) for one in switches):
+        return [], [_silent("the switches for determinism", [isinstance(one, dict) for one in switches])]
+    effect = "one side repeats itself to the bit, the other may not"
+    return [
+        Difference("determinism", name, switches[0].get(name), switches[1].get(name), "matters", effect)
+        for name in sorted({*switches[0], *switches[1]})
+        if switches[0].get(name) != switches[1].get(name)
+    ], []
+
+
+def _device(a: Evidence, b: Evidence) -> Found:
+    facts = [_at(one.env, "device") for one in (a, b)]
+    if not all(isinstance(one, dict) for one in facts):
+        return [], [_silent("the device", facts)]
+    found = []
+    for name in [name for name in {**facts[0], **facts[1]} if name not in _PASSING]:
+        found += _told_apart("device", f"device.{name}", a, b, _DEVICE)
+    found += _told_apart("device", "machine", a, b, _DEVICE)
+    shared: Effect = ("harmless", "how an update is shared out; there is one division over all processes")
+    return found + _told_apart("device", "world_size", a, b, shared), []
+
+
+def _resumed(log: Log, evidence: Evidence) -> Iterator[str]:
+    if earlier := evidence.env.get("before_resume"):
+        yield f"{log.source} was continued {len(earlier)} times: what is compared is the environment of its last part"
+
+
+class _Sides:
+    """Both recipes, asked by key; a key that is not written has its default."""
+
+    def __init__(self, a: Values, b: Values) -> None:
+        self._recipes = (a, b)
+
+    def get(self, key: str) -> tuple[Any, Any]:
+        a, b = (_value(recipe, key) for recipe in self._recipes)
+        return a, b
+
+
+def _value(recipe: Values, key: str) -> Any:
+    found = _at(recipe, key, _ABSENT)
+    return defaults().get(key) if found is _ABSENT else found
+
+
+def _unlike(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The keys at which two nested values differ. What only one side writes counts where it is not the default."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for name in {**a, **b}:
+            inner = f"{key}.{name}" if key else str(name)
+            left, right = (side.get(name, defaults().get(inner, _ABSENT)) for side in (a, b))
+            if left is _ABSENT or right is _ABSENT:
+                yield from _only_one(inner, left, right)
+            else:
+                yield from _unlike(left, right, inner)
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and _tables(a) and _tables(b):
+        for place, (left, right) in enumerate(zip(a, b, strict=True)):
+            yield from _unlike(left, right, f"{key}.{place}")
+    elif a != b:
+        yield key, a, b
+
+
+def _only_one(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    """A group that one side leaves out has its defaults; a key without one is not there."""
+    there, swap = (a, False) if b is _ABSENT else (b, True)
+    if isinstance(there, dict):
+        yield from _unlike(*(({}, there) if swap else (there, {})), key)
+    elif there is not None:
+        yield (key, None, there) if swap else (key, there, None)
+
+
+def _tables(values: list[Any]) -> bool:
+    return bool(values) and all(isinstance(value, dict) for value in values)
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """Every key of a recipe that has a default, flat."""
+    fields = [(key, field) for key, field in leaves(Recipe) if not field.is_required()]
+    return {key: field.get_default(call_default_factory=True) for key, field in fields}
+
+
+def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of a group with its field, those of inner groups by their dotted names."""
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from leaves(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+def _told_apart(part: Part, key: str, a: Evidence, b: Evidence, effect: Effect) -> list[Difference]:
+    left, right = _at(a.env, key), _at(b.env, key)
+    return [Difference(part, key, left, right, *effect)] if left != right else []
+
+
+def _at(values: Any, key: str, missing: Any = None) -> Any:
+    """The value under a dotted key."""
+    for part in key.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return missing
+        values = values[part]
+    return values
+
+
+def _has(env: Values, key: str) -> bool:
+    return _at(env, key, _ABSENT) is not _ABSENT
+
+
+def _silent(what: str, told: list[Any]) -> str:
+    who = "neither side tells" if not any(told) else f"side {'b' if told[0] else 'a'} does not tell"
+    return f"{what}: {who}"

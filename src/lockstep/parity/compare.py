@@ -1,0 +1,198 @@
+"""Two logs against each other: which metrics are judged, their figures and verdicts, and all else that is told."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.errors import Refusal
+from lockstep.parity.comparable import differences
+from lockstep.parity.comparison import Comparison, Metric
+from lockstep.parity.evidence import facts, same_setting, seed_of, side_by_side
+from lockstep.parity.figures import Pair, align, figures, values_at
+from lockstep.parity.judge import LOSS, REWARDS, bar_of, judge, kind_of, overall
+from lockstep.parity.log import Log, Series
+from lockstep.parity.noise import FEWEST_STEPS, noise_floor
+from lockstep.parity.throughput import throughput
+from lockstep.recipe.methods import ONLINE
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A metric to compare, by our name on either side; `bar` replaces that of its kind."""
+
+    a: str
+    b: str
+    judged: bool = False
+    bar: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.a if self.a == self.b else f"{self.a}={self.b}"
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The runs of both sides: the one that is compared first, then its repeats."""
+
+    a: tuple[Log, ...]
+    b: tuple[Log, ...]
+
+    def series(self, choice: Choice) -> tuple[list[Series], list[Series]]:
+        """The curves of those runs that have the metric."""
+        return (
+            [log.metrics[choice.a] for log in self.a if choice.a in log.metrics],
+            [log.metrics[choice.b] for log in self.b if choice.b in log.metrics],
+        )
+
+
+def compare(
+    a: Log,
+    b: Log,
+    repeats: Sequence[Log] = (),
+    metrics: Sequence[str] = (),
+    bars: Mapping[str, float] | None = None,
+) -> Comparison:
+    """B held against A. `metrics` (`name` or `name in A=name in B`) says what is judged instead of the default;
+    `bars` (percent by name) judges what it names besides."""
+    found, unknown = differences(a, b)
+    sides, doubts = _sides(a, b, repeats)
+    compared: list[Metric] = []
+    missing: list[str] = []
+    for choice in _choices(a, b, metrics, bars or {}):
+        pair = _pair(choice, a, b)
+        if isinstance(pair, Pair):
+            compared.append(_measure(choice, pair, sides))
+        elif choice.judged:
+            missing.append(pair)
+    verdict, reason = overall(compared, missing, found)
+    return Comparison(
+        a=a.source,
+        b=b.source,
+        kinds=(a.kind, b.kind),
+        verdict=verdict,
+        reason=reason,
+        metrics=compared,
+        throughput=throughput(a, b),
+        differences=found,
+        unknown=[*unknown, *doubts, *(_without_floor(compared) if repeats else [])],
+        samples=side_by_side(a, b),
+        facts=facts(a, b),
+    )
+
+
+def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
+    """Each repeat with the side whose setting it shares, with A where none does; and what is doubtful about them."""
+    of_a, of_b, doubts = [a], [b], []
+    for repeat in repeats:
+        side = of_a if same_setting(repeat, a) or not same_setting(repeat, b) else of_b
+        side.append(repeat)
+        if repeat.evidence and side[0].evidence and not same_setting(repeat, side[0]):
+            doubts.append(f"whether {repeat.source} is a repeat: neither side has its setting; taken as one of A")
+        if repeat.evidence and a.evidence and seed_of(a) == seed_of(b) != seed_of(repeat):
+            doubts.append(f"noise at one seed: {repeat.source} has another, so rows in another order widen the floor")
+    return Sides(tuple(of_a), tuple(of_b)), doubts
+
+
+def _without_floor(compared: Sequence[Metric]) -> list[str]:
+    return [
+        f"the noise of {metric.name}: repeats and both sides share fewer than {FEWEST_STEPS} steps with numbers"
+        for metric in compared
+        if metric.verdict is not None and metric.noise is None
+    ]
+
+
+def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) -> Iterator[Choice]:
+    """What is judged first, then every other metric that both have: losses, rewards, the rest."""
+    barred = {_named(name, "--bar", a, b): percent for name, percent in bars.items()}
+    judged = [_named(text, "--metric", a, b) for text in metrics] or _by_default(a, b, needed=not barred)
+    wanted: dict[tuple[str, str], float | None] = {**dict.fromkeys(judged), **barred}
+    for (in_a, in_b), bar in wanted.items():
+        yield Choice(in_a, in_b, judged=True, bar=bar)
+    order = {"loss": 0, "reward": 1, "other": 2}
+    for name in sorted(a.metrics.keys() & b.metrics.keys(), key=lambda name: (order[kind_of(name)], name)):
+        if (name, name) not in wanted:
+            yield Choice(name, name)
+
+
+def _by_default(a: Log, b: Log, needed: bool) -> list[tuple[str, str]]:
+    """The reward of online runs, the loss of others: what the Ascend documents judge. Unless it is `needed`, because
+    nothing else is judged, it may be missing."""
+    methods = [log.evidence.recipe.get("method") for log in (a, b) if log.evidence is not None]
+    rewards = [name for name in REWARDS if name in a.metrics and name in b.metrics]
+    online = any(method in ONLINE for method in methods) if methods else bool(rewards)
+    name = (rewards or REWARDS)[0] if online else LOSS
+    return [(name, name)] if needed or (name in a.metrics and name in b.metrics) else []
+
+
+def _named(text: str, option: str, a: Log, b: Log) -> tuple[str, str]:
+    in_a, _, in_b = text.partition("=")
+    return _own_name(in_a, a, f"{option} {text}"), _own_name(in_b or in_a, b, f"{option} {text}")
+
+
+def _own_name(name: str, log: Log, where: str) -> str:
+    """Our name of what the user calls by ours or by the log's own."""
+    if name in log.metrics:
+        return name
+    for own, written in log.written.items():
+        if written == name:
+            return own
+    near = difflib.get_close_matches(name, [*log.metrics, *log.written.values()], n=3, cutoff=0.4)
+    raise Refusal.at(
+        where,
+        f"{log.source} has no metric {name}",
+        f"nearest there: {', '.join(near)}" if near else f"it has {', '.join(list(log.metrics)[:8])}",
+    )
+
+
+def _pair(choice: Choice, a: Log, b: Log) -> Pair | str:
+    """The two curves of a metric, or in words why they cannot be compared."""
+    for log, name in ((a, choice.a), (b, choice.b)):
+        if name not in log.metrics:
+            return f"{log.source} has no {name}: name another with --metric"
+    series_a, series_b = a.metrics[choice.a], b.metrics[choice.b]
+    pair = align(series_a, series_b)
+    if not len(pair.steps):
+        return f"{choice.name} has no common step: A logs it at {_span(series_a)}, B at {_span(series_b)}"
+    if not pair.finite.any() and not (choice.judged and pair.one_sided.any()):
+        return f"{choice.name} is not a number on either side at any of the {len(pair.steps):,} common steps"
+    return pair
+
+
+def _span(series: Series) -> str:
+    return f"steps {series.steps[0]} to {series.steps[-1]}" if len(series.steps) else "no step"
+
+
+def _measure(choice: Choice, pair: Pair, sides: Sides) -> Metric:
+    a_runs, b_runs = sides.series(choice)
+    kind = kind_of(choice.a)
+    bar = bar_of(kind, pair, choice.bar) if choice.judged or kind != "other" else None
+    measured = figures(pair, bar.tolerance(pair.a) if bar else None)
+    noise = noise_floor(a_runs, b_runs)
+    verdict, words = judge(bar, pair, measured, noise) if choice.judged and bar else (None, "shown, not judged")
+    return Metric(
+        name=choice.name,
+        names=(sides.a[0].written.get(choice.a, choice.a), sides.b[0].written.get(choice.b, choice.b)),
+        kind=kind,
+        bar_percent=bar.percent if bar else None,
+        figures=measured,
+        noise=noise,
+        verdict=verdict,
+        decided_by=words,
+        steps=pair.steps.tolist(),
+        a=_listed(pair.a),
+        b=_listed(pair.b),
+        repeats=[_listed(values_at(run, pair.steps)) for run in (*a_runs[1:], *b_runs[1:])],
+    )
+
+
+def _listed(values: np.ndarray) -> list[float | None]:
+    finite = np.isfinite(values)
+    if finite.all():
+        return values.tolist()
+    listed = values.astype(object)
+    listed[~finite] = None
+    return listed.tolist()

@@ -1,0 +1,30 @@
+"""Readers of training logs, ours and other projects'. `docs/foreign-logs.md` says which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.errors import Refusal
+from lockstep.parity.log import Log
+from lockstep.parity.logs.find import OWN_NAMES, RUN, find
+from lockstep.parity.logs.names import aligned, read_names
+from lockstep.parity.logs.run_folder import evidence
+
+__all__ = ["read_log", "read_names"]
+
+
+def read_log(source: str, names: Mapping[str, str] | None = None) -> Log:
+    """The curves of a run folder or a log file, under our names; `names` (theirs -> ours) go before the known ones."""
+    found = find(source)
+    points = found.read()
+    if not points:
+        raise Refusal.at(str(found.path), f"read as {found.kind}, it holds no metric", "was the run cut off at once?")
+    written = aligned(points.names, found.kind in OWN_NAMES, names or {})
+    series = points.series()
+    return Log(
+        source=source,
+        kind=found.kind,
+        metrics={ours: series[name] for ours, name in written.items()},
+        written=written,
+        evidence=evidence(found.path) if found.kind == RUN else None,
+    )

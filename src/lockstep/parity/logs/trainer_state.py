@@ -1,0 +1,38 @@
+"""`trainer_state.json` of transformers' Trainer and of TRL: the list `log_history`. Its first update is step 1."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import Refusal
+from lockstep.parity.logs.curves import Points, numbers, whole
+
+FILE = "trainer_state.json"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
+
+
+def points(file: str, state: dict[str, Any]) -> Points:
+    found = Points()
+    history = state["log_history"]
+    for place, row in enumerate(history if isinstance(history, list) else []):
+        step = whole(row.get("step")) if isinstance(row, dict) else None
+        if step is None:
+            raise Refusal.at(f"{file}, log_history[{place}]", "has no step", "restore the file")
+        found.add(step, numbers(row, frozenset({"step"})))
+    return found
+
+
+def newest(files: Sequence[Path]) -> Path | None:
+    """Of the states of one run: the one beside the checkpoints, else the last checkpoint's, which holds the others."""
+    if not files or any(file.name != FILE for file in files):
+        return None
+    numbered = {file: _CHECKPOINT.search(file.parent.name) for file in files}
+    above = [file for file, match in numbered.items() if match is None]
+    if len(above) == 1 and all(file.parent.parent == above[0].parent for file in files if file != above[0]):
+        return above[0]
+    if above or len({file.parent.parent for file in files}) != 1:
+        return None
+    return max(files, key=lambda file: int(match.group(1)) if (match := numbered[file]) else 0)

@@ -1,0 +1,91 @@
+// The table of metrics: what is judged first, and a click on a row that chooses its chart.
+
+/** Judged metrics first, the worst verdict before the others, otherwise as they came. */
+function displayOrder() {
+  const rank = { "out of step": 0, "not comparable": 1, "within noise": 2, "in step": 3 };
+  const place = (i) => (DATA.metrics[i].verdict === null ? 4 : rank[DATA.metrics[i].verdict]);
+  return DATA.metrics.map((_, i) => i).sort((left, right) => place(left) - place(right) || left - right);
+}
+
+/** What is looked at first: the first judged metric; where none is judged, the one with the most steps. */
+function firstChoice() {
+  const order = displayOrder();
+  const steps = (i) => DATA.metrics[i].figures.steps;
+  return DATA.metrics[order[0]].verdict !== null
+    ? order[0]
+    : order.reduce((best, i) => (steps(i) > steps(best) ? i : best));
+}
+
+const COLUMNS = [
+  [
+    "Metric",
+    (i) => [
+      metricName(DATA.metrics[i].name),
+      el("span", { class: "kind" }, DATA.metrics[i].kind === "other" ? "" : DATA.metrics[i].kind),
+    ],
+  ],
+  [
+    "Verdict",
+    (i) => [
+      badge(DATA.metrics[i].verdict),
+      DATA.metrics[i].verdict === null ? null : el("div", { class: "why" }, DATA.metrics[i].decided_by),
+    ],
+  ],
+  ["Mean error", (i) => figure(`metrics.${i}.figures.mean_error_percent`, "percent"), "absolute"],
+  ["Scaled error", (i) => figure(`metrics.${i}.figures.scaled_error_percent`, "percent"), "relative"],
+  ["Bar", (i) => figure(`metrics.${i}.bar_percent`, "bar"), ""],
+  [
+    "Worst",
+    (i) => [
+      figure(`metrics.${i}.figures.worst`, "number"),
+      el("span", { class: "why" }, " at ", figure(`metrics.${i}.figures.worst_step`, "step")),
+    ],
+    "at step",
+  ],
+  ["Drift", (i) => figure(`metrics.${i}.figures.drift`, "signed"), "mean B − A"],
+  ["Correlation", (i) => figure(`metrics.${i}.figures.correlation`, "number"), ""],
+  ["Parted at", (i) => figure(`metrics.${i}.figures.parted_at`, "step"), "step"],
+];
+
+function metricTable(root, choose) {
+  if (DATA.metrics.length === 0) {
+    root.append(el("p", { class: "note" }, "The two sides have no metric with common steps."));
+    return;
+  }
+  const head = el(
+    "tr",
+    {},
+    COLUMNS.map(([name, , unit], n) =>
+      el("th", { scope: "col", class: n > 1 ? "number" : null }, name, unit ? el("small", {}, unit) : null),
+    ),
+  );
+  const rows = displayOrder().map((i) =>
+    el(
+      "tr",
+      { "data-metric": i, tabindex: 0, class: DATA.metrics[i].verdict === null ? "unjudged" : "judged" },
+      COLUMNS.map(([, cell], n) => el("td", { class: n > 1 ? "number" : null }, cell(i))),
+    ),
+  );
+  const select = (row) => {
+    for (const one of rows) one.setAttribute("aria-selected", String(one === row));
+    choose(Number(row.dataset.metric));
+  };
+  rows.forEach((row, n) => {
+    row.addEventListener("click", () => select(row));
+    row.addEventListener("keydown", (event) => {
+      const next = { ArrowDown: rows[n + 1], ArrowUp: rows[n - 1], Enter: row, " ": row }[event.key];
+      if (next === undefined) return;
+      event.preventDefault();
+      next.focus();
+      select(next);
+    });
+  });
+  root.append(
+    el(
+      "div",
+      { class: "scroll tall" },
+      el("table", { class: "metrics" }, el("thead", {}, head), el("tbody", {}, rows)),
+    ),
+  );
+  select(rows.find((row) => Number(row.dataset.metric) === firstChoice()));
+}

@@ -1,0 +1,219 @@
+"""The smallest script that shows an operator's fault, with nothing but torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lockstep.parity.operators import Culprit, in_double
+from lockstep.parity.oplog import Operator
+
+# Numbers that a script holds itself; more go into a file beside it.
+INLINE = 4096
+# A difference that is no rounding of the judge.
+SEEN = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call that shows the fault, what it gives, and its judge: another call, or else the wanted numbers."""
+
+    call: Operator
+    found: torch.Tensor
+    judge: Operator | None
+    wanted: torch.Tensor
+
+
+def write_reproducer(culprit: Culprit, path: Path, title: str) -> Path | None:
+    """A script that runs the operator and its judge, prints both values and exits with 1 while they differ."""
+    case = case_of(culprit)
+    if case is None:
+        return None
+    case = smallest(case)
+    given = case.call.inputs
+    heavy = sum(tensor.numel() for tensor in (*given, case.wanted)) > INLINE
+    if heavy:
+        torch.save({"given": given, "wanted": case.wanted}, path.with_suffix(".pt"))
+    path.write_text("\n".join(_lines(case, title, heavy)) + "\n", encoding="utf-8")
+    return path
+
+
+def case_of(culprit: Culprit) -> Case | None:
+    """The operator with its judge; None where it runs nowhere but on its own device and nothing is known of it."""
+    call = culprit.call
+    if not call.outputs or not culprit.expected.numel() or culprit.expected.shape != culprit.actual.shape:
+        return None
+    if culprit.fault == "kernel":
+        return Case(call, call.outputs[0], call, culprit.expected)
+    judge = with_settings(call, culprit.clean)
+    wanted = in_double(judge) if judge is not None else None
+    again = run(call)
+    if again is None:
+        return None
+    if judge is not None and wanted and _apart(again, wanted[0]) > SEEN:
+        return Case(call, again, judge, wanted[0])
+    # Its inputs are what differs: the wanted numbers themselves are the judge.
+    literal = culprit.clean.outputs[0] if culprit.clean and culprit.clean.outputs else culprit.expected
+    if any(culprit.expected is one for one in call.inputs):
+        literal = culprit.expected
+    return Case(call, again, None, literal) if _apart(again, literal) > SEEN else None
+
+
+def smallest(case: Case) -> Case:
+    """The case cut along one axis after another, while it still shows the fault."""
+    # Attention's kernels trust their shapes; sequences are independent, and that is all that can be cut.
+    axes = 1 if "attention" in case.call.name else case.found.ndim
+    for axis in range(axes):
+        width = case.found.shape[axis]
+        apart = (case.found.double() - case.wanted.double()).abs().movedim(axis, 0).reshape(width, -1).sum(1)
+        for keep in (int(apart.argmax()), 0):
+            cut = _cut(case, axis, slice(keep, keep + 1)) if width > 1 else None
+            if cut is not None:
+                case = cut
+                break
+    return case
+
+
+def _cut(case: Case, axis: int, keep: slice) -> Case | None:
+    """The case on a slice of an axis that output and inputs share; None when the fault does not show in it."""
+    width, ndim = case.found.shape[axis], case.found.ndim
+
+    def sliced(tensor: torch.Tensor) -> torch.Tensor:
+        # Broadcasting counts axes from the right, matrices have the rows of the first and the columns of the second.
+        place = axis - ndim + tensor.ndim
+        if place >= 0 and tensor.shape[place] == width:
+            return tensor.movedim(place, 0)[keep].movedim(0, place).clone()
+        return tensor
+
+    def cut(call: Operator) -> Operator:
+        args, kwargs = pytree.tree_map(
+            lambda leaf: sliced(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+            (
+                call.args,
+                call.kwargs,
+            ),
+        )
+        return Operator(call.function, args, kwargs, [], call.device)
+
+    call = cut(case.call)
+    again = run(call)
+    found, wanted = sliced(case.found), sliced(case.wanted)
+    judge = None if case.judge is None else cut(case.judge)
+    if judge is not None:
+        doubled = in_double(judge)
+        if not doubled or doubled[0].shape != wanted.shape or _apart(doubled[0], wanted) > SEEN:
+            return None
+    if again is None or again.shape != found.shape or _apart(found, wanted) <= SEEN:
+        return None
+    if judge is None and _apart(again, found) > SEEN:
+        return None
+    return Case(call, found, judge, wanted)
+
+
+def with_settings(call: Operator, clean: Operator | None) -> Operator | None:
+    """The call with the clean module's constants in the place of its own."""
+    if clean is None or clean.name != call.name:
+        return None
+    mine, spec = pytree.tree_flatten((call.args, call.kwargs))
+    theirs = pytree.tree_leaves((clean.args, clean.kwargs))
+    if len(mine) != len(theirs):
+        return None
+    mixed = [one if isinstance(one, torch.Tensor) else other for one, other in zip(mine, theirs, strict=True)]
+    args, kwargs = pytree.tree_unflatten(mixed, spec)
+    return Operator(call.function, args, kwargs, call.outputs, call.device)
+
+
+@torch.no_grad()
+def run(call: Operator) -> torch.Tensor | None:
+    """The operator on the CPU in its own precision."""
+    try:
+        args, kwargs = pytree.tree_map(_fresh, (call.args, call.kwargs))
+        result = call.function(*args, **kwargs)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+        return None  # it runs on its own device alone
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return leaves[0] if leaves else None
+
+
+def _fresh(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    if found.shape != wanted.shape or not found.numel():
+        return 0.0
+    size = float(wanted.double().norm())
+    return float((found.double() - wanted.double()).norm()) / size if size else 0.0
+
+
+def _lines(case: Case, title: str, heavy: bool) -> list[str]:
+    given = [f"    {_literal(tensor)}," for tensor in case.call.inputs]
+    if heavy:
+        kept = ["KEPT = torch.load(Path(__file__).with_suffix('.pt'))", "GIVEN = KEPT['given']"]
+    else:
+        kept = ["GIVEN = [", *given, "]"]
+    if case.judge is None:
+        judge = ["    # What the clean module has at this place."]
+        judge.append("    return KEPT['wanted']" if heavy else f"    return {_literal(case.wanted)}")
+    else:
+        same = "The same operator" if case.judge is case.call else "As the clean module asks for it"
+        judge = [f"    # {same}, in float64 on the CPU.", f"    return {_call_text(case.judge, double=True)}"]
+    tolerance = "1e-5" if case.found.dtype == torch.float32 else "1e-3"
+    return [
+        f'"""{title}: needs only torch, exits with 1 while the two numbers differ."""',
+        "",
+        *(["from pathlib import Path", ""] if heavy else []),
+        "import torch",
+        "",
+        f"DEVICE = {case.call.device!r}",
+        *kept,
+        "",
+        "",
+        "def operator(given):",
+        f"    return {_call_text(case.call)}",
+        "",
+        "",
+        "def wanted(given):",
+        *judge,
+        "",
+        "",
+        "found = operator([tensor.to(DEVICE) for tensor in GIVEN])",
+        "judge = wanted([tensor.double() if tensor.is_floating_point() else tensor for tensor in GIVEN])",
+        "found, judge = (one[0] if isinstance(one, (tuple, list)) else one for one in (found, judge))",
+        "found, judge = found.detach().cpu().double().flatten(), judge.detach().cpu().double().flatten()",
+        "worst = (found - judge).abs().argmax()",
+        "print(f'found {found[worst].item():.9g}, wanted {judge[worst].item():.9g}')",
+        f"raise SystemExit(int((found - judge).norm() > {tolerance} * judge.norm()))",
+    ]
+
+
+def _call_text(call: Operator, *, double: bool = False) -> str:
+    numbers = iter(range(10**6))
+
+    def text(leaf: Any) -> str:
+        if isinstance(leaf, torch.Tensor):
+            return f"given[{next(numbers)}]"
+        if isinstance(leaf, torch.dtype):
+            return str(torch.float64 if double and leaf.is_floating_point else leaf)
+        if isinstance(leaf, torch.device):
+            return "'cpu'" if double else "DEVICE"
+        if isinstance(leaf, torch.layout | torch.memory_format):
+            return str(leaf)
+        if isinstance(leaf, list | tuple):
+            return f"[{', '.join(text(one) for one in leaf)}]"
+        return repr(leaf)
+
+    words = [text(arg) for arg in call.args] + [f"{key}={text(value)}" for key, value in call.kwargs.items()]
+    return f"torch.ops.{call.function}({', '.join(words)})"
+
+
+def _literal(tensor: torch.Tensor) -> str:
+    # Python writes numbers that JSON has no word for as `nan` and `inf`, which are names here.
+    numbers = repr(tensor.tolist()).replace("nan", "float('nan')").replace("inf", "float('inf')")
+    return f"torch.tensor({numbers}, dtype={tensor.dtype})"

@@ -1,0 +1,123 @@
+"""The table of docs/support.md: read strictly, one row replaced or added, the text around it kept."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from lockstep.errors import Refusal
+
+COLUMNS = (
+    "algorithm",
+    "model",
+    "loss or reward mean error",
+    "throughput ratio",
+    "hardware",
+    "versions",
+    "verdict",
+    "evidence",
+)
+HEADER = f"| {' | '.join(COLUMNS)} |"
+RULE = "|" + "---|" * len(COLUMNS)
+
+INTRODUCTION = """# Support: which pairs train in step
+
+Each row is one `lockstep compare A B --record`: run B held against run A, with the same algorithm on the same model.
+The mean error is the mean of |A - B| over the common steps, times 100; the scaled error divides the sum of |A - B| by
+the sum of |A|. The throughput ratio is B's tokens a second over A's. Hardware and versions say what A and B ran on.
+A pair that is out of step keeps its row, with the numbers. The evidence of a row holds its figures and its curves.
+Recording the same pair again replaces its row: the rows are written by the command, not by hand.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The cells as text; `evidence` is the file's path from the table's folder, and what tells rows apart."""
+
+    algorithm: str
+    model: str
+    error: str
+    throughput: str
+    hardware: str
+    versions: str
+    verdict: str
+    evidence: str
+
+    def line(self) -> str:
+        *cells, evidence = map(_escaped, astuple(self))
+        return f"| {' | '.join([*cells, f'[json]({evidence})'])} |"
+
+
+@dataclass(frozen=True)
+class Table:
+    before: str
+    rows: list[Row]
+    after: str
+
+    def with_row(self, row: Row) -> Table:
+        others = [each for each in self.rows if each.evidence != row.evidence]
+        return Table(self.before, sorted([*others, row], key=_order), self.after)
+
+    def text(self) -> str:
+        table = "\n".join([HEADER, RULE, *(row.line() for row in self.rows)])
+        return f"{self.before}{table}\n{self.after}"
+
+
+def read_table(path: Path) -> Table:
+    """The table of the file; an empty one under its introduction when there is no file."""
+    if not path.exists():
+        return Table(f"{INTRODUCTION}\n", [], "")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise Refusal.at(str(path), "is not UTF-8 text", "name another file with --support") from error
+    if HEADER not in lines:
+        remedy = f"put back the heading `{HEADER}`, or name another file with --support"
+        raise Refusal.at(str(path), "holds no support table", remedy)
+    top = lines.index(HEADER)
+    if lines[top + 1 : top + 2] != [RULE]:
+        raise _damaged(path, top + 2, f"below the heading belongs `{RULE}`")
+    end = next((at for at in range(top + 2, len(lines)) if not lines[at].strip()), len(lines))
+    for at in range(end, len(lines)):
+        if lines[at].startswith("|"):
+            raise _damaged(path, at + 1, "a row after the end of the table: an empty line parts them")
+    rows = [_row(path, at + 1, lines[at]) for at in range(top + 2, end)]
+    _refuse_twins(path, top + 3, rows)
+    return Table(_joined(lines[:top]), rows, _joined(lines[end:]))
+
+
+def _row(path: Path, number: int, line: str) -> Row:
+    if not (line.startswith("| ") and line.endswith(" |")):
+        raise _damaged(path, number, "not a row of the table")
+    cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    if len(cells) != len(COLUMNS):
+        raise _damaged(path, number, f"has {len(cells)} cells, and the table has {len(COLUMNS)} columns")
+    link = re.fullmatch(r"\[json\]\(([^)\s]+\.json)\)", cells[-1])
+    if link is None:
+        raise _damaged(path, number, f"its evidence is `{cells[-1]}`, and not a link `[json](....json)`")
+    return Row(*(cell.replace("\\|", "|") for cell in [*cells[:-1], link[1]]))
+
+
+def _refuse_twins(path: Path, first: int, rows: list[Row]) -> None:
+    seen: dict[str, int] = {}
+    for number, row in enumerate(rows, start=first):
+        if row.evidence in seen:
+            raise _damaged(path, number, f"has the evidence of line {seen[row.evidence]}")
+        seen[row.evidence] = number
+
+
+def _damaged(path: Path, line: int, why: str) -> Refusal:
+    return Refusal.at(f"{path}, line {line}", why, "repair or remove the line, and record again")
+
+
+def _escaped(cell: str) -> str:
+    return " ".join(cell.split()).replace("|", "\\|")
+
+
+def _joined(lines: list[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _order(row: Row) -> tuple[str, ...]:
+    return tuple(cell.casefold() for cell in (row.algorithm, row.model, row.hardware, row.evidence))
