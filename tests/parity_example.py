@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lockstep.parity.comparison import Comparison, Difference, Figures, Metric, Noise, Phase, Throughput
+from lockstep.parity.compare.comparison import Comparison, Difference, Figures, Metric, Noise, Phase, Throughput
 
 STEPS = list(range(1, 201))
 HOSTILE = "</script><script>window.hacked = true; alert('hacked')</script> & <b>bold</b> <!--"

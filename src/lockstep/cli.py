@@ -290,7 +290,7 @@ def compare(
     support: Annotated[Path, typer.Option(metavar="FILE.md", help="The support table.")] = Path("docs/support.md"),
 ) -> None:
     """Did A and B train in step? Ends with 0 if they did, 1 if not, 2 if that cannot be said."""
-    from lockstep.parity.command import Order, compare_logs
+    from lockstep.parity.compare.command import Order, compare_logs
 
     bars = dict(_bar(words) for words in bar or [])
     order = Order(a, b, tuple(repeat or ()), tuple(metric or ()), bars, names, report, support if record else None)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from browser import Browser, find_chromium
-from lockstep.parity.comparison import Comparison
-from lockstep.parity.report import write_report
+from lockstep.parity.compare.comparison import Comparison
+from lockstep.parity.compare.report import write_report
 from parity_example import HOSTILE, STEPS, example, loss, loss_of_b, reward, reward_of_b
 
 CHROMIUM = find_chromium()

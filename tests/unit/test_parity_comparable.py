@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from lockstep.parity.comparable import differences, leaves
-from lockstep.parity.comparison import Difference
-from lockstep.parity.effects import EFFECTS, READ_WHERE, effect_of
-from lockstep.parity.log import Evidence, Log
+from lockstep.parity.compare.comparable import differences, leaves
+from lockstep.parity.compare.comparison import Difference
+from lockstep.parity.compare.effects import EFFECTS, READ_WHERE, effect_of
+from lockstep.parity.compare.log import Evidence, Log
 from lockstep.recipe.load import resolved
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.schema import Recipe

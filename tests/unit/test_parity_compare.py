@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from conftest import lockstep
 from lockstep.cli import app
 from lockstep.errors import Refusal
-from lockstep.parity.compare import compare
-from lockstep.parity.comparison import Metric
-from lockstep.parity.judge import kind_of
-from lockstep.parity.log import Evidence, Log, Series
-from lockstep.parity.show import as_strict_json, table_lines
-from lockstep.parity.throughput import throughput
+from lockstep.parity.compare.compare import compare
+from lockstep.parity.compare.comparison import Metric
+from lockstep.parity.compare.judge import kind_of
+from lockstep.parity.compare.log import Evidence, Log, Series
+from lockstep.parity.compare.show import as_strict_json, table_lines
+from lockstep.parity.compare.throughput import throughput
 
 NAN = float("nan")
 RECIPE: dict[str, Any] = {
@@ -147,10 +147,10 @@ def test_a_curve_near_zero_is_judged_by_its_scaled_error() -> None:
     near = compare(log(train__loss=[0.004, 0.004]), log(train__loss=[0.0045, 0.0035]))
     assert near.verdict == "out of step"
     assert near.reason == ("train/loss: curve is near 0 (mean 0.004), so the scaled error decides: 12.5 % > 2 %")
-    # At 0.2 and above, ten bars, the mean error decides: 1 % of an absolute difference, 5 % of a relative one.
-    above = compare(log(train__loss=[0.2, 0.2]), log(train__loss=[0.21, 0.21]))
+    # At 0.1 and above, five bars, the mean error decides: 1 % of an absolute difference, 10 % of a relative one.
+    above = compare(log(train__loss=[0.1, 0.1]), log(train__loss=[0.11, 0.11]))
     assert above.reason == "train/loss: mean error 1 % <= 2 %"
-    below = compare(log(train__loss=[0.18, 0.18]), log(train__loss=[0.19, 0.19]))
+    below = compare(log(train__loss=[0.08, 0.08]), log(train__loss=[0.09, 0.09]))
     assert below.verdict == "out of step"
     assert compare(log(train__loss=[0.0]), log(train__loss=[0.0])).reason == "train/loss: the same at all 1 steps"
     born = compare(log(train__loss=[0.0, 0.0]), log(train__loss=[0.0, 0.01]))

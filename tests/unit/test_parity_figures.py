@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from lockstep.parity.figures import Pair, align, common_steps, figures, parted_at, values_at, window_of
-from lockstep.parity.log import Series
+from lockstep.parity.compare.figures import Pair, align, common_steps, figures, parted_at, values_at, window_of
+from lockstep.parity.compare.log import Series
 
 NAN = float("nan")
 

@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import Refusal
-from lockstep.parity.log import Log
-from lockstep.parity.logs import read_log, read_names
-from lockstep.parity.logs.names import KINDS, NAMES, aligned
+from lockstep.parity.compare.log import Log
+from lockstep.parity.compare.logs import read_log, read_names
+from lockstep.parity.compare.logs.names import KINDS, NAMES, aligned
 from lockstep.run.metrics import MetricsLog
 
 RECORDED = Path(__file__).parents[1] / "data" / "parity"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lockstep.parity.log import Series
-from lockstep.parity.noise import FEWEST_STEPS, block_length, excess_draws, noise_floor
+from lockstep.parity.compare.log import Series
+from lockstep.parity.compare.noise import FEWEST_STEPS, block_length, excess_draws, noise_floor
 
 SD = 0.05
 TRIALS = 200

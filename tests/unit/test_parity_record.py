@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from lockstep.errors import Refusal
-from lockstep.parity.comparison import Comparison, Difference
-from lockstep.parity.record import evidence_of, record, slug
-from lockstep.parity.report import page_data
-from lockstep.parity.support_table import HEADER, RULE, read_table
+from lockstep.parity.compare.comparison import Comparison, Difference
+from lockstep.parity.compare.record import evidence_of, record, slug
+from lockstep.parity.compare.report import page_data
+from lockstep.parity.compare.support_table import HEADER, RULE, read_table
 from parity_example import HOSTILE, STEPS, example, reward
 
 

@@ -19,7 +19,7 @@ function toleranceOf(metric, a) {
 
 /** The bar belongs to the absolute error unless the judge says that the scaled one decides. */
 function decidedByScaled(metric) {
-  return /scaled error decides/.test(metric.decided_by);
+  return metric.scaled;
 }
 
 function minus(left, right) {

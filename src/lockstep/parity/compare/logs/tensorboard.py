@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from lockstep.errors import Refusal, missing_extra
-from lockstep.parity.logs.curves import LARGEST_STEP, Points
+from lockstep.parity.compare.logs.curves import LARGEST_STEP, Points
 
 
 def points(path: Path) -> Points:

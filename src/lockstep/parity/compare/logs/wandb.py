@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.errors import Refusal
-from lockstep.parity.logs.table import Row
+from lockstep.parity.compare.logs.table import Row
 
 MAGIC = b":W&B"
 _FILE_HEADER = 7

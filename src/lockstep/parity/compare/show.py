@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep.parity.comparison import Comparison, Difference, Metric, Throughput, Verdict
-from lockstep.parity.report import strict
+from lockstep.parity.compare.comparison import Comparison, Difference, Metric, Throughput, Verdict
+from lockstep.parity.compare.report import strict
 from lockstep.run.progress import Console
 
 EXIT_CODES: dict[Verdict, int] = {"in step": 0, "within noise": 0, "out of step": 1, "not comparable": 2}

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from lockstep.parity.comparison import Difference
-from lockstep.parity.effects import READ_WHERE, UNKNOWN, UNREAD, Effect, effect_of
-from lockstep.parity.log import Evidence, Log
+from lockstep.parity.compare.comparison import Difference
+from lockstep.parity.compare.effects import READ_WHERE, UNKNOWN, UNREAD, Effect, effect_of
+from lockstep.parity.compare.log import Evidence, Log
 from lockstep.recipe.schema import Recipe
 
 Found = tuple[list[Difference], list[str]]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.parity.comparison import Difference, Figures, Kind, Metric, Noise, Verdict
-from lockstep.parity.figures import Pair
+from lockstep.parity.compare.comparison import Difference, Figures, Kind, Metric, Noise, Verdict
+from lockstep.parity.compare.figures import Pair
 
 BARS: dict[Kind, float] = {"loss": 2.0, "reward": 4.0, "other": 2.0}
 """In percent. Losses and rewards: those of the Ascend documents. Others are judged only when named; theirs is ours."""
-SMALL = 10
-"""A curve whose mean is below so many bars (as a number: 0.2 for a bar of 2 %) is too small for an absolute bar."""
+SMALL = 5
+"""A curve whose mean is below so many bars (as a number: 0.1 for a bar of 2 %) is too small for an absolute bar."""
 REWARDS = ("critic/rewards/mean", "critic/score/mean")
 LOSS = "train/loss"
 _EARNED = {"reward", "rewards", "score"}

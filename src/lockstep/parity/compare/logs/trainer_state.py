@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal
-from lockstep.parity.logs.curves import Points, numbers, whole
+from lockstep.parity.compare.logs.curves import Points, numbers, whole
 
 FILE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from lockstep.errors import Refusal
-from lockstep.parity.log import Evidence
-from lockstep.parity.logs.curves import Points
+from lockstep.parity.compare.log import Evidence
+from lockstep.parity.compare.logs.curves import Points
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
 

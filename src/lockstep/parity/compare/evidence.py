@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep.parity.comparable import differences
-from lockstep.parity.log import Evidence, Log
+from lockstep.parity.compare.comparable import differences
+from lockstep.parity.compare.log import Evidence, Log
 
 MOST_SAMPLES = 8
 # What a device tells of itself that is no version of anything.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from lockstep.parity.logs.curves import LARGEST_STEP, Points
-from lockstep.parity.logs.text import number
+from lockstep.parity.compare.logs.curves import LARGEST_STEP, Points
+from lockstep.parity.compare.logs.text import number
 
 _LINE = re.compile(r"(?<![\w/])step:(\d{1,18}) - (\S.*)$")
 

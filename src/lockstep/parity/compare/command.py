@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import Refusal
-from lockstep.parity.compare import compare
-from lockstep.parity.log import Log
-from lockstep.parity.logs import read_log
-from lockstep.parity.logs.names import read_names
-from lockstep.parity.record import record
-from lockstep.parity.report import write_report
-from lockstep.parity.show import EXIT_CODES, as_strict_json, show
+from lockstep.parity.compare.compare import compare
+from lockstep.parity.compare.log import Log
+from lockstep.parity.compare.logs import read_log
+from lockstep.parity.compare.logs.names import read_names
+from lockstep.parity.compare.record import record
+from lockstep.parity.compare.report import write_report
+from lockstep.parity.compare.show import EXIT_CODES, as_strict_json, show
 from lockstep.run.progress import Console
 
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from lockstep.parity.logs.curves import LARGEST_STEP, Points
-from lockstep.parity.logs.text import NUMBER, number
+from lockstep.parity.compare.logs.curves import LARGEST_STEP, Points
+from lockstep.parity.compare.logs.text import NUMBER, number
 
 _GLOBAL_STEP = re.compile(r"Global step (\d{1,18})\b[^:{]*:\s*(\{.*\})")
 _STATUS = re.compile(r"^[^{]*(\{.*['\"]policy_loss['\"].*\})\s*$")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.parity.comparison import Figures
-from lockstep.parity.log import Series
+from lockstep.parity.compare.comparison import Figures
+from lockstep.parity.compare.log import Series
 
 LONGEST_WINDOW = 9
 

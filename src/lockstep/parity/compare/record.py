@@ -12,9 +12,9 @@ from typing import Any
 from urllib.parse import quote
 
 from lockstep.errors import Refusal
-from lockstep.parity.comparison import Comparison, Metric
-from lockstep.parity.report import curve, strict
-from lockstep.parity.support_table import Row, read_table
+from lockstep.parity.compare.comparison import Comparison, Metric
+from lockstep.parity.compare.report import curve, strict
+from lockstep.parity.compare.support_table import Row, read_table
 
 MOST_STEPS = 2_000
 STORED_DIGITS = 7

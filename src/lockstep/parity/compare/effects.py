@@ -6,7 +6,7 @@ differ by rounding, order or chance. `harmless`: the curves must not change, whi
 
 from __future__ import annotations
 
-from lockstep.parity.comparison import Weight
+from lockstep.parity.compare.comparison import Weight
 
 Effect = tuple[Weight, str]
 

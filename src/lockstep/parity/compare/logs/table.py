@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Any
 
 from lockstep.errors import Refusal
-from lockstep.parity.logs.curves import Points, numbers, whole
-from lockstep.parity.logs.text import number
+from lockstep.parity.compare.logs.curves import Points, numbers, whole
+from lockstep.parity.compare.logs.text import number
 
 # The first of these that a row has is its step. `_step` is wandb's count of calls, so it is taken last.
 STEP_COLUMNS = (

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.errors import Refusal
-from lockstep.parity.comparable import differences
-from lockstep.parity.comparison import Comparison, Metric
-from lockstep.parity.evidence import facts, same_setting, seed_of, side_by_side
-from lockstep.parity.figures import Pair, align, figures, values_at
-from lockstep.parity.judge import LOSS, REWARDS, bar_of, judge, kind_of, overall
-from lockstep.parity.log import Log, Series
-from lockstep.parity.noise import FEWEST_STEPS, noise_floor
-from lockstep.parity.throughput import throughput
+from lockstep.parity.compare.comparable import differences
+from lockstep.parity.compare.comparison import Comparison, Metric
+from lockstep.parity.compare.evidence import facts, same_setting, seed_of, side_by_side
+from lockstep.parity.compare.figures import Pair, align, figures, values_at
+from lockstep.parity.compare.judge import LOSS, REWARDS, bar_of, judge, kind_of, overall
+from lockstep.parity.compare.log import Log, Series
+from lockstep.parity.compare.noise import FEWEST_STEPS, noise_floor
+from lockstep.parity.compare.throughput import throughput
 from lockstep.recipe.methods import ONLINE
 
 
@@ -186,6 +186,7 @@ def _measure(choice: Choice, pair: Pair, sides: Sides) -> Metric:
         a=_listed(pair.a),
         b=_listed(pair.b),
         repeats=[_listed(values_at(run, pair.steps)) for run in (*a_runs[1:], *b_runs[1:])],
+        scaled=bool(bar and bar.scaled_because),
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.errors import Refusal
-from lockstep.parity.log import Log
-from lockstep.parity.logs.find import OWN_NAMES, RUN, find
-from lockstep.parity.logs.names import aligned, read_names
-from lockstep.parity.logs.run_folder import evidence
+from lockstep.parity.compare.log import Log
+from lockstep.parity.compare.logs.find import OWN_NAMES, RUN, find
+from lockstep.parity.compare.logs.names import aligned, read_names
+from lockstep.parity.compare.logs.run_folder import evidence
 
 __all__ = ["read_log", "read_names"]
 

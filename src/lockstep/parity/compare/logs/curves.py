@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.parity.log import Series
+from lockstep.parity.compare.log import Series
 
 # How JSON files spell the numbers that JSON does not have.
 UNREAL = {

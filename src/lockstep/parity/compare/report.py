@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lockstep.parity.comparison import Comparison, Metric
+from lockstep.parity.compare.comparison import Comparison, Metric
 
 SCRIPTS = (
     "figures.js",
@@ -87,4 +87,4 @@ def _inline_json(data: dict[str, Any]) -> str:
 
 
 def _resource(name: str) -> str:
-    return (files("lockstep.parity") / "page" / name).read_text(encoding="utf-8")
+    return (files("lockstep.parity.compare") / "page" / name).read_text(encoding="utf-8")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from lockstep.parity.logs.curves import LARGEST_STEP, Points
-from lockstep.parity.logs.text import NUMBER, number
+from lockstep.parity.compare.logs.curves import LARGEST_STEP, Points
+from lockstep.parity.compare.logs.text import NUMBER, number
 
 _PROGRESS = re.compile(rf"\bstep=(\d{{1,18}}), skipped=(\d{{1,9}}), lr=\[?({NUMBER})[\],]", re.IGNORECASE)
 _SPEED = re.compile(r"global_step=(\d{1,18}), RunningAvgSamplesPerSec=(.*)$")

@@ -7,9 +7,9 @@ from itertools import combinations, product
 
 import numpy as np
 
-from lockstep.parity.comparison import Noise
-from lockstep.parity.figures import common_steps, values_at
-from lockstep.parity.log import Series
+from lockstep.parity.compare.comparison import Noise
+from lockstep.parity.compare.figures import common_steps, values_at
+from lockstep.parity.compare.log import Series
 
 RESAMPLES = 2000
 MOST_BLOCKS = 100

@@ -41,7 +41,8 @@ class Noise:
     """The mean over all pairs of repeats."""
     excess_low: float
     excess_high: float
-    """Bootstrap interval (95 %, over blocks of steps) of: mean error between the sides less that between repeats."""
+    """Bootstrap interval (95 %, over blocks of steps) in percent of: mean error between the sides less that between
+    repeats."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,14 @@ class Metric:
     a: list[float | None]
     b: list[float | None]
     repeats: list[list[float | None]] = field(default_factory=list)
+    scaled: bool = False
+    """Whether the scaled error is held against the bar, not the mean error."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Tokens a second in one phase, at equal work: the phase's tokens over its seconds, over all common steps."""
+    """Tokens a second in one phase, at equal work: the phase's tokens over its seconds, over the steps that match
+    in length (over all common ones where none does)."""
 
     name: str
     a: float

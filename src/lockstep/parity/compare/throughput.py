@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.parity.comparison import Phase, Throughput
-from lockstep.parity.figures import align, common_steps, values_at
-from lockstep.parity.log import Log, Series
+from lockstep.parity.compare.comparison import Phase, Throughput
+from lockstep.parity.compare.figures import align, common_steps, values_at
+from lockstep.parity.compare.log import Log, Series
 
 RATE, STEP = "perf/throughput", "timing_s/step"
 FIRST_STEPS = 4

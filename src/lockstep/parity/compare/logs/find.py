@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal
-from lockstep.parity.logs import deepspeed, openrlhf, table, tensorboard, trainer_state, verl, wandb
-from lockstep.parity.logs.curves import Points
-from lockstep.parity.logs.run_folder import is_run_folder
-from lockstep.parity.logs.run_folder import points as run_points
-from lockstep.parity.logs.text import lines
+from lockstep.parity.compare.logs import deepspeed, openrlhf, table, tensorboard, trainer_state, verl, wandb
+from lockstep.parity.compare.logs.curves import Points
+from lockstep.parity.compare.logs.run_folder import is_run_folder
+from lockstep.parity.compare.logs.run_folder import points as run_points
+from lockstep.parity.compare.logs.text import lines
 
 RUN, VERL_CONSOLE, VERL_FILE = "lockstep run", "verl console", "verl file logger"
 OWN_NAMES = (RUN, VERL_CONSOLE, VERL_FILE)
