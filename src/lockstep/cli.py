@@ -298,6 +298,28 @@ def compare(
 
 
 @app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder with a tape (`tape=true`).")],
+    overrides: Overrides = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="Replay on this device.")] = None,
+    mode: Annotated[
+        str, typer.Option(metavar="forced|chained|free", help="What is recorded: weights and data, data, or the start.")
+    ] = "forced",
+    step: Annotated[list[int] | None, typer.Option(help="Only this step; may be repeated.")] = None,
+    checklist: Annotated[bool, typer.Option("--checklist", help="What the guides check by hand, one by one.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Repeat RUN on another device, dtype, engine or number of processes, and name the first place where it parts.
+
+    Ends with 0 if it stays in step, with 1 if not. KEY=VALUE changes the recipe: model.dtype=bf16, rollout.engine=hf.
+    """
+    from lockstep.parity.command import Request, replay_run
+
+    words = [*(overrides or []), *([f"device={device}"] if device else [])]
+    raise typer.Exit(replay_run(Request(run, mode, tuple(words), tuple(step or ()), checklist, json)))
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the Hugging Face folder goes.")],

@@ -23,6 +23,7 @@ from lockstep.train.take import Taken, counted, rescored
 from lockstep.types import Failure, Rollout
 
 Mode = Literal["forced", "chained", "free"]
+MODES: tuple[Mode, ...] = ("forced", "chained", "free")
 
 
 class Replay(Script):

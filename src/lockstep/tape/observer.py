@@ -109,7 +109,9 @@ class UpdateObserver(Observer):
         for name, weight in self.optimizer.trained.items():
             chosen = sampled(weight.numel())
             found[f"{self._key}/sample/{name}/after"] = _pick(weight, chosen)
-            found[f"{self._key}/weights/{name}"] = digest(self.optimizer.parameters[name])
+            found[f"{self._key}/weights/{name}"] = digest(weight)
+            # What the model computes with, where the optimizer moves a finer copy.
+            found[f"{self._key}/sample/{name}/held"] = _pick(self.optimizer.parameters[name], chosen)
             for key, value in _moments(self.optimizer.adamw.state.get(weight, {})):
                 found[f"{self._key}/{key}/{name}"] = digest(value)
         self.tensors |= on_host(found)

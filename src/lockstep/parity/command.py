@@ -1,0 +1,57 @@
+"""`lockstep replay`: run it, show it, and say with the exit code whether it stayed in step."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import Refusal
+from lockstep.parity.replay import as_json, replay
+from lockstep.parity.script import MODES
+from lockstep.parity.show import show
+from lockstep.recipe.methods import ONLINE
+from lockstep.run.folder import RunFolder
+from lockstep.run.progress import Console
+from lockstep.run.text import OFFLINE_COLUMNS, ONLINE_COLUMNS
+from lockstep.tape.format import TapeFolder
+
+
+@dataclass(frozen=True)
+class Request:
+    run: Path
+    mode: str
+    overrides: tuple[str, ...]
+    steps: tuple[int, ...]
+    checklist: bool
+    json: bool
+
+
+def replay_run(request: Request) -> int:
+    mode = next((known for known in MODES if known == request.mode), None)
+    if mode is None:
+        raise Refusal.at("--mode", f"there is no mode {request.mode!r}", f"use one of {', '.join(MODES)}")
+    console = Console.silent() if request.json else _console(request.run)
+    if request.checklist:
+        from lockstep.parity.checklist import items_json, run_checklist, show_items
+
+        items = run_checklist(request.run, request.overrides, console)
+        if request.json:
+            sys.stdout.write(json.dumps(items_json(items), indent=2) + "\n")
+        else:
+            show_items(items, console)
+        return int(any(item.passed is False for item in items))
+    result = replay(request.run, mode, request.overrides, console, request.steps)
+    if result is None:
+        return 0  # a rank that only took part
+    if request.json:
+        sys.stdout.write(json.dumps(as_json(result), indent=2) + "\n")
+    else:
+        show(result, console)
+    return int(not result.in_step)
+
+
+def _console(run: Path) -> Console:
+    method = TapeFolder(RunFolder(run).tape).manifest()["recipe"]["method"]
+    return Console.open(ONLINE_COLUMNS if method in ONLINE else OFFLINE_COLUMNS)
