@@ -15,12 +15,15 @@ from lockstep.model.tiny import write_tiny
 from memory import SHAPE
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def write_half_billion(folder: Path) -> None:
     write_tiny(folder)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**SHAPE), dtype=torch.bfloat16)
     model.save_pretrained(folder)
+
+
+def main() -> None:
+    write_half_billion(Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ def replayed_recipe(source: RunFolder, mode: Mode, overrides: Sequence[str], nam
         "log.track=[]",
         "val.questions=null",
         "data.val=[]",
+        "checkpoint.keep_best=0",
         "tape.record=true",
     ]
     if any(word.startswith("model.dtype=") for word in overrides):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -132,7 +133,7 @@ class Session:
         self.fallbacks: dict[str, int] | None = None
         self.step = self._resume()
         self.saved_at = self.step
-        self.fingerprint = model_fingerprint(self.recipe.model.path, prepared.tokenizer) if world.main else {}
+        self.fingerprint = self._fingerprint() if world.main else {}
         self.tape = recorder_of(self)
         self._show_plan()
         if world.main:
@@ -216,6 +217,15 @@ class Session:
             return
         torch.set_rng_state(found.optimizer[f"rng/host/{self.world.rank}"])
         self.device.set_rng_state(found.optimizer[f"rng/device/{self.world.rank}"])
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What is trained, by content, and what kind of model it is."""
+        architectures = getattr(self.prepared.config, "architectures", None) or ["unknown"]
+        return {
+            **model_fingerprint(self.recipe.model.path, self.prepared.tokenizer),
+            "architecture": architectures[0],
+            "parameters": self.prepared.memory.parameters,
+        }
 
     def _write_evidence(self) -> None:
         self.folder.write_recipe(dump_recipe(self.recipe))

@@ -11,7 +11,7 @@ from lockstep.parity.compare.log import Evidence, Log
 
 MOST_SAMPLES = 8
 # What a device tells of itself that is no version of anything.
-_NO_VERSION = {"name", "chip", "count", "memory", "visible", "threads", "instructions", "kernel", "torch"}
+_NO_VERSION = {"name", "chip", "count", "memory", "visible", "threads", "instructions", "kernel", "torch", "ray_resource"}
 
 
 def facts(a: Log, b: Log) -> dict[str, tuple[Any, Any]]:
@@ -51,12 +51,19 @@ def _method(evidence: Evidence) -> Any:
 
 
 def _model(evidence: Evidence) -> str:
-    """The folder's name; a run's export is called by its run. An adapter is a part of what was trained."""
+    """Its kind, size and folder; a run's export is called by its run. An adapter is a part of what was trained."""
     model = evidence.recipe.get("model", {})
     path = Path(str(model.get("path", "")))
     name = path.parent.name if path.name == "export" and path.parent.name else path.name
+    kind = evidence.env.get("model", {})
+    if "parameters" in kind:
+        name = f"{kind['architecture'].removesuffix('ForCausalLM')} {_millions(kind['parameters'])} ({name})"
     lora = model.get("lora")
     return f"{name}, LoRA rank {lora['rank']}" if lora else name
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
 
 
 def _dtype(evidence: Evidence) -> Any:
