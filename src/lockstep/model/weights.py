@@ -10,7 +10,7 @@ from lockstep.parallel.shard import fill, whole
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Full copies of the trained parameters on the host (a collective when sharded)."""
+    """The trained parameters, whole and on the host: of a CPU run they themselves (a collective when sharded)."""
     return {name: whole(p.detach()).cpu() for name, p in model.named_parameters() if p.requires_grad}
 
 

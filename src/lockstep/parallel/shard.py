@@ -52,6 +52,12 @@ def gathered(root: nn.Module) -> Iterator[None]:
             module.set_reshard_after_forward(module is not root, recurse=False)
 
 
+def let_go(root: nn.Module) -> None:
+    """Drop whole parameters that a forward pass left at the root: they would hide what is written into the shards."""
+    for module in _sharded(root):
+        module.reshard()
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a shard (a collective: every rank must call it in the same order)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

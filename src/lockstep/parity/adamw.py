@@ -5,12 +5,14 @@ A weight is judged by its own gradient and moments, so that a gradient that is o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lockstep.tape.format import StepRecord
+from lockstep.tape.observer import sampled
 
 # Rounding of a weight itself, in units of its last digit.
 ULPS = 4 * torch.finfo(torch.float32).eps
@@ -26,6 +28,8 @@ class Followed:
     actual: float
     off: tuple[str, ...]
     """Every parameter beyond the tolerance."""
+    places: tuple[int, ...]
+    """Which of the worst parameter's weights are."""
 
 
 def follow(
@@ -42,7 +46,7 @@ def follow(
     names = sorted({name.removeprefix(prefix).rsplit("/", 1)[0] for name in record.tensors if name.startswith(prefix)})
     clip = optim["clip"]
     factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-    worst, off = Followed("", 0.0, 0.0, 0.0, ()), []
+    worst, off = Followed("", 0.0, 0.0, 0.0, (), ()), []
     for name in names:
         kept = {
             key: record.tensors[f"{prefix}{name}/{key}"].double()
@@ -62,8 +66,9 @@ def follow(
             off.append(name)
         if not error <= worst.error:
             place = int(errors.argmax())
-            worst = Followed(name, error, float(expected[place]), float(kept["after"][place]), ())
-    return Followed(worst.parameter, worst.error, worst.expected, worst.actual, tuple(off))
+            beyond = sampled(math.prod(shapes[name]))[~(errors <= allowed)].tolist()
+            worst = Followed(name, error, float(expected[place]), float(kept["after"][place]), (), tuple(beyond))
+    return replace(worst, off=tuple(off))
 
 
 def _stepped(

@@ -86,3 +86,8 @@ def worst_place(a: torch.Tensor, b: torch.Tensor, unit: str) -> str:
     apart = torch.nan_to_num((a.double() - b.double()).abs(), nan=math.inf)
     place = int(apart.argmax())
     return f"{unit} {place}: {float(a[place]):.6g} against {float(b[place]):.6g}"
+
+
+def finite(error: float) -> float:
+    """What is not a number is infinitely far off."""
+    return error if math.isfinite(error) else math.inf

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import Refusal
+from lockstep.parity import checklist
 from lockstep.parity.replay import as_json, replay
 from lockstep.parity.script import MODES
 from lockstep.parity.show import show
@@ -34,13 +35,13 @@ def replay_run(request: Request) -> int:
         raise Refusal.at("--mode", f"there is no mode {request.mode!r}", f"use one of {', '.join(MODES)}")
     console = Console.silent() if request.json else _console(request.run)
     if request.checklist:
-        from lockstep.parity.checklist import items_json, run_checklist, show_items
-
-        items = run_checklist(request.run, request.overrides, console)
+        items = checklist.run_checklist(request.run, request.overrides, console)
+        if not items:
+            return 0  # a rank that only took part
         if request.json:
-            sys.stdout.write(json.dumps(items_json(items), indent=2) + "\n")
+            sys.stdout.write(json.dumps(checklist.as_json(items), indent=2) + "\n")
         else:
-            show_items(items, console)
+            checklist.show(items, console)
         return int(any(item.passed is False for item in items))
     result = replay(request.run, mode, request.overrides, console, request.steps)
     if result is None:

@@ -1,7 +1,8 @@
 """Which module left tolerance first, by how an error grows from its input to its output.
 
 A module whose input is already off may be honest. So the first module in the order of execution is named whose input
-agrees and whose output does not; where a child's *input* is the first to be off, its parent made it itself.
+agrees and whose output does not; where a child's *input* is the first to be off, its parent made it itself. A parent is
+judged by what it makes of its children's outputs, not by the rounding that these add up to.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from lockstep.parity.tolerance import Tolerance
 from lockstep.tape.digest import norm, relative
 from lockstep.tape.format import StepRecord
 from lockstep.tape.probe import BACKWARD, FORWARD, Event, Trace
+
+# Times by which gradients of honest modules are further off than what they compute forwards.
+WAY_BACK = 5.0
 
 
 @dataclass(frozen=True)
@@ -62,18 +66,36 @@ def blame(a: StepRecord, b: StepRecord, tolerance: Tolerance) -> Blamed | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """One pass through one module on both sides, and how far apart its inputs and outputs are."""
+
+    one: Event
+    other: Event
+    error_in: float
+    error_out: float
+
+    def inside(self, outer: _Pass) -> bool:
+        return outer.other.entered < self.other.entered and self.other.left < outer.other.left
+
+
 def _first(a: Trace, b: Trace, phase: str, learner: str, rank: int, tolerance: Tolerance) -> Blamed | None:
-    pairs = _aligned(a, b, phase)
-    for number, (one, other) in enumerate(pairs):
-        error_in = _apart(a.inputs(one), b.inputs(other))
-        error_out = _apart(a.outputs(one), b.outputs(other))
-        if not _grew(error_in, error_out, tolerance):
-            parameter = _parameter(a, b, one, error_in, tolerance) if phase == BACKWARD else None
-            if parameter is None:
-                continue
-            error_out, parameter_name = parameter
-        else:
-            parameter_name = None
+    passes = _aligned(a, b, phase)
+    alone = phase == BACKWARD and _few_are_off(a, b, tolerance)
+    for number, each in enumerate(passes):
+        children = _direct(passes[:number], each)
+        if not children and any(_encloses(each.other, event) for event in b.events):
+            continue  # what it is made of cannot be compared, so neither can its own part be told
+        parted = _parted(each, children, phase, tolerance)
+        parameter = _parameter(a, b, each, tolerance) if parted is None and alone else None
+        if parted is None and parameter is None:
+            continue
+        cut = _cut_off(a, b, each.one) if phase == BACKWARD else None
+        if cut is not None:
+            norms = norm(a.outputs(cut)[0]), 0.0
+            return Blamed(learner, rank, cut.module, cut.kind, phase, 0.0, 1.0, cut.shapes, (cut.dtypes, []), norms)
+        error_in, error_out, between = parted or (each.error_in, parameter[0] if parameter else 0.0, (None, None))
+        one, other = each.one, each.other
         return Blamed(
             learner,
             rank,
@@ -85,14 +107,45 @@ def _first(a: Trace, b: Trace, phase: str, learner: str, rank: int, tolerance: T
             other.shapes,
             (one.dtypes, other.dtypes),
             _norms(a.outputs(one), b.outputs(other)),
-            _between(a, b, pairs[:number], one, tolerance) if parameter_name is None else (None, None),
-            parameter_name,
+            between,
+            parameter[1] if parameter else None,
         )
     return None
 
 
-def _aligned(a: Trace, b: Trace, phase: str) -> list[tuple[Event, Event]]:
-    """Events of both sides by module and occurrence, as B ran them. What one side alone has cannot be compared."""
+def _parted(
+    each: _Pass, children: Sequence[_Pass], phase: str, tolerance: Tolerance
+) -> tuple[float, float, tuple[str | None, str | None]] | None:
+    """Where a module's own computation, between its children, lets the error grow: before, after, and the children.
+
+    What it computes with is what came in and what its children gave so far, so that the rounding that adds up over
+    many honest children is not laid at its door.
+    """
+    floor = tolerance.module * (WAY_BACK if phase == BACKWARD else 1.0)
+    known, last = each.error_in, None
+    for child in children:
+        if not child.error_in <= max(floor, tolerance.growth * known):
+            return known, child.error_in, (last, child.one.module)
+        known, last = max(known, child.error_out), child.one.module
+    if not each.error_out <= max(floor, tolerance.growth * known):
+        return known, each.error_out, (last, None)
+    return None
+
+
+def _direct(before: Sequence[_Pass], outer: _Pass) -> list[_Pass]:
+    """The passes that the outer one is made of, without those inside them, in the order of their beginning."""
+    inner = [each for each in before if each.inside(outer)]
+    direct = [each for each in inner if not any(each.inside(other) for other in inner)]
+    return sorted(direct, key=lambda each: each.other.entered)
+
+
+def _encloses(outer: Event, event: Event) -> bool:
+    return event.phase == outer.phase and outer.entered < event.entered and event.left < outer.left
+
+
+def _aligned(a: Trace, b: Trace, phase: str) -> list[_Pass]:
+    """Events of both sides by module and occurrence, as B ran them. What one side alone has cannot be compared, nor
+    what has another shape there."""
     seen: Counter[str] = Counter()
     known: dict[tuple[str, int], Event] = {}
     for event in a.events:
@@ -105,44 +158,47 @@ def _aligned(a: Trace, b: Trace, phase: str) -> list[tuple[Event, Event]]:
         if event.phase == phase:
             one = known.get((event.module, seen[event.module]))
             seen[event.module] += 1
-            if one is not None and (one.inputs, one.outputs) == (event.inputs, event.outputs):
-                pairs.append((one, event))
+            if one is not None and (one.inputs, one.outputs, one.shapes) == (event.inputs, event.outputs, event.shapes):
+                errors = _apart(a.inputs(one), b.inputs(event)), _apart(a.outputs(one), b.outputs(event))
+                pairs.append(_Pass(one, event, *errors))
     return pairs
+
+
+def _cut_off(a: Trace, b: Trace, blamed: Event) -> Event | None:
+    """Inside the blamed module: the first on A's way back that B ran forwards and never came back to."""
+    forward = {event.module for event in b.events if event.phase == FORWARD}
+    back = {event.module for event in b.events if event.phase == BACKWARD}
+    inside = f"{blamed.module}."
+    missing = [
+        event
+        for event in a.events
+        if event.phase == BACKWARD and event.module.startswith(inside) and event.module in forward - back
+    ]
+    return min(missing, key=lambda event: event.entered, default=None)
 
 
 def _apart(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
     return max((relative(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
 
 
-def _grew(error_in: float, error_out: float, tolerance: Tolerance) -> bool:
-    return not error_out <= max(tolerance.module, tolerance.growth * error_in)
-
-
 def _norms(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> tuple[float, float]:
     return (norm(a[0]), norm(b[0])) if a and b else (0.0, 0.0)
 
 
-def _parameter(a: Trace, b: Trace, event: Event, error_in: float, tolerance: Tolerance) -> tuple[float, str] | None:
+def _few_are_off(a: Trace, b: Trace, tolerance: Tolerance) -> bool:
+    """Whether gradients are off in single parameters. Where most of them are, no module made them so."""
+    names = [name for name in a.tensors if name.startswith("parameter/") and name in b.tensors]
+    off = [name for name in names if not relative(a.tensors[name], b.tensors[name]) <= tolerance.gradient]
+    return 2 * len(off) < len(names)
+
+
+def _parameter(a: Trace, b: Trace, each: _Pass, tolerance: Tolerance) -> tuple[float, str] | None:
     """A parameter of the module itself whose gradient is off although what arrived agrees."""
-    prefix = f"parameter/{event.module}."
+    prefix = f"parameter/{each.one.module}."
     for key, ours in a.tensors.items():
         name = key.removeprefix(prefix)
         if key.startswith(prefix) and "." not in name and key in b.tensors:
             error = relative(ours, b.tensors[key])
-            if not error <= max(tolerance.gradient, tolerance.growth * error_in):
-                return error, f"{event.module}.{name}"
+            if not error <= max(tolerance.gradient, tolerance.growth * each.error_in):
+                return error, f"{each.one.module}.{name}"
     return None
-
-
-def _between(
-    a: Trace, b: Trace, before: Sequence[tuple[Event, Event]], blamed: Event, tolerance: Tolerance
-) -> tuple[str | None, str | None]:
-    """The module's children around the place where its own computation went wrong."""
-    last = following = None
-    inside = [(one, other) for one, other in before if blamed.entered < one.entered and one.left < blamed.left]
-    for one, other in inside:
-        if _apart(a.inputs(one), b.inputs(other)) > tolerance.module:
-            following = one.module
-            break
-        last = one.module
-    return last, following

@@ -8,6 +8,7 @@ held against those of a clean copy of the module, which is given the same inputs
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -46,7 +47,7 @@ def wrong_kernel(calls: Sequence[Operator], tolerance: Tolerance | None = None) 
             if not actual.is_floating_point() or actual.shape != wanted.shape:
                 continue
             allowed = (tolerance or TOLERANCES[_PRECISION.get(actual.dtype, "fp32")]).module
-            error = _apart(actual, wanted)
+            error = apart(actual, wanted)
             if not error <= 4 * allowed:
                 why = f"on {call.device} it gives another result than the same inputs do in float64 on the CPU"
                 return Culprit("kernel", call, None, error, actual, wanted, why)
@@ -69,18 +70,17 @@ def other_code(calls: Sequence[Operator], clean: Sequence[Operator], tolerance: 
 
 
 def _parted(call: Operator, clean: Operator, tolerance: Tolerance) -> Culprit | None:
-    error_in = max((_apart(x, y) for x, y in zip(call.inputs, clean.inputs, strict=False)), default=0.0)
+    error_in = max((apart(x, y) for x, y in zip(call.inputs, clean.inputs, strict=False)), default=0.0)
     for actual, wanted in zip(call.outputs, clean.outputs, strict=False):
-        error = _apart(actual, wanted)
+        error = apart(actual, wanted)
         if not error <= max(tolerance.module, tolerance.growth * error_in):
             theirs, ours = _settings_apart(call, clean)
             why = f"with {theirs} instead of {ours}" if theirs else "its inputs agree, its result does not"
             return Culprit("code", call, clean, error, actual, wanted, why)
     pairs = list(zip(call.inputs, clean.inputs, strict=False))
-    floating = all(x.is_floating_point() for x, _ in pairs)
-    if pairs and floating and not call.writes and not error_in <= tolerance.module:
+    if pairs and not call.writes and not error_in <= tolerance.module:
         # Something that is no operator brought it in: a weight, a buffer, a constant.
-        place = max(range(len(pairs)), key=lambda i: _apart(*pairs[i]))
+        place = max(range(len(pairs)), key=lambda i: apart(*pairs[i]))
         actual, wanted = pairs[place]
         why = f"its input number {place + 1} is not the clean module's: a weight, a buffer or a constant"
         return Culprit("code", call, clean, error_in, actual, wanted, why)
@@ -136,7 +136,8 @@ def in_double(call: Operator) -> list[torch.Tensor] | None:
 
 def _doubled(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return leaf.double() if leaf.is_floating_point() else leaf.clone()
+        # Always a copy: the operator may write to it.
+        return leaf.to(torch.float64 if leaf.is_floating_point() else leaf.dtype, copy=True)
     if isinstance(leaf, torch.dtype) and leaf.is_floating_point:
         return torch.float64
     if isinstance(leaf, torch.device):
@@ -144,14 +145,14 @@ def _doubled(leaf: Any) -> Any:
     return leaf
 
 
-def _apart(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+def apart(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The difference as a share of the larger one's size; infinite of other shapes, or where one alone is finite."""
     if actual.shape != wanted.shape:
-        return float("inf")
-    if not actual.numel():
-        return 0.0
+        return math.inf
     x, y = actual.double(), wanted.double()
-    size = max(float(x.norm()), float(y.norm()))
-    apart = float((x - y).norm())
-    if apart != apart or size != size:
-        return 0.0 if bool(torch.equal(x.isnan(), y.isnan())) else float("inf")
-    return apart / size if size else 0.0
+    differ = (x != y) & ~(x.isnan() & y.isnan())
+    difference = float((x - y)[differ].norm())
+    size = max(float(one[one.isfinite()].norm()) for one in (x, y))
+    if not math.isfinite(difference):
+        return math.inf
+    return difference / size if size else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ class Operator:
     kwargs: dict[str, Any]
     outputs: list[torch.Tensor]
     device: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An operator crosses to other ranks by its name.
+        return _named, (str(self.function), self.args, self.kwargs, self.outputs, self.device)
 
     @property
     def name(self) -> str:
@@ -47,6 +52,10 @@ class Operator:
     def settings(self) -> list[Any]:
         """Arguments that are not tensors."""
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if not isinstance(leaf, torch.Tensor)]
+
+
+def _named(function: str, *rest: Any) -> Operator:
+    return Operator(attrgetter(function)(torch.ops), *rest)
 
 
 class OperatorLog(TorchDispatchMode):

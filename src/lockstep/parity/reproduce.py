@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lockstep.parity.operators import Culprit, in_double
+from lockstep.parity.operators import Culprit, apart, in_double
 from lockstep.parity.oplog import Operator
 
 # Numbers that a script holds itself; more go into a file beside it.
@@ -43,17 +43,18 @@ def write_reproducer(culprit: Culprit, path: Path, title: str) -> Path | None:
 
 
 def case_of(culprit: Culprit) -> Case | None:
-    """The operator with its judge; None where it runs nowhere but on its own device and nothing is known of it."""
+    """The operator with its judge; None where nothing shows."""
     call = culprit.call
     if not call.outputs or not culprit.expected.numel() or culprit.expected.shape != culprit.actual.shape:
         return None
     if culprit.fault == "kernel":
-        return Case(call, call.outputs[0], call, culprit.expected)
+        # A script looks at the first result.
+        return Case(call, call.outputs[0], call, culprit.expected) if culprit.actual is call.outputs[0] else None
     judge = with_settings(call, culprit.clean)
     wanted = in_double(judge) if judge is not None else None
     again = run(call)
     if again is None:
-        return None
+        again = call.outputs[0]  # it runs on its own device alone, as the script will
     if judge is not None and wanted and _apart(again, wanted[0]) > SEEN:
         return Case(call, again, judge, wanted[0])
     # Its inputs are what differs: the wanted numbers themselves are the judge.
@@ -65,17 +66,24 @@ def case_of(culprit: Culprit) -> Case | None:
 
 def smallest(case: Case) -> Case:
     """The case cut along one axis after another, while it still shows the fault."""
-    # Attention's kernels trust their shapes; sequences are independent, and that is all that can be cut.
-    axes = 1 if "attention" in case.call.name else case.found.ndim
-    for axis in range(axes):
+    for axis in range(_axes(case)):
         width = case.found.shape[axis]
-        apart = (case.found.double() - case.wanted.double()).abs().movedim(axis, 0).reshape(width, -1).sum(1)
-        for keep in (int(apart.argmax()), 0):
+        differences = (case.found.double() - case.wanted.double()).abs()
+        differences = differences.masked_fill(case.found == case.wanted, 0).movedim(axis, 0).reshape(width, -1).sum(1)
+        for keep in (int(differences.argmax()), 0):
             cut = _cut(case, axis, slice(keep, keep + 1)) if width > 1 else None
             if cut is not None:
                 case = cut
                 break
     return case
+
+
+def _axes(case: Case) -> int:
+    """How many axes may be cut. Kernels trust places in other tensors, which integers are, and attention's trust their
+    shapes; of attention, sequences are independent, and that is all that can be cut."""
+    if any(not one.is_floating_point() and one.dtype != torch.bool for one in case.call.inputs):
+        return 0
+    return min(1, case.found.ndim) if "attention" in case.call.name else case.found.ndim
 
 
 def _cut(case: Case, axis: int, keep: slice) -> Case | None:
@@ -146,10 +154,8 @@ def _fresh(leaf: Any) -> Any:
 
 
 def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    if found.shape != wanted.shape or not found.numel():
-        return 0.0
-    size = float(wanted.double().norm())
-    return float((found.double() - wanted.double()).norm()) / size if size else 0.0
+    """0 of other shapes: nothing shows there."""
+    return apart(found, wanted) if found.shape == wanted.shape else 0.0
 
 
 def _lines(case: Case, title: str, heavy: bool) -> list[str]:
@@ -183,13 +189,14 @@ def _lines(case: Case, title: str, heavy: bool) -> list[str]:
         *judge,
         "",
         "",
-        "found = operator([tensor.to(DEVICE) for tensor in GIVEN])",
+        "found = operator([tensor.to(DEVICE, copy=True) for tensor in GIVEN])",
         "judge = wanted([tensor.double() if tensor.is_floating_point() else tensor for tensor in GIVEN])",
         "found, judge = (one[0] if isinstance(one, (tuple, list)) else one for one in (found, judge))",
         "found, judge = found.detach().cpu().double().flatten(), judge.detach().cpu().double().flatten()",
-        "worst = (found - judge).abs().argmax()",
+        "apart = torch.where((found == judge) | found.isnan() & judge.isnan(), 0.0, found - judge)",
+        "worst = apart.abs().argmax()",
         "print(f'found {found[worst].item():.9g}, wanted {judge[worst].item():.9g}')",
-        f"raise SystemExit(int((found - judge).norm() > {tolerance} * judge.norm()))",
+        f"raise SystemExit(int(not apart.norm() <= {tolerance} * judge[judge.isfinite()].norm()))",
     ]
 
 
@@ -207,13 +214,17 @@ def _call_text(call: Operator, *, double: bool = False) -> str:
             return str(leaf)
         if isinstance(leaf, list | tuple):
             return f"[{', '.join(text(one) for one in leaf)}]"
-        return repr(leaf)
+        return _number(leaf) if isinstance(leaf, float) else repr(leaf)
 
     words = [text(arg) for arg in call.args] + [f"{key}={text(value)}" for key, value in call.kwargs.items()]
     return f"torch.ops.{call.function}({', '.join(words)})"
 
 
 def _literal(tensor: torch.Tensor) -> str:
-    # Python writes numbers that JSON has no word for as `nan` and `inf`, which are names here.
-    numbers = repr(tensor.tolist()).replace("nan", "float('nan')").replace("inf", "float('inf')")
-    return f"torch.tensor({numbers}, dtype={tensor.dtype})"
+    shape = "" if tensor.numel() else f".reshape({list(tensor.shape)})"
+    return f"torch.tensor({_number(tensor.tolist())}, dtype={tensor.dtype}){shape}"
+
+
+def _number(value: Any) -> str:
+    # Python shows numbers that it has no literal for as `nan` and `inf`, which are no names in a script.
+    return repr(value).replace("nan", "float('nan')").replace("inf", "float('inf')")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.model.weights import restore_weights
-from lockstep.parallel.shard import fill
+from lockstep.parallel.shard import fill, let_go
 from lockstep.train.step import Learner
 
 
@@ -14,6 +14,7 @@ def restore_learner(learner: Learner, weights: dict[str, torch.Tensor], where: s
     model, state = (_below(weights, f"{learner.name}/{part}/") for part in ("model", "optimizer"))
     masters = _below(state, "master/")
     module, optimizer = learner.module, learner.optimizer
+    let_go(module)
     # The finer copy where the recorded run had one: ours may be finer than its weights.
     restore_weights(module.stored, {**model, **masters}, where)  # type: ignore[arg-type]
     if any(name.startswith("exp_avg/") for name in state):

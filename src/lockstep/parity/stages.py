@@ -9,18 +9,13 @@ from typing import Any
 
 import torch
 
-from lockstep.parity.adamw import follow
-from lockstep.parity.checks import Check, root_mean_square, share, worst_place
+from lockstep.parity.checks import Check, finite, root_mean_square, share, worst_place
 from lockstep.parity.generation import judge_generation
+from lockstep.parity.landing import judge_landing
+from lockstep.parity.parameters import worst_parameter
 from lockstep.parity.tolerance import Tolerance
-from lockstep.tape.digest import BLOCKS, distance, distances, norm
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.rows import rollouts_of
-
-# A gradient far below the others is rounding: it is held to this share of the average one.
-NEGLIGIBLE = 1e-3
-# Movements of weights below this share of their size drown in the rounding of their digests.
-SEEN = 1e-5
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ def judge_step(a: Side, b: Side, step: int, tolerance: Tolerance, *, generated: 
     checks += _advantages(one, other, tolerance, checks)
     for index, update in enumerate(one.info["updates"]):
         if index < len(other.info["updates"]):
-            checks += _update(b, one, other, update["learner"], index, tolerance)
+            checks += _update(b, one, other, update["learner"], index, tolerance, restored=generated)
     return checks
 
 
@@ -127,7 +122,14 @@ def _advantages(a: StepRecord, b: StepRecord, tolerance: Tolerance, checks: list
 
 
 def _update(
-    b: Side, one: StepRecord, other: StepRecord, learner: str, index: int, tolerance: Tolerance
+    b: Side,
+    one: StepRecord,
+    other: StepRecord,
+    learner: str,
+    index: int,
+    tolerance: Tolerance,
+    *,
+    restored: bool,
 ) -> Iterator[Check]:
     mine = [u for u in one.info["updates"][:index] if u["learner"] == learner]
     number = len(mine)
@@ -136,18 +138,58 @@ def _update(
     what = f"{learner}, update {number + 1}"
     x, y = (record.tensors[f"{key}/pulls"] for record in (one, other))
     answers = root_mean_square(*(record.tensors[f"{key}/answers"] for record in (one, other)))
+    if number:
+        yield from _moved_answers(one, other, learner, number, what, tolerance)
     # Later updates of a step see weights that earlier ones moved: what their answers are off by is not the loss's.
     inherited = tolerance.growth * answers if number else 0.0
     size = max(abs(info[0]["loss"]), float(x.double().abs().sum()), 1e-12)
     apart = abs(info[0]["loss"] - info[1]["loss"]) / size
     said = f"{info[0]['loss']:.8g} against {info[1]['loss']:.8g}"
-    yield Check("loss", step, f"{what}: value", _finite(apart), tolerance.loss + 10 * answers, said, number)
+    yield Check("loss", step, f"{what}: value", finite(apart), tolerance.loss + 10 * answers, said, number)
     where = worst_place(x, y, "target")
     allowed = 10 * tolerance.loss + 10 * answers + inherited
     yield Check("loss", step, f"{what}: its slope at each target", share(x, y), allowed, where, number)
     yield from _gradient(one, other, key, what, info, number, tolerance, inherited)
-    if number == 0 and "lr" in info[1]:
-        yield from _optimizer(b, one, other, learner, info[1], tolerance)
+    if "lr" in info[0] and "lr" in info[1]:
+        yield from judge_landing(b.manifest, one, other, learner, number, info, tolerance, restored=restored)
+
+
+def _moved_answers(
+    one: StepRecord, other: StepRecord, learner: str, number: int, what: str, tolerance: Tolerance
+) -> Iterator[Check]:
+    """What a later update of a step sees must have moved from the first passes alike: else weights were lost between.
+
+    Judged by how far the updates before it moved the answers, as the weights themselves are.
+    """
+    key = f"{learner}/{number}/answers"
+    before, first = _before(one, learner, number), _before(other, learner, number)
+    if before is None or first is None:
+        return
+    x, y = one.tensors[key] - before, other.tensors[key] - first
+    way = root_mean_square(x, torch.zeros_like(x))
+    allowed = tolerance.logprob + (tolerance.update * way if way else 0.0)
+    said = f"{worst_place(one.tensors[key], other.tensors[key], 'target')}; moved by {way:.3g} before"
+    # Named with the update that should have moved them.
+    yield Check(
+        "weights",
+        one.step,
+        f"{what}: what it sees of the update before",
+        root_mean_square(x, y),
+        allowed,
+        said,
+        number - 1,
+    )
+
+
+def _before(record: StepRecord, learner: str, number: int) -> torch.Tensor | None:
+    """What was said of an update's targets before the first update of the step; None where nobody asked."""
+    every = record.tensors.get("step/values" if learner == "critic" else "step/old")
+    counts = [update["targets"] for update in record.info["updates"] if update["learner"] == learner]
+    if every is None or not len(every):
+        return None
+    start = sum(counts[:number]) % len(every)
+    found = every[start : start + counts[number]]
+    return found if len(found) == counts[number] else None
 
 
 def _gradient(
@@ -166,73 +208,9 @@ def _gradient(
     size = max(abs(norms[0]), 1e-12)
     said = f"{norms[0]:.8g} against {norms[1]:.8g}"
     allowed = tolerance.gradient + inherited
+    found = worst_parameter(one, other, f"{key}/gradient/", allowed, total=norms[0])
+    if found is not None:
+        yield Check("gradient", one.step, f"{what}: {found.name}", found.error, allowed, found.where, number)
     if size > 1e-7:
         apart = abs(norms[0] - norms[1]) / size
-        yield Check("gradient", one.step, f"{what}: norm", _finite(apart), allowed, said, number)
-    found = _parameters(one, other, f"{key}/gradient/", norms[0])
-    if found is not None:
-        name, error, where = found
-        yield Check("gradient", one.step, f"{what}: {name}", error, allowed, where, number)
-
-
-def _parameters(
-    one: StepRecord, other: StepRecord, prefix: str, total: float, sizes: dict[str, float] | None = None
-) -> tuple[str, float, str] | None:
-    """The parameter that is off most, as a share of its size (or of `sizes`), and in which rows."""
-    names = [name for name in one.tensors if name.startswith(prefix)]
-    worst: tuple[str, float, str] | None = None
-    for name in names:
-        short = name.removeprefix(prefix)
-        if name not in other.tensors:
-            return short, math.inf, "on one side only"
-        x, y = one.tensors[name], other.tensors[name]
-        floor = NEGLIGIBLE * total / max(1, len(names)) ** 0.5
-        size = max(norm(x), norm(y), floor) if sizes is None else max(sizes[short], SEEN * norm(x))
-        error = _finite(distance(x, y) / size if size else 0.0)
-        if worst is None or error > worst[1]:
-            worst = short, error, f"norm {norm(x):.6g} against {norm(y):.6g}{_rows(x, y)}"
-    return worst
-
-
-def _rows(x: torch.Tensor, y: torch.Tensor) -> str:
-    """In which eighths of the rows the difference lies, where it is not everywhere."""
-    errors = distances(x, y)
-    off = [i for i, error in enumerate(errors) if error > 0.05 * max(errors)]
-    if not off or len(off) == BLOCKS or math.isinf(max(errors)):
-        return ""
-    return f", in eighths {off[0] + 1} to {off[-1] + 1} of its rows"
-
-
-def _optimizer(
-    b: Side, one: StepRecord, other: StepRecord, learner: str, info: dict[str, Any], tolerance: Tolerance
-) -> Iterator[Check]:
-    step = one.step
-    if any(name.startswith(f"{learner}/0/sample/") for name in other.tensors):
-        shapes = b.manifest["parameters"][learner]
-        followed = follow(other, learner, shapes, b.recipe["optim"], info["lr"], info["grad_norm"], tolerance.optimizer)
-        where = f"{followed.parameter}: {followed.expected:.9g} by the formula, {followed.actual:.9g} found"
-        if followed.off:
-            where += f"; off: {', '.join(followed.off[:4])}" + (" ..." if len(followed.off) > 4 else "")
-        what = f"{learner}: weights by AdamW's formula"
-        yield Check("optimizer", step, what, _finite(followed.error), tolerance.optimizer, where)
-    moved = _movement(one, learner, b.manifest["parameters"][learner])
-    found = _parameters(one, other, f"{learner}/0/weights/", 0.0, moved) if moved else None
-    if found is not None:
-        name, error, where = found
-        yield Check("weights", step, f"{learner}: {name}", error, tolerance.update, where)
-
-
-def _movement(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -> dict[str, float]:
-    """How far the update moved each parameter, estimated from its sampled weights."""
-    prefix, found = f"{learner}/0/sample/", {}
-    for name, after in record.tensors.items():
-        if name.startswith(prefix) and name.endswith("/after"):
-            short = name.removeprefix(prefix).removesuffix("/after")
-            before = record.tensors[f"{prefix}{short}/before"]
-            step = float((after.double() - before.double()).square().mean().sqrt())
-            found[short] = step * math.prod(shapes[short]) ** 0.5
-    return found
-
-
-def _finite(error: float) -> float:
-    return error if math.isfinite(error) else math.inf
+        yield Check("gradient", one.step, f"{what}: norm", finite(apart), allowed, said, number)

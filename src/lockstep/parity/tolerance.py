@@ -29,7 +29,7 @@ class Tolerance:
 
 
 TOLERANCES = {
-    "fp32": Tolerance(2e-5, 1e-4, 1e-5, 2e-4, 1e-3, 0.05, 1e-5, 20.0),
+    "fp32": Tolerance(2e-5, 1e-4, 1e-5, 2e-4, 1e-3, 0.05, 1e-5, 10.0),
     "fp16": Tolerance(1e-2, 1e-2, 1e-2, 5e-2, 1e-3, 0.5, 1e-2, 8.0),
     "bf16": Tolerance(5e-2, 5e-2, 2e-2, 2e-1, 1e-3, 1.0, 5e-2, 8.0),
 }

@@ -60,15 +60,13 @@ def norm(a: torch.Tensor) -> float:
 def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
     """The distance as a share of the larger tensor's norm. Two tensors of zeros are equal."""
     apart, size = distance(a, b), max(norm(a), norm(b), floor)
-    if math.isnan(size):
+    if not math.isfinite(apart) or not math.isfinite(size):
         return math.inf
     return apart / size if size else apart
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.ndim < 2:
-        return tensor.reshape(-1, 1)
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.reshape(-1, 1) if tensor.ndim < 2 else tensor.flatten(0, -2)
 
 
 @lru_cache(maxsize=256)

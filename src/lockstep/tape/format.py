@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,12 @@ class TapeFolder:
                 file.unlink()
 
     def write_manifest(self, values: dict[str, Any]) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(self.manifest_file, json.dumps({"version": VERSION, **values}, indent=2) + "\n")
+        text = json.dumps({"version": VERSION, **values}, indent=2) + "\n"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            atomic_write_text(self.manifest_file, text)
+        except OSError as error:
+            raise _unwritten(self.manifest_file, error) from error
 
     def manifest(self) -> dict[str, Any]:
         try:
@@ -94,11 +99,12 @@ class TapeFolder:
                 str(self.path), "there is no tape", "record one: `lockstep train RECIPE tape=true run.name=NEW`"
             ) from error
         except (OSError, ValueError) as error:
-            raise Refusal.at(str(self.manifest_file), f"cannot be read: {error}") from error
-        if values.get("version") != VERSION:
+            raise _unread(self.manifest_file, error) from error
+        version = values.get("version") if isinstance(values, dict) else None
+        if version != VERSION:
             raise Refusal.at(
                 str(self.manifest_file),
-                f"was written in format {values.get('version')}, this version reads {VERSION}",
+                f"was written in format {version}, this version reads {VERSION}",
                 "record the run again, or use the version of lockstep that recorded it",
             )
         return values
@@ -117,30 +123,43 @@ class TapeFolder:
         return _load(self.weights_file(step))[1]
 
     def write_table(self, file: Path, rows: list[dict[str, Any]]) -> None:
-        aside = _aside(file)
-        pq.write_table(pa.Table.from_pylist(rows), aside)
-        os.replace(aside, file)
+        table = pa.Table.from_pylist(rows)
+        _write(file, lambda aside: pq.write_table(table, aside))
 
     def read_table(self, file: Path) -> list[dict[str, Any]]:
         try:
             return pq.read_table(file).to_pylist()
-        except (OSError, pa.ArrowInvalid) as error:
-            raise Refusal.at(str(file), f"cannot be read: {error}") from error
+        except (OSError, pa.ArrowException) as error:
+            raise _unread(file, error) from error
 
     def _save(self, file: Path, tensors: dict[str, torch.Tensor], info: dict[str, Any]) -> None:
-        aside = _aside(file)
-        try:
-            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, aside, _metadata(info))
-            os.replace(aside, file)
-        except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise Refusal.at(
-                str(file), f"could not be written: {error}", "free some disk, or lower tape.steps or tape.modules"
-            ) from error
+        # Copies: safetensors refuses tensors that share memory, as one estimate under two names does.
+        content = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        _write(file, lambda aside: save_file(content, aside, _metadata(info)))
 
 
-def _aside(file: Path) -> Path:
-    return file.with_name(f".writing-{file.name}")
+def _write(file: Path, save: Callable[[Path], None]) -> None:
+    """Aside first, then renamed."""
+    aside = file.with_name(f".writing-{file.name}")
+    try:
+        save(aside)
+        os.replace(aside, file)
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        aside.unlink(missing_ok=True)
+        raise _unwritten(file, error) from error
+
+
+def _unwritten(file: Path, error: Exception) -> Refusal:
+    remedy = "free some disk, or lower tape.steps or tape.modules"
+    return Refusal.at(str(file), f"could not be written: {error}", remedy)
+
+
+def _unread(file: Path, error: Exception) -> Refusal:
+    if isinstance(error, FileNotFoundError):
+        return Refusal.at(str(file), "is not on the tape", "look at tape.steps and tape.every of the recipe")
+    return Refusal.at(
+        str(file), f"cannot be read: {error}", "copy the tape again from where it was recorded, or record it again"
+    )
 
 
 def _metadata(info: dict[str, Any]) -> dict[str, str]:
@@ -152,7 +171,5 @@ def _load(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         with safe_open(file, "pt") as opened:
             info = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
             return info, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise Refusal.at(str(file), "is not on the tape", "look at tape.steps and tape.every of the recipe") from error
     except (OSError, ValueError, SafetensorError) as error:
-        raise Refusal.at(str(file), f"cannot be read: {error}") from error
+        raise _unread(file, error) from error

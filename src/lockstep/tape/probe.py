@@ -179,10 +179,12 @@ def run_probe(
     patterns: Iterable[str],
     whole_patterns: Iterable[str] = (),
     parameters: Iterable[tuple[str, nn.Parameter]] = (),
+    ranks: int = 1,
 ) -> Trace:
     """Trace `forward`, which ends in one number for each target, and the way back from a fixed sum of these.
 
-    Parameters' gradients are cleared afterwards: a probe stands between two updates.
+    Parameters' gradients are cleared afterwards: a probe stands between two updates. With several `ranks` each probes
+    the same, and a sharded model has added their gradients up.
     """
     patterns, whole_patterns = list(patterns), list(whole_patterns)
     tracer = _Tracer(lambda name: _matches(name, patterns), lambda name: _matches(name, whole_patterns))
@@ -200,7 +202,7 @@ def run_probe(
     tensors = dict(tracer.tensors)
     for name, parameter in parameters:
         if parameter.grad is not None:
-            tensors[f"parameter/{name}"] = digest(parameter.grad)
+            tensors[f"parameter/{name}"] = digest(parameter.grad / ranks)
         parameter.grad = None
     return Trace(tracer.events, on_host(tensors))
 

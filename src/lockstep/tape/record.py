@@ -141,6 +141,7 @@ class TapeRecorder(Recorder):
                 self.settings.modules,
                 self.settings.tensors,
                 optimizer.parameters.items(),
+                self.world.size,
             )
             for rank, found in enumerate(self.world.gather(trace)):
                 self._keep(learner.name, rank, found)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lockstep.tape.values import from_json, to_json
 from lockstep.types import (
     Example,
     Failure,
@@ -49,8 +50,8 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
         "earned": json.dumps(rollout.earned),
         "data_source": question.data_source,
         "ground_truth": question.ground_truth,
-        "prompt": json.dumps(question.prompt, ensure_ascii=False),
-        "extra_info": json.dumps(question.extra_info, ensure_ascii=False),
+        "prompt": to_json(question.prompt),
+        "extra_info": to_json(question.extra_info),
         "file": question.origin.file,
         "row": question.origin.row,
     }
@@ -63,10 +64,10 @@ def rollouts_of(rows: Sequence[dict[str, Any]]) -> list[Rollout]:
 def _rollout(row: dict[str, Any]) -> Rollout:
     question = Question(
         row["data_source"],
-        json.loads(row["prompt"]),
+        from_json(row["prompt"]),
         row["ground_truth"],
         Origin(row["file"], row["row"]),
-        json.loads(row["extra_info"]),
+        from_json(row["extra_info"]),
     )
     judged = json.loads(row["judgement"])
     score: Score | Failure

@@ -11,7 +11,18 @@ from lockstep.parity.compare.log import Evidence, Log
 
 MOST_SAMPLES = 8
 # What a device tells of itself that is no version of anything.
-_NO_VERSION = {"name", "chip", "count", "memory", "visible", "threads", "instructions", "kernel", "torch", "ray_resource"}
+_NO_VERSION = {
+    "name",
+    "chip",
+    "count",
+    "memory",
+    "visible",
+    "threads",
+    "instructions",
+    "kernel",
+    "torch",
+    "ray_resource",
+}
 
 
 def facts(a: Log, b: Log) -> dict[str, tuple[Any, Any]]:

@@ -1,0 +1,172 @@
+"""The checks that people do by hand when two devices disagree, done on the first recorded step of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.errors import Refusal
+from lockstep.model.weights import trained_weights
+from lockstep.parity.checklist_bench import OFFLINE, Bench, Item
+from lockstep.parity.checklist_recorded import first_tokens, first_update, repeatability, rewards, starting_weights
+from lockstep.parity.checklist_trials import engine_items, padding
+from lockstep.parity.checks import share
+from lockstep.parity.replay import REPLAYS, replayed_recipe
+from lockstep.parity.script import Replay
+from lockstep.parity.stages import Side
+from lockstep.parity.tolerance import tolerance_of
+from lockstep.recipe.methods import ONLINE
+from lockstep.run.folder import RunFolder, atomic_write_text
+from lockstep.run.metrics import rewind_lines
+from lockstep.run.progress import Console
+from lockstep.tape.format import StepRecord, TapeFolder
+from lockstep.tape.observer import Observer
+from lockstep.tape.record import weights_of
+from lockstep.tape.rows import rollouts_of
+from lockstep.train.offline import train_offline
+from lockstep.train.online import train_online
+from lockstep.train.session import Session
+from lockstep.types import Rollout
+
+__all__ = ["Item", "as_json", "run_checklist", "show"]
+
+RESULT = "checklist.json"
+# Weights that went through another number format on one side, as a share of their size.
+ROUNDED = 5e-3
+MARKS = {True: "passed", False: "FAILED", None: "-"}
+
+
+class Checklist(Replay):
+    """The first step twice from the recorded weights, to see whether it repeats; then trials in the same session.
+
+    The second time recorded responses stand in for generated ones.
+    """
+
+    def __init__(self, tape: TapeFolder):
+        super().__init__(tape, "forced", only=(1,))
+        self.bench: Bench | None = None
+        self.own: list[StepRecord] = []
+        self.generated: list[Rollout] = []
+        self.unlike: list[str] = []
+        self.tried: list[Item] = []
+
+    def steps(self, first: int, total: int) -> Iterable[int]:
+        if 1 not in self.tape.steps():
+            raise Refusal.at(
+                str(self.tape.path), "the first step is not on the tape", "record the run again: tape=true run.name=NEW"
+            )
+        return [0, 0]
+
+    def restore(self, session: Session, step: int) -> None:
+        self.mode = "forced" if self.bench is None else "chained"
+        self.bench = self.bench or self._set_up(session)
+        session.carried |= self.bench.record.info["carried"]
+        self.bench.restore()
+
+    def _set_up(self, session: Session) -> Bench:
+        start, self.unlike = self._start(session)
+        rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(1))) if session.online else []
+        tolerance = tolerance_of(self.tape.manifest()["recipe"]["model"]["dtype"], session.recipe.model.dtype)
+        return Bench(session, self.tape.read_step(1), rollouts, start, tolerance)
+
+    def _start(self, session: Session) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Weights before the step, and which of the model folder's are others. A tape without weights began there."""
+        learners = [learner for learner in (session.learner, session.critic) if learner is not None]
+        if 1 not in self.tape.weighed():
+            return {name: tensor.clone() for name, tensor in weights_of(learners).items()}, []
+        taped = self.tape.read_weights(1)
+        unlike = [
+            name
+            for learner in learners
+            for name, loaded in trained_weights(learner.module.stored).items()  # type: ignore[arg-type]
+            if not _alike(loaded, taped.get(f"{learner.name}/model/{name}"))
+        ]
+        return taped, unlike
+
+    def after(self, session: Session, step: int) -> None:
+        if session.world.main:
+            own = TapeFolder(session.folder.tape)
+            if not self.own and session.online:
+                self.generated = rollouts_of(own.read_table(own.rollouts_file(1)))
+            self.own.append(own.read_step(1))
+        if self.mode == "forced":
+            if session.world.main:  # the step comes again
+                session.metrics.rewind(step)
+                rewind_lines(session.folder.samples, step)
+            return
+        assert self.bench is not None
+        for learner in self.bench.learners:
+            learner.observer = Observer()  # the tape is complete
+        with session.console.task("Trying engine and trainer", None):
+            self.tried = [*engine_items(self.bench), padding(self.bench)]
+
+
+def _alike(loaded: torch.Tensor, taped: torch.Tensor | None) -> bool:
+    if taped is None:
+        return False
+    if loaded.dtype == taped.dtype:
+        return torch.equal(loaded, taped)
+    return share(loaded.flatten(), taped.flatten()) <= ROUNDED
+
+
+def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list[Item]:
+    """Every item, on the device and with the keys that `overrides` ask for. Ranks other than the first get none."""
+    source = RunFolder(run)
+    tape = TapeFolder(source.tape)
+    tape.manifest()
+    recipe = replayed_recipe(source, "forced", overrides, _free_name(source.path / REPLAYS))
+    script = Checklist(tape)
+    (train_online if recipe.method in ONLINE else train_offline)(recipe, console, script)
+    if int(os.environ.get("RANK", "0")):
+        return []
+    folder = Path(recipe.run.folder) / recipe.run.name
+    items = judged(script, Side.open(tape), Side.open(TapeFolder(RunFolder(folder).tape)))
+    atomic_write_text(folder / RESULT, json.dumps(as_json(items), indent=2) + "\n")
+    return items
+
+
+def _free_name(folder: Path) -> str:
+    number = 1
+    while (folder / f"checklist-{number}").exists():
+        number += 1
+    return f"checklist-{number}"
+
+
+def judged(script: Checklist, a: Side, b: Side) -> list[Item]:
+    """What the replayed step says against the recorded one, around what was tried in its session."""
+    recorded, (own, again) = a.tape.read_step(1), script.own
+    tolerance = tolerance_of(*(side.recipe["model"]["dtype"] for side in (a, b)))
+    if script.generated:
+        heard = [first_tokens(a, recorded, script.generated, tolerance), rewards(recorded, own)]
+    else:
+        heard = [Item(name, None, "", OFFLINE) for name in ("first tokens", "rewards")]
+    return [
+        starting_weights(a.manifest, b.manifest, script.unlike),
+        *heard,
+        first_update(recorded, own, tolerance),
+        *script.tried,
+        repeatability(own, again),
+    ]
+
+
+def show(items: Sequence[Item], console: Console) -> None:
+    failed = sum(item.passed is False for item in items)
+    passed = sum(item.passed is True for item in items)
+    rows = [(f"{MARKS[item.passed]:6} {item.name}", _told(item)) for item in items]
+    console.banner(f"checklist: {passed} passed, {failed} failed, {len(items) - passed - failed} not judged", rows)
+
+
+def _told(item: Item) -> str:
+    if item.passed:
+        return item.measured
+    return f"{item.measured}\n-> {item.means}" if item.measured else item.means
+
+
+def as_json(items: Sequence[Item]) -> dict[str, Any]:
+    return {"passed": all(item.passed is not False for item in items), "items": [asdict(item) for item in items]}

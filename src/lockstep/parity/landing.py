@@ -1,0 +1,134 @@
+"""What the optimizer made of the gradients, and where the weights landed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from lockstep.parity.adamw import follow
+from lockstep.parity.checks import Check, finite, share
+from lockstep.parity.parameters import whose_rows, worst_parameter
+from lockstep.parity.tolerance import Tolerance
+from lockstep.tape.format import StepRecord
+from lockstep.tape.observer import sampled
+
+# Movements of weights below this share of their size drown in the rounding of their digests.
+SEEN = 1e-5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def judge_landing(
+    manifest: Mapping[str, Any],
+    one: StepRecord,
+    other: StepRecord,
+    learner: str,
+    number: int,
+    info: tuple[dict[str, Any], dict[str, Any]],
+    tolerance: Tolerance,
+    *,
+    restored: bool,
+) -> Iterator[Check]:
+    """`manifest` is the replay's. `restored`: it started from the recorded optimizer state too."""
+    rates = info[0]["lr"], info[1]["lr"]
+    apart = abs(rates[0] - rates[1]) / max(rates[0], 1e-30)
+    what = f"{learner}, update {number + 1}: learning rate"
+    yield Check("optimizer", one.step, what, finite(apart), 1e-6, f"{rates[0]:g} against {rates[1]:g}", number)
+    if number:
+        return
+    if restored:
+        yield from _moments(one, other, learner, tolerance)
+    yield from _formula(manifest, other, learner, info[1], tolerance)
+    yield from _held(manifest, other, learner)
+    yield from _weights(manifest, one, other, learner, tolerance)
+
+
+def _moments(one: StepRecord, other: StepRecord, learner: str, tolerance: Tolerance) -> Iterator[Check]:
+    """The optimizer's memory before the update: of single weights, as the tape put it there."""
+    prefix = f"{learner}/0/sample/"
+    worst, error, where = "", 0.0, ""
+    for key, ours in one.tensors.items():
+        kind = key.rsplit("/", 1)[-1]
+        if not key.startswith(prefix) or kind not in ("exp_avg", "exp_avg_sq", "count"):
+            continue
+        theirs = other.tensors.get(key)
+        # Weights without a gradient on one side have no sample there; the gradient's check tells.
+        if theirs is None and f"{key.rsplit('/', 1)[0]}/gradient" not in other.tensors:
+            continue
+        apart = math.inf if theirs is None else share(ours.reshape(-1), theirs.reshape(-1))
+        if not apart <= error:
+            worst, error = key.removeprefix(prefix), apart
+            where = f"{worst}: on one side only" if theirs is None else f"{worst}: a share of {apart:.3g} apart"
+    what = f"{learner}: moments before the update"
+    yield Check("optimizer", one.step, what, finite(error), tolerance.optimizer, where)
+
+
+def _formula(
+    manifest: Mapping[str, Any], record: StepRecord, learner: str, info: dict[str, Any], tolerance: Tolerance
+) -> Iterator[Check]:
+    if not any(name.startswith(f"{learner}/0/sample/") for name in record.tensors):
+        return
+    shapes, optim = manifest["parameters"][learner], manifest["recipe"]["optim"]
+    followed = follow(record, learner, shapes, optim, info["lr"], info["grad_norm"], tolerance.optimizer)
+    where = f"{followed.parameter}: {followed.expected:.9g} by the formula, {followed.actual:.9g} found"
+    if followed.off:
+        where += f"; off: {', '.join(followed.off[:4])}" + (" ..." if len(followed.off) > 4 else "")
+        where += whose_rows(followed.places, shapes[followed.parameter], manifest["world_size"])
+    what = f"{learner}: weights by AdamW's formula"
+    yield Check("optimizer", record.step, what, finite(followed.error), tolerance.optimizer, where)
+
+
+def _held(manifest: Mapping[str, Any], record: StepRecord, learner: str) -> Iterator[Check]:
+    """Parameters in half precision must be their masters, rounded: nothing else may stand between the two."""
+    prefix, dtype = f"{learner}/0/sample/", DTYPES[manifest["recipe"]["model"]["dtype"]]
+    error, where = 0.0, ""
+    for key, held in record.tensors.items():
+        if not key.startswith(prefix) or not key.endswith("/held"):
+            continue
+        name = key.removeprefix(prefix).removesuffix("/held")
+        wanted = record.tensors[f"{prefix}{name}/after"].to(dtype).float()
+        off = (held != wanted).nonzero().flatten()
+        if len(off) / len(held) > error:
+            error = len(off) / len(held)
+            shape = manifest["parameters"][learner][name]
+            places = sampled(math.prod(shape))[off].tolist()
+            first = int(off[0])
+            where = (
+                f"{name}: {len(off)} of {len(held)} sampled weights are not their masters, "
+                f"{float(held[first]):.6g} for {float(wanted[first]):.6g}"
+                f"{whose_rows(places, shape, manifest['world_size'])}"
+            )
+    if any(key.startswith(prefix) for key in record.tensors):
+        yield Check("weights", record.step, f"{learner}: weights and their masters", error, 0.0, where)
+
+
+def _weights(
+    manifest: Mapping[str, Any], one: StepRecord, other: StepRecord, learner: str, tolerance: Tolerance
+) -> Iterator[Check]:
+    moved = _movement(one, learner, manifest["parameters"][learner])
+    if not moved:
+        return
+    prefix = f"{learner}/0/weights/"
+    sizes = {
+        name: max(way, SEEN * float(one.tensors[prefix + name][0]))
+        for name, way in moved.items()
+        if prefix + name in one.tensors
+    }
+    found = worst_parameter(one, other, prefix, tolerance.update, sizes=sizes)
+    if found is not None:
+        yield Check("weights", one.step, f"{learner}: {found.name}", found.error, tolerance.update, found.where)
+
+
+def _movement(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -> dict[str, float]:
+    """How far the update moved each parameter, estimated from its sampled weights."""
+    prefix, found = f"{learner}/0/sample/", {}
+    for name, after in record.tensors.items():
+        if name.startswith(prefix) and name.endswith("/after"):
+            short = name.removeprefix(prefix).removesuffix("/after")
+            before = record.tensors.get(f"{prefix}{short}/before")
+            if before is not None:
+                step = float((after.double() - before.double()).square().mean().sqrt())
+                found[short] = step * math.prod(shapes[short]) ** 0.5
+    return found

@@ -1,0 +1,68 @@
+"""Where a fault is put in: the live session of a replay, right after a step's weights were restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lockstep.parity.replay import Replayed, replay
+from lockstep.parity.script import Mode, Replay
+from lockstep.run.progress import Console
+from lockstep.train.session import Session
+
+
+@dataclass(frozen=True)
+class Scene:
+    """`patch` undoes what is changed outside the session."""
+
+    session: Session
+    script: Replay
+    patch: pytest.MonkeyPatch
+
+    def module(self, name: str) -> Any:
+        """By its name in the Hugging Face model."""
+        return self.policy.causal_lm.get_submodule(name)
+
+    @property
+    def policy(self) -> Any:
+        return self.session.learner.module
+
+    @property
+    def optimizer(self) -> Any:
+        return self.session.learner.optimizer
+
+
+Inject = Callable[[Scene], None]
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Give one object's method another one around it: `around(original, *args, **kwargs)`."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    if isinstance(owner, nn.Module):
+        owner.__dict__[name] = wrapped
+    else:
+        setattr(owner, name, wrapped)
+
+
+def replay_with(
+    run: Path, inject: Inject, words: Sequence[str] = (), mode: Mode = "forced", steps: Sequence[int] = (2,)
+) -> Replayed | None:
+    """The second step by default: moments are not 0, and the policy is no longer its reference."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        class Faulty(Replay):
+            def restore(self, session: Session, step: int) -> None:
+                super().restore(session, step)
+                inject(Scene(session, self, patch))
+
+        patch.setattr("lockstep.parity.replay.Replay", Faulty)
+        return replay(run, mode, list(words), Console.silent(), steps)
