@@ -86,7 +86,7 @@ def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Ten
         sync_path(aside)
         aside.rename(target)
         sync_path(checkpoints)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         shutil.rmtree(aside, ignore_errors=True)
         raise Refusal.at(
             str(target), f"could not be written: {error}", "free some disk; the checkpoints before it are untouched"
@@ -94,14 +94,14 @@ def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Ten
     return target
 
 
-def require_disk(folder: Path, needed: int, what: str) -> None:
-    """Refuse before anything is written or overwritten."""
+def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkpoint.keep_last") -> None:
+    """Refuse before anything is written or overwritten. `keys` says what of the recipe would take less."""
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE_BYTES:
         raise Refusal.at(
             str(folder),
             f"{what} needs {(needed + SPARE_BYTES) / 2**20:,.0f} MiB and the disk has {free / 2**20:,.0f} MiB free",
-            "free some disk, lower checkpoint.keep_last, or move run.folder; nothing was overwritten",
+            f"free some disk, {keys}, or move run.folder; nothing was overwritten",
         )
 
 

@@ -37,7 +37,8 @@ def recorder_of(session: Session) -> Recorder:
     )
     if session.world.main and keeps:
         snapshots = -(-min(settings.steps, session.prepared.batches.steps) // settings.every)
-        require_disk(session.folder.path, trained * BYTES_A_PARAMETER * snapshots, "the tape with weights")
+        less = "raise tape.every, lower tape.steps, set tape.weights=false"
+        require_disk(session.folder.path, trained * BYTES_A_PARAMETER * snapshots, "the tape with weights", less)
     recorder.open(_manifest(session), session.step)
     return recorder
 

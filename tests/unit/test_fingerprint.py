@@ -1,0 +1,106 @@
+"""Two runs say the same of their model exactly when weights, tokenizer and template are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.model import fingerprint
+from lockstep.model.fingerprint import model_fingerprint
+from lockstep.model.load import load_tokenizer
+
+
+@pytest.fixture
+def folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+
+
+def of(folder: Path) -> dict[str, str | None]:
+    return model_fingerprint(str(folder), load_tokenizer(str(folder)))
+
+
+def small(path: Path, template: str | None = None) -> dict[str, str | None]:
+    tokenizer: Any = SimpleNamespace(chat_template=template)
+    return model_fingerprint(str(path), tokenizer)
+
+
+def differing(a: dict[str, str | None], b: dict[str, str | None]) -> set[str]:
+    return {name for name in a if a[name] != b[name]}
+
+
+def test_a_copy_elsewhere_is_the_same_model(tiny_folder: Path, folder: Path) -> None:
+    found = of(tiny_folder)
+    assert found == of(folder)
+    assert all(found.values())
+
+
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("place", [0, -1, 1000])
+def test_one_bit_of_the_weights(tiny_folder: Path, folder: Path, place: int) -> None:
+    flip(folder / "model.safetensors", place)
+    assert differing(of(tiny_folder), of(folder)) == {"weights"}
+
+
+def test_what_else_changes_what(tiny_folder: Path, folder: Path) -> None:
+    before = of(tiny_folder)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"hidden_size": 64', '"hidden_size": 65'))
+    assert differing(before, of(folder)) == {"weights"}
+    shutil.copy(tiny_folder / "config.json", config)
+    (folder / "README.md").write_text("words that are no part of the model")
+    assert of(folder) == before
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert differing(before, of(folder)) == {"template"}
+    words = folder / "tokenizer.json"
+    words.write_text(words.read_text() + "\n")
+    assert differing(before, of(folder)) == {"template", "tokenizer"}
+
+
+def test_checksums_are_those_of_names_sizes_and_content(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "b.safetensors").write_bytes(b"weights")
+    (tmp_path / "vocab.txt").write_bytes(b"a\nb\n")
+    assert small(tmp_path, "hello") == {
+        "weights": hashlib.sha256(b"b.safetensors 7\nweightsconfig.json 2\n{}").hexdigest(),
+        "tokenizer": hashlib.sha256(b"vocab.txt 4\na\nb\n").hexdigest(),
+        "template": hashlib.sha256(b"hello").hexdigest(),
+    }
+
+
+def test_content_that_moved_to_the_next_file_is_another_model(tmp_path: Path) -> None:
+    for name, parts in (("one", (b"ab", b"c")), ("two", (b"a", b"bc"))):
+        (tmp_path / name).mkdir()
+        for number, part in enumerate(parts):
+            (tmp_path / name / f"{number}.bin").write_bytes(part)
+    assert differing(small(tmp_path / "one"), small(tmp_path / "two")) == {"weights"}
+
+
+def test_what_is_not_there_is_none(tmp_path: Path) -> None:
+    assert small(tmp_path) == {"weights": None, "tokenizer": None, "template": None}
+
+
+def test_large_files_are_sampled_to_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pieces of 4 of 100 bytes at 0, 32, 64 and 96."""
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 50)
+    monkeypatch.setattr(fingerprint, "PIECES", 4)
+    monkeypatch.setattr(fingerprint, "PIECE", 4)
+    file = tmp_path / "w.safetensors"
+    content = bytes(range(100))
+    file.write_bytes(content)
+    read = b"".join(content[at : at + 4] for at in (0, 32, 64, 96))
+    before = small(tmp_path)
+    assert before["weights"] == hashlib.sha256(b"w.safetensors 100\n" + read).hexdigest()
+    for place, seen in ((0, True), (33, True), (99, True), (50, False)):
+        file.write_bytes(content)
+        flip(file, place)
+        assert (small(tmp_path) != before) == seen, place
