@@ -33,6 +33,7 @@ def test_what_it_says_of_itself() -> None:
     device.use(0)
     facts = device.facts()
     assert (facts["count"], facts["ray_resource"]) == (2, "NPU")
+    assert facts["emulated"] is True
     assert facts["chip"].startswith("Ascend910B")
     before = device.memory().allocated
     block = torch.empty(1 << 20, device="npu")

@@ -343,6 +343,11 @@ def test_facts_and_samples() -> None:
     assert got.facts["method"] == ("sft", "sft")
     assert got.facts["model"] == ("warm", "warm, LoRA rank 8")
     assert got.facts["hardware"][0] == "1 x Chip One (cpu)"
+    b.evidence.env["device"]["emulated"] = True
+    b.evidence.env["model"] = {"architecture": "Qwen2ForCausalLM", "parameters": 1_018_368}
+    stand_in = compare(a, b).facts
+    assert stand_in["hardware"][1] == "1 x Chip One (cpu, emulated)"
+    assert stand_in["model"][1] == "Qwen2 1.02M (warm), LoRA rank 8"
     assert got.facts["versions"][0] == "lockstep 0.1.0, torch 2.13.0, transformers 5.22.2, driver 7.1"
     told = [tuple(side and side["response"] for side in both) for both in got.samples]
     assert told == [("2", "II"), ("3", None), ("4", None), (None, "IV")]

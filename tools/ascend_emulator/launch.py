@@ -29,6 +29,8 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
         # Otherwise torch_npu hands aclnn and HCCL calls to a thread of its own while the host kernels work on the same
         # memory at once. Nothing would fail; gradients would be wrong.
         "TASK_QUEUE_ENABLE": "0",
+        # For the evidence that runs leave: these were not on hardware.
+        "LOCKSTEP_EMULATED": "npu",
     }
 
 

@@ -12,6 +12,10 @@ from typing import Any, ClassVar
 import torch
 
 
+# Set to a device's name by whoever stands in for it, so that no run on an emulator passes for one on hardware.
+EMULATED = "LOCKSTEP_EMULATED"
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes. `allocated` and `peak` are this process's own; `total` and `free` are the device's."""
@@ -141,6 +145,7 @@ class Device(ABC):
             "memory": asdict(self.memory()),
             "visible": os.environ.get(self.visible_variable) if self.visible_variable else None,
             "ray_resource": self.ray_resource,
+            "emulated": os.environ.get(EMULATED) == self.name,
         }
 
 

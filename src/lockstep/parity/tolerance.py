@@ -1,7 +1,12 @@
 """How far two honest computations of the same thing may lie apart, by the coarser of their number formats.
 
-The figures are a few times what clean repeats showed (other micro-batches, packing, threads, devices); see
-`tests/slow` and docs/replay.md. They are shares of the size of what is compared, or, for log-probabilities, absolute.
+They are shares of the size of what is compared, or, for log-probabilities, absolute. Those of fp32 are 5 to 30 times
+the worst that 50 clean repeats of small models showed (`tests/e2e/test_clean_repeats.py`: other micro-batches,
+packing, threads, engines, and sums in double precision, as another device has them), each from recorded weights: log-
+probs 2e-6, advantages 2e-6, loss 2e-7 and its slopes 2e-6 (4e-5 at the second update of a step), gradients 8e-6, a
+weight's movement by AdamW's formula 4e-7, weights 3e-3 of their movement, modules 2e-6 forwards and 5e-6 backwards.
+An error of 1e-4 or 1e-2 put into the embedding grew at most 2 times in a module forwards, and 4.4 times backwards.
+fp32 against bf16 showed log-probs 0.033, gradients 0.07 and weights 0.55.
 """
 
 from __future__ import annotations

@@ -199,6 +199,9 @@ def run_probe(
             (targets_K * weights_K.to(targets_K.device)).sum().backward()
     finally:
         root.train(training)
+        # The hooks in the graph know the tracer, and the tracer the tensors that hold the graph: nobody would free it.
+        tracer.known.clear()
+        tracer.arrived.clear()
     tensors = dict(tracer.tensors)
     for name, parameter in parameters:
         if parameter.grad is not None:

@@ -11,18 +11,8 @@ from lockstep.parity.compare.log import Evidence, Log
 
 MOST_SAMPLES = 8
 # What a device tells of itself that is no version of anything.
-_NO_VERSION = {
-    "name",
-    "chip",
-    "count",
-    "memory",
-    "visible",
-    "threads",
-    "instructions",
-    "kernel",
-    "torch",
-    "ray_resource",
-}
+_NO_VERSION = {"name", "chip", "count", "memory", "visible", "threads", "instructions", "kernel", "torch"}
+_NO_VERSION |= {"ray_resource", "emulated"}
 
 
 def facts(a: Log, b: Log) -> dict[str, tuple[Any, Any]]:
@@ -83,7 +73,8 @@ def _dtype(evidence: Evidence) -> Any:
 
 def _hardware(evidence: Evidence) -> str:
     device = evidence.env.get("device", {})
-    return f"{evidence.env.get('world_size', 1)} x {device.get('chip', 'unknown chip')} ({device.get('name', '?')})"
+    kind = f"{device.get('name', '?')}, emulated" if device.get("emulated") else device.get("name", "?")
+    return f"{evidence.env.get('world_size', 1)} x {device.get('chip', 'unknown chip')} ({kind})"
 
 
 def _versions(evidence: Evidence) -> str:
