@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 
-
 # Set to a device's name by whoever stands in for it, so that no run on an emulator passes for one on hardware.
 EMULATED = "LOCKSTEP_EMULATED"
 
