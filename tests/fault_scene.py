@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,3 +67,14 @@ def replay_with(
 
         patch.setattr("lockstep.parity.replay.Replay", Faulty)
         return replay(run, mode, list(words), Console.silent(), steps)
+
+
+def patched(scene: Scene, module: str, name: str, around: Callable[..., Any]) -> None:
+    """A function as one module of the loop knows it."""
+    own = getattr(importlib.import_module(module), name)
+    scene.patch.setattr(f"{module}.{name}", lambda *args, **kwargs: around(own, *args, **kwargs))
+
+
+def around_method(scene: Scene, kind: type, name: str, around: Callable[..., Any]) -> None:
+    own = getattr(kind, name)
+    scene.patch.setattr(kind, name, lambda *args, **kwargs: around(own, *args, **kwargs))

@@ -1,0 +1,113 @@
+"""Replays with nothing wrong in them: other micro-batches, packing, threads, engines and rounding raise no alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from fault_modules import other_arithmetic
+from fault_scene import Inject, replay_with
+from lockstep.parity.checks import Check
+from lockstep.parity.script import Mode
+from taped_runs import record, write_lively
+
+# The tapes are recorded once, so one worker runs all of them.
+pytestmark = pytest.mark.xdist_group("clean repeats")
+
+
+def as_it_is(scene: object) -> None:
+    """Nothing is put into the replay."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    recipe: str
+    how: str
+    words: tuple[str, ...] = ()
+    threads: int = 1
+    inject: Inject = as_it_is
+
+
+HOW: dict[str, dict[str, object]] = {
+    "small micro-batches": {"words": ("batch.tokens=128",)},
+    "large micro-batches": {"words": ("batch.tokens=2048",)},
+    "padded by two": {"words": ("batch.rows=2", "batch.tokens=null")},
+    "padded one by one": {"words": ("batch.rows=1", "batch.tokens=null")},
+    "gradient checkpointing": {"words": ("model.gradient_checkpointing=true", "batch.tokens=160")},
+    "two threads": {"words": ("batch.tokens=200",), "threads": 2},
+    "plain attention": {"words": ("model.attention=sdpa", "batch.tokens=300")},
+    "other rounding": {"words": ("batch.tokens=200",), "inject": other_arithmetic},
+}
+RECIPES = ("sft", "dpo", "kto", "rm", "grpo", "ppo")
+REPEATS = [
+    *(Repeat(recipe, how, **keys) for recipe in RECIPES for how, keys in HOW.items()),  # type: ignore[arg-type]
+    *(Repeat(recipe, "transformers' engine", ("rollout.engine=hf",)) for recipe in ("grpo", "ppo")),
+]
+QUICK = {
+    ("sft", "small micro-batches"),
+    ("sft", "padded by two"),
+    ("dpo", "other rounding"),
+    ("grpo", "other rounding"),
+    ("grpo", "transformers' engine"),
+    ("ppo", "padded one by one"),
+}
+
+
+@pytest.fixture(scope="module")
+def tape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("clean")
+    model = write_lively(folder / "model")
+    runs: dict[str, Path] = {}
+
+    def of(recipe: str) -> Path:
+        if recipe not in runs:
+            runs[recipe] = record(folder, model, recipe, steps=3)
+        return runs[recipe]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def worst() -> Iterator[dict[tuple[str, str], Check]]:
+    """By mode and stage the check that came nearest to its tolerance, printed at the end."""
+    found: dict[tuple[str, str], Check] = {}
+    yield found
+    for (mode, stage), check in sorted(found.items()):
+        print(
+            f"\n{mode:8} {stage:11} {check.error:.2g} of {check.allowed:.2g}: step {check.step}, {check.what}", end=""
+        )
+    print()
+
+
+def _parameter(repeat: Repeat) -> object:
+    marks = () if (repeat.recipe, repeat.how) in QUICK else pytest.mark.slow
+    return pytest.param(repeat, id=f"{repeat.recipe}-{repeat.how}".replace(" ", "-"), marks=marks)
+
+
+def test_there_are_fifty() -> None:
+    assert len({(repeat.recipe, repeat.how) for repeat in REPEATS}) == 50
+    assert {(repeat.recipe, repeat.how) for repeat in REPEATS} >= QUICK
+
+
+@pytest.mark.parametrize("repeat", [_parameter(repeat) for repeat in REPEATS])
+@pytest.mark.parametrize("mode", ["forced", "chained"])
+def test_a_clean_repeat_raises_no_alarm(
+    repeat: Repeat, mode: Mode, tape: Callable[[str], Path], worst: dict[tuple[str, str], Check]
+) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(repeat.threads)
+    try:
+        found = replay_with(tape(repeat.recipe), repeat.inject, repeat.words, mode, steps=())
+    finally:
+        torch.set_num_threads(threads)
+    assert found is not None
+    assert found.steps == [1, 2, 3]
+    assert found.in_step, (found.cause, found.module)
+    for check in found.checks:
+        before = worst.get((mode, check.stage))
+        if check.allowed and (before is None or check.error / check.allowed > before.error / before.allowed):
+            worst[mode, check.stage] = check

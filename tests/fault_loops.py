@@ -1,0 +1,176 @@
+"""Faults before an update: rows, generation, rewards and advantages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fault_scene import Inject, Scene, around_method, patched, wrap
+from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals
+from lockstep.kernels.paged import DecodePass
+from lockstep.parity.restore import restore_learner
+from lockstep.reward.scorer import Scorer
+from lockstep.rollout.native.scheduler import Scheduler
+from lockstep.types import Example
+
+# -- rows
+
+
+def rows(change: Callable[[Example], Example]) -> Inject:
+    """The first row of an offline update."""
+
+    def inject(scene: Scene) -> None:
+        def items(own: Any, step: int, live: Any) -> Any:
+            first, *rest = own(step, live)
+            return [change(first), *rest]
+
+        wrap(scene.script, "items", items)
+
+    return inject
+
+
+def prompt_trained(row: Example) -> Example:
+    first = list(row.trained).index(1)
+    return replace(row, trained=[int(i == first - 1 or flag) for i, flag in enumerate(row.trained)])
+
+
+def last_untrained(row: Example) -> Example:
+    last = max(i for i, flag in enumerate(row.trained) if flag)
+    return replace(row, trained=[int(flag and i != last) for i, flag in enumerate(row.trained)])
+
+
+def truncated(row: Example) -> Example:
+    return replace(row, ids=row.ids[:-2], trained=row.trained[:-2])
+
+
+def response_mask(scene: Scene) -> None:
+    """Online: the mask is one token early, so that the prompt's last token is trained and the last of all is not."""
+
+    def example(own: Any, rollout: Any) -> Example:
+        return last_untrained(prompt_trained(own(rollout)))
+
+    patched(scene, "lockstep.train.experience", "_example", example)
+
+
+# -- generation
+
+
+def sampling(**changes: Any) -> Inject:
+    def inject(scene: Scene) -> None:
+        wrap(scene.session.speaking.engine, "generate", lambda own, asked, how: own(asked, replace(how, **changes)))
+
+    return inject
+
+
+def stale_engine(scene: Scene) -> None:
+    """The engine runs a copy of the weights, of the step before."""
+    learner, engine = scene.session.learner, scene.session.speaking.engine
+    now = scene.script.tape.read_weights(2)
+    restore_learner(learner, scene.script.tape.read_weights(1), "tape")
+    engine.policy = copy.deepcopy(scene.policy)  # type: ignore[attr-defined]
+    restore_learner(learner, now, "tape")
+
+
+def decode_positions(scene: Scene) -> None:
+    engine: Any = scene.session.speaking.engine
+
+    def hidden(own: Any, tokens: Any, positions: Any, layout: Any) -> Any:
+        return own(tokens, positions + 1 if isinstance(layout, DecodePass) else positions, layout)
+
+    def runner(own: Any, *args: Any) -> Any:
+        made = own(*args)
+        wrap(made, "_hidden", hidden)
+        return made
+
+    wrap(engine, "_runner", runner)
+
+
+def wrong_block(scene: Scene) -> None:
+    """Who was preempted reads another's block afterwards."""
+    engine: Any = scene.session.speaking.engine
+    preempted: set[int] = set()
+    around_method(
+        scene, Scheduler, "_preempt", lambda own, scheduler, sample: (preempted.add(id(sample)), own(scheduler, sample))
+    )
+
+    def state(own: Any, samples: Any) -> Any:
+        made = own(samples)
+        for row, sample in enumerate(samples):
+            if id(sample) in preempted:
+                made.table_BM[row, 0] = (made.table_BM[row, 0] + 1) % engine._cache_kept.blocks
+        return made
+
+    def runner(own: Any, *args: Any) -> Any:
+        made = own(*args)
+        wrap(made, "_state", state)
+        return made
+
+    wrap(engine, "_runner", runner)
+
+
+# -- rewards
+
+
+def judged_text(change: Callable[[str], str]) -> Inject:
+    def inject(scene: Scene) -> None:
+        around_method(scene, Scorer, "submit", lambda own, scorer, question, text: own(scorer, question, change(text)))
+
+    return inject
+
+
+def reward_weight(factor: float) -> Inject:
+    def inject(scene: Scene) -> None:
+        def total(own: Any, scorer: Any, outcomes: Any) -> Any:
+            score = own(scorer, outcomes)
+            return replace(score, total=factor * score.total)
+
+        around_method(scene, Scorer, "_sum", total)
+
+    return inject
+
+
+def no_overlong(scene: Scene) -> None:
+    patched(scene, "lockstep.train.take", "overlong_penalty", lambda own, *args: 0.0)
+
+
+# -- advantages
+
+
+def estimator(name: str, compute: Callable[..., Estimate]) -> Inject:
+    return lambda scene: scene.patch.setitem(ESTIMATORS, name, compute)
+
+
+def gae_with(**changes: float) -> Inject:
+    own = ESTIMATORS["gae"]
+    return estimator("gae", lambda signals, **keys: own(signals, **{**keys, **changes}))
+
+
+def over_the_batch(signals: Signals, **keys: float) -> Estimate:
+    """The mean of all responses in the place of the group's."""
+    return ESTIMATORS["dr_grpo"](replace(signals, group_S=torch.zeros_like(signals.group_S)), **keys)
+
+
+def biased_deviation(signals: Signals, **keys: float) -> Estimate:
+    """Divided by n, not by n - 1."""
+    own = _GRPO(signals, **keys)
+    size_S = torch.bincount(signals.group_S)[signals.group_S].double()
+    factor_K = (size_S / (size_S - 1)).sqrt()[signals.sequence_K].to(own.advantages_K.dtype)
+    return replace(own, advantages_K=own.advantages_K * factor_K)
+
+
+def misplaced_reward(scene: Scene) -> None:
+    """The score stands on the first token, not on the last."""
+    from lockstep.train.experience import Experience
+
+    scene.patch.setattr(
+        Experience,
+        "last_K",
+        property(lambda self: torch.tensor([0, *(len(r.ids) for r in self.rollouts[:-1])]).cumsum(0)),
+    )
+
+
+_GRPO = ESTIMATORS["grpo"]

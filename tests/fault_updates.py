@@ -1,0 +1,253 @@
+"""Faults of an update: losses, gradients, the optimizer, the weights, and single ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from fault_scene import Inject, Scene, patched, wrap
+
+# -- losses
+
+
+def divisor_of_micro_batch(scene: Scene) -> None:
+    def forward_backward(own: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
+        return own(batches, loss, float(len(batches[0].targets_K)))
+
+    wrap(scene.session.learner, "forward_backward", forward_backward)
+
+
+def policy_loss(**keys: float) -> Inject:
+    def inject(scene: Scene) -> None:
+        def loss_of(own: Any, algorithm: Any) -> Any:
+            return own(algorithm.model_copy(update=keys))
+
+        patched(scene, "lockstep.train.update", "loss_of", loss_of)
+
+    return inject
+
+
+def kl_coefficient(value: float) -> Inject:
+    return lambda scene: scene.session.carried.update(kl_coefficient=value)
+
+
+def kl_estimator(name: str) -> Inject:
+    def inject(scene: Scene) -> None:
+        patched(scene, "lockstep.train.update", "divergence", lambda own, _, p, q: own(name, p, q))
+
+    return inject
+
+
+def preference(**changes: float) -> Inject:
+    def inject(scene: Scene) -> None:
+        patched(scene, "lockstep.methods.pairs", "preference_loss", lambda own, p, **k: own(p, **{**k, **changes}))
+
+    return inject
+
+
+def reference_is_policy(scene: Scene) -> None:
+    from lockstep.train.roles import Roles
+
+    scene.patch.setattr(Roles, "reference_logprobs", Roles.logprobs)
+
+
+def value_clip(scene: Scene) -> None:
+    patched(scene, "lockstep.train.update", "value_loss", lambda own, *args, clip: own(*args, clip=1e-4))
+
+
+def lost_token(scene: Scene) -> None:
+    """One target of the update counts nothing."""
+    learner = scene.session.learner
+
+    def forward_backward(own: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
+        def less(output: Any, batch: Any) -> Any:
+            sums = loss(output, batch)
+            return replace(sums, loss=sums.loss + output.logprobs_K[0])
+
+        return own(batches, less, divisor)
+
+    wrap(learner, "forward_backward", forward_backward)
+
+
+# -- gradients
+
+
+def gradients(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Inject:
+    """Of the whole update, after all micro-batches."""
+
+    def inject(scene: Scene) -> None:
+        def forward_backward(own: Any, *args: Any) -> Any:
+            outcome = own(*args)
+            for name, weight in scene.optimizer.trained.items():
+                weight.grad = change(name, weight.grad)
+            return outcome
+
+        wrap(scene.session.learner, "forward_backward", forward_backward)
+
+    return inject
+
+
+def only(name: str, factor: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    return lambda parameter, gradient: factor * gradient if parameter == name else gradient
+
+
+def lost_micro_batch(scene: Scene) -> None:
+    calls: list[int] = []
+
+    def collect(own: Any) -> None:
+        own()
+        calls.append(1)
+        if len(calls) == 1:
+            for weight in scene.optimizer.trained.values():
+                weight.grad = None
+
+    wrap(scene.optimizer, "collect", collect)
+
+
+def scale_left(scene: Scene) -> None:
+    wrap(scene.optimizer, "gradient_norm", lambda own, scale=1.0: own(1.0))
+
+
+# -- the optimizer
+
+
+def groups(change: Callable[[dict[str, Any]], None]) -> Inject:
+    def inject(scene: Scene) -> None:
+        for group in scene.optimizer.adamw.param_groups:
+            change(group)
+
+    return inject
+
+
+def keys(**values: Any) -> Inject:
+    return groups(lambda group: group.update(values))
+
+
+def decay_everywhere(scene: Scene) -> None:
+    keys(weight_decay=0.1)(scene)
+
+
+def no_bias_correction(scene: Scene) -> None:
+    adamw = scene.optimizer.adamw
+
+    def step(own: Any) -> None:
+        for state in adamw.state.values():
+            state["step"] += 10**6
+        own()
+        for state in adamw.state.values():
+            state["step"] -= 10**6
+
+    wrap(adamw, "step", step)
+
+
+def coupled_decay(scene: Scene) -> None:
+    """Adam with decay in the gradient."""
+    adamw = scene.optimizer.adamw
+
+    def step(own: Any) -> None:
+        for group in adamw.param_groups:
+            for weight in group["params"]:
+                weight.grad.add_(weight.detach(), alpha=group["weight_decay"])
+            group["weight_decay"] = 0.0
+        own()
+
+    wrap(adamw, "step", step)
+
+
+def rate_not_passed_on(scene: Scene) -> None:
+    wrap(scene.optimizer, "step", lambda own, lr, norm: own(0.5 * lr, norm))
+
+
+def wrong_rate(scene: Scene) -> None:
+    wrap(scene.session.learner, "optim_step", lambda own, lr: own(2 * lr))
+
+
+def moments_reset(scene: Scene) -> None:
+    scene.optimizer.adamw.state.clear()
+
+
+def other_clip(scene: Scene) -> None:
+    scene.optimizer.clip = 0.5
+
+
+def left_out(name: str) -> Inject:
+    """A parameter that the optimizer does not know."""
+
+    def remove(group: dict[str, Any], weight: torch.Tensor) -> None:
+        group["params"] = [other for other in group["params"] if other is not weight]
+
+    return lambda scene: groups(lambda group: remove(group, scene.optimizer.trained[name]))(scene)
+
+
+# -- the weights
+
+
+def not_written_back(*names: str) -> Inject:
+    """Masters move and these parameters do not follow (all of them by default)."""
+
+    def inject(scene: Scene) -> None:
+        kept = {name: p for name, p in scene.optimizer.parameters.items() if not names or name in names}
+
+        def step(own: Any, lr: float, norm: torch.Tensor) -> None:
+            before = {name: p.detach().clone() for name, p in kept.items()}
+            own(lr, norm)
+            with torch.no_grad():
+                for name, parameter in kept.items():
+                    parameter.copy_(before[name])
+
+        wrap(scene.optimizer, "step", step)
+
+    return inject
+
+
+def weights_lost_after(name: str) -> Inject:
+    """After the optimizer's step and all that is told of it, a parameter falls back."""
+
+    def inject(scene: Scene) -> None:
+        parameter = scene.optimizer.parameters[name]
+
+        def optim_step(own: Any, lr: float) -> Any:
+            before = parameter.detach().clone()
+            metrics = own(lr)
+            with torch.no_grad():
+                parameter.copy_(before)
+            return metrics
+
+        wrap(scene.session.learner, "optim_step", optim_step)
+
+    return inject
+
+
+# -- ranks
+
+
+def on_rank(rank: int, inject: Inject) -> Inject:
+    return lambda scene: inject(scene) if scene.session.world.rank == rank else None
+
+
+def shard_not_written_back(name: str) -> Inject:
+    """This rank's rows of a parameter stay where they were."""
+
+    def inject(scene: Scene) -> None:
+        local = scene.optimizer.parameters[name].to_local()
+
+        def step(own: Any, lr: float, norm: torch.Tensor) -> None:
+            before = local.detach().clone()
+            own(lr, norm)
+            with torch.no_grad():
+                local.copy_(before)
+
+        wrap(scene.optimizer, "step", step)
+
+    return inject
+
+
+def averaged_over_ranks(scene: Scene) -> None:
+    """Losses are divided by what all ranks count, so their gradients must be added up."""
+    for module in scene.policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(2.0)

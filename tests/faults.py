@@ -1,0 +1,333 @@
+"""The table of faults: what is put into a replay, and what the replay must say of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+import fault_loops as loops
+import fault_modules as modules
+import fault_updates as updates
+from fault_scene import Inject, Scene, replay_with
+from lockstep.algorithms.advantage import ESTIMATORS
+
+ROOT = "(root)"
+OTHER_BATCHES = ["batch.tokens=200"]
+L0, L1, L2 = (f"model.layers.{i}" for i in range(3))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`says` must stand in what the replay says of the place. Where `ranks` is over 1, as many processes replay."""
+
+    name: str
+    recipe: str
+    inject: Inject
+    stage: str
+    module: str | None = None
+    rank: int = 0
+    says: str = ""
+    ranks: int = 1
+
+
+def _module(name: str, inject: Inject, module: str, recipe: str = "sft") -> Fault:
+    return Fault(name, recipe, inject, "log-probs", module)
+
+
+def _attention(name: str, module: str, **faults: object) -> Fault:
+    return _module(name, modules.attention(f"{module}.self_attn", **faults), f"{module}.self_attn")
+
+
+def _zeros(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(gradient)
+
+
+FORWARD = [
+    _module(
+        "norm epsilon 1e-5",
+        modules.setting(f"{L0}.input_layernorm", "variance_epsilon", lambda _: 1e-5),
+        f"{L0}.input_layernorm",
+    ),
+    _module(
+        "norm epsilon 1e-3",
+        modules.setting(f"{L1}.post_attention_layernorm", "variance_epsilon", lambda _: 1e-3),
+        f"{L1}.post_attention_layernorm",
+    ),
+    _module("final norm epsilon", modules.setting("model.norm", "variance_epsilon", lambda _: 1e-2), "model.norm"),
+    _module("rotary base", modules.rotary_base(10500.0), "model.rotary_emb"),
+    _module("rotary on keys alone", modules.rotary(f"{L1}.self_attn", modules.keys_alone), f"{L1}.self_attn"),
+    _module("keys one place on", modules.rotary(f"{L2}.self_attn", modules.keys_one_further), f"{L2}.self_attn"),
+    _module(
+        "attention scale", modules.setting(f"{L1}.self_attn", "scaling", lambda own: 1.05 * own), f"{L1}.self_attn"
+    ),
+    _attention("sees the next token", L0, **{"from": -1}),
+    _attention("cannot see itself", L1, **{"from": 1}),
+    _attention("packed sequences see each other", L2, joined=True),
+    _attention("bf16 softmax", L1, softmax=torch.bfloat16),
+    _attention("fp16 softmax", L0, softmax=torch.float16),
+    _attention("two heads swapped", L1, swapped=(0, 3)),
+    _attention("key heads in the wrong order", L2, interleaved=True),
+    _module(
+        "dropped bias",
+        modules.linear(f"{L1}.self_attn.q_proj", lambda x, w, b: functional.linear(x, w)),
+        f"{L1}.self_attn.q_proj",
+    ),
+    _module(
+        "bf16 in one projection",
+        modules.linear(f"{L1}.self_attn.v_proj", modules.bf16_linear),
+        f"{L1}.self_attn.v_proj",
+    ),
+    _module("GELU in the place of SiLU", modules.activation(f"{L1}.mlp", torch.nn.GELU()), f"{L1}.mlp.act_fn"),
+    _module("activation approximated", modules.activation(f"{L2}.mlp", torch.nn.Hardswish()), f"{L2}.mlp.act_fn"),
+    _module(
+        "weight transposed", modules.weight(f"{L1}.self_attn.o_proj.weight", lambda w: w.T), f"{L1}.self_attn.o_proj"
+    ),
+    _module(
+        "weight row zero", modules.weight(f"{L0}.mlp.gate_proj.weight", modules.without_row(5)), f"{L0}.mlp.gate_proj"
+    ),
+    _module(
+        "weight rounded", modules.weight(f"{L2}.mlp.down_proj.weight", modules.through_bf16), f"{L2}.mlp.down_proj"
+    ),
+    _module(
+        "embedding row",
+        modules.weight("model.embed_tokens.weight", modules.without_row(ord("#"))),
+        "model.embed_tokens",
+    ),
+    _module("residual dropped", modules.no_residual(L1), L1),
+    _module(
+        "dropout left on", modules.output(f"{L1}.mlp", lambda out: functional.dropout(out, 0.1, True)), f"{L1}.mlp"
+    ),
+    Fault("dropout in training alone", "sft", modules.dropout_while_training(f"{L1}.mlp"), "log-probs"),
+    _module("tied head scaled", modules.scaled_head, ROOT),
+    _module("temperature missing in scoring", modules.scoring(temperature=1.0), ROOT, "grpo"),
+    _module("truncation missing in scoring", modules.scoring(truncation=None), ROOT, "grpo-top-p"),
+    _module("log-probabilities in bf16", modules.bf16_logprobs, ROOT, "grpo"),
+    _module(
+        "policy's norm epsilon",
+        modules.setting(f"{L1}.input_layernorm", "variance_epsilon", lambda _: 1e-3),
+        f"{L1}.input_layernorm",
+        "grpo",
+    ),
+]
+
+BACKWARD = [
+    Fault(
+        "projection's gradient scaled",
+        "sft",
+        modules.gradient(f"{L1}.self_attn.k_proj.weight", lambda g: 1.01 * g),
+        "gradient",
+        f"{L1}.self_attn.k_proj",
+    ),
+    Fault(
+        "norm's gradient dropped",
+        "sft",
+        modules.gradient(f"{L2}.input_layernorm.weight", _zeros),
+        "gradient",
+        f"{L2}.input_layernorm",
+    ),
+    Fault(
+        "way back scaled",
+        "sft",
+        modules.backward(f"{L1}.self_attn.v_proj", lambda g: 0.99 * g),
+        "gradient",
+        f"{L1}.self_attn.v_proj",
+    ),
+    Fault("MLP detached", "sft", modules.output(f"{L1}.mlp", lambda out: out.detach()), "gradient", f"{L1}.mlp"),
+    Fault("gradients not averaged", "sft", updates.gradients(lambda _, g: 2 * g), "gradient"),
+    Fault("micro-batch lost", "sft", updates.lost_micro_batch, "gradient"),
+    Fault("loss scale left in", "sft-fp16", updates.scale_left, "gradient"),
+    Fault(
+        "one gradient zero",
+        "sft",
+        updates.gradients(updates.only(f"{L2}.mlp.up_proj.weight", 0.0)),
+        "gradient",
+        says=f"{L2}.mlp.up_proj.weight",
+    ),
+]
+
+ROWS = [
+    Fault("prompt token trained", "sft", loops.rows(loops.prompt_trained), "batch"),
+    Fault("last token not trained", "sft", loops.rows(loops.last_untrained), "batch"),
+    Fault("truncated row", "sft", loops.rows(loops.truncated), "batch"),
+    Fault("mask one token early", "grpo", loops.response_mask, "batch"),
+]
+
+GENERATION = [
+    Fault("engine's temperature missing", "grpo", loops.sampling(temperature=1.0), "generation"),
+    Fault("engine's seed", "grpo", loops.sampling(seed=1), "generation"),
+    Fault("stale weights in the engine", "grpo", loops.stale_engine, "generation"),
+    Fault("decode positions off by one", "grpo", loops.decode_positions, "generation"),
+    Fault("top-p ignored", "grpo-top-p", loops.sampling(top_p=1.0), "generation"),
+    Fault("wrong block after preemption", "grpo-tight", loops.wrong_block, "generation"),
+]
+
+REWARDS = [
+    Fault("text stripped", "grpo", loops.judged_text(lambda text: text[:-1].strip()), "reward"),
+    Fault("reward's weight", "grpo", loops.reward_weight(0.9), "reward"),
+    Fault("reward's sign", "grpo", loops.reward_weight(-1.0), "reward"),
+    Fault("overlong penalty missing", "grpo", loops.no_overlong, "reward"),
+]
+
+ADVANTAGES = [
+    Fault("not divided by the deviation", "grpo", loops.estimator("grpo", ESTIMATORS["dr_grpo"]), "advantages"),
+    Fault("mean over the batch", "grpo", loops.estimator("grpo", loops.over_the_batch), "advantages"),
+    Fault("biased deviation", "grpo", loops.estimator("grpo", loops.biased_deviation), "advantages"),
+    Fault("GAE's lambda", "ppo", loops.gae_with(lam=1.0), "advantages"),
+    Fault("discount", "ppo", loops.gae_with(gamma=1.0), "advantages"),
+    Fault("reward on the first token", "ppo", loops.misplaced_reward, "advantages"),
+]
+
+LOSSES = [
+    Fault("divisor of one micro-batch", "sft", updates.divisor_of_micro_batch, "loss"),
+    Fault("a target left out", "sft", updates.lost_token, "loss"),
+    Fault("clip range", "grpo", updates.policy_loss(clip_low=0.2, clip_high=0.2), "loss", says="update 2"),
+    Fault("KL coefficient", "grpo", updates.kl_coefficient(0.0), "loss"),
+    Fault("KL estimator", "grpo", updates.kl_estimator("k2"), "loss"),
+    Fault("reference is the policy", "grpo", updates.reference_is_policy, "log-probs", says="reference"),
+    Fault("DPO's beta", "dpo", updates.preference(beta=0.11), "loss"),
+    Fault("DPO's smoothing", "dpo", updates.preference(label_smoothing=0.05), "loss"),
+    Fault("DPO's reference is the policy", "dpo", updates.reference_is_policy, "loss"),
+    Fault("value clip", "ppo", updates.value_clip, "loss", says="critic"),
+]
+
+OPTIMIZER = [
+    Fault("epsilon 1e-6", "sft", updates.keys(eps=1e-6), "optimizer"),
+    Fault("epsilon 1e-5", "grpo", updates.keys(eps=1e-5), "optimizer"),
+    Fault("betas", "sft", updates.keys(betas=(0.9, 0.999)), "optimizer"),
+    Fault("decay on norms and biases", "sft", updates.decay_everywhere, "optimizer", says="norm"),
+    Fault("no decay", "sft", updates.keys(weight_decay=0.0), "optimizer"),
+    Fault("no bias correction", "sft", updates.no_bias_correction, "optimizer"),
+    Fault("decay in the gradient", "sft", updates.coupled_decay, "optimizer"),
+    Fault("rate not passed on", "sft", updates.rate_not_passed_on, "optimizer"),
+    Fault("another rate", "sft", updates.wrong_rate, "optimizer", says="0.002"),
+    Fault("moments reset", "sft", updates.moments_reset, "optimizer"),
+    Fault("clipped at another norm", "sft", updates.other_clip, "optimizer"),
+    Fault(
+        "parameter left out",
+        "sft",
+        updates.left_out(f"{L1}.mlp.up_proj.weight"),
+        "optimizer",
+        says=f"{L1}.mlp.up_proj.weight",
+    ),
+]
+
+WEIGHTS = [
+    Fault("masters not copied", "sft-bf16", updates.not_written_back(), "weights"),
+    Fault(
+        "one parameter not written back",
+        "sft-bf16",
+        updates.not_written_back(f"{L0}.self_attn.k_proj.weight"),
+        "weights",
+        says=f"{L0}.self_attn.k_proj.weight",
+    ),
+    Fault("weights lost after the update", "grpo", updates.weights_lost_after(f"{L1}.mlp.down_proj.weight"), "weights"),
+]
+
+RANKS = [
+    Fault(
+        "a shard's step left out",
+        "sft",
+        updates.on_rank(1, updates.shard_not_written_back(f"{L0}.mlp.gate_proj.weight")),
+        "optimizer",
+        rank=1,
+        says=f"{L0}.mlp.gate_proj.weight",
+        ranks=2,
+    ),
+    Fault("gradients averaged over ranks", "sft", updates.averaged_over_ranks, "gradient", ranks=2),
+    Fault(
+        "a shard not written back",
+        "sft-bf16",
+        updates.on_rank(1, updates.shard_not_written_back(f"{L1}.mlp.down_proj.weight")),
+        "weights",
+        rank=1,
+        says=f"{L1}.mlp.down_proj.weight",
+        ranks=2,
+    ),
+    Fault(
+        "a stale layer on one rank",
+        "grpo",
+        updates.on_rank(1, modules.output(f"{L1}.mlp", lambda out: 1.02 * out)),
+        "log-probs",
+        f"{L1}.mlp",
+        rank=1,
+        ranks=2,
+    ),
+]
+
+ALONE = [*FORWARD, *BACKWARD, *ROWS, *GENERATION, *REWARDS, *ADVANTAGES, *LOSSES, *OPTIMIZER, *WEIGHTS]
+FAULTS = {fault.name: fault for fault in [*ALONE, *RANKS]}
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a replay said of a fault."""
+
+    fault: Fault
+    stage: str | None
+    module: str | None
+    rank: int
+    said: str
+
+    @property
+    def stage_right(self) -> bool:
+        return self.stage == self.fault.stage
+
+    @property
+    def place_right(self) -> bool:
+        return (self.module, self.rank) == (self.fault.module, self.fault.rank) and self.fault.says in self.said
+
+
+def summary(named: Sequence[Named]) -> str:
+    """fault | expected | named | ok, and the shares of right stages and right places."""
+    lines = [f"{'fault':32} {'expected':44} {'named':44} ok"]
+    for one in named:
+        wanted, found = f"{one.fault.stage} {one.fault.module or ''}", f"{one.stage} {one.module or ''}"
+        lines.append(f"{one.fault.name:32} {wanted:44} {found:44} {one.stage_right and one.place_right}")
+    stages = [one.stage_right for one in named]
+    placed = [one.place_right for one in named if one.fault.module]
+    lines.append(f"{_share(stages)} of the stages, {_share(placed)} of the modules")
+    return "\n".join(lines)
+
+
+def _share(right: Sequence[bool]) -> str:
+    return f"{sum(right)} of {len(right)} ({sum(right) / max(1, len(right)):.1%})"
+
+
+def name_it(run: Path, fault: Fault) -> Named | None:
+    """Replay a run with a fault in it, on what computes otherwise as another device would: rounding everywhere, other
+    micro-batches. Ranks other than the first get None."""
+
+    def inject(scene: Scene) -> None:
+        modules.other_arithmetic(scene)
+        fault.inject(scene)
+
+    found = replay_with(run, inject, OTHER_BATCHES)
+    if found is None:
+        return None
+    module, cause = found.module, found.cause
+    said = f"{cause.what} {cause.where}" if cause else ""
+    rank = module.rank if module else int("rank 1" in said)
+    return Named(fault, found.stage, module.module if module else None, rank, said)
+
+
+def main(run: str, name: str = "") -> None:
+    """One fault, or none, in the processes that torchrun started."""
+    if not name:
+        found = replay_with(Path(run), modules.other_arithmetic, OTHER_BATCHES)
+        if found is not None and not found.in_step:
+            sys.exit(f"{found.cause} {found.module}")
+        return
+    named = name_it(Path(run), FAULTS[name])
+    if named is not None:
+        print(summary([named]))
+        if not (named.stage_right and named.place_right):
+            sys.exit(f"{named}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
