@@ -46,7 +46,7 @@ def locate(session: Session, tape: TapeFolder, step: int, blamed: Blamed) -> Loc
     record = tape.read_step(step)
     settings = record.info["probe"]
     chosen = short(fed_examples(record.tensors), settings["rows"])
-    batch = micro_batch(chosen, packed=settings["packed"], pad_id=session.prepared.pad_id)
+    batch = micro_batch(chosen, packed=True, pad_id=0)
     learner = session.critic if blamed.learner == "critic" and session.critic else session.learner
     here = to_device(batch, learner.device)
     heard = hear(learner.module, blamed.module, lambda: learner.module(here))

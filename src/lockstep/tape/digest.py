@@ -21,19 +21,21 @@ LENGTH = len(STATISTICS) + BLOCKS * SKETCH
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """`LENGTH` numbers in fp32 on the tensor's device, so that many digests cross to the host at once."""
+    """`LENGTH` numbers in fp32 on the tensor's device, so that many digests cross to the host at once.
+
+    A snapshot makes thousands of them, mostly of small tensors: what counts is the number of operators.
+    """
     rows_RC = _rows(whole(tensor.detach())).float()
     rows, columns = rows_RC.shape
-    projected_RS = (rows_RC @ _signs(columns, 1).to(rows_RC.device)) * _signs(rows, 2).to(rows_RC.device)
-    sketch_BS = projected_RS.new_zeros(BLOCKS, SKETCH)
-    sketch_BS.index_add_(0, block_of(rows).to(rows_RC.device), projected_RS)
-    statistics = [
-        torch.linalg.vector_norm(rows_RC),
-        rows_RC.mean() if rows_RC.numel() else rows_RC.sum(),
-        rows_RC.abs().max() if rows_RC.numel() else rows_RC.sum(),
-        (~torch.isfinite(rows_RC)).sum().float(),
-    ]
-    return torch.cat([torch.stack(statistics), sketch_BS.flatten()])
+    device = rows_RC.device
+    projected_RS = (rows_RC @ _signs(columns, 1, device)).mul_(_signs(rows, 2, device))
+    sketch_BS = torch.zeros(BLOCKS, SKETCH, device=device).index_add_(0, _blocks(rows, device), projected_RS)
+    size = torch.linalg.vector_norm(rows_RC)
+    if rows_RC.numel():
+        mean, largest = rows_RC.mean(), torch.linalg.vector_norm(rows_RC, torch.inf)
+    else:
+        mean, largest = size, size
+    return torch.cat([torch.stack([size, mean, largest, (~torch.isfinite(size)).float()]), sketch_BS.flatten()])
 
 
 def block_of(rows: int) -> torch.Tensor:
@@ -70,6 +72,11 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _signs(count: int, seed: int) -> torch.Tensor:
+def _signs(count: int, seed: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000_003 * seed + count)
-    return torch.randint(0, 2, (count, SKETCH), generator=generator).float() * 2 - 1
+    return (torch.randint(0, 2, (count, SKETCH), generator=generator).float() * 2 - 1).to(device)
+
+
+@lru_cache(maxsize=256)
+def _blocks(rows: int, device: torch.device) -> torch.Tensor:
+    return block_of(rows).to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -95,11 +96,11 @@ class UpdateObserver(Observer):
                 continue
             gradient = whole(weight.grad)
             found[f"{self._key}/gradient/{name}"] = digest(gradient)
-            chosen = sampled(gradient.numel())
             state = self.optimizer.adamw.state.get(weight, {})
             for key, value in (("gradient", gradient), ("before", weight), *_moments(state)):
-                found[f"{self._key}/sample/{name}/{key}"] = _pick(value, chosen)
-            found[f"{self._key}/sample/{name}/count"] = torch.tensor(float(state.get("step", 0.0)))
+                found[f"{self._key}/sample/{name}/{key}"] = _pick(value)
+            count = state.get("step", torch.zeros(()))
+            found[f"{self._key}/sample/{name}/count"] = count.detach().float().clone()
         self.tensors |= on_host(found)
 
     def stepped(self) -> None:
@@ -107,13 +108,10 @@ class UpdateObserver(Observer):
             return
         found: dict[str, torch.Tensor] = {}
         for name, weight in self.optimizer.trained.items():
-            chosen = sampled(weight.numel())
-            found[f"{self._key}/sample/{name}/after"] = _pick(weight, chosen)
+            found[f"{self._key}/sample/{name}/after"] = _pick(weight)
             found[f"{self._key}/weights/{name}"] = digest(weight)
             # What the model computes with, where the optimizer moves a finer copy.
-            found[f"{self._key}/sample/{name}/held"] = _pick(self.optimizer.parameters[name], chosen)
-            for key, value in _moments(self.optimizer.adamw.state.get(weight, {})):
-                found[f"{self._key}/{key}/{name}"] = digest(value)
+            found[f"{self._key}/sample/{name}/held"] = _pick(self.optimizer.parameters[name])
         self.tensors |= on_host(found)
 
 
@@ -122,15 +120,16 @@ def answers_of(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.logprobs_K
 
 
-def sampled(count: int) -> torch.Tensor:
+@lru_cache(maxsize=256)
+def sampled(count: int, device: torch.device | None = None) -> torch.Tensor:
     """Places in a parameter of `count` weights, the same for every run."""
     generator = torch.Generator().manual_seed(count)
-    return torch.randint(0, count, (min(SAMPLED, count),), generator=generator)
+    return torch.randint(0, count, (min(SAMPLED, count),), generator=generator).to(device)
 
 
-def _pick(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _pick(tensor: torch.Tensor) -> torch.Tensor:
     flat = whole(tensor.detach()).reshape(-1)
-    return flat[places.to(flat.device)].float()
+    return flat[sampled(flat.numel(), flat.device)].float()
 
 
 def _moments(state: Any) -> list[tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lockstep.tape.digest import LENGTH, digest
+from lockstep.tape.digest import digest
 
 ROOT = "(root)"
 FORWARD, BACKWARD = "forward", "backward"
@@ -211,10 +211,14 @@ def run_probe(
 
 
 def on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Digests cross to the host together: one wait for the device, not thousands."""
-    small = [name for name, tensor in tensors.items() if tensor.shape == (LENGTH,)]
-    crossed = dict(zip(small, torch.stack([tensors[name] for name in small]).cpu(), strict=True)) if small else {}
-    return {name: crossed[name].clone() if name in crossed else tensors[name].cpu() for name in tensors}
+    """Tensors of one shape cross to the host together: a wait for the device a shape, not one for each."""
+    alike: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
+    for name, tensor in tensors.items():
+        alike.setdefault((tensor.shape, tensor.dtype), []).append(name)
+    found: dict[str, torch.Tensor] = {}
+    for names in alike.values():
+        found |= zip(names, torch.stack([tensors[name] for name in names]).cpu().unbind(), strict=True)
+    return {name: found[name] for name in tensors}
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

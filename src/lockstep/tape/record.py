@@ -65,13 +65,11 @@ class TapeRecorder(Recorder):
         learners: Sequence[Taped],
         world: World,
         *,
-        packed: bool,
-        pad_id: int,
         keeps_weights: bool,
     ):
         self.folder, self.settings, self.world = TapeFolder(folder), settings, world
         self.learners = list(learners)
-        self.packed, self.pad_id, self.keeps_weights = packed, pad_id, keeps_weights
+        self.keeps_weights = keeps_weights
         self.observers = [UpdateObserver(one.name, one.optimizer, world) for one in learners]
         for learner, observer in zip(self.learners, self.observers, strict=True):
             learner.observer = observer
@@ -130,8 +128,9 @@ class TapeRecorder(Recorder):
 
     def _probe(self, examples: Sequence[Example]) -> None:
         chosen = short(examples, self.settings.rows)
-        self.info["probe"] = {"rows": len(chosen), "packed": self.packed, "traces": []}
-        batch = micro_batch(chosen, packed=self.packed, pad_id=self.pad_id)
+        self.info["probe"] = {"rows": len(chosen), "traces": []}
+        # Packed whatever the run does, so that runs with other micro-batches have the same probe.
+        batch = micro_batch(chosen, packed=True, pad_id=0)
         for learner in self.learners:
             optimizer: Stepper = learner.optimizer
             here = to_device(batch, learner.device)

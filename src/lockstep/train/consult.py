@@ -53,6 +53,8 @@ class Consulted:
     ):
         self.roles, self.packing, self.table, self.teacher = roles, packing, table, teacher
         self.longest = longest
+        self.references: list[torch.Tensor] = []
+        """What the reference said since the loop last cleared it, for the tape."""
 
     def arrange(self, items: Sequence[T]) -> Update[T]:
         return self.packing(items)
@@ -62,8 +64,11 @@ class Consulted:
 
     def reference_logprobs(self, update: Update[Any]) -> torch.Tensor:
         if self.table is not None:
-            return self.table.take("logprobs", self.table.rows(update))
-        return self.roles.reference_logprobs(update.batches, update.targets)
+            said = self.table.take("logprobs", self.table.rows(update))
+        else:
+            said = self.roles.reference_logprobs(update.batches, update.targets)
+        self.references.append(said)
+        return said
 
     def taught(self, update: Update[Any]) -> list[MicroBatch]:
         if self.table is None:

@@ -51,7 +51,9 @@ def _loop(recipe: Recipe, prepared: Prepared, session: Session, world: World, sc
         with session.step_phase():
             items = script.items(step, partial(loader.take, step))
             session.tape.rows(items)
+            models.references.clear()
             task = objective.task(models.arrange(items), models)
+            session.tape.vectors({f"reference{number or ''}": said for number, said in enumerate(models.references)})
             outcome = learner.forward_backward(task.batches, task.loss, task.divisor)
             reported = objective.report(outcome.sums, task.divisor)
             metrics = {

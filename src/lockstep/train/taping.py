@@ -31,8 +31,6 @@ def recorder_of(session: Session) -> Recorder:
         settings,
         learners,
         session.world,
-        packed=recipe.batch.tokens is not None,
-        pad_id=session.prepared.pad_id,
         keeps_weights=keeps,
     )
     if session.world.main and keeps:
