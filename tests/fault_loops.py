@@ -12,7 +12,7 @@ import torch
 from fault_scene import Inject, Scene, around_method, patched, wrap
 from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals
 from lockstep.kernels.paged import DecodePass
-from lockstep.parity.restore import restore_learner
+from lockstep.parity.replay.restore import restore_learner
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.types import Example

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lockstep.parity.replay import Replayed, replay
-from lockstep.parity.script import Mode, Replay
+from lockstep.parity.replay.replay import Replayed, replay
+from lockstep.parity.replay.script import Mode, Replay
 from lockstep.run.progress import Console
 from lockstep.train.session import Session
 
@@ -65,7 +65,7 @@ def replay_with(
                 super().restore(session, step)
                 inject(Scene(session, self, patch))
 
-        patch.setattr("lockstep.parity.replay.Replay", Faulty)
+        patch.setattr("lockstep.parity.replay.replay.Replay", Faulty)
         return replay(run, mode, list(words), Console.silent(), steps)
 
 

@@ -191,7 +191,7 @@ LOSSES = [
     Fault("reference is the policy", "grpo", updates.reference_is_policy, "log-probs", says="reference"),
     Fault("DPO's beta", "dpo", updates.preference(beta=0.11), "loss"),
     Fault("DPO's smoothing", "dpo", updates.preference(label_smoothing=0.05), "loss"),
-    Fault("DPO's reference is the policy", "dpo", updates.reference_is_policy, "loss"),
+    Fault("DPO's reference is the policy", "dpo", updates.reference_is_policy, "log-probs", says="reference"),
     Fault("value clip", "ppo", updates.value_clip, "loss", says="critic"),
 ]
 

@@ -18,7 +18,7 @@ import torch
 from fault_scene import wrap
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
-from lockstep.parity.checklist import Checklist, Item, as_json, run_checklist, show
+from lockstep.parity.checklist.checklist import Checklist, Item, as_json, run_checklist, show
 from lockstep.reward.scorer import Scorer
 from lockstep.run.progress import Console
 from lockstep.train.session import Session
@@ -53,7 +53,7 @@ def checked(run: Path, fault: Fault | None = None, *words: str, loading: Fault |
                 if first and fault is not None:
                     fault(session, patch)
 
-        patch.setattr("lockstep.parity.checklist.Checklist", Faulty)
+        patch.setattr("lockstep.parity.checklist.checklist.Checklist", Faulty)
         return {item.name: item for item in run_checklist(run, words, Console.silent())}
 
 

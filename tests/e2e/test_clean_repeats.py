@@ -11,8 +11,8 @@ import torch
 
 from fault_modules import other_arithmetic
 from fault_scene import Inject, replay_with
-from lockstep.parity.checks import Check
-from lockstep.parity.script import Mode
+from lockstep.parity.replay.checks import Check
+from lockstep.parity.replay.script import Mode
 from taped_runs import record, write_lively
 
 # The tapes are recorded once, so one worker runs all of them.

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.parity.replay import Replayed, replay
-from lockstep.parity.script import Replay
-from lockstep.parity.show import first_divergence
+from lockstep.parity.replay.replay import Replayed, replay
+from lockstep.parity.replay.script import Replay
+from lockstep.parity.replay.show import first_divergence
 from lockstep.run.progress import Console
 from lockstep.train.session import Session
 from taped_runs import record, write_lively

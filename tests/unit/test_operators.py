@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 from lockstep.data.batching import micro_batch
-from lockstep.parity.operators import Culprit, in_double, other_code, wrong_kernel
-from lockstep.parity.oplog import Heard, Operator, hear
-from lockstep.parity.tolerance import TOLERANCES, tolerance_of
+from lockstep.parity.replay.operators import Culprit, in_double, other_code, wrong_kernel
+from lockstep.parity.replay.oplog import Heard, Operator, hear
+from lockstep.parity.replay.tolerance import TOLERANCES, tolerance_of
 from lockstep.recipe.schema import Lora
 from lockstep.types import Example, MicroBatch, Origin
 

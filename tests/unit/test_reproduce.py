@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lockstep.parity.operators import Culprit, other_code, wrong_kernel
-from lockstep.parity.oplog import Operator, hear
-from lockstep.parity.reproduce import INLINE, _literal, case_of, smallest, write_reproducer
-from lockstep.parity.tolerance import TOLERANCES
+from lockstep.parity.replay.operators import Culprit, other_code, wrong_kernel
+from lockstep.parity.replay.oplog import Operator, hear
+from lockstep.parity.replay.reproduce import INLINE, _literal, case_of, smallest, write_reproducer
+from lockstep.parity.replay.tolerance import TOLERANCES
 
 ROWS, WIDTH = 48, 40
 

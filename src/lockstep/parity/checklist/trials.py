@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lockstep.parity.checklist_bench import OFFLINE, Bench, Item, Spoken, speak
-from lockstep.parity.checks import root_mean_square, worst_place
+from lockstep.parity.checklist.bench import OFFLINE, Bench, Item, Spoken, speak
+from lockstep.parity.replay.checks import root_mean_square, worst_place
 
 # Updates at a rate of 0.
 STANDSTILL = 3

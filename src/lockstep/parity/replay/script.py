@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.parity.locate import Located, locate
-from lockstep.parity.modules import Blamed, blame
-from lockstep.parity.restore import restore_learner
-from lockstep.parity.tolerance import tolerance_of
+from lockstep.parity.replay.locate import Located, locate
+from lockstep.parity.replay.modules import Blamed, blame
+from lockstep.parity.replay.restore import restore_learner
+from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.reward.scorer import Scorer
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.probe import FORWARD

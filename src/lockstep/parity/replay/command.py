@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import Refusal
-from lockstep.parity import checklist
-from lockstep.parity.replay import as_json, replay
-from lockstep.parity.script import MODES
-from lockstep.parity.show import show
+from lockstep.parity.checklist import checklist
+from lockstep.parity.replay.replay import as_json, replay
+from lockstep.parity.replay.script import MODES
+from lockstep.parity.replay.show import show
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.folder import RunFolder
 from lockstep.run.progress import Console

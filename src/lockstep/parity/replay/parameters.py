@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.parity.checks import finite
+from lockstep.parity.replay.checks import finite
 from lockstep.tape.digest import BLOCKS, distance, distances, norm
 from lockstep.tape.format import StepRecord
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from lockstep.parity.checks import Check, finite, root_mean_square, share, worst_place
-from lockstep.parity.generation import judge_generation
-from lockstep.parity.landing import judge_landing
-from lockstep.parity.parameters import worst_parameter
-from lockstep.parity.tolerance import Tolerance
+from lockstep.parity.replay.checks import Check, finite, root_mean_square, share, worst_place
+from lockstep.parity.replay.generation import judge_generation
+from lockstep.parity.replay.landing import judge_landing
+from lockstep.parity.replay.parameters import worst_parameter
+from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.rows import rollouts_of
 

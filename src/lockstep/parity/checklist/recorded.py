@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from lockstep.parity.checklist_bench import Item
-from lockstep.parity.checks import Check, worst_place
-from lockstep.parity.generation import judge_generation
-from lockstep.parity.script import by_place
-from lockstep.parity.stages import Side
-from lockstep.parity.tolerance import Tolerance
+from lockstep.parity.checklist.bench import Item
+from lockstep.parity.replay.checks import Check, worst_place
+from lockstep.parity.replay.generation import judge_generation
+from lockstep.parity.replay.script import by_place
+from lockstep.parity.replay.stages import Side
+from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.format import StepRecord
 from lockstep.tape.rows import rollouts_of
 from lockstep.types import Rollout

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from lockstep.data.updates import Update, arrange
-from lockstep.parity.checks import root_mean_square
-from lockstep.parity.restore import restore_learner
-from lockstep.parity.tolerance import Tolerance
+from lockstep.parity.replay.checks import root_mean_square
+from lockstep.parity.replay.restore import restore_learner
+from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.rollout.collect import collect
 from lockstep.tape.format import StepRecord
 from lockstep.tape.observer import answers_of

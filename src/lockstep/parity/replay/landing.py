@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from lockstep.parity.adamw import follow
-from lockstep.parity.checks import Check, finite, share
-from lockstep.parity.parameters import whose_rows, worst_parameter
-from lockstep.parity.tolerance import Tolerance
+from lockstep.parity.replay.adamw import follow
+from lockstep.parity.replay.checks import Check, finite, share
+from lockstep.parity.replay.parameters import whose_rows, worst_parameter
+from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.format import StepRecord
 from lockstep.tape.observer import sampled
 

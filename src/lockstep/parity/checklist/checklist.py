@@ -13,14 +13,14 @@ import torch
 
 from lockstep.errors import Refusal
 from lockstep.model.weights import trained_weights
-from lockstep.parity.checklist_bench import OFFLINE, Bench, Item
-from lockstep.parity.checklist_recorded import first_tokens, first_update, repeatability, rewards, starting_weights
-from lockstep.parity.checklist_trials import engine_items, padding
-from lockstep.parity.checks import share
-from lockstep.parity.replay import REPLAYS, replayed_recipe
-from lockstep.parity.script import Replay
-from lockstep.parity.stages import Side
-from lockstep.parity.tolerance import tolerance_of
+from lockstep.parity.checklist.bench import OFFLINE, Bench, Item
+from lockstep.parity.checklist.recorded import first_tokens, first_update, repeatability, rewards, starting_weights
+from lockstep.parity.checklist.trials import engine_items, padding
+from lockstep.parity.replay.checks import share
+from lockstep.parity.replay.replay import REPLAYS, replayed_recipe
+from lockstep.parity.replay.script import Replay
+from lockstep.parity.replay.stages import Side
+from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.folder import RunFolder, atomic_write_text
 from lockstep.run.metrics import rewind_lines

@@ -10,12 +10,12 @@ import torch
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.cpu import Cpu
 from lockstep.parallel.world import World
-from lockstep.parity.modules import Blamed
-from lockstep.parity.operators import Culprit, other_code, wrong_kernel
-from lockstep.parity.oplog import Heard, hear
-from lockstep.parity.reproduce import write_reproducer
-from lockstep.parity.restore import restore_learner
-from lockstep.parity.tolerance import tolerance_of
+from lockstep.parity.replay.modules import Blamed
+from lockstep.parity.replay.operators import Culprit, other_code, wrong_kernel
+from lockstep.parity.replay.oplog import Heard, hear
+from lockstep.parity.replay.reproduce import write_reproducer
+from lockstep.parity.replay.restore import restore_learner
+from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.recipe import Recipe
 from lockstep.tape.digest import digest, relative
 from lockstep.tape.format import StepRecord, TapeFolder

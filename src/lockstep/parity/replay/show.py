@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lockstep.parity.checks import STAGES, Check
-from lockstep.parity.replay import Replayed
+from lockstep.parity.replay.checks import STAGES, Check
+from lockstep.parity.replay.replay import Replayed
 from lockstep.run.progress import Console
 
 MODES = {

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal
-from lockstep.parity.checks import BLAME, STAGES, Check
-from lockstep.parity.locate import Located
-from lockstep.parity.modules import Blamed, blame
-from lockstep.parity.script import Mode, Replay
-from lockstep.parity.stages import Side, judge_step
-from lockstep.parity.tolerance import Tolerance, tolerance_of
+from lockstep.parity.replay.checks import BLAME, STAGES, Check
+from lockstep.parity.replay.locate import Located
+from lockstep.parity.replay.modules import Blamed, blame
+from lockstep.parity.replay.script import Mode, Replay
+from lockstep.parity.replay.stages import Side, judge_step
+from lockstep.parity.replay.tolerance import Tolerance, tolerance_of
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.folder import RunFolder, atomic_write_text

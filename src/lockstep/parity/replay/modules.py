@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.parity.tolerance import Tolerance
+from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.digest import norm, relative
 from lockstep.tape.format import StepRecord
 from lockstep.tape.probe import BACKWARD, FORWARD, Event, Trace

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.kernels.noise import gumbel_noise, sequence_keys
-from lockstep.parity.checks import Check
-from lockstep.parity.script import by_place
+from lockstep.parity.replay.checks import Check
+from lockstep.parity.replay.script import by_place
 from lockstep.types import Rollout
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lockstep.parity.operators import Culprit, apart, in_double
-from lockstep.parity.oplog import Operator
+from lockstep.parity.replay.operators import Culprit, apart, in_double
+from lockstep.parity.replay.oplog import Operator
 
 # Numbers that a script holds itself; more go into a file beside it.
 INLINE = 4096

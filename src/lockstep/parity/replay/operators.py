@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from lockstep.parity.oplog import Operator
-from lockstep.parity.tolerance import TOLERANCES, Tolerance
+from lockstep.parity.replay.oplog import Operator
+from lockstep.parity.replay.tolerance import TOLERANCES, Tolerance
 
 _PRECISION = {torch.float32: "fp32", torch.float64: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
