@@ -43,6 +43,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/dpo.py
 	$(BIN)/python bench/rollout.py
 	$(BIN)/python bench/grpo_step.py
+	$(BIN)/python bench/parity.py
 
 clean:
 	rm -rf $(VENV) .venv-ascend .pytest_cache .mypy_cache .ruff_cache

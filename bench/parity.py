@@ -66,7 +66,11 @@ def seconds_a_step(recipe: Path, words: list[str]) -> float:
 def write_recipe(folder: Path, method: str, words: argparse.Namespace) -> Path:
     online = method in ONLINE
     rows = "train.parquet" if online else "sft_train.parquet"
-    batch = "{prompts: 16, tokens: 8192}" if online else "{rows_per_update: 32, tokens: 8192}"
+    batch = (
+        f"{{prompts: {words.rows // 2}, tokens: 8192}}"
+        if online
+        else f"{{rows_per_update: {words.rows}, tokens: 8192}}"
+    )
     recipe = folder / f"{method}.yaml"
     recipe.write_text(
         f"""
@@ -75,7 +79,7 @@ device: {words.device}
 run: {{folder: {folder / "runs"}, steps: {words.steps}}}
 model: {{path: {folder / "model"}, dtype: {words.dtype}}}
 data: {{train: {folder / "data" / rows}}}
-batch: {batch}
+batch: {{{batch}, tokens: 8192}}
 optim: {{lr: 1.0e-5, schedule: constant}}
 tape: {{record: false, steps: {words.steps}}}
 """
@@ -133,6 +137,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--shape", choices=("tiny", "qwen2.5-0.5b"), default="tiny")
     parser.add_argument("--steps", type=int, default=41)
+    parser.add_argument("--rows", type=int, default=32, help="of an SFT update; a GRPO step has half as many prompts")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--methods", nargs="+", default=["sft", "grpo"])
     parser.add_argument("--out")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from conftest import REWARD, chat_rows, question_rows, write_jsonl
 from lockstep.errors import Refusal
@@ -196,6 +196,20 @@ def test_weights_are_left_out_when_asked(tiny_folder: Path, tmp_path: Path) -> N
     with pytest.raises(Refusal, match="the weights before step 1 are not on the tape") as caught:
         replay(run, "forced", [], Console.silent())
     assert "tape.weights=true" in caught.value.problems[0].remedy
+
+
+def test_a_tape_without_weights_starts_from_the_model_folder(tiny_folder: Path, tmp_path: Path) -> None:
+    run = train(write_recipe(tmp_path, tiny_folder, "sft"), "tape=true", "tape.every=1", "tape.weights=false")
+    found = replay(run, "forced", ["batch.tokens=300"], Console.silent())
+    assert found is not None
+    assert (found.steps, found.in_step) == ([1], True)
+    other = shutil.copytree(tiny_folder, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 1.001
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    for mode in ("forced", "chained"):
+        with pytest.raises(Refusal, match="holds other weights"):
+            replay(run, mode, [f"model.path={other}"], Console.silent())
 
 
 def test_recorded_weights_are_those_before_the_step(tiny_folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from lockstep.errors import Refusal
 from lockstep.parity.replay.locate import Located, locate
 from lockstep.parity.replay.modules import Blamed, blame
 from lockstep.parity.replay.restore import restore_learner
@@ -14,11 +15,12 @@ from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.reward.scorer import Scorer
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.probe import FORWARD
-from lockstep.tape.record import refuse_no_weights
+from lockstep.tape.record import refuse_no_weights, weights_of
 from lockstep.tape.rows import items_of, rollouts_of
 from lockstep.train.experience import experience_of
 from lockstep.train.script import Script
 from lockstep.train.session import Session
+from lockstep.train.step import Learner
 from lockstep.train.take import Taken, counted, rescored
 from lockstep.types import Failure, Rollout
 
@@ -34,6 +36,8 @@ class Replay(Script):
 
     def __init__(self, tape: TapeFolder, mode: Mode, only: Sequence[int] = ()):
         self.tape, self.mode, self.only = tape, mode, tuple(only)
+        self.start: dict[str, torch.Tensor] = {}
+        """What the model folder holds, where the tape has no weights."""
         self.located: Located | None = None
         self.parted = False
 
@@ -53,7 +57,8 @@ class Replay(Script):
             self.located = locate(session, self.tape, step + 1, blamed)
 
     def steps(self, first: int, total: int) -> Iterable[int]:
-        recorded = self.tape.weighed() if self.mode == "forced" else _from_the_start(self.tape.steps())
+        # Without weights on the tape the model folder holds those of the first step.
+        recorded = (self.tape.weighed() or [1]) if self.mode == "forced" else _from_the_start(self.tape.steps())
         whole = set(self.tape.steps())
         wanted = [step for step in recorded if step in whole and (not self.only or step in self.only)]
         if not wanted:
@@ -63,13 +68,22 @@ class Replay(Script):
     def restore(self, session: Session, step: int) -> None:
         number = step + 1
         if self.mode == "forced" or number == 1:
-            weights = self.tape.read_weights(number) if number in self.tape.weighed() else None
-            if weights is not None:
-                for learner in (session.learner, session.critic):
-                    if learner is not None:
-                        restore_learner(learner, weights, str(self.tape.path))
+            weights = self._weights(session, number)
+            for learner in _learners(session) if weights else []:
+                restore_learner(learner, weights, str(self.tape.path))
         if self.mode != "free":
             session.carried |= self.tape.read_step(number).info["carried"]
+
+    def _weights(self, session: Session, number: int) -> dict[str, torch.Tensor]:
+        """Those of the tape. Where it has none the model has just been loaded, and a forced replay remembers it."""
+        kept = number in self.tape.weighed()
+        if not kept or session.recipe.model.lora is not None:
+            refuse_other_weights(self.tape, session)
+        if kept:
+            return self.tape.read_weights(number)
+        if self.mode == "forced" and not self.start:
+            self.start = {name: value.clone() for name, value in weights_of(_learners(session)).items()}
+        return self.start
 
     def items(self, step: int, live: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         if self.mode == "free":
@@ -91,6 +105,21 @@ class Replay(Script):
         experience = experience_of(rollouts, baselines)
         position = int(session.carried["position"]) + session.recipe.batch.prompts
         return Taken(experience, [], position, counted(rollouts, rollouts, [], session.recipe))
+
+
+def _learners(session: Session) -> list[Learner]:
+    return [session.learner, *([session.critic] if session.critic else [])]
+
+
+def refuse_other_weights(tape: TapeFolder, session: Session) -> None:
+    """A tape without all weights is only worth something beside the model that it was recorded from."""
+    recorded, here = (model.get("weights") for model in (tape.manifest()["model"], session.fingerprint))
+    if session.world.main and recorded and here and recorded != here:
+        raise Refusal.at(
+            f"model.path {session.recipe.model.path}",
+            "holds other weights than those the recorded run began with, and the tape has not all of them",
+            "bring that model back, or record again with tape.weights=true",
+        )
 
 
 def _total(score: Any) -> float:
