@@ -66,11 +66,7 @@ def seconds_a_step(recipe: Path, words: list[str]) -> float:
 def write_recipe(folder: Path, method: str, words: argparse.Namespace) -> Path:
     online = method in ONLINE
     rows = "train.parquet" if online else "sft_train.parquet"
-    batch = (
-        f"{{prompts: {words.rows // 2}, tokens: 8192}}"
-        if online
-        else f"{{rows_per_update: {words.rows}, tokens: 8192}}"
-    )
+    batch = f"prompts: {words.rows // 2}" if online else f"rows_per_update: {words.rows}"
     recipe = folder / f"{method}.yaml"
     recipe.write_text(
         f"""

@@ -120,7 +120,7 @@ class TapeRecorder(Recorder):
             return
         self.tensors["fed/ids"] = torch.tensor([token for one in examples for token in one.ids], dtype=torch.int32)
         self.tensors["fed/lengths"] = torch.tensor([len(one) for one in examples], dtype=torch.int32)
-        asked = [pair for one in examples for pair in one.asked()]
+        asked = [number for one in examples for pair in one.asked() for number in pair]
         self.tensors["fed/asked"] = torch.tensor(asked, dtype=torch.int32).reshape(-1, 2)
         self.tensors["fed/targets"] = torch.tensor([one.targets for one in examples], dtype=torch.int32)
         if self.detailed(self.step):
