@@ -69,7 +69,7 @@ class _Tracer:
         self.tensors: dict[str, torch.Tensor] = {}
         self.open: dict[str, list[tuple[int, list[torch.Tensor]]]] = {}
         self.arrived: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        self.known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.known: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self.backwards = False
 
     def tick(self) -> int:
@@ -77,10 +77,15 @@ class _Tracer:
         return self.clock
 
     def digest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a tensor that several modules read, once. It is kept alive, so that its identity stays its own."""
-        if id(tensor) not in self.known:
-            self.known[id(tensor)] = tensor, digest(tensor)
-        return self.known[id(tensor)][1]
+        """Of numbers that one module makes and others read, once.
+
+        They are kept alive, so that their place stays theirs; an alias has the same place, what is written there later
+        another version.
+        """
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if key not in self.known:
+            self.known[key] = tensor, digest(tensor)
+        return self.known[key][1]
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.backwards:
