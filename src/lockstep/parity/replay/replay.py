@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal
+from lockstep.parity.compare.report import strict
 from lockstep.parity.replay.checks import BLAME, STAGES, Check
 from lockstep.parity.replay.locate import Located
 from lockstep.parity.replay.modules import Blamed, blame
@@ -173,7 +174,8 @@ def verdicts(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
 
 
 def as_json(result: Replayed) -> dict[str, Any]:
-    return {
+    """Plain values; what is not finite is null, as JSON has no word for it."""
+    values = {
         "mode": result.mode,
         "in_step": result.in_step,
         "stage": result.stage,
@@ -184,3 +186,4 @@ def as_json(result: Replayed) -> dict[str, Any]:
         "operator": vars(result.operator) if result.operator else None,
         "remarks": list(result.remarks),
     }
+    return strict(values)
