@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pyarrow.compute as pc
@@ -148,7 +146,7 @@ def _sample(
     }
     pace = Pace()
     try:
-        with _heard() as stops, console.task("Sampling", job.n * sum(map(len, spans.values()))) as task:
+        with console.task("Sampling", job.n * sum(map(len, spans.values()))) as task:
             for number, span in spans.items():
                 start = time.perf_counter()
                 made = collect(
@@ -168,27 +166,9 @@ def _sample(
                 refuse_failures(made, job.reward.max_failures, parts.folder)
                 if world.main:
                     parts.write(number, [sample_row(rollout, span[rollout.place]) for rollout in made])
-                if stops:
-                    raise KeyboardInterrupt
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; {parts.folder} keeps what was finished, the same command goes on") from None
     return pace
-
-
-@contextmanager
-def _heard() -> Iterator[list[int]]:
-    """Ctrl-C stops at once; one that fell where Python throws exceptions away (a destructor) is still in the list."""
-    stops: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stops.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield stops
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def summary(out: Path, pace: Pace) -> list[tuple[str, str]]:
