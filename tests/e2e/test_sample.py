@@ -137,6 +137,8 @@ def test_ctrl_c_keeps_what_is_finished_and_says_so(home: Path, tiny_folder: Path
         stderr=subprocess.STDOUT,
         text=True,
         env=dict(os.environ),
+        # A shell ignores Ctrl-C for what it runs in the background, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     first, end = home / "out.parquet.parts" / "00000.parquet", time.monotonic() + 120
     while not first.exists() and process.poll() is None and time.monotonic() < end:
