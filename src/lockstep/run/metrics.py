@@ -79,16 +79,26 @@ class Phases:
     def __init__(self, synchronise: Callable[[], None] = lambda: None):
         self._synchronise = synchronise
         self._seconds: dict[str, float] = {}
+        self._aside = 0.0
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self._synchronise()
-        start = time.perf_counter()
+        start, aside = time.perf_counter(), self._aside
         try:
             yield
             self._synchronise()
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            own = time.perf_counter() - start - (self._aside - aside)
+            self._seconds[name] = self._seconds.get(name, 0.0) + own
+
+    @contextlib.contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """A phase of its own whose time does not count into those it stands in: recording is no training."""
+        before = self._seconds.get(name, 0.0)
+        with self(name):
+            yield
+        self._aside += self._seconds[name] - before
 
     def take(self) -> dict[str, float]:
         """`timing_s/<phase>` for every phase since the last call; entering a phase twice adds up."""

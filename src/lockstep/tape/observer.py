@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -14,6 +16,8 @@ from lockstep.tape.digest import digest
 from lockstep.tape.probe import on_host
 from lockstep.types import MicroBatch
 
+# Time that does not count into the step (`run/metrics.py`).
+Aside = Callable[[str], AbstractContextManager[None]]
 # Single weights of each parameter whose way through the optimizer is kept.
 SAMPLED = 64
 
@@ -47,8 +51,8 @@ class Observer:
 class UpdateObserver(Observer):
     """Keeps the updates of a step: `tensors` by `<learner>/<update>/...` and a line of `info` for each update."""
 
-    def __init__(self, name: str, optimizer: Stepper, world: World):
-        self.name, self.optimizer, self.world = name, optimizer, world
+    def __init__(self, name: str, optimizer: Stepper, world: World, aside: Aside):
+        self.name, self.optimizer, self.world, self.aside = name, optimizer, world, aside
         self.detailed = False
         self.begin(detailed=False)
 
@@ -88,8 +92,11 @@ class UpdateObserver(Observer):
 
     def measured(self, norm: torch.Tensor, lr: float) -> None:
         self.info[-1] |= {"grad_norm": float(norm), "lr": lr}
-        if not self._digested:
-            return
+        if self._digested:
+            with self.aside("tape"):
+                self._before_step()
+
+    def _before_step(self) -> None:
         found: dict[str, torch.Tensor] = {}
         for name, weight in self.optimizer.trained.items():
             if weight.grad is None:
@@ -104,8 +111,11 @@ class UpdateObserver(Observer):
         self.tensors |= on_host(found)
 
     def stepped(self) -> None:
-        if not self._digested:
-            return
+        if self._digested:
+            with self.aside("tape"):
+                self._after_step()
+
+    def _after_step(self) -> None:
         found: dict[str, torch.Tensor] = {}
         for name, weight in self.optimizer.trained.items():
             found[f"{self._key}/sample/{name}/after"] = _pick(weight)

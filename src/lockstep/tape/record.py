@@ -14,7 +14,7 @@ from lockstep.model.weights import trained_weights
 from lockstep.parallel.world import World
 from lockstep.recipe.tape import Tape
 from lockstep.tape.format import StepRecord, TapeFolder
-from lockstep.tape.observer import Observer, Stepper, UpdateObserver, answers_of
+from lockstep.tape.observer import Aside, Observer, Stepper, UpdateObserver, answers_of
 from lockstep.tape.probe import Trace, run_probe
 from lockstep.tape.rows import item_rows, rollout_rows
 from lockstep.types import Example, Item, Rollout
@@ -66,11 +66,12 @@ class TapeRecorder(Recorder):
         world: World,
         *,
         keeps_weights: bool,
+        aside: Aside,
     ):
         self.folder, self.settings, self.world = TapeFolder(folder), settings, world
         self.learners = list(learners)
-        self.keeps_weights = keeps_weights
-        self.observers = [UpdateObserver(one.name, one.optimizer, world) for one in learners]
+        self.keeps_weights, self.aside = keeps_weights, aside
+        self.observers = [UpdateObserver(one.name, one.optimizer, world, aside) for one in learners]
         for learner, observer in zip(self.learners, self.observers, strict=True):
             learner.observer = observer
         self.on = False
@@ -124,7 +125,8 @@ class TapeRecorder(Recorder):
         self.tensors["fed/asked"] = torch.tensor(asked, dtype=torch.int32).reshape(-1, 2)
         self.tensors["fed/targets"] = torch.tensor([one.targets for one in examples], dtype=torch.int32)
         if self.detailed(self.step):
-            self._probe(examples)
+            with self.aside("tape"):
+                self._probe(examples)
 
     def _probe(self, examples: Sequence[Example]) -> None:
         chosen = short(examples, self.settings.rows)

@@ -32,6 +32,7 @@ def recorder_of(session: Session) -> Recorder:
         learners,
         session.world,
         keeps_weights=keeps,
+        aside=session.phases.aside,
     )
     if session.world.main and keeps:
         snapshots = -(-min(settings.steps, session.prepared.batches.steps) // settings.every)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +16,10 @@ from lockstep.parity.checklist.bench import OFFLINE, Bench, Item
 from lockstep.parity.checklist.recorded import first_tokens, first_update, repeatability, rewards, starting_weights
 from lockstep.parity.checklist.trials import engine_items, padding
 from lockstep.parity.replay.checks import share
-from lockstep.parity.replay.replay import REPLAYS, replayed_recipe
+from lockstep.parity.replay.replay import free_name, replayed_recipe, run_script
 from lockstep.parity.replay.script import Replay
 from lockstep.parity.replay.stages import Side
 from lockstep.parity.replay.tolerance import tolerance_of
-from lockstep.recipe.methods import ONLINE
 from lockstep.run.folder import RunFolder, atomic_write_text
 from lockstep.run.metrics import rewind_lines
 from lockstep.run.progress import Console
@@ -29,8 +27,6 @@ from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.observer import Observer
 from lockstep.tape.record import weights_of
 from lockstep.tape.rows import rollouts_of
-from lockstep.train.offline import train_offline
-from lockstep.train.online import train_online
 from lockstep.train.session import Session
 from lockstep.types import Rollout
 
@@ -120,22 +116,13 @@ def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()
-    recipe = replayed_recipe(source, "forced", overrides, _free_name(source.path / REPLAYS))
     script = Checklist(tape)
-    (train_online if recipe.method in ONLINE else train_offline)(recipe, console, script)
-    if int(os.environ.get("RANK", "0")):
+    folder = run_script(replayed_recipe(source, free_name(source, "checklist"), overrides), script, console)
+    if folder is None:
         return []
-    folder = Path(recipe.run.folder) / recipe.run.name
     items = judged(script, Side.open(tape), Side.open(TapeFolder(RunFolder(folder).tape)))
     atomic_write_text(folder / RESULT, json.dumps(as_json(items), indent=2) + "\n")
     return items
-
-
-def _free_name(folder: Path) -> str:
-    number = 1
-    while (folder / f"checklist-{number}").exists():
-        number += 1
-    return f"checklist-{number}"
 
 
 def judged(script: Checklist, a: Side, b: Side) -> list[Item]:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from lockstep.parity.checklist.bench import Item
-from lockstep.parity.replay.checks import Check, worst_place
-from lockstep.parity.replay.generation import judge_generation
+from lockstep.parity.replay.checks import Check, finite, worst_place
 from lockstep.parity.replay.script import by_place
-from lockstep.parity.replay.stages import Side
+from lockstep.parity.replay.stages import Side, responses
 from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.format import StepRecord
 from lockstep.tape.rows import rollouts_of
@@ -43,16 +42,7 @@ def starting_weights(a: dict[str, Any], b: dict[str, Any], unlike: Sequence[str]
 def first_tokens(a: Side, recorded: StepRecord, generated: Sequence[Rollout], tolerance: Tolerance) -> Item:
     rollouts = rollouts_of(a.tape.read_table(a.tape.rollouts_file(1)))
     ours, theirs = _beginnings(rollouts), _beginnings(generated)
-    (check,) = judge_generation(
-        1,
-        ours,
-        theirs,
-        allowed=tolerance.logprob,
-        seed=a.recipe["run"]["seed"],
-        first_key=int(recorded.info["carried"]["position"]),
-        vocabulary=a.manifest["vocabulary"],
-        greedy=a.recipe["rollout"]["temperature"] == 0,
-    )
+    check = responses(a, recorded, ours, theirs, tolerance)
     said = by_place(theirs)
     same = sum(place in said and said[place].ids == rollout.ids for place, rollout in by_place(ours).items())
     measured = f"{same} of {len(ours)} responses begin with the recorded {FIRST_TOKENS} tokens; "
@@ -120,7 +110,7 @@ def _update_checks(recorded: StepRecord, a: dict[str, Any], b: dict[str, Any], t
         error = abs(a[key] - b[key]) / size
         what = f"{learner} {'loss' if key == 'loss' else 'gradient norm'}"
         said = f"{a[key]:.6g} against {b[key]:.6g}"
-        checks.append(Check("loss", 1, what, error if math.isfinite(error) else math.inf, allowed, said))
+        checks.append(Check("loss", 1, what, finite(error), allowed, said))
     return checks
 
 

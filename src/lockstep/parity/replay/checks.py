@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -91,3 +92,8 @@ def worst_place(a: torch.Tensor, b: torch.Tensor, unit: str) -> str:
 def finite(error: float) -> float:
     """What is not a number is infinitely far off."""
     return error if math.isfinite(error) else math.inf
+
+
+def worst_of(checks: Sequence[Check]) -> Check:
+    """The one that is furthest beyond, or nearest to, what it may be off by."""
+    return max(checks, key=lambda check: check.error / check.allowed if check.allowed else check.error)

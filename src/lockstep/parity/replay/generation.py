@@ -7,6 +7,7 @@ sums must lie within rounding of each other: A preferred `a`, B preferred `b`, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,14 +28,14 @@ def judge_generation(
     first_key: int,
     vocabulary: int,
     greedy: bool,
-) -> list[Check]:
+) -> Check:
     """`first_key` is the data position of the step's first prompt, from which sampling derives its noise."""
     ours, theirs = by_place(a), by_place(b)
     missing = sorted(ours.keys() ^ theirs.keys())
     if missing:
         place, sample = missing[0]
         where = f"{len(missing)} responses are on one side only, the first to prompt {place}, sample {sample}"
-        return [Check("generation", step, "responses", float("inf"), allowed, where)]
+        return Check("generation", step, "responses", math.inf, allowed, where)
     apart: list[float] = []
     worst, where = 0.0, ""
     parted = 0
@@ -43,9 +44,11 @@ def judge_generation(
         keys = sequence_keys(seed, first_key + key[0], key[1])
         shared = _shared(one.ids, other.ids)
         errors = [abs(x - y) for x, y in zip(one.logprobs[:shared], other.logprobs[:shared], strict=True)]
-        if shared < min(len(one.ids), len(other.ids)):
+        if shared < max(len(one.ids), len(other.ids)):
             parted += 1
-            errors.append(_preference_gap(one, other, shared, keys, vocabulary, greedy))
+            # An end token is a token too: where one side just stops, no tie explains it.
+            ended = shared == min(len(one.ids), len(other.ids))
+            errors.append(math.inf if ended else _preference_gap(one, other, shared, keys, vocabulary, greedy))
         apart += errors
         if errors and max(errors) > worst:
             worst = max(errors)
@@ -56,7 +59,7 @@ def judge_generation(
     size = torch.tensor(apart, dtype=torch.float64)
     error = float(size.square().mean().sqrt()) if len(size) else 0.0
     what = f"tokens and the engine's log-probabilities ({parted} of {len(ours)} responses part)"
-    return [Check("generation", step, what, error, allowed, where)]
+    return Check("generation", step, what, error, allowed, where)
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:

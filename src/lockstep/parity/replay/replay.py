@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal
 from lockstep.parity.compare.report import strict
-from lockstep.parity.replay.checks import BLAME, STAGES, Check
+from lockstep.parity.replay.checks import BLAME, STAGES, Check, worst_of
 from lockstep.parity.replay.locate import Located
 from lockstep.parity.replay.modules import Blamed, blame
 from lockstep.parity.replay.script import Mode, Replay
@@ -40,6 +40,8 @@ class Replayed:
     checks: list[Check]
     cause: Check | None
     module: Blamed | None
+    step: int | None = None
+    """Where it parts first."""
     operator: Located | None = None
     remarks: tuple[str, ...] = ()
 
@@ -64,25 +66,31 @@ def replay(
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()
-    recipe = replayed_recipe(source, mode, overrides, name)
+    recipe = replayed_recipe(source, name or free_name(source, mode), overrides)
     script = Replay(tape, mode, steps)
-    (train_online if recipe.method in ONLINE else train_offline)(recipe, console, script)
-    if int(os.environ.get("RANK", "0")):
+    folder = run_script(recipe, script, console)
+    if folder is None:
         return None
-    folder = Path(recipe.run.folder) / recipe.run.name
-    result = replace(judge(tape, TapeFolder(RunFolder(folder).tape), mode, folder), operator=script.located)
+    result = judge(tape, TapeFolder(RunFolder(folder).tape), mode, folder)
+    if result.module is not None and result.step == script.parted:
+        result = replace(result, operator=script.located)
     atomic_write_text(folder / RESULT, json.dumps(as_json(result), indent=2) + "\n")
     return result
 
 
-def replayed_recipe(source: RunFolder, mode: Mode, overrides: Sequence[str], name: str = "") -> Recipe:
+def run_script(recipe: Recipe, script: Replay, console: Console) -> Path | None:
+    """The folder of the run; None for ranks that only took part."""
+    (train_online if recipe.method in ONLINE else train_offline)(recipe, console, script)
+    return None if int(os.environ.get("RANK", "0")) else Path(recipe.run.folder) / recipe.run.name
+
+
+def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str]) -> Recipe:
     """The recorded recipe with what a replay must have: a folder of its own, a tape, and nothing to keep."""
     if not source.recipe.is_file():
         raise Refusal.at(str(source.path), "is not a run folder", "give the folder of a run with a tape")
-    folder = source.path / REPLAYS
     settled = [
-        f"run.folder={folder}",
-        f"run.name={name or _free_name(folder, mode)}",
+        f"run.folder={source.path / REPLAYS}",
+        f"run.name={name}",
         "run.resume=never",
         "run.export=false",
         "log.track=[]",
@@ -96,11 +104,10 @@ def replayed_recipe(source: RunFolder, mode: Mode, overrides: Sequence[str], nam
     return load_recipe(str(source.recipe), [*settled, *overrides])
 
 
-def _free_name(folder: Path, mode: Mode) -> str:
-    number = 1
-    while (folder / f"{mode}-{number}").exists():
-        number += 1
-    return f"{mode}-{number}"
+def free_name(source: RunFolder, kind: str) -> str:
+    """`kind-1`, or the first number that no replay of the run has."""
+    taken = {path.name for path in (source.path / REPLAYS).glob(f"{kind}-*")}
+    return next(name for number in count(1) if (name := f"{kind}-{number}") not in taken)
 
 
 def judge(a: TapeFolder, b: TapeFolder, mode: Mode, folder: Path, tolerance: Tolerance | None = None) -> Replayed:
@@ -110,14 +117,14 @@ def judge(a: TapeFolder, b: TapeFolder, mode: Mode, folder: Path, tolerance: Tol
     steps = [step for step in b.steps() if step in set(a.steps())]
     checks: list[Check] = []
     remarks: list[str] = []
-    cause, module = None, None
+    cause, module, parted = None, None, None
     for step in steps:
         fresh = mode == "forced" or step == 1
         found = judge_step(
             ours,
             theirs,
             step,
-            tolerance if fresh else inherited(tolerance),
+            tolerance if fresh else inherited(tolerance, step),
             generated=mode == "forced" or (mode == "free" and fresh),
         )
         if mode == "free" and not fresh and not found[0].passed:
@@ -132,13 +139,15 @@ def judge(a: TapeFolder, b: TapeFolder, mode: Mode, folder: Path, tolerance: Tol
             cause = first_cause(found)
             if cause is not None and module is not None and not _explains(module, cause):
                 module = None
-    return Replayed(mode, folder, steps, checks, cause, module, None, tuple(remarks))
+            parted = step if cause is not None or module is not None else None
+    return Replayed(mode, folder, steps, checks, cause, module, parted, None, tuple(remarks))
 
 
-def inherited(tolerance: Tolerance) -> Tolerance:
+def inherited(tolerance: Tolerance, step: int) -> Tolerance:
     """For a step whose weights have been on their own way: what one calls abnormal, not what rounding explains.
 
     A log-probability that is off by 0.01 is the figure of the field; losses have the 2 % of the Ascend documents.
+    Weights may be off by what every update so far may be.
     """
     return replace(
         tolerance,
@@ -146,7 +155,7 @@ def inherited(tolerance: Tolerance) -> Tolerance:
         advantage=max(0.05, tolerance.advantage),
         loss=0.02,
         gradient=max(0.05, tolerance.gradient),
-        update=math.inf,
+        update=tolerance.update * step,
     )
 
 
@@ -168,8 +177,7 @@ def verdicts(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
     for stage in STAGES:
         mine = [check for check in checks if check.stage == stage]
         if mine:
-            worst = max(mine, key=lambda check: check.error / check.allowed if check.allowed else check.error)
-            table[stage] = {"passed": all(check.passed for check in mine), **worst.as_json()}
+            table[stage] = {**worst_of(mine).as_json(), "passed": all(check.passed for check in mine)}
     return table
 
 
@@ -179,6 +187,7 @@ def as_json(result: Replayed) -> dict[str, Any]:
         "mode": result.mode,
         "in_step": result.in_step,
         "stage": result.stage,
+        "step": result.step,
         "steps": result.steps,
         "stages": verdicts(result.checks),
         "cause": result.cause.as_json() if result.cause else None,

@@ -39,11 +39,12 @@ class Replay(Script):
         self.start: dict[str, torch.Tensor] = {}
         """What the model folder holds, where the tape has no weights."""
         self.located: Located | None = None
-        self.parted = False
+        self.parted: int | None = None
+        """The first step at which a module parts."""
 
     def after(self, session: Session, step: int) -> None:
         """Where a module parts for the first time, look into it while the models are here."""
-        if self.mode != "forced" or self.parted:
+        if self.mode != "forced" or self.parted is not None:
             return
         found: list[Blamed | None] = [None]
         if session.world.main:
@@ -51,7 +52,7 @@ class Replay(Script):
             tolerance = tolerance_of(self.tape.manifest()["recipe"]["model"]["dtype"], session.recipe.model.dtype)
             found = [blame(self.tape.read_step(step + 1), own, tolerance)]
         blamed = session.world.gather(found)[0][0]
-        self.parted = blamed is not None
+        self.parted = None if blamed is None else step + 1
         if blamed is not None and blamed.phase == FORWARD:
             self.restore(session, step)  # the step has moved the weights on
             self.located = locate(session, self.tape, step + 1, blamed)

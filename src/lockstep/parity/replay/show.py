@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.parity.replay.checks import STAGES, Check
+from lockstep.parity.replay.checks import STAGES, Check, worst_of
 from lockstep.parity.replay.replay import Replayed
 from lockstep.run.progress import Console
 
@@ -34,7 +34,7 @@ def show(result: Replayed, console: Console) -> None:
 
 
 def _line(stage: str, checks: list[Check]) -> str:
-    worst = max(checks, key=lambda check: check.error / check.allowed if check.allowed else check.error)
+    worst = worst_of(checks)
     verdict = "in step" if all(check.passed for check in checks) else "OUT OF STEP"
     what = f"{worst.step}, {worst.what}"
     room = 80 - 12 - 12 - 20 - 2
@@ -46,10 +46,10 @@ def first_divergence(result: Replayed) -> list[tuple[str, str]]:
     """Where the replay parts, from the coarse to the fine."""
     rows: list[tuple[str, str]] = []
     if result.stage is not None:
-        rows.append(("stage", result.stage))
+        rows += [("stage", result.stage), ("step", str(result.step))]
     if result.cause is not None:
         cause = result.cause
-        rows += [("step", str(cause.step)), ("check", cause.what)]
+        rows.append(("check", cause.what))
         rows.append(("error", f"{cause.error:.3g}, allowed {cause.allowed:.3g}"))
         if cause.where:
             rows.append(("where", cause.where))

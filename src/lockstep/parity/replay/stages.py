@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from lockstep.parity.replay.parameters import worst_parameter
 from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.rows import rollouts_of
+from lockstep.types import Rollout
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,20 @@ def _batch(a: StepRecord, b: StepRecord) -> Iterator[Check]:
 
 def _generation(a: Side, b: Side, one: StepRecord, tolerance: Tolerance) -> list[Check]:
     ours, theirs = (rollouts_of(side.tape.read_table(side.tape.rollouts_file(one.step))) for side in (a, b))
+    return [responses(a, one, ours, theirs, tolerance)]
+
+
+def responses(
+    a: Side, record: StepRecord, ours: Sequence[Rollout], theirs: Sequence[Rollout], tolerance: Tolerance
+) -> Check:
+    """Responses to a recorded step's prompts against the recorded ones."""
     return judge_generation(
-        one.step,
+        record.step,
         ours,
         theirs,
         allowed=tolerance.logprob,
         seed=a.recipe["run"]["seed"],
-        first_key=int(one.info["carried"]["position"]),
+        first_key=int(record.info["carried"]["position"]),
         vocabulary=a.manifest["vocabulary"],
         greedy=a.recipe["rollout"]["temperature"] == 0,
     )
