@@ -46,5 +46,11 @@ def missing_extra(package: str, extra: str, needed_for: str) -> Refusal:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, on one line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 class Interrupted(Exception):
     """The user asked to stop; the step was finished and saved."""

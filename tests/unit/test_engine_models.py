@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from small_models import SIZES, load, native, prompts, run, write_model
 from transformers import (
     BambaConfig,
+    DiffLlamaConfig,
     Gemma2Config,
     GPT2Config,
     Lfm2Config,
@@ -28,9 +31,8 @@ from lockstep.model.policy import Policy, Scoring
 from lockstep.recipe.online import Rollout
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.hf import HfEngine
-from lockstep.rollout.native.engine import NativeEngine
 from lockstep.train.generation import check_engine, make_engine
-from lockstep.types import Request, Sampling
+from lockstep.types import Completion, Request, Sampling
 
 CPU = torch.device("cpu")
 
@@ -114,26 +116,36 @@ def test_layers_with_a_state_of_their_own_are_refused(name: str, tmp_path: Path,
     folder = write_model(tmp_path / "model", HYBRID[name], tiny_folder)
     said = refused(folder)
     assert f"model.path {folder}" in said
-    assert "differ from" in said or "cannot be run" in said
+    assert "are not attention to" in said or "do not use transformers' attention" in said
 
 
-@pytest.mark.parametrize(
-    ("setting", "kind", "remedy"), [("native", NativeEngine, "rollout.engine=hf"), ("hf", HfEngine, "another model")]
-)
-def test_the_engine_is_checked_by_itself(
-    setting: Any, kind: type, remedy: str, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A hybrid that came past the check of its packed forward."""
-    folder = write_model(tmp_path / "model", HYBRID["lfm2"], tiny_folder)
-    monkeypatch.setattr("lockstep.model.load.check_policy", lambda policy, path: None)
+class Off(HfEngine):
+    """An engine whose log-probs are not those of its tokens."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        for made in super().generate(requests, sampling):
+            yield replace(made, logprobs=[logprob - 0.01 for logprob in made.logprobs])
+
+
+def test_a_model_that_trains_and_cannot_be_cached_is_refused_by_the_engine(tmp_path: Path, tiny_folder: Path) -> None:
+    folder = write_model(tmp_path / "model", DiffLlamaConfig(**SIZES), tiny_folder)
+    policy = load(folder)
+    tokenizer = load_tokenizer(str(folder))
+    with pytest.raises(Refusal, match=r"DiffLlamaForCausalLM: .*attends more than once in a layer") as refusal:
+        check_engine(make_engine(Rollout(), policy, select("cpu"), tokenizer), policy, CPU, str(folder))
+    assert "rollout.engine=hf" in refusal.value.problems[0].remedy
+    check_engine(make_engine(Rollout(engine="hf"), policy, select("cpu"), tokenizer), policy, CPU, str(folder))
+
+
+def test_an_engine_is_held_against_the_trainer(tmp_path: Path, tiny_folder: Path) -> None:
+    folder = write_model(tmp_path / "model", Qwen2Config(**SIZES), tiny_folder)
     policy = load(folder)
     policy.scoring = before = Scoring(temperature=0.5)
-    engine = make_engine(Rollout(engine=setting), policy, select("cpu"), load_tokenizer(str(folder)))
-    assert isinstance(engine, kind)
     policy.train()
-    with pytest.raises(Refusal, match="Lfm2ForCausalLM: the engine's log-probabilities differ") as refusal:
+    engine = Off(policy.generating, load_tokenizer(str(folder)).decode)
+    with pytest.raises(Refusal, match=r"engine's log-probabilities differ from the trainer's by 0\.01") as refusal:
         check_engine(engine, policy, CPU, str(folder))
-    assert remedy in refusal.value.problems[0].remedy
+    assert "another model" in refusal.value.problems[0].remedy
     assert policy.training
     assert policy.scoring is before
 

@@ -7,11 +7,27 @@ from typing import Any
 import torch
 
 from lockstep.kernels.layout import Layout
+from lockstep.kernels.masks import WINDOW, BeyondCausal
 from lockstep.kernels.paged import DecodePass, PrefillPass, paged_attention
 from lockstep.kernels.varlen import varlen_attention
 
 # The name under which transformers finds our attention (`attn_implementation`).
 ATTENTION = "lockstep"
+# What models hand to every attention and what says nothing about who sees whom: positions are in queries and keys
+# already, the window comes from the mask (`masks.py`), and the rest are switches of the caller.
+SAYS_NOTHING = frozenset(
+    {
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "sliding_window",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
+)
 
 
 def transformers_attention(
@@ -22,17 +38,18 @@ def transformers_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
     layout: Layout | PrefillPass | DecodePass | None = None,
-    **_ignored: Any,
+    **extra: Any,
 ) -> tuple[torch.Tensor, None]:
     """Our attention in the form transformers calls: (N, heads, T, D) in, (N, T, heads, D) out.
 
     `layout` travels from the model's forward as a keyword and says where the tokens lie: in a packed line, or in the
     engine's cache. What we cannot do exactly is an error.
     """
+    _refuse_more(module, attention_mask, is_causal, extra)
     if layout is None:
         raise RuntimeError("the packed attention was called without a layout; generation uses another implementation")
     if softcap is not None or s_aux is not None:
@@ -41,14 +58,29 @@ def transformers_attention(
     # N rows of one width are one line: right-padded batches come through here too.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     scale = scaling if scaling is not None else size**-0.5
+    window: int | None = getattr(module, WINDOW)
     if isinstance(layout, Layout):
-        out = varlen_attention(
-            q, k, v, layout, scale=scale, window=sliding_window, dropout=dropout if module.training else 0.0
-        )
+        out = varlen_attention(q, k, v, layout, scale=scale, window=window, dropout=dropout if module.training else 0.0)
     else:
         layer: Any = module.layer_idx
-        out = paged_attention(q, k, v, layout, layer, scale=scale, window=sliding_window)
+        out = paged_attention(q, k, v, layout, layer, scale=scale, window=window)
     return out.reshape(rows, width, heads, -1), None
+
+
+def _refuse_more(
+    module: torch.nn.Module, mask: torch.Tensor | None, is_causal: bool | None, extra: dict[str, Any]
+) -> None:
+    """An argument that we do not know may be what makes this model's attention its own."""
+    name = type(module).__name__
+    if mask is not None:
+        raise BeyondCausal(f"{name} makes a mask of its own")
+    if is_causal is False:
+        raise BeyondCausal(f"{name} attends in both directions")
+    unknown = sorted(key for key, value in extra.items() if value is not None and key not in SAYS_NOTHING)
+    if unknown:
+        raise BeyondCausal(f"{name} hands {', '.join(unknown)} to its attention")
+    if not hasattr(module, WINDOW):
+        raise BeyondCausal(f"{name} was not called when the model's masks were read")
 
 
 def register_attention() -> None:

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from lockstep.errors import Refusal, missing_extra
-from lockstep.model.load import first_line
+from lockstep.errors import Refusal, first_line, missing_extra
 
 
 def import_gguf(file: Path, folder: Path) -> str:

@@ -11,12 +11,14 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PreTrainedModel,
 )
 
 from lockstep.errors import Refusal
 from lockstep.kernels.fused import fuse
+from lockstep.model.check import check_architecture
+from lockstep.model.decoder import Decoder, decoder_layers
 from lockstep.model.load import DTYPES, kernel_of, load_config, load_transformers, lora_config
-from lockstep.model.policy import decoder_layers, layout_of
 from lockstep.recipe.schema import Lora, Model
 from lockstep.types import MicroBatch
 
@@ -25,9 +27,10 @@ class ValueModel(nn.Module):
     """A number for what stands up to a token: of a critic what the rest is expected to earn, of a reward model, at the
     last token, the score of the whole."""
 
-    def __init__(self, decoder: nn.Module, head: nn.Linear, kernel: str):
+    def __init__(self, decoder: PreTrainedModel, head: nn.Linear, kernel: str):
         super().__init__()
         self.decoder, self.head, self.kernel = decoder, head, kernel
+        self._run = Decoder(decoder, kernel)
 
     @property
     def stored(self) -> nn.Module:
@@ -42,12 +45,7 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Values at the positions that predict `batch.targets_K`, fp32."""
-        hidden = self.decoder(
-            input_ids=batch.input_ids_NT,
-            position_ids=batch.position_ids_NT,
-            use_cache=False,
-            layout=layout_of(batch, self.kernel),
-        ).last_hidden_state
+        hidden = self._run(batch)
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
         values_K = nn.functional.linear(hidden_KH, self.head.weight)[:, 0].float()
         # As in the policy: every parameter stays in the graph where a share of the update is empty.
@@ -59,6 +57,7 @@ def load_value_model(
 ) -> ValueModel:
     """From a causal language model (the head starts at zero: every value is 0) or a reward model (with its head)."""
     config = load_config(path)
+    check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
     architectures = config.architectures or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
         model, info = load_transformers(AutoModelForSequenceClassification, path, settings.dtype)
@@ -76,10 +75,11 @@ def load_value_model(
     if missing:
         raise Refusal.at(f"{key} {path}", f"the weights lack {missing[0]}", "use a whole model folder")
     decoder.to(device)
-    fuse(decoder, kernel_of(settings, kernel))
+    kernel = kernel_of(settings, kernel)
+    fuse(decoder, kernel)
     if settings.lora is not None:
         _inject(decoder, settings.lora, seed)
-    found = ValueModel(decoder.to(device), head.to(device), kernel_of(settings, kernel))
+    found = ValueModel(decoder.to(device), head.to(device), kernel)
     if settings.gradient_checkpointing:
         decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return found.train()

@@ -9,10 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from lockstep.errors import Problem, Refusal, shortened
+from lockstep.errors import Problem, Refusal, first_line, shortened
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
-from lockstep.model.policy import Policy, Scoring, check_policy
+from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, unsupported
+from lockstep.model.policy import Policy, Scoring
 from lockstep.recipe.schema import Lora, Model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,11 +39,16 @@ def load_policy(
     settings: Model, device: torch.device, kernel: str, seed: int, scoring: Scoring | None = None
 ) -> Policy:
     """The model as the recipe wants it, on `device`, checked against transformers' own forward."""
+    kernel = kernel_of(settings, kernel)
+    check_architecture(load_config(settings.path), settings.path, DTYPES[settings.dtype], kernel, device)
     model, info = load_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
     _refuse_missing_weights(settings.path, info)
     model.to(device)
-    fuse(model, kernel_of(settings, kernel))
-    policy = Policy(with_lora(model, settings.lora, seed), kernel_of(settings, kernel), scoring)
+    fuse(model, kernel)
+    try:
+        policy = Policy(with_lora(model, settings.lora, seed), kernel, scoring)
+    except RUN_ERRORS as error:
+        raise unsupported(settings.path, type(model).__name__, first_line(error)) from error
     check_policy(policy, settings.path)
     if settings.gradient_checkpointing:
         policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -106,11 +112,6 @@ def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows:
             f"the tokenizer has token {token!r} with id {largest}, but the embedding has {embedding_rows} rows",
             "use the tokenizer the model was trained with, or resize the model's embedding",
         )
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def _require_folder(path: str) -> None:

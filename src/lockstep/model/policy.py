@@ -8,22 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lockstep.errors import Refusal
 from lockstep.kernels.attention import ATTENTION
 from lockstep.kernels.divergence import Comparison, Whole, compared_scores
-from lockstep.kernels.layout import Layout, make_layout, padded_layout
 from lockstep.kernels.logprob import Scores, token_scores
 from lockstep.kernels.truncate import Truncation
+from lockstep.model.decoder import Decoder, decoder_layers, own_attention
 from lockstep.types import MicroBatch
-
-# How far our packed log-probabilities may lie from transformers' own before the model counts as unsupported.
-CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 
 
 @dataclass(frozen=True)
@@ -45,6 +40,7 @@ class Policy(nn.Module):
         self.model = model
         self.kernel = kernel
         self.scoring = scoring or Scoring()
+        self.decoder = Decoder(self.causal_lm, kernel)
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -66,12 +62,7 @@ class Policy(nn.Module):
 
     def states(self, batch: MicroBatch) -> torch.Tensor:
         """The last layer's output for the whole line."""
-        return self.causal_lm.get_decoder()(
-            input_ids=batch.input_ids_NT,
-            position_ids=batch.position_ids_NT,
-            use_cache=False,
-            layout=layout_of(batch, self.kernel),
-        ).last_hidden_state
+        return self.decoder(batch)
 
     def forward(self, batch: MicroBatch) -> Scores:
         """Log-probabilities of `batch.targets_K`, fp32, and entropies where the scoring asks for them."""
@@ -110,7 +101,7 @@ class Policy(nn.Module):
         """The transformers model ready for `generate`: evaluation mode and an attention with a cache."""
         model, training = self.causal_lm, self.training
         self.eval()
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(own_attention(model))
         try:
             yield model
         finally:
@@ -132,80 +123,3 @@ class Teacher(nn.Module):
         hidden_KH = self.policy.states(batch).flatten(0, 1).index_select(0, batch.predictors_K)
         head = self.policy.causal_lm.get_output_embeddings()
         return Whole(hidden_KH, head.weight, head.bias)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    whole = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in whole]
-
-
-def layout_of(batch: MicroBatch, kernel: str) -> Layout:
-    """How the attention named `kernel` finds the sequences of a micro-batch."""
-    rows, width = batch.input_ids_NT.shape
-    device = batch.input_ids_NT.device
-    if batch.packed:
-        return make_layout(batch.lengths, device, kernel, batch.line_E)
-    return padded_layout(rows, width, device, kernel)
-
-
-@torch.no_grad()
-def check_policy(policy: Policy, path: str) -> None:
-    """Refuse a model that we would score differently from transformers itself.
-
-    Two short packed sequences against the model's own forward, one by one: catches soft-capped or scaled logits,
-    attention that looks across packed sequences, and architectures without the attention interface.
-    """
-    model = policy.causal_lm
-    parameter = next(model.parameters())
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    sequences = [[(7 * i + 3) % vocabulary for i in range(n)] for n in (5, 9)]
-    name = type(model).__name__
-    policy.eval()
-    try:
-        ours = _whole(policy, _line(sequences, parameter.device))
-        with policy.generating():
-            own = [_own_logprobs(model, torch.tensor([ids], device=parameter.device)) for ids in sequences]
-    except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
-        raise Refusal.at(
-            f"model.path {path}",
-            f"{name} cannot be run packed: {str(error).splitlines()[0]}",
-            "use an architecture with transformers' attention interface",
-        ) from error
-    policy.train()
-    theirs = torch.cat(own)
-    difference = (ours - theirs).abs().max().item()
-    if not difference <= CHECK_TOLERANCE[parameter.dtype]:
-        raise Refusal.at(
-            f"model.path {path}",
-            f"{name}: packed log-probabilities differ from transformers' own by {difference:.3g}",
-            "its head or attention does something beyond a linear projection and causal attention; it is not supported",
-        )
-
-
-def _whole(policy: Policy, line: MicroBatch) -> torch.Tensor:
-    """Log-probabilities of the plain distribution, whatever the policy is set to score."""
-    scoring, policy.scoring = policy.scoring, Scoring()
-    try:
-        return policy(line).logprobs_K
-    finally:
-        policy.scoring = scoring
-
-
-def _own_logprobs(model: Any, ids_1T: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0]
-
-
-def _line(sequences: list[list[int]], device: torch.device) -> MicroBatch:
-    positions = [i for ids in sequences for i in range(len(ids))]
-    flat = [token for ids in sequences for token in ids]
-    predictors = [i for i in range(len(flat) - 1) if positions[i + 1] > 0]
-    return MicroBatch(
-        input_ids_NT=torch.tensor([flat], device=device),
-        position_ids_NT=torch.tensor([positions], device=device),
-        lengths=tuple(len(ids) for ids in sequences),
-        packed=True,
-        predictors_K=torch.tensor(predictors, device=device),
-        targets_K=torch.tensor([flat[i + 1] for i in predictors], device=device),
-        index_K=torch.arange(len(predictors)),
-    )

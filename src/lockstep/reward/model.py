@@ -15,8 +15,7 @@ from jinja2 import TemplateError
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from lockstep.errors import Problem, Refusal, shortened
-from lockstep.model.load import first_line
+from lockstep.errors import Problem, Refusal, first_line, shortened
 from lockstep.model.resolve import model_folder
 from lockstep.reward.parts import Outcome, promised, settled
 from lockstep.types import Failure, Question

@@ -21,8 +21,7 @@ from transformers.utils import logging as transformers_logging
 from lockstep.algorithms.process import good_probability
 from lockstep.data.marks import Marks
 from lockstep.data.steps import StepWriter
-from lockstep.errors import Refusal
-from lockstep.model.load import first_line
+from lockstep.errors import Refusal, first_line
 from lockstep.model.resolve import model_folder
 from lockstep.reward.model import BATCH_TOKENS, batches
 from lockstep.reward.parts import Outcome, Stepwise, promised, settled

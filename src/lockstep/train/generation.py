@@ -11,7 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.model.policy import CHECK_TOLERANCE, Policy, Scoring
+from lockstep.kernels.rotary import fixed_length
+from lockstep.model.check import CHECK_TOLERANCE, RUN_ERRORS, Unfit
+from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.shard import gathered
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
@@ -20,7 +22,11 @@ from lockstep.rollout.ending import end_ids
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.hf import HfEngine
 from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.trial import check_engine_architecture
 from lockstep.types import Example, Origin, Request, Sampling
+
+# What the check of a loaded model generates: prompts of one token and of what is left of the longest sequence.
+LONGEST_TRIED, NEW_TOKENS_TRIED = 25, 6
 
 
 def make_engine(settings: Rollout, policy: Policy, device: Device, tokenizer: PreTrainedTokenizerBase) -> Engine:
@@ -77,8 +83,12 @@ def check_engine(engine: Engine, policy: Policy, place: torch.device, path: str)
     """
     name, remedy = type(policy.causal_lm).__name__, _instead_of(engine)
     try:
+        if isinstance(engine, NativeEngine):
+            check_engine_architecture(policy.causal_lm.config, policy.kernel, engine.device, place)
         ours, trainers = _two_scores(engine, policy, place)
-    except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
+    except Unfit as unfit:
+        raise Refusal.at(f"model.path {path}", f"{name}: {unfit}", remedy) from unfit
+    except RUN_ERRORS as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -101,9 +111,11 @@ def _instead_of(engine: Engine) -> str:
 def _two_scores(engine: Engine, policy: Policy, place: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of a few sampled tokens: as the engine gave them, and as the policy scores them."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
-    prompts = [[(5 * i + 2) % vocabulary for i in range(n)] for n in (1, 19)]
+    fixed = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or LONGEST_TRIED
+    lengths = (1, min(LONGEST_TRIED, fixed) - NEW_TOKENS_TRIED)
+    prompts = [[(5 * i + 2) % vocabulary for i in range(n)] for n in lengths]
     requests = [Request(ids, key) for key, ids in enumerate(prompts)]
-    made = sorted(engine.generate(requests, Sampling(max_tokens=6, seed=1)), key=lambda c: c.request)
+    made = sorted(engine.generate(requests, Sampling(max_tokens=NEW_TOKENS_TRIED, seed=1)), key=lambda c: c.request)
     rows = [
         Example(ids + c.ids, [0] * len(ids) + [1] * len(c.ids), Origin("check", 0))
         for ids, c in zip(prompts, made, strict=True)

@@ -15,8 +15,8 @@ import torch
 from lockstep.data.updates import Update
 from lockstep.errors import Refusal
 from lockstep.methods.base import Models, Objective
+from lockstep.model.check import CHECK_TOLERANCE
 from lockstep.model.load import DTYPES
-from lockstep.model.policy import CHECK_TOLERANCE
 from lockstep.model.resolve import model_folder
 from lockstep.recipe.methods import reference_folder, reference_kind
 from lockstep.train.held_out import measure

@@ -17,13 +17,16 @@ from lockstep.device.base import Device
 from lockstep.doctor.conflicts import conflicts
 from lockstep.doctor.machine import ThisMachine
 from lockstep.errors import Problem, Refusal, shortened
+from lockstep.kernels.rotary import fixed_length
 from lockstep.methods import METHODS
 from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
+from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.load import resolved
 from lockstep.recipe.methods import ONLINE
 from lockstep.reward.rules import rule_for
+from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.run.progress import Console
 from lockstep.train.plan import (
     BatchPlan,
@@ -135,6 +138,8 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
         if rows is not None:
             problems, said = METHODS[recipe.method].check(recipe, rows, key)
             collect.problems += [*problems, *oversized(rows, recipe.batch.tokens)]
+            if recipe.batch.tokens is not None:
+                collect.problems += shared_and_moving(rows, config)
             remarks += said
     collect.refuse()
     assert train is not None
@@ -164,6 +169,25 @@ def oversized(rows: Dataset[Any], tokens: int | None) -> list[Problem]:
     return shortened(problems, "rows")
 
 
+def shared_and_moving(rows: Dataset[Any], config: Any) -> list[Problem]:
+    """Rows whose sequences share a beginning when packed, in a model that would place it differently for each."""
+    fixed = fixed_length(config.get_text_config())
+    if fixed is None:
+        return []
+    longest = ((item, max(len(example) for example in item.examples)) for item in rows.items if len(item.examples) > 1)
+    problems = [
+        Problem(
+            str(item.origin),
+            f"{size} tokens, and over {fixed} all positions of {config.model_type} move with the length of a sequence "
+            "(longrope or dynamic rotary embedding), while packed sequences of a row share their beginning",
+            "set batch.rows instead of batch.tokens, or lower data.max_tokens",
+        )
+        for item, size in longest
+        if size > fixed
+    ]
+    return shortened(problems, "rows")
+
+
 def prepare_online(
     recipe: Recipe, device: Device, devices: int, console: Console, *, must_fit: bool = True
 ) -> PreparedOnline:
@@ -175,6 +199,7 @@ def prepare_online(
     collect.refuse()
     assert train is not None
     batches = plan_online(recipe, train, devices)
+    refuse_moving_positions(config.get_text_config(), batches.longest, config.model_type)
     rows = (recipe.batch.prompts_per_update or recipe.batch.prompts) * recipe.rollout.n
     memory = plan_memory(recipe, config, devices, batches.longest, rows)
     if must_fit:
@@ -195,6 +220,8 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
         collect.refuse()
         raise AssertionError("a missing tokenizer or config is always a problem")
     collect(lambda: refuse_foreign_tokenizer(tokenizer, config.vocab_size, recipe.model.path))
+    collect(lambda: refuse_router_loss(config, recipe.model.path))
+    collect(lambda: refuse_router_noise(config, recipe.model.path))
     return tokenizer, config, questions or []
 
 

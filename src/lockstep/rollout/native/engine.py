@@ -110,11 +110,10 @@ class NativeEngine:
 
         With them the layers, key/value heads and head size of the model.
         """
-        config, block = self.policy.causal_lm.config.get_text_config(), self.settings.block_tokens
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        block = self.settings.block_tokens
+        layers, heads, size = self.policy.decoder.cached_shape()
         like = self.policy.causal_lm.get_input_embeddings().weight
-        block_bytes = 2 * config.num_hidden_layers * block * heads * size * like.element_size()
+        block_bytes = 2 * layers * block * heads * size * like.element_size()
         asked = self.settings.cache_gb
         held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
         room = asked * 1e9 if asked is not None else FREE_SHARE * (self.device.memory().free + held)
@@ -127,7 +126,7 @@ class NativeEngine:
                 f"key/value cache, and there are {room / 1e9:.3g} GB",
                 "raise rollout.cache_gb, or lower rollout.max_tokens",
             )
-        return blocks, config.num_hidden_layers, heads, size
+        return blocks, layers, heads, size
 
     def _cache(self, samples: Sequence[Sample], longest: int) -> KVCache:
         blocks, layers, heads, size = self._blocks(samples, longest)

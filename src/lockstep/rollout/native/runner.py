@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from lockstep.device.base import Device
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass
+from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy
 from lockstep.rollout.native.sampler import choose
 from lockstep.rollout.native.sequence import Sample, Stretch
@@ -105,7 +106,7 @@ class Runner:
         self, tokens: list[int] | torch.Tensor, positions: list[int] | torch.Tensor, layout: PrefillPass | DecodePass
     ) -> torch.Tensor:
         ids, places = (torch.as_tensor(values, device=self.place)[None] for values in (tokens, positions))
-        decoder = self.model.get_decoder()
+        decoder = inner_decoder(self.model)
         return decoder(input_ids=ids, position_ids=places, use_cache=False, layout=layout).last_hidden_state[0]
 
     def _chunks(self, work: Sequence[tuple[Stretch, int]]) -> tuple[Chunk, ...]:

@@ -1,0 +1,192 @@
+"""What each layer of a model may see, read off the model's own masks: causal, or causal within a window.
+
+In transformers a window may reach attention as a keyword, as a mask, or as both. We build no masks, so each attention
+module is told once, at load, what its mask says. A mask that says more than causal and window is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+PROBE = "lockstep_probe"
+# Where on an attention module its window stands, once it is known (None: it sees everything before it), and how its
+# keys and values are shaped: heads, numbers of a key, numbers of a value.
+WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
+# A token far from the start: whatever is limited shows there.
+FAR = 10_000_019
+
+
+class BeyondCausal(NotImplementedError):
+    """Attention that looks elsewhere than at the last tokens before each token."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a mask lets a token see: itself and the tokens before it, the last `window` of them where there is one."""
+
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Mask:
+    """In the place of a mask's numbers, what they would be made from. Read when a layer uses it: models make masks
+    that none of their layers has a use for."""
+
+    function: Callable[..., torch.Tensor]
+
+
+@dataclass
+class Probe:
+    """What a forward pass through the probe told: the modules that called attention."""
+
+    called: list[nn.Module] = field(default_factory=list)
+
+
+def read_mask(mask_function: Callable[..., torch.Tensor]) -> Seen:
+    """The window of a mask function of transformers, `(batch, head, query, key) -> seen`, all index tensors."""
+
+    def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        nothing = torch.zeros(1, dtype=torch.long)
+        query, key = torch.broadcast_tensors(query, key)
+        return torch.as_tensor(mask_function(nothing, nothing, query, key)).expand(query.shape)
+
+    window = _window(sees)
+    queries = _queries(window)
+    steps = torch.arange(-3, 4)
+    edges = [steps.clone(), queries[:, None] + steps]
+    if window is not None:
+        edges.append(queries[:, None] - window + steps)
+    for keys in edges:
+        keys = keys.clamp(min=0).expand(len(queries), len(steps))
+        wanted = keys <= queries[:, None]
+        if window is not None:
+            wanted &= keys > queries[:, None] - window
+        differs = sees(queries[:, None], keys) != wanted
+        if differs.any():
+            row, column = (int(place[0]) for place in differs.nonzero(as_tuple=True))
+            query, key = int(queries[row]), int(keys[row, column])
+            _refuse_chunks(sees)
+            sees_or_not = "does not see" if wanted[row, column] else "sees"
+            raise BeyondCausal(f"it is not causal attention within a window: token {query} {sees_or_not} token {key}")
+    return Seen(window)
+
+
+def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
+    """How many tokens a far one sees, itself included; None for all."""
+    query = torch.tensor([FAR])
+    if bool(sees(query, torch.tensor([0]))):
+        return None
+    hidden, seen = 0, FAR
+    if not bool(sees(query, query)):
+        raise BeyondCausal("its mask hides a token from itself")
+    while seen - hidden > 1:
+        middle = (hidden + seen) // 2
+        if bool(sees(query, torch.tensor([middle]))):
+            seen = middle
+        else:
+            hidden = middle
+    return FAR - seen + 1
+
+
+def _refuse_chunks(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """The usual form of a mask beyond a window has a name."""
+    queries = torch.arange(1, 2**17)
+    alone = (~sees(queries, queries - 1)).nonzero()
+    if len(alone):
+        chunk = int(queries[alone[0]])
+        raise BeyondCausal(f"it attends within chunks of {chunk} tokens (chunked attention)")
+
+
+def _queries(window: int | None) -> torch.Tensor:
+    """Tokens at which a window, a chunk or a block of any size would show its edge."""
+    around = [0, 1, 2, 3, 5, 8, 13, 64, 127, 128, 129, 1000, 4096, 8191, 8192, 8193, 100_003, FAR - 1, FAR, FAR + 1]
+    if window is not None:
+        around += [times * window + step for times in (1, 2, 3) for step in (-1, 0, 1)]
+        # A block that happens to look like a window at FAR does not a few tokens on.
+        around += [FAR + share * window // 7 for share in range(1, 8)]
+    return torch.tensor(sorted({max(0, place) for place in around}))
+
+
+def register_probe() -> None:
+    """Make the probe known to transformers as an attention and as a maker of masks."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(PROBE, _probe_attention)
+    AttentionMaskInterface.register(PROBE, _probe_mask)
+
+
+def _probe_mask(*_: Any, mask_function: Callable[..., torch.Tensor], **__: Any) -> Mask:
+    return Mask(mask_function)
+
+
+def _probe_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    sliding_window: int | None = None,
+    probe: Probe | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Notes what the module is shown; gives back the values, as if each token saw only itself."""
+    if probe is None:
+        raise BeyondCausal(f"{type(module).__name__} is not handed the keywords of the forward pass")
+    seen = read_mask(attention_mask.function) if isinstance(attention_mask, Mask) else None
+    window = seen.window if seen is not None else sliding_window
+    if seen is not None and sliding_window and window is not None and sliding_window != window:
+        raise BeyondCausal(
+            f"{type(module).__name__}: its mask has a window of {window} and its attention one of {sliding_window}"
+        )
+    if module in probe.called and getattr(module, WINDOW) != window:
+        raise BeyondCausal(f"{type(module).__name__} attends through several windows in one pass")
+    setattr(module, WINDOW, window)
+    setattr(module, SHAPE, (value.shape[1], key.shape[-1], value.shape[-1]))
+    probe.called.append(module)
+    repeats = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(repeats, 1).transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def _attending(model: Any, implementation: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
+def _of_its_own() -> Iterator[None]:
+    """A model that computes with its mask trips over what stands in its place."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if Mask.__name__ in str(error):
+            raise BeyondCausal("it makes a mask of its own from the causal one") from error
+        raise
+
+
+@torch.no_grad()
+def read_windows(model: Any, decoder: nn.Module) -> list[nn.Module]:
+    """Tell every attention module of a model's decoder its window; returns those that use transformers' interface."""
+    register_probe()
+    probe = Probe()
+    device = model.get_input_embeddings().weight.device
+    ids = torch.tensor([[1, 2]], device=device)
+    training = model.training
+    model.eval()
+    try:
+        with _attending(model, PROBE), _of_its_own():
+            decoder(input_ids=ids, position_ids=torch.tensor([[0, 1]], device=device), use_cache=False, probe=probe)
+    finally:
+        model.train(training)
+    return probe.called

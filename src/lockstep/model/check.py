@@ -1,0 +1,302 @@
+"""Is a model what we take it for? Our log-probs and gradients beside transformers' own, before anything is trained.
+
+The architecture is tried as a miniature (`miniature.py`), in fp32, on sequences longer than each of its limits; the
+model itself then on a few tokens in its own dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from lockstep.errors import Refusal, first_line
+from lockstep.kernels.attention import ATTENTION, register_attention
+from lockstep.kernels.fused import fuse
+from lockstep.kernels.masks import BeyondCausal
+from lockstep.model.decoder import OUTSIDE
+from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise
+from lockstep.model.policy import Policy, Scoring
+from lockstep.model.verified import fingerprint, is_verified, remember
+from lockstep.types import MicroBatch
+
+# How far our packed log-probabilities may lie from transformers' own before the model counts as unsupported.
+CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+# The miniature in fp32: log-probs absolutely, gradients beside the norm of the parameter's own.
+LOGPROB_ERROR, GRADIENT_ERROR = 2e-4, 2e-3
+GRADIENT_FLOOR = 1e-4
+# How much further off than transformers' own attention ours may be in a coarse dtype.
+# Clean pairs lie within 1.2, an attention that is 5 % too strong in bf16 above 2.3 (llama, mistral, mixtral, qwen2).
+ROUNDING_RATIO = 1.8
+# So many sets of sequences are needed to tell them apart.
+ROUNDING_SETS = 6
+# Tokens of the miniature's sequences: within every limit, past a window, and past the original length too.
+LENGTHS = (5, LIMIT + 4, ORIGINAL_LENGTH + LIMIT + 3)
+# What transformers and torch raise where a model cannot be run as we run it.
+RUN_ERRORS = (
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+    LookupError,
+    ImportError,
+    AssertionError,
+)
+
+
+class Unfit(Exception):
+    """An architecture that we would train or score wrongly, and why."""
+
+
+@dataclass(frozen=True)
+class Miniature:
+    """A small model of an architecture under both attentions: `policy` has ours."""
+
+    policy: Policy
+
+    @property
+    def model(self) -> Any:
+        return self.policy.causal_lm
+
+
+def build_miniature(config: Any, kernel: str, device: torch.device) -> Miniature:
+    """A random small model of the architecture, in fp32; `Unfit` where our attention cannot serve it."""
+    register_attention()
+    _refuse_other_kinds(config)
+    try:
+        model = _build(config)
+        randomise(model)
+        model.to(device).eval()
+        fuse(model, kernel)
+        return Miniature(Policy(model, kernel).eval())
+    except BeyondCausal as error:
+        raise Unfit(str(error)) from error
+    except RUN_ERRORS as error:
+        raise Unfit(f"its layers cannot be run with an attention of ours: {first_line(error)}") from error
+
+
+def _refuse_other_kinds(config: Any) -> None:
+    try:
+        text = config.get_text_config(decoder=True)
+    except ValueError as error:
+        raise Unfit(f"it is not one language model: {first_line(error)}") from error
+    kinds = {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
+    others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if others:
+        raise Unfit(f"its layers of kind {', '.join(others)} are not attention to all or to the last tokens")
+
+
+def _build(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        small = miniature_config(config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=ATTENTION)
+    except RUN_ERRORS as error:
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):
+            # It looks its attention up in a table of its own.
+            raise Unfit(OUTSIDE) from error
+        why = " ".join(str(error).split())
+        raise Unfit(f"it cannot be checked, since no small {config.model_type} can be built: {why[:200]}") from error
+
+
+def try_architecture(miniature: Miniature) -> None:
+    """Hold log-probs and the gradient of every parameter against transformers' own, packed, padded and alone."""
+    sequences = [tokens(length, VOCABULARY) for length in LENGTHS]
+    policy, device = miniature.policy, next(miniature.policy.parameters()).device
+    try:
+        theirs, wanted = _own(miniature.model, sequences, device)
+    except RUN_ERRORS as error:
+        raise Unfit(f"transformers itself cannot run it on plain tokens: {first_line(error)}") from error
+    for kind, batch in (("packed", _line(sequences, device)), ("padded", _rows(sequences, device))):
+        try:
+            policy.zero_grad(set_to_none=True)
+            with torch.enable_grad():
+                ours = policy(batch).logprobs_K
+                (ours * _weights(len(ours), device)).sum().backward()
+        except RUN_ERRORS as error:
+            raise Unfit(f"it cannot be run {kind}: {first_line(error)}") from error
+        _compare_logprobs(kind, ours.detach(), theirs)
+        _compare_gradients(kind, policy.causal_lm, wanted)
+
+
+def _compare_logprobs(kind: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    for length, one, other in zip(LENGTHS, *(x.split([n - 1 for n in LENGTHS]) for x in (ours, theirs)), strict=True):
+        difference = (one - other).abs()
+        if not difference.max() <= LOGPROB_ERROR:
+            token = int((~(difference <= LOGPROB_ERROR)).nonzero()[0]) + 1
+            raise Unfit(
+                f"{kind} log-probs differ from transformers' own by up to {difference.max():.2g}, from token {token} "
+                f"of a sequence of {length} on (windows and other limits scaled to {LIMIT} tokens)"
+            )
+
+
+def _compare_gradients(kind: str, model: nn.Module, wanted: dict[str, torch.Tensor | None]) -> None:
+    # A gradient that is 0 but for rounding, as a key's bias has, is no yardstick.
+    least = GRADIENT_FLOOR * max(float(found.norm()) for found in wanted.values() if found is not None)
+    known = {name: found for name, found in wanted.items() if found is not None and float(found.norm()) > 0}
+    for name, parameter in model.named_parameters():
+        if name in known and parameter.grad is None:
+            raise Unfit(f"{name} gets no gradient where transformers' own attention gives it one")
+    errors = {
+        name: float((parameter.grad - known[name]).norm()) / max(float(known[name].norm()), least)
+        for name, parameter in model.named_parameters()
+        if name in known and parameter.grad is not None
+    }
+    # A fault reaches every parameter before it; where it arose it is the largest.
+    worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
+    if not errors[worst] <= GRADIENT_ERROR:
+        raise Unfit(f"the gradient of {worst} is off by {errors[worst]:.2g} of its norm when {kind}")
+
+
+def _own(
+    model: Any, sequences: Sequence[list[int]], device: torch.device
+) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    """Log-probs and gradients as transformers has them, one sequence at a time."""
+    model.zero_grad(set_to_none=True)
+    model.set_attn_implementation("eager")
+    try:
+        with torch.enable_grad():
+            theirs = torch.cat([own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences])
+            (theirs * _weights(len(theirs), device)).sum().backward()
+    finally:
+        model.set_attn_implementation(ATTENTION)
+    found = {name: p.grad.clone() if p.grad is not None else None for name, p in model.named_parameters()}
+    return theirs.detach(), found
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """A loss in which every token has its own weight."""
+    return torch.cos(torch.arange(count, dtype=torch.float32)).to(device)
+
+
+def check_architecture(config: Any, path: str, dtype: torch.dtype, kernel: str, device: torch.device) -> None:
+    """Refuse a folder whose architecture we would train wrongly; needs no weights, and is remembered."""
+    key = fingerprint(config, "train", str(dtype), kernel, device.type)
+    if is_verified(key):
+        return
+    try:
+        miniature = build_miniature(config, kernel, device)
+        try_architecture(miniature)
+        if dtype != torch.float32:
+            try_dtype(miniature, dtype)
+    except Unfit as unfit:
+        raise unsupported(path, (config.architectures or [config.model_type])[0], str(unfit)) from unfit
+    remember(key)
+
+
+@torch.no_grad()
+def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
+    """The kernels in the dtype that is trained: as near to fp32 as transformers' own attention comes in it.
+
+    By the median token, since rounding may send single tokens to other experts on either side.
+    """
+    sequences = [tokens(length, VOCABULARY, first) for first in range(ROUNDING_SETS) for length in LENGTHS]
+    policy, model = miniature.policy, miniature.model
+    device = next(policy.parameters()).device
+    exact, _ = _own(model, sequences, device)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    policy.to(dtype)
+    try:
+        ours = policy(_line(sequences, device)).logprobs_K
+        model.set_attn_implementation("eager")
+        theirs = torch.cat([own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences])
+    except RUN_ERRORS as error:
+        raise Unfit(f"it cannot be run in {dtype}: {first_line(error)}") from error
+    finally:
+        model.set_attn_implementation(ATTENTION)
+        policy.to(torch.float32)
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    off, usual = (float((found - exact).abs().median()) for found in (ours, theirs))
+    if not off <= ROUNDING_RATIO * usual + torch.finfo(dtype).eps:
+        raise Unfit(f"in {dtype} our log-probs are {off:.2g} off in the middle, transformers' own {usual:.2g}")
+
+
+@torch.no_grad()
+def check_policy(policy: Policy, path: str) -> None:
+    """Refuse a loaded model that we would score differently from transformers itself, in the dtype it has."""
+    model = policy.causal_lm
+    parameter = next(model.parameters())
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    sequences = [tokens(length, vocabulary) for length in (5, 9)]
+    name = type(model).__name__
+    policy.eval()
+    try:
+        ours = _whole(policy, _line(sequences, parameter.device))
+        with policy.generating():
+            own = [own_logprobs(model, torch.tensor([ids], device=parameter.device)) for ids in sequences]
+    except RUN_ERRORS as error:
+        raise unsupported(path, name, f"cannot be run packed: {first_line(error)}") from error
+    policy.train()
+    difference = (ours - torch.cat(own)).abs().max().item()
+    if not difference <= CHECK_TOLERANCE[parameter.dtype]:
+        raise unsupported(path, name, f"packed log-probs differ from transformers' own by {difference:.3g}")
+
+
+def unsupported(path: str, name: str, why: str) -> Refusal:
+    return Refusal.at(f"model.path {path}", f"{name}: {why}", "use a model that docs/models.md lists as supported")
+
+
+def _whole(policy: Policy, line: MicroBatch) -> torch.Tensor:
+    """Log-probabilities of the plain distribution, whatever the policy is set to score."""
+    scoring, policy.scoring = policy.scoring, Scoring()
+    try:
+        return policy(line).logprobs_K
+    finally:
+        policy.scoring = scoring
+
+
+def own_logprobs(model: Any, ids_1T: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0]
+
+
+def tokens(length: int, vocabulary: int, first: int = 3) -> list[int]:
+    """Some token ids, without a short period."""
+    return [((7 + first) * i + first + i * i // 5) % vocabulary for i in range(length)]
+
+
+def _line(sequences: Sequence[list[int]], device: torch.device) -> MicroBatch:
+    flat = [token for ids in sequences for token in ids]
+    positions = [i for ids in sequences for i in range(len(ids))]
+    return _micro_batch([flat], [positions], sequences, device, packed=True)
+
+
+def _rows(sequences: Sequence[list[int]], device: torch.device) -> MicroBatch:
+    width = max(len(ids) for ids in sequences)
+    rows = [ids + [0] * (width - len(ids)) for ids in sequences]
+    return _micro_batch(rows, [list(range(width))] * len(rows), sequences, device, packed=False)
+
+
+def _micro_batch(
+    rows: list[list[int]],
+    positions: list[list[int]],
+    sequences: Sequence[list[int]],
+    device: torch.device,
+    *,
+    packed: bool,
+) -> MicroBatch:
+    predictors: list[int] = []
+    first = 0
+    for ids in sequences:
+        predictors += range(first, first + len(ids) - 1)
+        first += len(ids) if packed else len(rows[0])
+    flat = [token for row in rows for token in row]
+    return MicroBatch(
+        input_ids_NT=torch.tensor(rows, device=device),
+        position_ids_NT=torch.tensor(positions, device=device),
+        lengths=tuple(len(ids) for ids in sequences),
+        packed=packed,
+        predictors_K=torch.tensor(predictors, device=device),
+        targets_K=torch.tensor([flat[i + 1] for i in predictors], device=device),
+        index_K=torch.arange(len(predictors)),
+    )

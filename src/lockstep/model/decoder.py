@@ -1,0 +1,97 @@
+"""The decoder of a transformers model on micro-batches: who sees whom, at which positions, by which kernel."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lockstep.kernels.layout import Layout, make_layout, padded_layout
+from lockstep.kernels.masks import SHAPE, BeyondCausal, read_windows
+from lockstep.kernels.rotary import own_positions, sequences
+from lockstep.types import MicroBatch
+
+OUTSIDE = "its layers do not use transformers' attention interface"
+
+
+class Decoder:
+    """Runs the layers of `model`, a transformers model with our attention; reads its masks and positions once."""
+
+    def __init__(self, model: PreTrainedModel, kernel: str):
+        self.model, self.kernel = model, kernel
+        self.attentions = read_windows(model, inner_decoder(model))
+        _refuse_other_layers(model, self.attentions)
+        self.moving = own_positions(model)
+
+    def cached_shape(self) -> tuple[int, int, int]:
+        """Layers, heads and size of a head of a cache of keys and values; refused where one shape does not fit all."""
+        layers: list[Any] = [module.layer_idx for module in self.attentions]
+        if len(set(layers)) < len(layers):
+            raise NotImplementedError("it attends more than once in a layer, and the cache holds one set of keys")
+        shapes = {getattr(module, SHAPE) for module in self.attentions}
+        if len(shapes) > 1 or any(key != value for _, key, value in shapes):
+            sizes = " and ".join(f"{heads} heads of {key} and {value}" for heads, key, value in sorted(shapes))
+            raise NotImplementedError(f"its keys and values have several sizes ({sizes}), and the cache holds one")
+        heads, size, _ = shapes.pop()
+        return max(layers) + 1, heads, size
+
+    def __call__(self, batch: MicroBatch) -> torch.Tensor:
+        """The last layer's output for every token."""
+        decoder: Any = inner_decoder(self.model)
+        with sequences(self.moving, batch.lengths, batch.input_ids_NT.shape, batch.line_E, batch.packed):
+            return decoder(
+                input_ids=batch.input_ids_NT,
+                position_ids=batch.position_ids_NT,
+                use_cache=False,
+                layout=layout_of(batch, self.kernel),
+            ).last_hidden_state
+
+
+def inner_decoder(model: Any) -> nn.Module:
+    """A causal language model's decoder; of a decoder, itself."""
+    if model.get_output_embeddings() is None:
+        return model
+    decoder = model.get_decoder()
+    # Some call their head a decoder.
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks that transformers says must stay whole: the decoder layers, which are sharded one by one."""
+    whole = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in whole]
+
+
+def layout_of(batch: MicroBatch, kernel: str) -> Layout:
+    """How the attention named `kernel` finds the sequences of a micro-batch."""
+    rows, width = batch.input_ids_NT.shape
+    device = batch.input_ids_NT.device
+    if batch.packed:
+        return make_layout(batch.lengths, device, kernel, batch.line_E)
+    return padded_layout(rows, width, device, kernel)
+
+
+def own_attention(model: PreTrainedModel) -> str:
+    """The implementation with which transformers itself is right: its sdpa knows no soft caps and no sinks."""
+    config = model.config.get_text_config()
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if model._supports_sdpa and not capped else "eager"
+
+
+def _refuse_other_layers(model: PreTrainedModel, called: list[nn.Module]) -> None:
+    """Layers that mix tokens by other means than our attention would mix those of packed sequences."""
+    if "position_ids" not in inspect.signature(inner_decoder(model).forward).parameters:
+        raise BeyondCausal("it takes no position_ids, so a packed sequence would not begin at position 0")
+    if not called:
+        raise BeyondCausal(OUTSIDE)
+    whole = set(model._no_split_modules or ())
+    layers = [module for module in inner_decoder(model).modules() if type(module).__name__ in whole]
+    others = [layer for layer in layers if not any(part in called for part in layer.modules())]
+    if others:
+        inside = sorted({type(part).__name__ for layer in others for part in layer.children()})
+        raise BeyondCausal(
+            f"{len(others)} of its layers call no attention; they mix tokens by other means ({', '.join(inside[:4])})"
+        )

@@ -1,0 +1,181 @@
+"""A small model of the same architecture: every switch of the configuration kept, sizes and limits scaled down.
+
+What an architecture computes past a window, a chunk or its original length shows in a few dozen tokens then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 96
+HEADS, HEAD_SIZE = 4, 16
+LAYERS = 2
+# No limit of a miniature is longer than this, so that a sequence of twice as many tokens passes all of them.
+LIMIT = 8
+ORIGINAL_LENGTH = 2 * LIMIT
+POSITIONS = 8 * ORIGINAL_LENGTH
+
+WIDTH = HEADS * HEAD_SIZE
+# What a size becomes where the configuration has it and it is larger.
+SIZES: dict[str, int] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim"), WIDTH),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"), 96),
+    **dict.fromkeys(("expert_ffn_hidden_size", "dense_intermediate_size", "dim_ff", "dff", "encoder_ffn_dim"), 96),
+    **dict.fromkeys(("decoder_ffn_dim", "moe_shared_expert_intermediate_size"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
+    **dict.fromkeys(("encoder_layers", "num_decoder_layers", "num_encoder_layers", "num_layers_per_stack"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads"), HEADS),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"), HEADS),
+    **dict.fromkeys(
+        ("head_dim", "swa_head_dim", "global_head_dim", "v_head_dim", "kv_channels", "dim_head"), HEAD_SIZE
+    ),
+    **dict.fromkeys(("index_head_dim", "qk_nope_head_dim", "attention_head_size", "query_pre_attn_scalar"), HEAD_SIZE),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), HEAD_SIZE // 2),
+    "qk_head_dim": HEAD_SIZE + HEAD_SIZE // 2,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "laurel_rank", "hc_lowrank", "gated_norm_rank"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "zero_expert_num"), 1),
+    **dict.fromkeys(("index_n_heads", "o_groups"), 2),
+    **dict.fromkeys(("hidden_size_per_layer_input", "ple_embed_dim", "d_rel", "embedding_size"), 16),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "num_kv_shared_layers"), 1),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "model_max_length", "max_seq_len"), POSITIONS),
+    **dict.fromkeys(("max_target_positions", "rel_extent"), POSITIONS),
+    **dict.fromkeys(("mamba_d_state", "mamba_d_head", "state_size", "mamba_d_conv", "ssm_state_size"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim"), HEAD_SIZE),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    "heads_per_ngram": 2,
+    "encoder_hash_byte_group_vocab": VOCABULARY,
+    "ngram_vocab_size_base": 97,
+    "split_ngram_parts": 4,
+}
+# How far a token sees, or how many it chooses from: what the trial must be longer than.
+LIMITS: dict[str, int] = {
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), LIMIT),
+    **dict.fromkeys(
+        ("attention_chunk_size", "index_topk", "keep_window_size", "local_attention", "floor_scale"), LIMIT
+    ),
+    **dict.fromkeys(("index_block_size", "index_topk_blocks"), LIMIT // 4),
+    "original_max_position_embeddings": ORIGINAL_LENGTH,
+}
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Lists with an entry for each pair of rotated numbers.
+BY_FREQUENCY = ("short_factor", "long_factor")
+
+
+def miniature_config(config: Any) -> Any:
+    """The configuration of a small model that computes what `config`'s does, limits within `LIMIT`."""
+    data = copy.deepcopy(config.to_dict())
+    for name in ("_name_or_path", "quantization_config", "dtype", "torch_dtype"):
+        data.pop(name, None)
+    _shrink(data)
+    return type(config).from_dict(data)
+
+
+def _shrink(data: dict[str, Any]) -> None:
+    total = next((data[name] for name in LAYER_COUNTS if data.get(name)), 0)
+    layers = _kept_layers(data, total)
+    ropes: list[dict[str, Any]] = []
+    heads = next((data[name] for name in ("num_attention_heads", "n_head", "n_heads") if data.get(name)), 0)
+    for name, value in list(data.items()):
+        if isinstance(value, dict) and name == "per_layer_config":
+            data[name] = {layers.index(int(key)): part for key, part in value.items() if int(key) in layers}
+        elif isinstance(value, dict):
+            ropes.append(value) if "rope" in name else _shrink(value)
+        elif isinstance(value, list):
+            data[name] = _shrink_list(name, value, layers, total)
+        elif value is None and name == "head_dim":
+            data[name] = HEAD_SIZE
+        elif value is None and name in KEY_VALUE_HEADS[:1]:
+            data[name] = HEADS
+        elif name in KEY_VALUE_HEADS and value is not None:
+            data[name] = min(value, HEADS if value == heads else 2)
+        elif name == "max_window_layers" and value is not None:
+            # Windows begin at that layer: keep whether there are any.
+            data[name] = 1 if value < total else len(layers)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            data[name] = _shrink_number(name, value, len(layers))
+    if data.get("qk_rope_head_dim") and data.get("head_dim"):
+        # Here the size of a head is that of its rotated part.
+        data["head_dim"] = data["qk_rope_head_dim"]
+    for rope in ropes:
+        _shrink_rope(rope, data)
+
+
+def _kept_layers(data: Mapping[str, Any], total: int) -> list[int]:
+    """One layer of each kind that the configuration lists, at least two, and the last: experts often begin late."""
+    kinds = next((data[name] for name in ("layer_types", "layers_block_type") if data.get(name)), None)
+    if not kinds:
+        return list(range(min(LAYERS, total or LAYERS)))
+    first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
+    return sorted({*range(min(LAYERS, len(kinds))), *first.values(), len(kinds) - 1})
+
+
+def _shrink_list(name: str, value: list[Any], layers: list[int], total: int) -> list[Any]:
+    if name == "mrope_section":
+        return [HEAD_SIZE // 2 - 2 * (HEAD_SIZE // 6), *[HEAD_SIZE // 6] * 2][: len(value)]
+    if len(value) == total and len(value) > max(layers):
+        value = [value[place] for place in layers]
+    return [
+        _shrink_number(name, item, len(layers)) if isinstance(item, int) and not isinstance(item, bool) else item
+        for item in value
+    ]
+
+
+def _shrink_number(name: str, value: int, layers: int) -> int:
+    if name in LIMITS:
+        return min(value, LIMITS[name])
+    if SIZES.get(name) == LAYERS and "layer" in name:
+        return min(value, layers)
+    if name in SIZES:
+        return min(value, SIZES[name])
+    if name.endswith(("_pattern", "_interval", "_period", "_step")):
+        return min(value, LAYERS)
+    if name.endswith("_token_id") and value >= VOCABULARY:
+        return value % VOCABULARY
+    return value
+
+
+def _shrink_rope(rope: dict[str, Any], data: dict[str, Any]) -> None:
+    for name, value in list(rope.items()):
+        if isinstance(value, dict):
+            _shrink_rope(value, data)
+        elif name == "original_max_position_embeddings" and value:
+            rope[name] = min(value, ORIGINAL_LENGTH)
+        elif name in BY_FREQUENCY and isinstance(value, list):
+            pairs = _rotated_pairs(rope, data)
+            rope[name] = [value[place * len(value) // pairs] for place in range(pairs)]
+        elif name == "mrope_section":
+            rope[name] = _shrink_list(name, value, [], 0)
+        elif name == "rope_type" and value == "dynamic":
+            # Such positions move beyond the model's own context, which the trial must pass.
+            data["max_position_embeddings"] = ORIGINAL_LENGTH
+
+
+def _rotated_pairs(rope: Mapping[str, Any], data: Mapping[str, Any]) -> int:
+    """Pairs of numbers of a head that turn with the position."""
+    share = rope.get("partial_rotary_factor") or data.get("partial_rotary_factor") or 1.0
+    head = data.get("head_dim") or data["hidden_size"] // data["num_attention_heads"]
+    return int(head * share) // 2
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Weights under which every part of the model matters: matrices that keep the size of what passes through them,
+    and norms, biases and sinks off their neutral start."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.device)
+        if parameter.dim() >= 2:
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5 * 1.5)
+        else:
+            parameter.add_((0.3 * noise).to(parameter.dtype))

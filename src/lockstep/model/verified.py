@@ -1,0 +1,59 @@
+"""Architectures that passed their check on this machine: the same code, packages and configuration need it once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import lockstep
+
+# The folders whose code decides what a model computes.
+CODE = ("kernels", "model", "rollout")
+
+
+def fingerprint(config: Any, *more: str) -> str:
+    """Of an architecture as these packages and this code run it; the weights and their place are no part of it."""
+    data = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
+    versions = [torch.__version__, transformers.__version__, _code()]
+    text = json.dumps([data, versions, more], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_verified(key: str) -> bool:
+    return key in _here() or (_folder() / key).is_file()
+
+
+def remember(key: str) -> None:
+    _here().add(key)
+    # A cache that cannot be written costs a second at the next start.
+    with contextlib.suppress(OSError):
+        _folder().mkdir(parents=True, exist_ok=True)
+        (_folder() / key).touch()
+
+
+@cache
+def _here() -> set[str]:
+    return set()
+
+
+def _folder() -> Path:
+    own = os.environ.get("LOCKSTEP_CACHE")
+    home = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+    return home / "models"
+
+
+@cache
+def _code() -> str:
+    root = Path(lockstep.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in CODE for path in (root / folder).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,154 @@
+"""The check at load finds what goes wrong past a limit, in single gradients and in a coarse dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, MistralConfig, MixtralConfig, PhimoeConfig
+
+from lockstep.device.select import select
+from lockstep.errors import Refusal
+from lockstep.kernels import attention, paged, varlen
+from lockstep.model import verified
+from lockstep.model.check import check_architecture
+from lockstep.model.miniature import LIMIT, miniature_config
+from lockstep.model.router import refuse_router_loss, refuse_router_noise
+from lockstep.rollout.trial import check_engine_architecture
+
+CPU = torch.device("cpu")
+# Full sizes, as a folder has them: a window of thousands of tokens is checked all the same.
+WINDOWED = MistralConfig(sliding_window=4096)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    verified._here.cache_clear()
+    yield
+    verified._here.cache_clear()
+
+
+def check(config: Any, dtype: torch.dtype = torch.float32) -> None:
+    check_architecture(config, "folder", dtype, "sdpa", CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", [LlamaConfig(), WINDOWED, MixtralConfig()], ids=["llama", "mistral", "mixtral"])
+def test_what_is_right_passes(config: Any, dtype: torch.dtype) -> None:
+    check(config, dtype)
+
+
+def test_a_window_of_thousands_that_is_ignored_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention.varlen_attention
+    monkeypatch.setattr(attention, "varlen_attention", lambda *a, window, **k: right(*a, window=None, **k))
+    with pytest.raises(Refusal, match=rf"model.path folder: .*from token {LIMIT + 1} of a sequence of {LIMIT + 4} on"):
+        check(WINDOWED)
+    check(LlamaConfig())
+
+
+def test_sequences_that_see_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention.varlen_attention
+
+    def mixed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Any, **more: Any) -> torch.Tensor:
+        whole = replace(layout.buckets[0], start=0, count=1, width=len(q))
+        return right(q, k, v, replace(layout, buckets=(whole,), slots_of_tokens=None, tokens_of_slots=None), **more)
+
+    monkeypatch.setattr(attention, "varlen_attention", mixed)
+    with pytest.raises(Refusal, match="packed log-probs differ"):
+        check(LlamaConfig())
+
+
+def test_a_wrong_gradient_names_its_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return grads[0] * 1.01
+
+    right = attention.varlen_attention
+    monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, *a, **m: right(q, Doubled.apply(k), v, *a, **m))
+    with pytest.raises(Refusal, match=r"the gradient of model.layers.\d.self_attn.k_proj.weight is off by 0.01"):
+        check(LlamaConfig())
+
+
+def test_a_parameter_without_a_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention.varlen_attention
+    monkeypatch.setattr(attention, "varlen_attention", lambda q, k, *a, **m: right(q, k.detach(), *a, **m))
+    with pytest.raises(Refusal, match=r"model.layers.\d.self_attn.k_proj.weight gets no gradient"):
+        check(LlamaConfig())
+
+
+def test_a_kernel_that_is_wrong_in_a_coarse_dtype_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a factor that a tolerance of 0.25 nats would hide."""
+    right = varlen.varlen_attention
+
+    def coarse(q: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        out = right(q, *rest, **more)
+        return out * 1.05 if q.dtype == torch.bfloat16 else out
+
+    monkeypatch.setattr(attention, "varlen_attention", coarse)
+    check(LlamaConfig())
+    with pytest.raises(Refusal, match=r"in torch.bfloat16 our log-probs are .* off in the middle"):
+        check(LlamaConfig(), torch.bfloat16)
+
+
+def engine(config: Any) -> None:
+    check_engine_architecture(config, "sdpa", select("cpu"), CPU)
+
+
+def test_an_engine_that_looks_past_the_window_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine(WINDOWED)
+    verified._here.cache_clear()
+    monkeypatch.setenv("LOCKSTEP_CACHE", "/nowhere")
+    right = paged.decode_attention
+    monkeypatch.setattr(paged, "decode_attention", lambda *args, **more: right(*args[:-1], None, **more))
+    with pytest.raises(Exception, match="greedy tokens or log-probs and transformers' own"):
+        engine(WINDOWED)
+
+
+def test_a_check_is_remembered_until_code_or_configuration_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(LlamaConfig())
+    verified._here.cache_clear()  # as in another process
+
+    def built(*_: Any) -> None:
+        raise KeyError("a miniature was built")
+
+    monkeypatch.setattr("lockstep.model.check.build_miniature", built)
+    check(LlamaConfig())
+    for config, dtype in ((LlamaConfig(rms_norm_eps=1e-4), torch.float32), (LlamaConfig(), torch.bfloat16)):
+        with pytest.raises(KeyError):
+            check(config, dtype)
+    monkeypatch.setattr(verified, "_code", lambda: "changed")
+    with pytest.raises(KeyError):
+        check(LlamaConfig())
+
+
+def test_a_miniature_keeps_switches_and_scales_limits() -> None:
+    small = miniature_config(MistralConfig(sliding_window=4096, rms_norm_eps=1e-3, tie_word_embeddings=True))
+    assert (small.sliding_window, small.rms_norm_eps, small.tie_word_embeddings) == (LIMIT, 1e-3, True)
+    assert miniature_config(MistralConfig(sliding_window=None)).sliding_window is None
+    assert miniature_config(LlamaConfig(num_key_value_heads=1)).num_key_value_heads == 1
+
+
+def test_a_load_balancing_loss_is_refused() -> None:
+    refuse_router_loss(MixtralConfig(), "folder")
+    refuse_router_loss(MixtralConfig(output_router_logits=True, router_aux_loss_coef=0.0), "folder")
+    with pytest.raises(Refusal, match=r"load-balancing loss .*coefficient 0\.02") as refusal:
+        refuse_router_loss(MixtralConfig(output_router_logits=True, router_aux_loss_coef=0.02), "folder")
+    assert "output_router_logits to false" in refusal.value.problems[0].remedy
+
+
+def test_router_noise_is_refused_and_dropout_is_not() -> None:
+    refuse_router_noise(MixtralConfig(attention_dropout=0.1), "folder")
+    with pytest.raises(Refusal, match="router noise"):
+        refuse_router_noise(MixtralConfig(router_jitter_noise=0.1), "folder")
+    with pytest.raises(Refusal, match="router noise"):
+        refuse_router_noise(PhimoeConfig(input_jitter_noise=0.1), "folder")

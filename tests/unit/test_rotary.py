@@ -1,0 +1,137 @@
+"""Positions that move with the length follow each sequence's own length, however rows are packed or padded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import SIZES, load, write_model
+from transformers import LlamaConfig, Phi3Config
+
+from conftest import lockstep, write_jsonl
+from lockstep.data.batching import micro_batch, shared_beginnings
+from lockstep.kernels.rotary import OwnPositions, fixed_length
+from lockstep.types import Example, Origin
+
+FIXED = 24
+LENGTHS = (40, 5, FIXED, FIXED + 1, 31, 40)
+
+
+def longrope() -> Any:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [4.0, 5.0, 6.0, 7.0],
+        "original_max_position_embeddings": FIXED,
+    }
+    sizes = {**SIZES, "max_position_embeddings": 96}
+    return Phi3Config(**sizes, original_max_position_embeddings=FIXED, pad_token_id=0, rope_parameters=rope)
+
+
+def dynamic() -> Any:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    return LlamaConfig(**{**SIZES, "max_position_embeddings": FIXED}, rope_parameters=rope)
+
+
+MOVING = {"longrope": longrope, "dynamic": dynamic}
+
+
+def rows() -> list[Example]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        Example(torch.randint(0, 250, (length,), generator=generator).tolist(), [1] * length, Origin("rows", row))
+        for row, length in enumerate(LENGTHS)
+    ]
+
+
+def alone(model: Any, ids: list[int]) -> torch.Tensor:
+    """transformers' own, with no memory of what was run before."""
+    for module in model.modules():
+        if isinstance(module.forward, OwnPositions):
+            module.forward = module.forward.together
+        if hasattr(module, "original_inv_freq"):
+            module.inv_freq = module.original_inv_freq
+            module.max_seq_len_cached = module.original_max_seq_len
+    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+    return logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+
+
+@pytest.mark.parametrize("kind", MOVING)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@torch.no_grad()
+def test_each_sequence_has_its_own_positions(kind: str, packed: bool, tmp_path: Path, tiny_folder: Path) -> None:
+    folder = write_model(tmp_path / "model", MOVING[kind](), tiny_folder)
+    policy, examples = load(folder).eval(), rows()
+    ours = policy(micro_batch(examples, packed=packed, pad_id=0)).logprobs_K
+    again = policy(micro_batch(examples[1:3], packed=packed, pad_id=0)).logprobs_K
+    other = load(folder).eval()
+    with other.generating() as model:
+        theirs = torch.cat([alone(model, list(example.ids)) for example in examples])
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    # A short line after a long one: no scale is left over from before.
+    torch.testing.assert_close(again, ours[39 : 39 + 4 + FIXED - 1], atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_a_shared_beginning_of_one_length_is_right_and_of_several_is_refused(tmp_path: Path, tiny_folder: Path) -> None:
+    policy = load(write_model(tmp_path / "model", longrope(), tiny_folder)).eval()
+    start = list(range(20))
+    pair = [Example([*start, *end], [0] * 20 + [1] * len(end), Origin("rows", 0)) for end in ([9] * 10, [8] * 12)]
+    shared = policy(micro_batch(pair, packed=True, pad_id=0, starts=[0, 10], shares=shared_beginnings(pair))).logprobs_K
+    apart = policy(micro_batch(pair, packed=True, pad_id=0)).logprobs_K
+    # Both are beyond the original length, where longrope has one set of positions.
+    torch.testing.assert_close(shared, apart, atol=1e-5, rtol=0)
+    short = [pair[0], Example([*start, 7], [0] * 20 + [1], Origin("rows", 0))]
+    batch = micro_batch(short, packed=True, pad_id=0, starts=[0, 10], shares=shared_beginnings(short))
+    with pytest.raises(NotImplementedError, match="share a beginning whose positions move"):
+        policy(batch)
+
+
+def test_the_fixed_length_is_that_of_the_kind() -> None:
+    assert fixed_length(longrope()) == FIXED
+    assert fixed_length(dynamic()) == FIXED
+    assert fixed_length(LlamaConfig(**SIZES)) is None
+    # Dynamic positions move from the model's own context on, whatever its rotation was trained for.
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 8}
+    assert fixed_length(LlamaConfig(**{**SIZES, "max_position_embeddings": 64}, rope_parameters=rope)) == 64
+
+
+def sums(count: int) -> list[dict[str, object]]:
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"{a}+{a}?"},
+                {"role": "assistant", "content": "so " * (3 * (a % 4)) + str(2 * a)},
+            ]
+        }
+        for a in range(count)
+    ]
+
+
+def test_the_token_budget_does_not_change_the_loss(tmp_path: Path, tiny_folder: Path) -> None:
+    """The same rows in lines of several lengths, some beyond the original length."""
+    folder = write_model(tmp_path / "model", longrope(), tiny_folder)
+    data = write_jsonl(tmp_path / "train.jsonl", sums(8))
+    losses = []
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"""
+method: sft
+device: cpu
+run: {{folder: {tmp_path}, steps: 1, export: false}}
+model: {{path: {folder}}}
+data: {{train: {data}}}
+batch: {{rows_per_update: 8, tokens: 96}}
+optim: {{warmup: 0}}
+""",
+        encoding="utf-8",
+    )
+    for tokens in (96, 150, 400):
+        done = lockstep("train", recipe, f"run.name=run{tokens}", f"batch.tokens={tokens}")
+        assert done.returncode == 0, done.stderr + done.stdout
+        line = (tmp_path / f"run{tokens}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
+        losses.append(float(line.split('"train/loss":')[1].split(",")[0]))
+    assert max(losses) - min(losses) < 1e-5
