@@ -42,7 +42,10 @@ def test_paged_decode_equals_its_twin(dtype, heads, groups, size, window, block)
     query = torch.randn(5, heads, size, device="cuda", dtype=dtype)
     common = (query, keys, values, table, lengths, block, size**-0.5, window)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(paged_decode(*common), gathered_decode(*common), rtol=tolerance, atol=tolerance)
+    sinks = torch.linspace(-3, 4, heads, device="cuda")
+    for more in ((), (2.0, None), (None, sinks), (2.0, sinks.to(dtype))):
+        found, twin = paged_decode(*common, *more), gathered_decode(*common, *more)
+        torch.testing.assert_close(found, twin, rtol=tolerance, atol=tolerance)
 
 
 def prompts() -> list[Request]:

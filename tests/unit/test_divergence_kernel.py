@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lockstep.kernels.divergence import Comparison, Likeliest, Whole, compared_scores, likeliest
+from lockstep.kernels.logprob import Head
 
 PLACES, HIDDEN, WORDS = 23, 12, 40
 
@@ -21,13 +22,13 @@ def student(*, bias: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 def teacher(*, bias: bool = False) -> Whole:
     """Of another width than the student: a larger model."""
     torch.manual_seed(1)
-    return Whole(torch.randn(PLACES, 7), torch.randn(WORDS, 7) * 0.7, torch.randn(WORDS) if bias else None)
+    return Whole(torch.randn(PLACES, 7), Head(torch.randn(WORDS, 7) * 0.7, torch.randn(WORDS) if bias else None))
 
 
 def distributions(whole: Whole, temperature: float) -> torch.Tensor:
-    logits = whole.hidden_KH.double() @ whole.weight_VH.double().T
-    if whole.bias_V is not None:
-        logits = logits + whole.bias_V.double()
+    logits = whole.hidden_KH.double() @ whole.head.weight_VH.double().T
+    if whole.head.bias_V is not None:
+        logits = logits + whole.head.bias_V.double()
     return (logits / temperature).softmax(-1)
 
 
@@ -57,8 +58,7 @@ def test_scores_and_gradients_equal_those_of_whole_logits(kind, mix, temperature
     taught = teacher(bias=bias)
     ours = compared_scores(
         hidden,
-        weight,
-        extra,
+        Head(weight, extra),
         targets,
         taught,
         Comparison(kind, mix, temperature),
@@ -82,9 +82,9 @@ def test_scores_and_gradients_equal_those_of_whole_logits(kind, mix, temperature
 
 def test_the_same_distribution_is_no_distance_apart() -> None:
     hidden, weight, _, targets = student()
-    taught = Whole(hidden.detach(), weight.detach(), None)
+    taught = Whole(hidden.detach(), Head(weight.detach()))
     for kind in ("forward", "reverse", "jsd"):
-        scores = compared_scores(hidden, weight, None, targets, taught, Comparison(kind))
+        scores = compared_scores(hidden, Head(weight), targets, taught, Comparison(kind))
         assert scores.divergences_K is not None
         assert scores.divergences_K.abs().max() < 1e-6
         # Its smallest value: no way leads down from there.
@@ -114,8 +114,7 @@ def test_a_teacher_of_few_words_compares_folded_distributions(kind, mix, positio
     top = likeliest(taught, k, temperature)
     ours = compared_scores(
         hidden,
-        weight,
-        None,
+        Head(weight),
         targets,
         top,
         Comparison(kind, mix, temperature),
@@ -142,8 +141,8 @@ def test_all_words_are_the_whole_distribution(kind, mix) -> None:
     hidden, weight, _, targets = student()
     taught = teacher()
     comparison = Comparison(kind, mix, 1.3)
-    whole = compared_scores(hidden, weight, None, targets, taught, comparison).divergences_K
-    top = compared_scores(hidden, weight, None, targets, likeliest(taught, WORDS, 1.3), comparison).divergences_K
+    whole = compared_scores(hidden, Head(weight), targets, taught, comparison).divergences_K
+    top = compared_scores(hidden, Head(weight), targets, likeliest(taught, WORDS, 1.3), comparison).divergences_K
     assert whole is not None
     assert top is not None
     torch.testing.assert_close(top, whole, rtol=1e-5, atol=1e-5)
@@ -154,10 +153,10 @@ def test_no_position_at_all() -> None:
     weight = torch.randn(WORDS, HIDDEN, requires_grad=True)
     hidden, none = torch.zeros(0, HIDDEN), torch.zeros(0, dtype=torch.long)
     for taught in (
-        Whole(torch.zeros(0, 7), torch.randn(WORDS, 7), None),
+        Whole(torch.zeros(0, 7), Head(torch.randn(WORDS, 7))),
         Likeliest(torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 4)),
     ):
-        scores = compared_scores(hidden, weight, None, none, taught, Comparison("forward"))
+        scores = compared_scores(hidden, Head(weight), none, taught, Comparison("forward"))
         assert scores.divergences_K is not None
         assert scores.logprobs_K.shape == scores.divergences_K.shape == (0,)
-    assert likeliest(Whole(torch.zeros(0, 7), torch.randn(WORDS, 7), None), 3, 1.0).ids_Kk.shape == (0, 3)
+    assert likeliest(Whole(torch.zeros(0, 7), Head(torch.randn(WORDS, 7))), 3, 1.0).ids_Kk.shape == (0, 3)

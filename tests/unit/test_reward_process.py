@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from small_models import SIZES, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig
 
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
@@ -74,6 +75,17 @@ def test_each_step_earns_its_share_of_the_mean(folder: Path) -> None:
     assert [share for _, share in first.steps] == pytest.approx([p / 2 for p in wanted], abs=1e-5)
     assert isinstance(second, Stepwise)
     assert second["process"] == pytest.approx(by_hand(folder, ["2+4=6"])[0], abs=1e-5)
+
+
+def test_a_model_that_scales_its_logits_judges_by_scaled_ones(tmp_path: Path, folder: Path) -> None:
+    config = GraniteConfig(**SIZES, logits_scaling=20.0)
+    scaled = write_model(tmp_path / "scaled", config, folder)
+    (scaled / PROCESS).write_text((folder / PROCESS).read_text(encoding="utf-8"), encoding="utf-8")
+    (found,) = settled(ProcessPart(str(scaled), "\n", CPU), "2+3=5")
+    assert isinstance(found, Stepwise)
+    (wanted,) = by_hand(scaled, ["2+3=5"])
+    assert abs(wanted - 0.5) > 0.01
+    assert found["process"] == pytest.approx(wanted, abs=1e-5)
 
 
 def test_nothing_written_earns_nothing_and_the_placeholder_itself_is_a_failure(folder: Path) -> None:

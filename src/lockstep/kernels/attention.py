@@ -52,18 +52,26 @@ def transformers_attention(
     _refuse_more(module, attention_mask, is_causal, extra)
     if layout is None:
         raise RuntimeError("the packed attention was called without a layout; generation uses another implementation")
-    if softcap is not None or s_aux is not None:
-        raise NotImplementedError(f"{type(module).__name__} uses soft-capped or sink attention, which is not supported")
     rows, heads, width, size = query.shape
     # N rows of one width are one line: right-padded batches come through here too.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     scale = scaling if scaling is not None else size**-0.5
     window: int | None = getattr(module, WINDOW)
     if isinstance(layout, Layout):
-        out = varlen_attention(q, k, v, layout, scale=scale, window=window, dropout=dropout if module.training else 0.0)
+        out = varlen_attention(
+            q,
+            k,
+            v,
+            layout,
+            scale=scale,
+            window=window,
+            dropout=dropout if module.training else 0.0,
+            softcap=softcap,
+            sinks_H=s_aux,
+        )
     else:
         layer: Any = module.layer_idx
-        out = paged_attention(q, k, v, layout, layer, scale=scale, window=window)
+        out = paged_attention(q, k, v, layout, layer, scale=scale, window=window, softcap=softcap, sinks_H=s_aux)
     return out.reshape(rows, width, heads, -1), None
 
 

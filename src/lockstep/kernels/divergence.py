@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.algorithms.distill import divergence, folded
-from lockstep.kernels.logprob import CHUNK_BYTES, Scores
+from lockstep.kernels.logprob import CHUNK_BYTES, Head, Scores
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,7 @@ class Whole:
     """A teacher at hand: its states, and the head that makes distributions of them."""
 
     hidden_KH: torch.Tensor
-    weight_VH: torch.Tensor
-    bias_V: torch.Tensor | None
+    head: Head
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,7 @@ class Comparison:
 
 def compared_scores(
     hidden_KH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
+    head: Head,
     targets_K: torch.Tensor,
     taught: Whole | Likeliest,
     comparison: Comparison,
@@ -57,14 +54,13 @@ def compared_scores(
     A divergence is multiplied by the squared temperature, so that its gradient keeps its size (Hinton et al. 2015,
     arXiv 1503.02531). The backward pass computes each chunk's logits again.
     """
-    positions = max(1, chunk_bytes // (4 * weight_VH.shape[0]))
+    positions = max(1, chunk_bytes // (4 * head.weight_VH.shape[0]))
     parts = [slice(start, start + positions) for start in range(0, max(1, len(targets_K)), positions)]
     found = [
         checkpoint(
             _chunk,
             hidden_KH[part],
-            weight_VH,
-            bias_V,
+            head,
             targets_K[part],
             _part_of(taught, part),
             comparison,
@@ -79,7 +75,7 @@ def compared_scores(
 
 def likeliest(whole: Whole, k: int, temperature: float, *, chunk_bytes: int = CHUNK_BYTES) -> Likeliest:
     """The teacher's `k` likeliest words of each token."""
-    positions = max(1, chunk_bytes // (4 * whole.weight_VH.shape[0]))
+    positions = max(1, chunk_bytes // (4 * whole.head.weight_VH.shape[0]))
     ids, logprobs = [], []
     for start in range(0, max(1, len(whole.hidden_KH)), positions):
         every = _teacher(_part(whole, slice(start, start + positions)), temperature)
@@ -90,14 +86,13 @@ def likeliest(whole: Whole, k: int, temperature: float, *, chunk_bytes: int = CH
 
 def _chunk(
     hidden_RH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
+    head: Head,
     targets_R: torch.Tensor,
     taught: Whole | Likeliest,
     comparison: Comparison,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     temperature = comparison.temperature
-    logits = linear(hidden_RH, weight_VH, bias_V).float()
+    logits = head.logits(hidden_RH).float()
     student = logits.log_softmax(-1)
     chosen = student.gather(-1, targets_R[:, None])[:, 0]
     if temperature != 1.0:
@@ -111,7 +106,7 @@ def _chunk(
 
 
 def _teacher(whole: Whole, temperature: float) -> torch.Tensor:
-    return (linear(whole.hidden_KH, whole.weight_VH, whole.bias_V).float() / temperature).log_softmax(-1)
+    return (whole.head.logits(whole.hidden_KH).float() / temperature).log_softmax(-1)
 
 
 def _part_of(taught: Whole | Likeliest, part: slice) -> Whole | Likeliest:
@@ -121,4 +116,4 @@ def _part_of(taught: Whole | Likeliest, part: slice) -> Whole | Likeliest:
 
 
 def _part(whole: Whole, part: slice) -> Whole:
-    return Whole(whole.hidden_KH[part], whole.weight_VH, whole.bias_V)
+    return Whole(whole.hidden_KH[part], whole.head)

@@ -11,12 +11,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.kernels.truncate import LEFT_OUT, Truncation, truncate_
+from lockstep.kernels.truncate import LEFT_OUT, Truncation, left_out_below, truncate_
 
 # Memory of one chunk of logits. The twin works on fp32 copies of it (440 positions of 151,936 words), the fused kernels
 # in place (3,500 positions in bf16): both take about 1 GiB at their peak.
 CHUNK_BYTES = 256 * 2**20
 FUSED_CHUNK_BYTES = 2**30
+
+
+class Head(NamedTuple):
+    """What makes logits of hidden states: a projection, a scale, a soft cap (c * tanh(logit / c))."""
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """In the dtype of the states where the projection is all there is, else in fp32."""
+        logits = torch.nn.functional.linear(hidden, self.weight_VH, self.bias_V)
+        if self.scale != 1.0:
+            logits = logits.float() * self.scale
+        return logits if self.softcap is None else (logits.float() / self.softcap).tanh() * self.softcap
 
 
 class Scores(NamedTuple):
@@ -30,25 +46,21 @@ class Scores(NamedTuple):
 
 def token_logprobs(
     hidden_KH: torch.Tensor,
-    weight_VH: torch.Tensor,
+    head: Head,
     targets_K: torch.Tensor,
     *,
-    bias_V: torch.Tensor | None = None,
     temperature: float = 1.0,
     chunk_bytes: int | None = None,
 ) -> torch.Tensor:
-    """log softmax(hidden @ weight.T / temperature)[target] in fp32, in chunks of positions, forward and backward."""
-    return token_scores(
-        hidden_KH, weight_VH, targets_K, bias_V=bias_V, temperature=temperature, chunk_bytes=chunk_bytes
-    ).logprobs_K
+    """log softmax(logits / temperature)[target] in fp32, in chunks of positions, forward and backward."""
+    return token_scores(hidden_KH, head, targets_K, temperature=temperature, chunk_bytes=chunk_bytes).logprobs_K
 
 
 def token_scores(
     hidden_KH: torch.Tensor,
-    weight_VH: torch.Tensor,
+    head: Head,
     targets_K: torch.Tensor,
     *,
-    bias_V: torch.Tensor | None = None,
     temperature: float = 1.0,
     truncation: Truncation | None = None,
     entropy: bool = False,
@@ -61,35 +73,49 @@ def token_scores(
     fused = _fused(hidden_KH) is not None
     logit_bytes = hidden_KH.element_size() if fused else 4
     room = chunk_bytes or (FUSED_CHUNK_BYTES if fused else CHUNK_BYTES)
-    most = max(1, room // (logit_bytes * weight_VH.shape[0]))
+    most = max(1, room // (logit_bytes * head.weight_VH.shape[0]))
     # Even chunks: the last one, which is not computed twice, is then as large as the others.
     chunks = max(1, -(-len(targets_K) // most))
     positions = max(1, -(-len(targets_K) // chunks))
+    # A scale s is folded into the others: c tanh(s x / c) / T = c' tanh(x / c') / T' with c' = c / s and T' = T / s.
+    softcap = None if head.softcap is None else head.softcap / head.scale
     logprobs, entropies = _ChunkedLogprobs.apply(
-        hidden_KH, weight_VH, bias_V, targets_K, temperature, positions, truncation, entropy
+        hidden_KH,
+        head.weight_VH,
+        head.bias_V,
+        targets_K,
+        temperature / head.scale,
+        softcap,
+        positions,
+        truncation,
+        entropy,
     )
     return Scores(logprobs, entropies)
 
 
 def plain_token_scores(
     hidden_KH: torch.Tensor,
-    weight_VH: torch.Tensor,
+    head: Head,
     targets_K: torch.Tensor,
     *,
-    bias_V: torch.Tensor | None = None,
     temperature: float = 1.0,
 ) -> Scores:
     """The twin of `token_scores` that holds all logits; autograd does the backward."""
-    logits = torch.nn.functional.linear(hidden_KH, weight_VH, bias_V).float() / temperature
+    logits = head.logits(hidden_KH).float() / temperature
     every = logits.log_softmax(-1)
     return Scores(every.gather(-1, targets_K[:, None])[:, 0], -(every.exp() * every).sum(-1))
 
 
 def row_logprobs(
-    logits_RV: torch.Tensor, targets_R: torch.Tensor, temperature: float, entropy: bool = False
+    logits_RV: torch.Tensor,
+    targets_R: torch.Tensor,
+    temperature: float,
+    entropy: bool = False,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Normaliser (log of the sum of exponentials), log-probability of the target and entropy, in fp32."""
-    logits = logits_RV.float() if temperature == 1.0 else logits_RV.float() / temperature
+    logits = _capped(logits_RV, softcap)
+    logits = logits if temperature == 1.0 else logits / temperature
     normalisers = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets_R[:, None])[:, 0] - normalisers
     if not entropy:
@@ -107,13 +133,18 @@ def row_gradients_(
     temperature: float,
     entropies_R: torch.Tensor | None = None,
     entropy_upstream_R: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Gradient of upstream . logprobs + entropy_upstream . entropies by the logits, in the dtype of the logits.
 
-    d logprob = onehot - p and d entropy = -p (log p + entropy), both over the temperature. The logits are used up:
-    their memory may be overwritten.
+    d logprob = onehot - p and d entropy = -p (log p + entropy), both over the temperature, and times 1 - tanh^2 where
+    there is a soft cap. The logits are used up: their memory may be overwritten.
     """
-    gradient = logits_RV.float() if temperature == 1.0 else logits_RV.float().div_(temperature)
+    gradient = _capped(logits_RV, softcap)
+    # What was left out has no slope, as if it were at the cap.
+    slope = None if softcap is None else 1 - (gradient / softcap).clamp_(min=-1).square_()
+    if temperature != 1.0:
+        gradient.div_(temperature)
     gradient.sub_(normalisers_R[:, None])
     if entropy_upstream_R is None or entropies_R is None:
         gradient.exp_().mul_(-upstream_R[:, None])
@@ -123,7 +154,17 @@ def row_gradients_(
     gradient.scatter_add_(-1, targets_R[:, None], upstream_R[:, None].to(gradient.dtype))
     if temperature != 1.0:
         gradient.div_(temperature)
+    if slope is not None:
+        gradient.mul_(slope)
     return gradient.to(logits_RV.dtype)
+
+
+def _capped(logits_RV: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """In fp32. What a truncation left out stays far below: capped, it would come back."""
+    if softcap is None:
+        return logits_RV.float()
+    capped = (logits_RV.float() / softcap).tanh_().mul_(softcap)
+    return capped.masked_fill_(logits_RV <= left_out_below(logits_RV.dtype), LEFT_OUT)
 
 
 def _rows(tensor: torch.Tensor) -> tuple[Any, Any]:
@@ -149,6 +190,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         temperature: float,
+        softcap: float | None,
         positions: int,
         truncation: Truncation | None,
         entropy: bool,
@@ -161,12 +203,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), positions):
             part = slice(start, start + positions)
             logits = None  # before the next chunk takes its memory
-            logits = _logits(hidden[part], weight, bias, targets[part], temperature, truncation)
-            normalisers[part], logprobs[part], spread = score(logits, targets[part], temperature, entropy)
+            logits = _logits(hidden[part], weight, bias, targets[part], temperature, softcap, truncation)
+            normalisers[part], logprobs[part], spread = score(logits, targets[part], temperature, entropy, softcap)
             if entropies is not None:
                 entropies[part] = spread
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
-        ctx.temperature, ctx.positions, ctx.truncation = temperature, positions, truncation
+        ctx.temperature, ctx.softcap, ctx.positions, ctx.truncation = temperature, softcap, positions, truncation
         ctx.set_materialize_grads(False)
         # The backward begins with the chunk that stands in memory anyway; only the others are computed twice.
         ctx.last_logits = logits
@@ -188,10 +230,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.positions)
             logits, ctx.last_logits = ctx.last_logits, None
             if logits is None:
-                logits = _logits(hidden[part], weight, bias, targets[part], ctx.temperature, ctx.truncation)
-            extra = () if entropy_upstream is None else (entropies[part], entropy_upstream[part])
+                logits = _logits(
+                    hidden[part], weight, bias, targets[part], ctx.temperature, ctx.softcap, ctx.truncation
+                )
+            extra = (None, None) if entropy_upstream is None else (entropies[part], entropy_upstream[part])
             grad_logits = differentiate(
-                logits, targets[part], normalisers[part], upstream[part], ctx.temperature, *extra
+                logits, targets[part], normalisers[part], upstream[part], ctx.temperature, *extra, ctx.softcap
             )
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
@@ -206,7 +250,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
@@ -216,14 +260,15 @@ def _logits(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     temperature: float,
+    softcap: float | None,
     truncation: Truncation | None,
 ) -> torch.Tensor:
-    """Logits of a chunk; what a truncation leaves out of them gets no probability and no gradient.
+    """Logits of a chunk as they are projected; what a truncation leaves out gets no probability and no gradient.
 
-    Dividing by the temperature does not change their order, but it does change shares of probability.
+    The soft cap and the temperature do not change their order, but they do change shares of probability.
     """
     logits = torch.nn.functional.linear(hidden, weight, bias)
     if truncation is None or not truncation.active:
         return logits
-    left_out = truncate_(logits.float() / temperature, truncation, targets) == LEFT_OUT
+    left_out = truncate_(_capped(logits, softcap) / temperature, truncation, targets) == LEFT_OUT
     return logits.masked_fill_(left_out, max(LEFT_OUT, torch.finfo(logits.dtype).min))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from lockstep.kernels.explicit import causal_attention, masked_attention
 from lockstep.kernels.layout import Layout
 from lockstep.kernels.npu_attention import infer_decode, infer_fits
 from lockstep.kernels.varlen import varlen_attention
@@ -91,16 +92,21 @@ def paged_attention(
     *,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store the pass's keys and values, and attend to everything of each token's own sequence up to itself."""
     keys, values = step.cache.layer(layer)
     keys.index_copy_(0, step.slots_T, key_TGD)
     values.index_copy_(0, step.slots_T, value_TGD)
     if isinstance(step, DecodePass):
-        return decode_attention(query_THD, keys, values, step, scale, window)
+        return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H)
     if isinstance(step.where, Layout):
-        return varlen_attention(query_THD, key_TGD, value_TGD, step.where, scale=scale, window=window)
-    return torch.cat([_chunk_attention(query_THD, keys, values, chunk, scale, window) for chunk in step.where])
+        return varlen_attention(
+            query_THD, key_TGD, value_TGD, step.where, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
+        )
+    chunks = (_chunk_attention(query_THD, keys, values, chunk, scale, window, softcap, sinks_H) for chunk in step.where)
+    return torch.cat(list(chunks))
 
 
 def decode_attention(
@@ -110,16 +116,20 @@ def decode_attention(
     step: DecodePass,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query a sequence, by the kernel of the device."""
     if step.kernel == "triton" and query_BHD.is_cuda:
         from lockstep.kernels.triton_paged import paged_decode
 
-        return paged_decode(query_BHD, keys, values, step.table_BM, step.lengths_B, step.cache.block, scale, window)
-    if step.kernel == "npu_infer" and infer_fits(query_BHD, keys, step.cache.block, window):
+        blocks = step.table_BM, step.lengths_B, step.cache.block
+        return paged_decode(query_BHD, keys, values, *blocks, scale, window, softcap, sinks_H)
+    plain = softcap is None and sinks_H is None
+    if step.kernel == "npu_infer" and plain and infer_fits(query_BHD, keys, step.cache.block, window):
         return infer_decode(query_BHD, keys, values, step.table_BM, step.lengths(), step.cache.block, scale)
     mask = step.mask(window, query_BHD.dtype)
-    return _masked_decode(query_BHD, keys, values, step.table_BM, step.cache.block, scale, mask)
+    return _masked_decode(query_BHD, keys, values, step.table_BM, step.cache.block, scale, mask, softcap, sinks_H)
 
 
 def gathered_decode(
@@ -131,10 +141,12 @@ def gathered_decode(
     block: int,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The twin: every sequence's blocks side by side, then plain attention with a mask."""
     mask = decode_mask(lengths_B, table_BM.shape[1] * block, window, query_BHD.dtype)
-    return _masked_decode(query_BHD, keys, values, table_BM, block, scale, mask)
+    return _masked_decode(query_BHD, keys, values, table_BM, block, scale, mask, softcap, sinks_H)
 
 
 def decode_mask(lengths_B: torch.Tensor, width: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -158,6 +170,8 @@ def _masked_decode(
     block: int,
     scale: float,
     mask: torch.Tensor,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
@@ -165,9 +179,13 @@ def _masked_decode(
         cached.unflatten(0, (-1, block)).index_select(0, table_BM.flatten()).view(batch, -1, groups, cached.shape[-1])
         for cached in (keys, values)
     )
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if softcap is not None or sinks_H is not None:
+        query = query_BHD[:, :, None]
+        return masked_attention(query, k, v, mask[:, 0], sinks_H, scale=scale, softcap=softcap)[:, :, 0]
     # The query heads that share a key/value head stand as rows of one query: no head is repeated in memory.
     query = query_BHD.reshape(batch, groups, heads // groups, size)
-    out = scaled_dot_product_attention(query, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, -1)
 
 
@@ -178,10 +196,15 @@ def _chunk_attention(
     chunk: Chunk,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A chunk with what came before it in the cache."""
     query = query_THD[chunk.first : chunk.first + chunk.stop - chunk.start].transpose(0, 1)[None]
     k, v = (cached.index_select(0, chunk.slots).transpose(0, 1)[None] for cached in (keys, values))
+    if softcap is not None or sinks_H is not None:
+        out = causal_attention(query, k, v, sinks_H, scale=scale, softcap=softcap, window=window, first=chunk.start)
+        return out[0].transpose(0, 1)
     places = torch.arange(chunk.stop, device=keys.device)
     back = places[chunk.start :, None] - places[None, :]
     seen = back >= 0

@@ -9,11 +9,34 @@ import torch
 import triton
 import triton.language as tl
 
+from lockstep.kernels.triton_math import tanh
+from lockstep.kernels.truncate import LEFT_OUT, left_out_below
+
 BLOCK = 4096
 
 
 @triton.jit
-def _stats(logits, targets, normalisers, logprobs, entropies, stride, words, sharpness, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _capped(logits, softcap, low, FILL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Soft-capped, except what was left out of the distribution: that stays far below."""
+    return tl.where(logits <= low, FILL, softcap * tanh(logits / softcap))
+
+
+@triton.jit
+def _stats(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    normalisers,
+    logprobs,
+    entropies,
+    stride,
+    words,
+    sharpness,
+    softcap,
+    low,
+    CAPPED: tl.constexpr,
+    FILL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One row a program: running maximum, sum of exponentials and sum of logits weighted by them."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
@@ -22,7 +45,10 @@ def _stats(logits, targets, normalisers, logprobs, entropies, stride, words, sha
     weighted = 0.0
     for offset in range(0, words, BLOCK):
         columns = offset + tl.arange(0, BLOCK)
-        values = tl.load(start + columns, mask=columns < words, other=-float("inf")).to(tl.float32) * sharpness
+        values = tl.load(start + columns, mask=columns < words, other=-float("inf")).to(tl.float32)
+        if CAPPED:
+            values = tl.where(columns < words, _capped(values, softcap, low, FILL), -float("inf"))
+        values *= sharpness
         new = tl.maximum(largest, tl.max(values, axis=0))
         shrink = tl.exp(largest - new)
         shares = tl.exp(values - new)
@@ -33,9 +59,11 @@ def _stats(logits, targets, normalisers, logprobs, entropies, stride, words, sha
         weighted += tl.sum(tl.where(columns < words, shares * (values - new), 0.0), axis=0)
         largest = new
     normaliser = largest + tl.log(total)
-    chosen = tl.load(start + tl.load(targets + row)).to(tl.float32) * sharpness
+    chosen = tl.load(start + tl.load(targets + row)).to(tl.float32)
+    if CAPPED:
+        chosen = _capped(chosen, softcap, low, FILL)
     tl.store(normalisers + row, normaliser)
-    tl.store(logprobs + row, chosen - normaliser)
+    tl.store(logprobs + row, chosen * sharpness - normaliser)
     tl.store(entropies + row, tl.log(total) - weighted / total)
 
 
@@ -50,7 +78,11 @@ def _gradients(  # type: ignore[no-untyped-def]
     stride,
     words,
     sharpness,
+    softcap,
+    low,
     SPREAD: tl.constexpr,
+    CAPPED: tl.constexpr,
+    FILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A block of a row a program: the gradient of log-probability and, with SPREAD, entropy over what was the logit."""
@@ -58,19 +90,29 @@ def _gradients(  # type: ignore[no-untyped-def]
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row * stride + columns
     inside = columns < words
-    values = tl.load(place, mask=inside, other=0.0).to(tl.float32) * sharpness
+    values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    slope = sharpness
+    if CAPPED:
+        bent = tanh(values / softcap)
+        slope = sharpness * (1.0 - bent * bent)
+        values = tl.where(values <= low, FILL, softcap * bent)
+    values *= sharpness
     chosen = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
     every = values - tl.load(normalisers + row)
     softmax = tl.exp(every)
     gradient = tl.load(upstream + row) * (chosen - softmax)
     if SPREAD:
         gradient -= tl.load(entropy_upstream + row) * softmax * (every + tl.load(entropies + row))
-    gradient *= sharpness
+    gradient *= slope
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 def row_logprobs(
-    logits_RV: torch.Tensor, targets_R: torch.Tensor, temperature: float, entropy: bool = False
+    logits_RV: torch.Tensor,
+    targets_R: torch.Tensor,
+    temperature: float,
+    entropy: bool = False,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     rows, words = logits_RV.shape
     normalisers = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
@@ -84,6 +126,10 @@ def row_logprobs(
         logits_RV.stride(0),
         words,
         1.0 / temperature,
+        1.0 if softcap is None else float(softcap),
+        left_out_below(logits_RV.dtype),
+        CAPPED=softcap is not None,
+        FILL=LEFT_OUT,
         BLOCK=BLOCK,
         num_warps=8,
     )
@@ -98,6 +144,7 @@ def row_gradients_(
     temperature: float,
     entropies_R: torch.Tensor | None = None,
     entropy_upstream_R: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     rows, words = logits_RV.shape
     spread = entropies_R is not None and entropy_upstream_R is not None
@@ -112,7 +159,11 @@ def row_gradients_(
         logits_RV.stride(0),
         words,
         1.0 / temperature,
+        1.0 if softcap is None else float(softcap),
+        left_out_below(logits_RV.dtype),
         SPREAD=spread,
+        CAPPED=softcap is not None,
+        FILL=LEFT_OUT,
         BLOCK=BLOCK,
         num_warps=8,
     )

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lockstep.kernels.triton_math import tanh
+
 # Cached tokens read at once by a program.
 TILE = 64
 
@@ -20,8 +22,10 @@ def _decode(  # type: ignore[no-untyped-def]
     values,
     table,
     lengths,
+    sinks,
     out,
     scale,
+    softcap,
     window,
     query_stride,
     slot_stride,
@@ -33,6 +37,8 @@ def _decode(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One program for a sequence and a key/value head: the SHARED query heads that read it stand as rows of a tile."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -47,6 +53,10 @@ def _decode(  # type: ignore[no-untyped-def]
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED], tl.float32)
+    if SINKS:
+        # As if a first key had been read: of this logit, and with a value of 0.
+        largest = tl.load(sinks + heads, mask=rows < SHARED, other=0.0).to(tl.float32)
+        total += 1.0
     for start in range(first // TILE * TILE, length, TILE):
         places = start + tl.arange(0, TILE)
         seen = (places < length) & (places >= first)
@@ -56,6 +66,8 @@ def _decode(  # type: ignore[no-untyped-def]
         wanted = seen[:, None] & (columns[None, :] < SIZE)
         key = tl.load(keys + offsets, mask=wanted, other=0.0)
         logits = tl.dot(asked, tl.trans(key), input_precision="ieee") * scale
+        if CAPPED:
+            logits = softcap * tanh(logits / softcap)
         logits = tl.where(seen[None, :], logits, -float("inf"))
         new = tl.maximum(largest, tl.max(logits, axis=1))
         shrink = tl.exp(largest - new)
@@ -78,6 +90,8 @@ def paged_decode(
     block: int,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
@@ -90,8 +104,10 @@ def paged_decode(
         values,
         table_BM,
         lengths_B,
+        query if sinks_H is None else sinks_H.contiguous(),
         out,
         scale,
+        1.0 if softcap is None else float(softcap),
         window or 2**30,
         query.stride(0),
         keys.stride(0),
@@ -103,6 +119,8 @@ def paged_decode(
         PADDED=max(16, triton.next_power_of_2(size)),
         BLOCK=block,
         TILE=TILE,
+        CAPPED=softcap is not None,
+        SINKS=sinks_H is not None,
         num_warps=4,
     )
     return out

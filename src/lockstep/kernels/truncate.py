@@ -11,6 +11,11 @@ import torch
 LEFT_OUT = -1e30
 
 
+def left_out_below(dtype: torch.dtype) -> float:
+    """What is not above this was left out of logits of `dtype`, whose reach may be shorter than LEFT_OUT."""
+    return max(LEFT_OUT / 2, torch.finfo(dtype).min)
+
+
 @dataclass(frozen=True)
 class Truncation:
     """Which tokens stay: the `top_k` likeliest, the likeliest that hold `top_p`, those not under `min_p` of the best.

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from lockstep.kernels.explicit import causal_attention
+from lockstep.kernels.flash import flash_fits, flash_varlen, flash_with_sinks
 from lockstep.kernels.layout import Bucket, Layout, Sharing
 from lockstep.kernels.npu_attention import fusion_attention, fusion_fits
 
@@ -24,18 +26,23 @@ def varlen_attention(
     scale: float,
     window: int | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of every token to itself and the tokens before it in its own sequence (the last `window` of them)."""
-    fused = KERNELS[layout.kernel]
-    if fused is None or not fused.fits(query_THD, layout, dropout):
-        return _sdpa_buckets(query_THD, key_TGD, value_TGD, layout, scale, window, dropout)
+    """Attention of every token to itself and the tokens before it in its own sequence (the last `window` of them).
+
+    With `softcap` c a score s counts as c * tanh(s / c); `sinks_H` are logits that take a share of the probability.
+    """
+    run = _fused(query_THD, layout, dropout, softcap, sinks_H)
+    if run is None:
+        return _buckets(query_THD, key_TGD, value_TGD, layout, scale, window, dropout, softcap, sinks_H)
     sharing = layout.sharing
     whole = (_to_whole(rows, sharing) for rows in (query_THD, key_TGD, value_TGD))
-    out = fused.run(*whole, layout, scale, window)
+    out = run(*whole, layout, scale, window, *(() if sinks_H is None else (sinks_H,)))
     return out if sharing is None else _Take.apply(out, sharing.first_T, sharing.line_E)
 
 
-def _sdpa_buckets(
+def _buckets(
     query_THD: torch.Tensor,
     key_TGD: torch.Tensor,
     value_TGD: torch.Tensor,
@@ -43,6 +50,8 @@ def _sdpa_buckets(
     scale: float,
     window: int | None,
     dropout: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """The twin: sequences of like length are padded on the right to a grid, where plain causal attention is exact."""
     query, key, value = (_to_slots(tensor, layout) for tensor in (query_THD, key_TGD, value_TGD))
@@ -51,6 +60,10 @@ def _sdpa_buckets(
     outputs = []
     for bucket, *parts in zip(layout.buckets, *(rows.split(sizes) for rows in (query, key, value)), strict=True):
         q, k, v = (_grid(part, bucket) for part in parts)
+        if softcap is not None or sinks_H is not None:
+            out = causal_attention(q, k, v, sinks_H, scale=scale, softcap=softcap, window=window, dropout=dropout)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+            continue
         mask = _window_mask(bucket.width, window, query.device) if window and bucket.width > window else None
         out = scaled_dot_product_attention(
             q,
@@ -71,49 +84,34 @@ def _grid(rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     return rows.unflatten(0, (bucket.count, bucket.width)).transpose(1, 2)
 
 
-def _flash_varlen(
-    query_THD: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    layout: Layout,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    return torch.ops.aten._flash_attention_forward(
-        query_THD,
-        key_TGD,
-        value_TGD,
-        layout.bounds,
-        layout.bounds,
-        layout.longest,
-        layout.longest,
-        0.0,  # no dropout
-        True,  # causal
-        False,  # no debug mask
-        scale=scale,
-        window_size_left=window - 1 if window else -1,
-        window_size_right=0 if window else -1,
-    )[0]
-
-
-def _flash_fits(query_THD: torch.Tensor, layout: Layout, dropout: float) -> bool:
-    half = query_THD.dtype in (torch.float16, torch.bfloat16)
-    return half and not dropout and query_THD.shape[-1] % 8 == 0
-
-
 class Fused(NamedTuple):
     """A kernel for whole sequences along a line, and what it can take; the twin does the rest."""
 
     run: Callable[..., torch.Tensor]
     fits: Callable[[torch.Tensor, Layout, float], bool]
+    with_sinks: Callable[..., torch.Tensor] | None = None
+    """The kernel with sinks as one more argument. None of these kernels caps scores."""
 
 
 # A device says in its `attention` which of these it uses.
 KERNELS: dict[str, Fused | None] = {
     "sdpa": None,
-    "flash_varlen": Fused(_flash_varlen, _flash_fits),
+    "flash_varlen": Fused(flash_varlen, flash_fits, flash_with_sinks),
     "npu_fusion": Fused(fusion_attention, fusion_fits),
 }
+
+
+def _fused(
+    query_THD: torch.Tensor, layout: Layout, dropout: float, softcap: float | None, sinks_H: torch.Tensor | None
+) -> Callable[..., torch.Tensor] | None:
+    """The device's kernel, where there is one for what is asked."""
+    fused = KERNELS[layout.kernel]
+    if fused is None or softcap is not None or not fused.fits(query_THD, layout, dropout):
+        return None
+    if sinks_H is None:
+        return fused.run
+    # Of lines of single tokens, flash attention gives the normalisers in another order.
+    return fused.with_sinks if layout.longest > 1 else None
 
 
 def _window_mask(width: int, window: int, device: torch.device) -> torch.Tensor:

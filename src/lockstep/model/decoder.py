@@ -83,10 +83,10 @@ def own_attention(model: PreTrainedModel) -> str:
 
 def _refuse_other_layers(model: PreTrainedModel, called: list[nn.Module]) -> None:
     """Layers that mix tokens by other means than our attention would mix those of packed sequences."""
-    if "position_ids" not in inspect.signature(inner_decoder(model).forward).parameters:
-        raise BeyondCausal("it takes no position_ids, so a packed sequence would not begin at position 0")
     if not called:
         raise BeyondCausal(OUTSIDE)
+    if "position_ids" not in inspect.signature(inner_decoder(model).forward).parameters:
+        raise BeyondCausal("it takes no position_ids, so a packed sequence would not begin at position 0")
     whole = set(model._no_split_modules or ())
     layers = [module for module in inner_decoder(model).modules() if type(module).__name__ in whole]
     others = [layer for layer in layers if not any(part in called for part in layer.modules())]

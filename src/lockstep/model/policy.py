@@ -18,6 +18,7 @@ from lockstep.kernels.divergence import Comparison, Whole, compared_scores
 from lockstep.kernels.logprob import Scores, token_scores
 from lockstep.kernels.truncate import Truncation
 from lockstep.model.decoder import Decoder, decoder_layers, own_attention
+from lockstep.model.output_head import output_head
 from lockstep.types import MicroBatch
 
 
@@ -69,19 +70,16 @@ class Policy(nn.Module):
         hidden = self.states(batch)
         # Only positions that predict a trained token go through the vocabulary projection.
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
-        head = self.causal_lm.get_output_embeddings()
+        head = output_head(self.causal_lm)
         if batch.teacher is not None and self.scoring.comparison is not None:
             with torch.no_grad():
                 taught = batch.teacher(batch)
-            scores = compared_scores(
-                hidden_KH, head.weight, head.bias, batch.targets_K, taught, self.scoring.comparison
-            )
+            scores = compared_scores(hidden_KH, head, batch.targets_K, taught, self.scoring.comparison)
         else:
             scores = token_scores(
                 hidden_KH,
-                head.weight,
+                head,
                 batch.targets_K,
-                bias_V=head.bias,
                 temperature=self.scoring.temperature,
                 truncation=self.scoring.truncation,
                 entropy=self.scoring.entropy,
@@ -121,5 +119,4 @@ class Teacher(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Whole:
         hidden_KH = self.policy.states(batch).flatten(0, 1).index_select(0, batch.predictors_K)
-        head = self.policy.causal_lm.get_output_embeddings()
-        return Whole(hidden_KH, head.weight, head.bias)
+        return Whole(hidden_KH, output_head(self.policy.causal_lm))

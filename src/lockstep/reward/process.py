@@ -22,6 +22,7 @@ from lockstep.algorithms.process import good_probability
 from lockstep.data.marks import Marks
 from lockstep.data.steps import StepWriter
 from lockstep.errors import Refusal, first_line
+from lockstep.model.output_head import output_head
 from lockstep.model.resolve import model_folder
 from lockstep.reward.model import BATCH_TOKENS, batches
 from lockstep.reward.parts import Outcome, Stepwise, promised, settled
@@ -54,14 +55,14 @@ class ProcessModel:
         ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self.device)
         hidden = self.model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        head, words = self.model.get_output_embeddings(), torch.tensor(self.writer.marks.words, device=self.device)
+        head, words = output_head(self.model), torch.tensor(self.writer.marks.words, device=self.device)
         # Only the judging words compete, so only their rows of the head are needed.
-        bias = None if head.bias is None else head.bias[words]
+        bias = None if head.bias_V is None else head.bias_V[words]
+        head = head._replace(weight_VH=head.weight_VH[words], bias_V=bias)
         verdicts = []
         for row, states in zip(rows, hidden, strict=True):
             places = torch.tensor(self.writer.places(row), device=self.device)
-            logits = torch.nn.functional.linear(states[places], head.weight[words], bias).float()
-            verdicts.append(good_probability(logits).tolist())
+            verdicts.append(good_probability(head.logits(states[places]).float()).tolist())
         return verdicts
 
 

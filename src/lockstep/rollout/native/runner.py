@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
 
 from lockstep.device.base import Device
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass
 from lockstep.model.decoder import inner_decoder
+from lockstep.model.output_head import output_head
 from lockstep.model.policy import Policy
 from lockstep.rollout.native.sampler import choose
 from lockstep.rollout.native.sequence import Sample, Stretch
@@ -93,8 +93,7 @@ class Runner:
         lengths = state.positions_B + 1
         layout = DecodePass(self.cache, kernel, slots, state.table_BM, lengths)
         hidden = self._hidden(state.tokens_B, state.positions_B, layout)
-        head = self.model.get_output_embeddings()
-        logits = linear(hidden, head.weight, head.bias)
+        logits = output_head(self.model).logits(hidden)
         tokens, logprobs = choose(logits, self.sampling, state.keys_B2, lengths - state.prompts_B, seen_BV)
         state.tokens_B.copy_(tokens)
         state.logprobs_B.copy_(logprobs)
