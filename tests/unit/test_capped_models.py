@@ -129,6 +129,17 @@ def test_a_packed_line_is_scored_and_differentiated_as_each_sequence_alone(
             assert (a - b).norm() <= 1e-4 * b.norm(), parameter
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+def test_layers_and_their_attention_may_both_be_computed_again(name: str, tmp_path: Path, tiny_folder: Path) -> None:
+    """Gradient checkpointing of the layers, around that of the attention's blocks of queries."""
+    policy = policy_of(written(tmp_path / "model", name, tiny_folder)).train()
+    parameters = [parameter for key, parameter in policy.named_parameters() if "self_attn" in key]
+    plain = torch.autograd.grad(policy(line_of(SEQUENCES)).logprobs_K.sum(), parameters)
+    policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again = torch.autograd.grad(policy(line_of(SEQUENCES)).logprobs_K.sum(), parameters)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_engine_samples_from_the_same_distribution(name: str, tmp_path: Path, tiny_folder: Path) -> None:
     """Prompts in one pass and in chunks, then token by token, far beyond the window."""

@@ -222,15 +222,22 @@ def test_attention_on_a_shared_line_equals_whole_sequences(sizes, window, heads)
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA device")
 @pytest.mark.parametrize("window", [None, 16])
-def test_flash_on_a_shared_line_equals_its_twin(window) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_flash_on_a_shared_line_equals_its_twin(window, with_sinks) -> None:
     device = torch.device("cuda")
     lengths, line_E, first_T = shared_line([[70, 33, 60], [1, 5], [130, 1, 90, 20], [4, 2, 2]])
     torch.manual_seed(0)
     inputs = [
         torch.randn(len(first_T), n, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (8, 2, 2)
     ]
-    fast = varlen_attention(*inputs, make_layout(lengths, device, "flash_varlen", line_E), scale=0.125, window=window)
-    twin = varlen_attention(*inputs, make_layout(lengths, device, "sdpa", line_E), scale=0.125, window=window)
+    sinks = torch.linspace(-4, 6, 8, device=device, requires_grad=True) if with_sinks else None
+    fast, twin = (
+        varlen_attention(
+            *inputs, make_layout(lengths, device, kernel, line_E), scale=0.125, window=window, sinks_H=sinks
+        )
+        for kernel in ("flash_varlen", "sdpa")
+    )
+    inputs += [sinks] * with_sinks
     torch.testing.assert_close(fast, twin, rtol=2e-2, atol=2e-2)
     upstream = torch.randn_like(fast)
     for a, b in zip(
