@@ -33,7 +33,7 @@ def varlen_attention(
 
     With `softcap` c a score s counts as c * tanh(s / c); `sinks_H` are logits that take a share of the probability.
     """
-    run = _fused(query_THD, layout, dropout, softcap, sinks_H)
+    run = _fused(query_THD, value_TGD, layout, dropout, softcap, sinks_H)
     if run is None:
         return _buckets(query_THD, key_TGD, value_TGD, layout, scale, window, dropout, softcap, sinks_H)
     sharing = layout.sharing
@@ -102,11 +102,19 @@ KERNELS: dict[str, Fused | None] = {
 
 
 def _fused(
-    query_THD: torch.Tensor, layout: Layout, dropout: float, softcap: float | None, sinks_H: torch.Tensor | None
+    query_THD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    layout: Layout,
+    dropout: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> Callable[..., torch.Tensor] | None:
     """The device's kernel, where there is one for what is asked."""
     fused = KERNELS[layout.kernel]
-    if fused is None or softcap is not None or not fused.fits(query_THD, layout, dropout):
+    # Latent attention has values of another size than its keys; the kernels take one size.
+    if fused is None or query_THD.shape[-1] != value_TGD.shape[-1]:
+        return None
+    if softcap is not None or not fused.fits(query_THD, layout, dropout):
         return None
     if sinks_H is None:
         return fused.run
