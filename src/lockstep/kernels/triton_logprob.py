@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096
+# A logit of -inf is taken as this where it is multiplied by its probability, which is 0 either way.
+LEAST = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -23,6 +25,7 @@ def _stats(logits, targets, normalisers, logprobs, entropies, stride, words, sha
     for offset in range(0, words, BLOCK):
         columns = offset + tl.arange(0, BLOCK)
         values = tl.load(start + columns, mask=columns < words, other=-float("inf")).to(tl.float32) * sharpness
+        values = tl.where(columns < words, tl.maximum(values, LEAST), values)
         new = tl.maximum(largest, tl.max(values, axis=0))
         shrink = tl.exp(largest - new)
         shares = tl.exp(values - new)
@@ -60,7 +63,7 @@ def _gradients(  # type: ignore[no-untyped-def]
     inside = columns < words
     values = tl.load(place, mask=inside, other=0.0).to(tl.float32) * sharpness
     chosen = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
-    every = values - tl.load(normalisers + row)
+    every = tl.maximum(values - tl.load(normalisers + row), LEAST)
     softmax = tl.exp(every)
     gradient = tl.load(upstream + row) * (chosen - softmax)
     if SPREAD:
