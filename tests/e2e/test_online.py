@@ -70,6 +70,38 @@ def test_every_loss_trains_with_as_many_updates_a_step_as_it_may(online_file: Pa
     assert all(math.isfinite(value) for metrics in metrics_of(tmp_path / "runs" / "run") for value in metrics.values())
 
 
+class Heard(Console):
+    """What a run says, in its order."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.said.append(text)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.said.append(f"step {step}")
+
+
+def test_what_to_expect_of_the_rewards_is_said_before_the_first_step(online_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def short(**given): return -len(given['solution_str'])\n", encoding="utf-8")
+    words, heard = [f"reward.function={tmp_path / 'reward.py'}:short", "run.steps=1"], Heard()
+    train_online(load_recipe(str(online_file), words), heard)
+    assert "the empty answer earns more than a right one" in heard.said[0]
+    assert heard.said.index("step 1") > 0
+
+
+def test_a_student_that_follows_its_teacher_alone_has_no_rewards_that_could_be_equal(
+    online_file: Path, tmp_path: Path
+) -> None:
+    write_tiny(tmp_path / "teacher", hidden=64, layers=2, seed=1)
+    words = ["method=on_policy_distill", "rollout.n=3", f"algorithm.kl.reference={tmp_path / 'teacher'}"]
+    heard = Heard()
+    train_online(load_recipe(str(online_file), [*words, "reward.function=null", "run.steps=1"]), heard)
+    assert heard.said[-1] == "step 1"
+    assert not any("the same reward" in line for line in heard.said)
+
+
 def same_run(a: Path, b: Path, step: int = 4) -> None:
     """The same responses and rewards exactly; losses and weights up to rounding."""
     assert [s["response"] for s in samples_of(a)] == [s["response"] for s in samples_of(b)]
