@@ -73,8 +73,8 @@ def dry_run(
     if problems:
         raise Refusal(problems)
     counting = {name: weight for name, weight in weights.items() if weight and name in KNOWING}
-    found = [_upside_down(source, [trials[name, source] for name in counting], counting) for source in sources]
-    return Tried(lines, [warning for warning in found if warning])
+    said = [_upside_down(source, [trials[name, source] for name in counting], counting) for source in sources]
+    return Tried(lines, [warning for warning in said if warning])
 
 
 def right_answers(part: str, question: Question, rule: Rule | None) -> list[str]:
