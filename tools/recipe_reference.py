@@ -57,6 +57,9 @@ Before training, defaults that depend on other keys are filled in and the whole 
 `runs/<name>/recipe.yaml`. It holds every key below and is a recipe itself: `lockstep train runs/<name>/recipe.yaml`
 goes on with that run, and with `run.name=other` it trains the same again.
 
+A run that goes on with other keys keeps the recipe of what it has trained: `recipe.to_step_10.yaml` held up to step 10,
+`recipe.yaml` holds after it. A start with nothing left to train changes neither.
+
 ## Bad input
 
 All that is wrong is told at once, on stderr and with exit code 2, before a model is loaded. Each problem names the key,

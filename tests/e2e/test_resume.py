@@ -16,7 +16,11 @@ from safetensors.torch import load_file
 
 from conftest import chat_rows, lockstep, write_jsonl
 from lockstep.errors import Refusal
+from lockstep.parity.compare.comparable import differences
+from lockstep.parity.compare.log import Log
+from lockstep.parity.compare.logs.run_folder import evidence as evidence_of
 from lockstep.recipe import load_recipe
+from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
@@ -160,12 +164,41 @@ def test_more_steps_go_on_from_the_last(recipe_file: Path, tmp_path: Path) -> No
     assert same_weights(tmp_path / "runs" / "run", tmp_path / "runs" / "whole", step=9)
 
 
-def test_a_finished_run_stays_as_it_is(recipe_file: Path, tmp_path: Path) -> None:
-    train(recipe_file)
-    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
-    before = metrics.read_bytes()
-    train(recipe_file)
-    assert metrics.read_bytes() == before
+@pytest.mark.parametrize("other", [[], ["run.steps=3"], ["log.every=3", "batch.tokens=999"]], ids=str)
+def test_a_finished_run_stays_as_it_is(recipe_file: Path, tmp_path: Path, other: list[str]) -> None:
+    """What was trained, by which recipe and where: a start that trains nothing changes none of it."""
+    train(recipe_file, "tape=true")
+    run = tmp_path / "runs" / "run"
+
+    def evidence() -> dict[str, bytes]:
+        files = [*run.glob("*.*"), *(run / "tape").iterdir()]
+        return {file.name: file.read_bytes() for file in files if file.is_file()}
+
+    before = evidence()
+    assert {"recipe.yaml", "env.json", "metrics.jsonl"} < set(before)
+    train(recipe_file, "tape=true", *other)
+    assert evidence() == before
+
+
+def test_a_run_that_goes_on_with_other_keys_keeps_the_recipe_of_its_first_part(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    train(recipe_file, "run.steps=4")
+    run = RunFolder(tmp_path / "runs" / "run")
+    first = run.recipe.read_bytes()
+    train(recipe_file, "run.steps=6")
+    train(recipe_file, "run.steps=6")
+    train(recipe_file, "run.steps=8", "batch.tokens=999")
+    assert {last: load_recipe(str(path)).run.steps for last, path in run.earlier_recipes().items()} == {4: 4, 6: 6}
+    assert run.earlier_recipe(4).read_bytes() == first
+    assert (load_recipe(str(run.recipe)).run.steps, load_recipe(str(run.recipe)).batch.tokens) == (8, 999)
+    # A comparison sees both parts: the learning rate of the first four steps followed another length.
+    train(recipe_file, "run.name=whole", "run.steps=8", "batch.tokens=999")
+    whole, parts = (Log(name, "run", {}, {}, evidence_of(tmp_path / "runs" / name)) for name in ("whole", "run"))
+    found = {one.key: (one.a, one.b, one.weight) for one in differences(whole, parts)[0]}
+    assert found["run.steps to step 4"] == (8, 4, "blocks")
+    assert found["run.steps to step 6"] == (8, 6, "blocks")
+    assert "run.steps" not in found
 
 
 def test_resume_never_and_required(recipe_file: Path) -> None:

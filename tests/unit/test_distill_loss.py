@@ -80,10 +80,21 @@ def test_agrees_with_torch(kind):
 def test_words_that_the_teacher_never_says():
     student, teacher = [0.5, 0.25, 0.25], [0.6, 0.4, 0.0]
     assert of("forward", student, teacher) == pytest.approx(kl(teacher, student))
-    # The third word is left out of the reverse divergence, which would be infinite.
-    assert of("reverse", student, teacher) == pytest.approx(0.5 * math.log(0.5 / 0.6) + 0.25 * math.log(0.25 / 0.4))
+    # The third word adds the student's probability of it to the reverse divergence, which would be infinite.
+    rest = 0.5 * math.log(0.5 / 0.6) + 0.25 * math.log(0.25 / 0.4)
+    assert rest < 0
+    assert of("reverse", student, teacher) == pytest.approx(rest + 0.25)
     middle = [0.3 * t + 0.7 * s for s, t in zip(student, teacher, strict=True)]
     assert of("jsd", student, teacher) == pytest.approx(0.3 * kl(teacher, middle) + 0.7 * kl(student, middle))
+
+
+def test_the_reverse_divergence_draws_the_student_off_words_that_the_teacher_never_says():
+    logits = tensor([[0.3, -0.2, 0.4]]).requires_grad_()
+    teacher = tensor([[0.6, 0.4, 0.0]]).log()
+    (gradient,) = torch.autograd.grad(divergence(logits.log_softmax(-1), teacher, kind="reverse").sum(), logits)
+    assert gradient[0, 2] > 0  # downhill is a smaller logit
+    fitting = tensor([[0.6, 0.4, 1e-12]]).log()
+    assert divergence(fitting, teacher, kind="reverse").item() == pytest.approx(0, abs=1e-11)
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)

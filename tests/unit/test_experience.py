@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
 from lockstep.recipe.checks import combination_problems, with_derived_defaults
 from lockstep.recipe.methods import with_method_defaults
@@ -124,6 +125,17 @@ def test_a_prompt_without_its_baseline_is_left_out() -> None:
     assert experience.baseline_S.tolist() == [0.25, 0.25, -1.0]
     assert experience.sequence_K.tolist() == [0, 0, 1, 2, 2]
     assert experience.engine_K.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.7, -0.8])
+
+
+def test_a_response_without_a_token_is_refused_by_name() -> None:
+    """Its score would fall on its neighbour's last token, or, were it the first, on the last of the step."""
+    with pytest.raises(Refusal) as caught:
+        experience_of([rollout(0, [1, 2], 1.0), rollout(0, [], 5.0, sample=1), rollout(4, [3], 0.0)])
+    (problem,) = caught.value.problems
+    assert problem.where == "response 1 to rows.jsonl row 0"
+    assert "no token" in problem.why
+    # One that is left out anyway carries no score.
+    assert experience_of([rollout(0, [], FAILED), rollout(1, [3], 2.0)]).last_K.tolist() == [0]
 
 
 @pytest.mark.parametrize("baselines", [None, {}])

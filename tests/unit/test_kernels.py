@@ -194,6 +194,35 @@ def test_fused_log_softmax_equals_its_twin(dtype, words, temperature):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not _cuda(), reason="no NVIDIA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("words", [100, 9000])
+def test_fused_log_softmax_of_impossible_words_equals_its_twin(dtype, words):
+    """Single words, whole blocks at the beginning and at the end, and some targets, all of logit -inf."""
+    from lockstep.kernels import logprob, triton_logprob
+
+    torch.manual_seed(0)
+    logits = (torch.randn(33, words, device="cuda") * 5).to(dtype)
+    logits[:, torch.rand(words, device="cuda") < 0.2] = -torch.inf
+    logits[:11, : words // 2] = -torch.inf
+    logits[11:22, words // 2 :] = -torch.inf
+    targets = torch.randint(words, (33,), device="cuda")
+    upstream = torch.randn(33, device="cuda")
+    assert logits.gather(-1, targets[:, None]).isinf().any()
+    found = logprob.row_logprobs(logits, targets, 0.7, True)
+    fused = triton_logprob.row_logprobs(logits, targets, 0.7, True)
+    assert found[2].isfinite().all()
+    for one, two in zip(fused, found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+    more = (found[0], upstream, 0.7, found[2], torch.randn(33, device="cuda"))
+    twin = logprob.row_gradients_(logits.clone(), targets, *more)
+    own = triton_logprob.row_gradients_(logits.clone(), targets, *more)
+    assert twin.isfinite().all()
+    assert own.isfinite().all()
+    assert (own.float() - twin.float()).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * twin.float().norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not _cuda(), reason="no NVIDIA device")
 @pytest.mark.parametrize("window", [None, 16])
 def test_flash_varlen_equals_its_twin(window):
     torch.manual_seed(0)

@@ -6,14 +6,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 import yaml
+from test_policy_loss import SETTINGS
 from test_recipe import BASE, keys, refused, write
 from typer.testing import CliRunner
 
+from lockstep.algorithms.policy import LOSSES, PolicyTokens
 from lockstep.cli import app
 from lockstep.recipe import load_recipe
+from lockstep.recipe.checks import RATIO_FREE
 from lockstep.recipe.load import dump_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE, READS
+from lockstep.recipe.online import Algorithm
 from lockstep.recipe.schema import Method
 
 
@@ -106,7 +111,8 @@ def test_recipes_lists_the_methods() -> None:
 def test_a_resolved_recipe_comes_back_equal(tmp_path: Path, method: str) -> None:
     words = ["model.lora.rank=3", "optim.lr=2e-5", "run.steps=7"]
     words += ["batch.prompts=12", "reward.format='a.*'"] if method in ONLINE else []
-    words += ["batch.prompts_per_update=4"] if method in ONLINE and method != "on_policy_distill" else []
+    plain = ONLINE.get(method, {}).get("algorithm", {}).get("loss") in RATIO_FREE
+    words += ["batch.prompts_per_update=4"] if method in ONLINE and not plain else []
     words += ["critic.lr=3e-4", "critic.warmup=2", "critic.clip=null"] if method == "ppo" else []
     words += ["distill.teacher=t"] if method == "distill" else []
     recipe = load_recipe(write(tmp_path, {**BASE, **needs(method), "method": method}), words)
@@ -245,10 +251,53 @@ def test_names_from_elsewhere_lead_to_ours(base: str, word: str, ours: str) -> N
     assert problem.remedy == f"did you mean {ours}?"
 
 
-@pytest.mark.parametrize(
-    ("word", "where"),
-    [("batch.prompts_per_update=8", "batch.prompts_per_update"), ("algorithm.epochs=2", "algorithm.epochs")],
-)
+SEVERAL = [("batch.prompts_per_update=8", "batch.prompts_per_update"), ("algorithm.epochs=2", "algorithm.epochs")]
+
+
+@pytest.mark.parametrize("method", ONLINE)
+@pytest.mark.parametrize(("word", "where"), SEVERAL)
+def test_a_loss_without_a_ratio_updates_once_a_step(tmp_path: Path, method: str, word: str, where: str) -> None:
+    """Whatever the method: its own loss or another's decides."""
+    recipe = write(tmp_path, {**BASE, **needs(method), "method": method})
+    (problem,) = refused(recipe, "batch.prompts=16", word, "algorithm.loss=policy_gradient")
+    assert problem.where == where
+    assert "no ratio" in problem.why
+    assert "algorithm.loss=clip" in problem.remedy
+    assert load_recipe(recipe, ["batch.prompts=16", word, "algorithm.loss=clip"]).algorithm.loss == "clip"
+
+
+@pytest.mark.parametrize("advantage", get_args(Algorithm.model_fields["advantage"].annotation))
+def test_no_estimator_makes_up_for_the_ratio(base: str, advantage: str) -> None:
+    words = [f"algorithm.advantage={advantage}", "algorithm.loss=policy_gradient", "rollout.n=4"]
+    (problem,) = refused(base, *words, "algorithm.epochs=2")
+    assert problem.where == "algorithm.epochs"
+    assert load_recipe(base, words).algorithm.epochs == 1
+
+
+def test_losses_that_do_not_look_at_the_old_log_probabilities_are_the_ones_without_a_ratio() -> None:
+    """By what they compute: another policy before gives another gradient, or it does not."""
+    blind = []
+    for name, loss in LOSSES.items():
+        gradients = []
+        for old in ([-1.0, -2.0], [-1.5, -1.2]):
+            logprobs = torch.tensor([-1.05, -1.9], requires_grad=True)
+            tokens = PolicyTokens(
+                logprobs,
+                torch.tensor(old),
+                torch.tensor([1.0, -1.0]),
+                torch.ones(2),
+                torch.tensor([0, 1]),
+                torch.zeros(2),
+            )
+            bounds = {"low": 0.9, "high": 9.0} if "low" in SETTINGS[name] else {}
+            (gradient,) = torch.autograd.grad(loss(tokens, **{**SETTINGS[name], **bounds}).loss, logprobs)
+            gradients.append(gradient.tolist())
+        if gradients[0] == gradients[1]:
+            blind.append(name)
+    assert tuple(blind) == RATIO_FREE
+
+
+@pytest.mark.parametrize(("word", "where"), SEVERAL)
 def test_on_policy_distillation_updates_once_a_step(tmp_path: Path, word: str, where: str) -> None:
     recipe = write(tmp_path, {**BASE, **needs("on_policy_distill"), "method": "on_policy_distill"})
     (problem,) = refused(recipe, "batch.prompts=16", word)

@@ -6,6 +6,7 @@ import copy
 import types
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -247,6 +248,25 @@ def test_what_a_side_does_not_tell_is_said() -> None:
 def test_a_continued_run_is_told() -> None:
     unknown = differences(log(recipe()), log(recipe(), env() | {"before_resume": [{}, {}]}))[1]
     assert unknown == ["runs/x was continued 2 times: what is compared is the environment of its last part"]
+
+
+def with_earlier(one: Log, earlier: dict[int, Any]) -> Log:
+    assert one.evidence is not None
+    return replace(one, evidence=replace(one.evidence, earlier=earlier))
+
+
+def test_parts_of_a_continued_run_are_compared_as_they_held() -> None:
+    final = recipe(run__steps=20, optim__schedule="cosine")
+    whole, first = log(final), recipe(run__steps=10, optim__schedule="cosine")
+    listed, _ = differences(with_earlier(log(final), {10: first}), whole)
+    assert [(one.key, one.a, one.b, one.weight) for one in listed] == [("run.steps to step 10", 10, 20, "blocks")]
+    # Both went the same way: nothing differs.
+    assert differences(with_earlier(log(final), {10: first}), with_earlier(log(final), {10: first}))[0] == []
+    # What differs all along is told once.
+    other = recipe(run__steps=20, optim__schedule="cosine", run__seed=5)
+    begun = recipe(run__steps=20, optim__schedule="cosine", run__seed=5, batch__tokens=7)
+    keys = [one.key for one in differences(with_earlier(log(other), {3: begun}), whole)[0]]
+    assert sorted(keys) == ["batch.tokens to step 3", "run.seed"]
 
 
 def test_of_a_foreign_log_nothing_is_known() -> None:

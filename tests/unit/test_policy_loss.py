@@ -99,6 +99,19 @@ def test_gspo_by_hand():
     )
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_token_that_was_and_is_impossible_has_ratio_one_and_no_gradient(name):
+    """-A in sum, as at r = 1; sapo's gate is 2 / tau there, and where log p itself stands in the loss it is -10,000."""
+    logprobs, advantages = tensor([-math.inf] * 3).requires_grad_(), [1.0, -2.0, 0.5]
+    places = torch.tensor([0, 1, 2])
+    tokens = PolicyTokens(logprobs, logprobs.detach(), tensor(advantages), tensor([1.0] * 3), places, tensor([0.0] * 3))
+    sums = LOSSES[name](tokens, **SETTINGS[name])
+    factors = {"sapo": [2.0, 2.0 / 1.05, 2.0], "cispo": [-1e4] * 3, "policy_gradient": [-1e4] * 3}.get(name, [1.0] * 3)
+    assert sums.loss.item() == pytest.approx(-sum(a * f for a, f in zip(advantages, factors, strict=True)))
+    assert torch.autograd.grad(sums.loss, logprobs)[0].tolist() == [0.0] * 3
+    assert sums.metrics["ppo_kl"].item() == sums.metrics["pg_clipfrac"].item() == 0
+
+
 def test_gspo_bounds_the_sequence_ratio():
     logprobs = tensor([15.0, 15.0, 0.0]).requires_grad_()
     tokens = PolicyTokens(logprobs, tensor([0.0] * 3), tensor([-1.0] * 3), tensor([1.0] * 3), torch.tensor([0, 0, 1]))

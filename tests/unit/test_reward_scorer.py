@@ -35,6 +35,15 @@ def constant(data_source, solution_str, ground_truth, extra_info):
 def worked(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str == extra_info.get("answer"))
 
+def short(data_source, solution_str, ground_truth, extra_info):
+    return -len(solution_str) / 100
+
+# Dislikes what it cannot read more than silence.
+def tagged(data_source, solution_str, ground_truth, extra_info):
+    if not solution_str:
+        return 0.0
+    return 1.0 if solution_str == f"<answer>{ground_truth}</answer>" else -1.0
+
 def fragile(data_source, solution_str, ground_truth, extra_info):
     return 1 / len(solution_str)
 """
@@ -207,7 +216,7 @@ def test_math_is_judged_in_a_process_that_can_be_killed() -> None:
         assert isinstance(hostile, Failure)
         assert hostile.part == "rule"
         assert scorer.submit(question("m", "5"), r"\boxed{4}").result(30) == Score(0.0, {"rule": 0.0})
-        assert scorer.dry_run([question("m", "x^2")]) == ["reward rule: right answer 1, empty answer 0"]
+        assert scorer.dry_run([question("m", "x^2")]).lines == ["reward rule: right answer 1, empty answer 0"]
 
 
 # The dry run -----------------------------------------------------------------------------------------------------
@@ -216,7 +225,7 @@ def test_math_is_judged_in_a_process_that_can_be_killed() -> None:
 def test_a_sound_reward_says_what_it_scored(user) -> None:
     rows = [question(row=i) for i in range(5)]
     with opened(function=f"{user}:score", format="#+ .*", weights={"rule": 1.0}) as scorer:
-        assert scorer.dry_run(rows) == [
+        assert scorer.dry_run(rows).lines == [
             "reward rule: right answer 1, empty answer 0",
             "reward function: right answer 0.5, empty answer 0",
             "reward format: right answer 1, empty answer 0",
@@ -225,7 +234,7 @@ def test_a_sound_reward_says_what_it_scored(user) -> None:
 
 def test_each_source_is_tried() -> None:
     with opened(["arithmetic", "mine"], rules={"mine": "exact"}) as scorer:
-        assert scorer.dry_run([question(), question("mine", "yes")]) == [
+        assert scorer.dry_run([question(), question("mine", "yes")]).lines == [
             "reward rule (arithmetic): right answer 1, empty answer 0",
             "reward rule (mine): right answer 1, empty answer 0",
         ]
@@ -242,11 +251,66 @@ def test_a_constant_reward_is_refused(user) -> None:
 
 def test_the_worked_answer_of_a_row_is_tried_too(user) -> None:
     with opened(function=f"{user}:worked") as scorer:
-        assert scorer.dry_run([question(), question(answer="9+9=18\n#### 18")]) == [
+        assert scorer.dry_run([question(), question(answer="9+9=18\n#### 18")]).lines == [
             "reward function: right answer 1, empty answer 0"
         ]
         with pytest.raises(Refusal, match=r"both score 0"):
             scorer.dry_run([question()])
+
+
+def test_a_reward_that_likes_the_empty_answer_best_is_warned_of(user) -> None:
+    rows = [question(row=4), question(row=5)]
+    with opened(function=f"{user}:short") as scorer:
+        tried = scorer.dry_run(rows)
+    assert tried.lines == ["reward function: right answer -0.02, empty answer 0"]
+    (warning,) = tried.warnings
+    assert "data source arithmetic: on 2 of 2 rows" in warning
+    assert "by reward function; on rows.parquet row 4 0 against -0.02 for '18'" in warning
+    assert "say nothing" in warning
+
+
+@pytest.mark.parametrize(
+    ("weights", "warned"),
+    [
+        ({"rule": 1.0}, False),  # at best 1 - 0.07 against 0
+        ({"rule": 0.01}, True),
+        ({"rule": 0.0}, True),  # it only looks on
+        ({"rule": 1.0, "function": -1.0}, False),
+        ({"rule": -1.0, "function": 1.0}, True),
+    ],
+    ids=str,
+)
+def test_the_weighted_sum_decides_whether_silence_pays(user, weights: dict[str, float], warned: bool) -> None:
+    with opened(function=f"{user}:short", weights=weights) as scorer:
+        assert bool(scorer.dry_run([question()]).warnings) is warned
+
+
+def test_a_right_answer_in_a_form_of_its_own_is_found_in_the_row(user) -> None:
+    with opened(function=f"{user}:tagged") as scorer:
+        (warning,) = scorer.dry_run([question()]).warnings
+        assert "extra_info.answer" in warning
+        assert scorer.dry_run([question(answer="<answer>18</answer>")]).warnings == []
+
+
+def test_each_source_is_warned_of_by_itself(user) -> None:
+    rows = [question("a", "18"), question("b", "7", row=9, answer="<answer>7</answer>"), question("c", "1", row=2)]
+    with opened(["a", "b", "c"], function=f"{user}:tagged") as scorer:
+        assert [warning[:14] for warning in scorer.dry_run(rows).warnings] == ["data source a:", "data source c:"]
+
+
+def test_rewards_that_know_no_right_answer_are_not_judged_by_one(tmp_path, tiny_folder) -> None:
+    """A model may like silence better than a bare number; with its sign turned round this one does."""
+    folder = write_reward_model(tiny_folder, tmp_path / "rm")
+    with opened(model=str(folder), weights={"model": -1.0}) as scorer:
+        tried = scorer.dry_run([question()])
+    right, empty = (float(words.split()[-1]) for words in tried.lines[0].split(","))
+    assert -right < -empty
+    assert tried.warnings == []
+
+
+def test_equal_scores_of_right_and_empty_are_no_warning() -> None:
+    with opened(format=".*", weights={"rule": 1.0}) as scorer:
+        assert scorer.dry_run([question()]).warnings == []
 
 
 def test_a_failure_in_the_dry_run_is_refused_with_its_reason(user) -> None:
@@ -265,7 +329,7 @@ def test_a_dead_endpoint_is_refused() -> None:
 
 def test_a_format_that_does_not_match_the_bare_truth_is_only_told() -> None:
     with opened(format="<think>.*", weights={"rule": 1.0}) as scorer:
-        assert scorer.dry_run([question()])[1] == "reward format: right answer 0, empty answer 0"
+        assert scorer.dry_run([question()]).lines[1] == "reward format: right answer 0, empty answer 0"
 
 
 def test_bad_ground_truths_of_all_rows_are_refused() -> None:
@@ -276,7 +340,7 @@ def test_bad_ground_truths_of_all_rows_are_refused() -> None:
 
 def test_rules_that_are_set_but_do_not_count_are_told(user) -> None:
     with opened(function=f"{user}:score", rules={"arithmetic": "exact"}) as scorer:
-        assert scorer.dry_run([question()])[-1].startswith("reward rule: does not count")
+        assert scorer.dry_run([question()]).lines[-1].startswith("reward rule: does not count")
 
 
 def test_overlong_penalty() -> None:

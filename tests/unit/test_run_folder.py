@@ -57,6 +57,45 @@ def test_create_keeps_what_is_there_and_refuses_a_file(folder: RunFolder) -> Non
         RunFolder(folder.recipe).create()
 
 
+def recipes(folder: RunFolder) -> dict[str, str]:
+    return {file.name: file.read_text() for file in sorted(folder.path.glob("recipe*"))}
+
+
+def test_recipes_that_trained_a_part_of_the_run_stay(folder: RunFolder) -> None:
+    folder.write_recipe("a")
+    folder.write_recipe("a", 3)  # killed and started again: nothing else holds
+    assert recipes(folder) == {"recipe.yaml": "a"}
+    folder.write_recipe("b", 10)
+    folder.write_recipe("c", 25)
+    assert recipes(folder) == {"recipe.to_step_10.yaml": "a", "recipe.to_step_25.yaml": "b", "recipe.yaml": "c"}
+    assert folder.earlier_recipes() == {10: folder.earlier_recipe(10), 25: folder.earlier_recipe(25)}
+
+
+@pytest.mark.parametrize(
+    ("step", "text", "left"),
+    [
+        # Of c nothing remains: it was killed before its first checkpoint.
+        (25, "d", {"recipe.to_step_10.yaml": "a", "recipe.to_step_25.yaml": "b", "recipe.yaml": "d"}),
+        # And the old recipe goes on as if nothing had been.
+        (25, "b", {"recipe.to_step_10.yaml": "a", "recipe.yaml": "b"}),
+        # Newer checkpoints are damaged: the run goes back, and what it trained after is trained anew.
+        (20, "d", {"recipe.to_step_10.yaml": "a", "recipe.to_step_20.yaml": "b", "recipe.yaml": "d"}),
+        (10, "d", {"recipe.to_step_10.yaml": "a", "recipe.yaml": "d"}),
+        (4, "d", {"recipe.to_step_4.yaml": "a", "recipe.yaml": "d"}),
+        (4, "a", {"recipe.yaml": "a"}),
+        (0, "d", {"recipe.yaml": "d"}),
+    ],
+)
+def test_a_run_that_goes_back_keeps_the_recipes_of_what_it_keeps(
+    folder: RunFolder, step: int, text: str, left: dict[str, str]
+) -> None:
+    for written, at in (("a", 0), ("b", 10), ("c", 25)):
+        folder.write_recipe(written, at)
+    for _ in range(2):  # writing it twice is writing it once
+        folder.write_recipe(text, step)
+        assert recipes(folder) == left
+
+
 def test_atomic_write_keeps_the_old_text_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file.txt"
     atomic_write_text(path, "old")

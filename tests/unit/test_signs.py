@@ -57,6 +57,28 @@ def test_equal_rewards_mean_nothing_where_there_are_no_groups() -> None:
     assert read(signs, critic__mixed_groups=0.0) == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "warned"),
+    [
+        ({}, False),
+        ({"algorithm__advantage": "grpo"}, False),
+        ({"algorithm__advantage": "grpo", "reward__function": "f.py:f"}, True),
+        ({"reward__function": "f.py:f"}, False),
+    ],
+    ids=str,
+)
+def test_equal_rewards_mean_nothing_where_a_teacher_alone_is_followed(keys: dict[str, str], warned: bool) -> None:
+    """Distillation without rewards learns from the teacher; with rewards, from each response by itself."""
+    recipe = recipe_of(method="on_policy_distill", rollout__n=4, algorithm__kl__reference="teacher", **keys)
+    assert bool(read(Signs(recipe), critic__mixed_groups=0.0)) is warned
+
+
+@pytest.mark.parametrize(("advantage", "warned"), [("rloo", True), ("reinforce", False), ("reinforce_pp", False)])
+def test_equal_rewards_teach_nothing_where_a_group_is_compared(advantage: str, warned: bool) -> None:
+    signs = Signs(recipe_of(algorithm__advantage=advantage, rollout__n=4))
+    assert bool(read(signs, critic__mixed_groups=0.0)) is warned
+
+
 def test_a_sign_is_quiet_while_it_lasts() -> None:
     signs = Signs(recipe_of())
     said = [read(signs, actor__ppo_kl=1.0) for _ in range(3 * QUIET)]

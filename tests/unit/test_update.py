@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lockstep.train import update as updates
 from lockstep.train.annotate import Annotated, Part, plan_updates
 from lockstep.train.build import build_critic, build_learner
 from lockstep.train.experience import Experience, experience_of
+from lockstep.train.online import _next_coefficient
 from lockstep.train.roles import Roles
 from lockstep.train.update import refuse_disagreement, update, update_critic, update_policy
 
@@ -173,9 +174,13 @@ def by_hand(library: Any, recipe: Recipe, known: Annotated) -> tuple[dict[str, f
         "actor/loss": loss,
         "actor/pg_loss": pg_loss,
         "actor/kl_loss": kl_loss,
-        "actor/entropy": (entropy * padded.trained).sum() / TOKENS,
-        "actor/pg_clipfrac": (counted & (bounded > plain)).sum() / TOKENS,
-        "actor/ppo_kl": ((old - logprobs) * counted).sum() / TOKENS,
+        "actor/entropy": entropy[counted].mean(),
+        "actor/kl": k3[counted].mean(),
+        "actor/pg_clipfrac": (bounded > plain)[counted].float().mean(),
+        "actor/pg_clipfrac_lower": ((advantages < 0) & (torch.maximum(plain, bounded) > -advantages * 1.5))[counted]
+        .float()
+        .mean(),
+        "actor/ppo_kl": (old - logprobs)[counted].mean(),
         "training/rollout_probs_diff_mean": (known.old_K.exp() - torch.tensor(-2.0).exp()).abs().mean(),
         "training/rollout_probs_diff_max": (known.old_K.exp() - torch.tensor(-2.0).exp()).abs().max(),
         "training/rollout_probs_diff_std": (known.old_K.exp() - torch.tensor(-2.0).exp()).abs().std(correction=0),
@@ -218,22 +223,115 @@ def test_the_policys_gradient_is_that_of_the_loss_written_out(
     same(found, expected_gradients)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_masked_tokens_have_no_part_and_weights_scale_the_surrogate_alone(
-    tiny_folder: Path, library: Any, drawn: torch.Tensor, aggregation: str, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path,
+    library: Any,
+    drawn: torch.Tensor,
+    aggregation: str,
+    batch: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Metrics are means over the tokens that are kept; only the engine is held against the trainer on all tokens."""
     keep = torch.ones(TOKENS)
     keep[[0, 3, 9]] = 0
     keep[5:7] = 0  # the whole second response
     known = known_of(
         drawn + noise(2, 0.4), drawn + noise(3, 0.4), keep_K=keep, importance_K=noise(5, 0.5).exp().clamp(max=2)
     )
-    recipe = grpo(tiny_folder, algorithm__aggregation=aggregation, batch__tokens=20)
+    recipe = grpo(tiny_folder, algorithm__aggregation=aggregation, **batch)
     expected, expected_gradients = by_hand(library, recipe, known)
     metrics, found = stepped(roles_of(recipe), recipe, known, monkeypatch)
-    for name in ("actor/loss", "actor/pg_loss", "actor/kl_loss"):
-        assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert set(metrics) == set(expected)
     same(found, expected_gradients)
+
+
+class Rank:
+    """One of two ranks, which hears what the other said at the same collective."""
+
+    def __init__(self, other: list[Any] | None = None):
+        self.other, self.said = other, []  # type: ignore[var-annotated]
+
+    def gather(self, value: Any) -> list[Any]:
+        self.said.append(value)
+        return [value] if self.other is None else [value, self.other[len(self.said) - 1]]
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return [sum(share) for share in zip(*self.gather(list(values)), strict=True)]
+
+
+def test_metrics_of_kept_tokens_do_not_depend_on_the_number_of_processes(
+    tiny_folder: Path, drawn: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks keep different shares of their tokens."""
+    keep = torch.ones(TOKENS)
+    keep[[0, 1, 2, 3, 9]] = 0
+    known = known_of(drawn + noise(2, 0.4), drawn + noise(3, 0.4), keep_K=keep)
+    recipe = grpo(tiny_folder, batch__tokens=20)
+    alone, _ = stepped(roles_of(recipe), recipe, known, monkeypatch)
+
+    def share(rank: int, world: Rank) -> dict[str, float]:
+        roles = roles_of(recipe)
+        roles.policy.world = world  # type: ignore[assignment]
+        monkeypatch.setattr(roles.policy, "optim_step", lambda lr: {})
+        (part,) = plan_updates(made(), recipe, World(rank, 2), pad_id=0)
+        return update_policy(part, made(), known, roles, recipe, BETA, 0.0, (0,))
+
+    # What a rank says depends on its own tokens only: the first says it to nobody, the second hears it.
+    first = Rank()
+    share(0, first)
+    second = Rank(first.said)
+    assert share(1, second) == pytest.approx(alone, rel=1e-4, abs=1e-6)
+    assert len(second.said) == len(first.said) > 2
+
+
+def test_an_update_that_keeps_nothing_has_no_means_and_weighs_nothing_in_the_steps(
+    tiny_folder: Path, drawn: torch.Tensor
+) -> None:
+    """Its zeros would lower the divergence that the coefficient follows."""
+    recipe = grpo(tiny_folder, batch__prompts_per_update=1, optim__lr=1e-30)
+    keep = torch.ones(TOKENS)
+    keep[:7] = 0  # both responses to the first prompt
+    known = known_of(drawn, drawn - 0.5, keep_K=keep)
+    parts = plan_updates(made(), recipe, World(), pad_id=0)
+    metrics = update(parts, made(), known, roles_of(recipe), recipe, BETA, 0, 10, untimed)
+    # k3 of d = 0.5 at every kept token.
+    assert metrics["actor/kl"] == pytest.approx(torch.tensor(-0.5).exp().item() + 0.5 - 1, rel=1e-3)
+    for nothing in (torch.zeros(TOKENS), torch.zeros(TOKENS)):
+        metrics = update(
+            parts, made(), known_of(drawn, drawn, keep_K=nothing), roles_of(recipe), recipe, BETA, 0, 10, untimed
+        )
+        assert metrics["actor/loss"] == metrics["actor/pg_loss"] == 0.0
+        assert not {"actor/kl", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl"} & set(metrics)
+
+
+@pytest.mark.parametrize(("measured", "coefficient"), [({"actor/kl": 0.2}, 0.12), ({}, 0.1)])
+def test_the_coefficient_follows_what_was_measured(measured: dict[str, float], coefficient: float) -> None:
+    """A horizon of 6 sequences applies the bounded error of +0.2 in full; a step that measured nothing changes none."""
+    recipe = recipe_of(algorithm__kl={"where": "loss", "target": 0.1, "horizon": 6})
+    assert _next_coefficient(recipe, 0.1, measured, made()) == pytest.approx(coefficient)
+
+
+def test_an_impossible_token_that_is_left_out_changes_nothing(
+    tiny_folder: Path, drawn: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a real model whose head finds a word impossible: a bias of -inf at the tokens that are left out."""
+    ids = [token for one in made().rollouts for token in one.ids]
+    word = ids[3]
+    keep = torch.tensor([float(token != word) for token in ids])
+    assert 0 < keep.sum() < TOKENS
+    recipe = grpo(tiny_folder, batch__tokens=20)
+    roles = roles_of(recipe)
+    head = roles.policy.module.model.lm_head  # type: ignore[union-attr]
+    head.bias = torch.nn.Parameter(torch.zeros(head.out_features), requires_grad=False)
+    head.bias.data[word] = -torch.inf
+    old = torch.where(keep > 0, drawn, -torch.inf)
+    metrics, found = stepped(roles, recipe, known_of(old, old, keep_K=keep), monkeypatch)
+    assert all(torch.tensor(value).isfinite() for value in metrics.values()), metrics
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    assert metrics["actor/kl"] < 1.0
 
 
 def test_without_old_log_probabilities_the_ratio_is_one(
@@ -342,7 +440,12 @@ def test_the_critics_gradient_is_that_of_the_loss_written_out(
     loss.backward()
     assert weight.grad is not None
     assert metrics["critic/vf_loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
-    assert metrics["critic/vpred_mean"] == pytest.approx(float((values.detach() * keep).sum()) / TOKENS, rel=1e-3)
+    kept = keep > 0
+    assert metrics["critic/vpred_mean"] == pytest.approx(float(values.detach()[kept].mean()), rel=1e-3)
+    if clip is not None:
+        near = old + (values - old).clamp(-clip, clip)
+        share = ((near - returns).square() > (values - returns).square())[kept].float().mean()
+        assert metrics["critic/vf_clipfrac"] == pytest.approx(float(share))
     expected = {f"decoder.{name}": gradient for name, gradient in gradients(library.model).items()}
     same(gradients(roles.critic.module), {**expected, "head.weight": weight.grad})
 

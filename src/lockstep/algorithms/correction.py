@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.algorithms.reduce import sequence_mean, sum_by
+from lockstep.algorithms.stable import log_ratio
 from lockstep.errors import Refusal
 
 LOG_RATIO_BOUND = 20.0
@@ -60,7 +61,7 @@ def correct(
 
 
 def _log_ratio(trainer_K: torch.Tensor, engine_K: torch.Tensor) -> torch.Tensor:
-    difference_K = (trainer_K - engine_K).detach()
+    difference_K = log_ratio(trainer_K, engine_K).detach()
     unknown = int(difference_K.isnan().sum())
     if unknown:
         raise Refusal.at(

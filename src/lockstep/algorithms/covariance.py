@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from lockstep.algorithms.stable import floored
+
 
 def clip_cov_held(
     old_K: torch.Tensor,
@@ -45,7 +47,7 @@ def kl_cov_held(old_K: torch.Tensor, advantages_K: torch.Tensor, keep_K: torch.T
 
 
 def _covariance(old_K: torch.Tensor, advantages_K: torch.Tensor, keep_K: torch.Tensor) -> torch.Tensor:
-    return _centred(advantages_K, keep_K) * _centred(old_K, keep_K)
+    return _centred(advantages_K, keep_K) * _centred(floored(old_K), keep_K)
 
 
 def _centred(values_K: torch.Tensor, keep_K: torch.Tensor) -> torch.Tensor:

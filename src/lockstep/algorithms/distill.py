@@ -9,11 +9,10 @@ import math
 
 import torch
 
+from lockstep.algorithms.stable import LEAST, floored
 from lockstep.errors import Refusal
 
 DIVERGENCES = ("forward", "reverse", "jsd")
-LEAST = -1e4
-"""Stands for a log-probability of minus infinity: e^-10000 is 0 in every type, and differences stay numbers."""
 LEAST_REST = -100.0
 """Stands for the rest of the vocabulary where nothing is left of it."""
 
@@ -22,18 +21,20 @@ def divergence(student_RV: torch.Tensor, teacher_RV: torch.Tensor, *, kind: str,
     """The divergence at each place, in nats; the gradient goes wherever the inputs have one.
 
     - `forward`: KL(teacher, student).
-    - `reverse`: KL(student, teacher). Words that the teacher gives probability 0 are left out: they would be infinite.
+    - `reverse`: KL(student, teacher). A word that the teacher gives probability 0 would be infinite; it adds the
+      student's probability of it instead. (The generalised divergence of two sums that need not be equal, sum
+      p log(p/q) - p + q, over the other words: it is never negative, and the student still moves off such words.)
     - `jsd`: mix KL(teacher, m) + (1 - mix) KL(student, m) with m = mix teacher + (1 - mix) student, the generalised
       Jensen-Shannon divergence of GKD (arXiv 2306.13649) with the paper's beta as `mix`.
 
     A word of probability 0 adds 0 to a sum that its probability weighs, never NaN; a student's 0 where the forward
     divergence needs more counts as e^-10000.
     """
-    student_RV, teacher_RV = student_RV.clamp(min=LEAST), teacher_RV.clamp(min=LEAST)
+    student_RV, teacher_RV = floored(student_RV), floored(teacher_RV)
     if kind == "forward":
         return _kl(teacher_RV, student_RV).sum(-1)
     if kind == "reverse":
-        return torch.where(teacher_RV > LEAST, _kl(student_RV, teacher_RV), 0.0).sum(-1)
+        return torch.where(teacher_RV > LEAST, _kl(student_RV, teacher_RV), student_RV.exp()).sum(-1)
     if kind == "jsd":
         mixture_RV = torch.logaddexp(teacher_RV + math.log(mix), student_RV + math.log1p(-mix))
         return (mix * _kl(teacher_RV, mixture_RV) + (1 - mix) * _kl(student_RV, mixture_RV)).sum(-1)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from lockstep.algorithms.stable import log_ratio
 from lockstep.errors import Refusal
 
 LOG_RATIO_BOUND = 20.0
@@ -40,8 +41,9 @@ def divergence(estimator: str, logprobs_K: torch.Tensor, reference_K: torch.Tens
 
     As a term of the loss only k2 has a gradient whose mean is the gradient of the divergence (k1's mean gradient is
     zero, k3's is that of the reverse divergence). The forms with `+` have the estimator's value and the gradient of k2.
+    A token that both find impossible has divergence 0; see `stable`.
     """
-    log_ratio_K = logprobs_K - reference_K
+    log_ratio_K = log_ratio(logprobs_K, reference_K)
     if estimator in _FORWARD:
         return _FORWARD[estimator](log_ratio_K)
     if estimator in _STRAIGHT_THROUGH:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.algorithms.stable import LEAST_SUM, floored, log_ratio
 from lockstep.types import Sums
 
 MOST_DESIRABLE = 4 / 3
@@ -28,8 +29,9 @@ def kto_loss(
 ) -> Sums:
     """desirable (1 - sigmoid(beta (lr - kl))) for the good rows, undesirable (1 - sigmoid(beta (kl - lr))) for others.
 
-    `kl` is `kl_estimate` of the whole update. Metrics are sums over rows: the counts `desirable` and `undesirable`,
-    their rewards beta lr, and `accuracy` where the log-ratio is on the verdict's side of `kl` (on it: 0.5).
+    Log-ratios come from `row_logratios` or `row_means`, and `kl` is `kl_estimate` of the whole update. Metrics are sums
+    over rows: the counts `desirable` and `undesirable`, their rewards beta lr, and `accuracy` where the log-ratio is on
+    the verdict's side of `kl` (on it: 0.5).
     """
     above_N = logratios_N - kl
     toward_N = torch.where(desirable_N, above_N, -above_N)
@@ -46,6 +48,16 @@ def kto_loss(
         "accuracy": ((toward_N > 0).to(rewards_N.dtype) + 0.5 * (toward_N == 0)).sum(),
     }
     return Sums(loss=loss_N.sum(), metrics=metrics)
+
+
+def row_logratios(policy_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Tensor:
+    """log p - log p_ref of each row, 0 where both find its response impossible; see `stable`."""
+    return log_ratio(policy_N, reference_N, LEAST_SUM)
+
+
+def row_means(policy_N: torch.Tensor, lengths_N: torch.Tensor) -> torch.Tensor:
+    """What stands for the log-ratio where there is no reference: the mean log-probability of the row's tokens."""
+    return floored(policy_N, LEAST_SUM) / lengths_N
 
 
 def kl_estimate(logratios: torch.Tensor) -> float:

@@ -4,7 +4,8 @@ Shapes: K tokens of a micro-batch of whole sequences. With d = log p - log p_old
 beyond has no gradient), r = e^d and the advantage A, each function gives a loss at each token; the caller's weights
 hold masks, aggregation and importance weights, and the one division is the step's.
 
-A token of weight 0 is left out of everything, the means of its sequence included, whatever its numbers are.
+A token of weight 0 is left out of everything, the means of its sequence included, whatever its numbers are. An
+impossible token (log p = -inf) has ratio 1 where it was impossible before, and never a gradient; see `stable`.
 Metrics are sums over the other tokens: `ppo_kl` of -d, `pg_clipfrac` of tokens whose gradient a bound has changed.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lockstep.algorithms.reduce import sequence_mean
+from lockstep.algorithms.stable import floored
 from lockstep.errors import Refusal
 from lockstep.types import Sums
 
@@ -143,12 +145,13 @@ LOSSES: dict[str, Callable[..., Sums]] = {
 
 
 def _counted(tokens: PolicyTokens) -> PolicyTokens:
-    """The same tokens with zeros where the weight is 0: an infinity there would be NaN in the sum or its gradient."""
+    """The same tokens with zeros where the weight is 0, and no infinities elsewhere: the sum or its gradient would be
+    NaN."""
     kept_K = tokens.counted_K
     return replace(
         tokens,
-        logprobs_K=torch.where(kept_K, tokens.logprobs_K, 0.0),
-        old_K=torch.where(kept_K, tokens.old_K, 0.0),
+        logprobs_K=floored(torch.where(kept_K, tokens.logprobs_K, 0.0)),
+        old_K=floored(torch.where(kept_K, tokens.old_K, 0.0)),
         advantages_K=torch.where(kept_K, tokens.advantages_K, 0.0),
     )
 

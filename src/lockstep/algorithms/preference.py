@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
-from lockstep.algorithms.stable import log_rest
+from lockstep.algorithms.stable import LEAST_SUM, floored, log_ratio, log_rest
 from lockstep.errors import Refusal
 from lockstep.types import Sums
 
@@ -119,7 +119,7 @@ def preference_loss(
         "margin": margin_P.sum(),
     }
     if nll > 0:
-        nll_P = -pairs.chosen_P / pairs.chosen_length_P
+        nll_P = -floored(pairs.chosen_P, LEAST_SUM) / pairs.chosen_length_P
         loss_P = loss_P + nll * nll_P
         metrics["nll"] = nll_P.detach().sum()
     return Sums(loss=loss_P.sum(), metrics=metrics)
@@ -147,12 +147,13 @@ def _settings(kind: str, beta: float, label_smoothing: float, gamma: float) -> d
 
 
 def _scores(pairs: Pairs, kind: str, average: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen_P, rejected_P = pairs.chosen_P, pairs.rejected_P
+    chosen_P, rejected_P = floored(pairs.chosen_P, LEAST_SUM), floored(pairs.rejected_P, LEAST_SUM)
     if kind not in REFERENCE_FREE:
         if pairs.reference_chosen_P is None or pairs.reference_rejected_P is None:
             remedy = f"choose one of {', '.join(REFERENCE_FREE)}, or give the reference's log-probabilities"
             raise Refusal.at("preference.loss", f"{kind} compares with a reference, and there is none", remedy)
-        chosen_P, rejected_P = chosen_P - pairs.reference_chosen_P, rejected_P - pairs.reference_rejected_P
+        chosen_P = log_ratio(chosen_P, pairs.reference_chosen_P, LEAST_SUM)
+        rejected_P = log_ratio(rejected_P, pairs.reference_rejected_P, LEAST_SUM)
     if average or kind in ALWAYS_MEANS:
         chosen_P, rejected_P = chosen_P / pairs.chosen_length_P, rejected_P / pairs.rejected_length_P
     return chosen_P, rejected_P

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from lockstep.algorithms.stable import floored
 from lockstep.types import Sums
 
 
@@ -15,11 +16,11 @@ def step_loss(logprobs_LW: torch.Tensor, labels_LW: torch.Tensor) -> Sums:
 
     A label is a distribution: one-hot when the verdict is hard. Metrics are sums over places: `positive` the
     probability of the good word, `label_positive` the wanted one, and `accuracy` where the likeliest word is the
-    label's. Ties are shared: of two words, a label of 0.5 or equal log-probabilities count 0.5.
+    label's. Ties are shared: of two words, a label of 0.5 or equal log-probabilities count 0.5. Where the model finds
+    all the words impossible they are equally likely; see `stable`.
     """
-    restricted_LW = torch.log_softmax(logprobs_LW, dim=-1)
-    # Zero times an impossible word's minus infinity would be NaN.
-    loss = -torch.where(labels_LW > 0, labels_LW * restricted_LW, 0.0).sum()
+    restricted_LW = torch.log_softmax(floored(logprobs_LW), dim=-1)
+    loss = -(labels_LW * restricted_LW).sum()
     agreement_LW = _likeliest(restricted_LW.detach()) * _likeliest(labels_LW)
     metrics = {
         "accuracy": agreement_LW.sum(),
@@ -31,7 +32,7 @@ def step_loss(logprobs_LW: torch.Tensor, labels_LW: torch.Tensor) -> Sums:
 
 def good_probability(logprobs_LW: torch.Tensor) -> torch.Tensor:
     """The probability of the good word at each place, among the reward words."""
-    return torch.softmax(logprobs_LW, dim=-1)[:, 0]
+    return torch.softmax(floored(logprobs_LW), dim=-1)[:, 0]
 
 
 def _likeliest(values_LW: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ def sum_by(values_K: torch.Tensor, key_K: torch.Tensor, count: int) -> torch.Ten
 def sequence_mean(values_K: torch.Tensor, keep_K: torch.Tensor, sequence_K: torch.Tensor, count: int) -> torch.Tensor:
     """At each token the mean of its sequence's kept values; 0 where the sequence has no kept token."""
     keep_K = keep_K.to(values_K.dtype)
-    totals_S = sum_by(values_K * keep_K, sequence_K, count)
+    totals_S = sum_by(torch.where(keep_K > 0, values_K * keep_K, 0.0), sequence_K, count)
     lengths_S = sum_by(keep_K, sequence_K, count)
     return (totals_S / lengths_S.clamp(min=1))[sequence_K]
 

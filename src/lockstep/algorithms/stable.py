@@ -1,4 +1,10 @@
-"""Arithmetic of log-probabilities that keeps its digits."""
+"""Arithmetic of log-probabilities that keeps its digits.
+
+The losses see what a model says, and a model may say that a token is impossible: its log-probability is then minus
+infinity, and 0 x inf or inf - inf would make one token's NaN the NaN of the whole update. One rule for all losses: a
+log-probability under -10,000 counts as -10,000 (e^-10000 is 0 in every type) and has no gradient, so two impossible
+ones differ by 0 and have the ratio 1. A NaN stays one, and the step refuses it with the rows.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,22 @@ import math
 
 import torch
 
+LEAST = -1e4
+"""Stands for the log-probability of an impossible token."""
+LEAST_SUM = -1e6
+"""Stands for that of a response with such a token; a sum over real tokens may well be under LEAST."""
 CERTAIN = -1e-6
 """Log-probabilities above are taken as this: the sums of float32 do not tell them from 0."""
+
+
+def floored(logprobs: torch.Tensor, least: float = LEAST) -> torch.Tensor:
+    """At least `least`; what is under it has no gradient."""
+    return logprobs.clamp(min=least)
+
+
+def log_ratio(logprobs: torch.Tensor, others: torch.Tensor, least: float = LEAST) -> torch.Tensor:
+    """log p - log q, a number also where one or both are minus infinity."""
+    return floored(logprobs, least) - floored(others, least)
 
 
 def log_rest(logprobs: torch.Tensor) -> torch.Tensor:

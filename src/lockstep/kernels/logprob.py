@@ -120,8 +120,9 @@ def row_logprobs(
     logprobs = logits.gather(-1, targets_R[:, None])[:, 0] - normalisers
     if not entropy:
         return normalisers, logprobs, None
-    # Of log-probabilities, not of logits: large logits would cancel in the difference.
-    every = logits - normalisers[:, None]
+    # Of log-probabilities, not of logits: large logits would cancel in the difference. A word of logit -inf has
+    # probability 0 and a log-probability that this product can bear.
+    every = (logits - normalisers[:, None]).clamp_(min=LEFT_OUT)
     return normalisers, logprobs, -(every.exp() * every).sum(-1)
 
 
@@ -149,6 +150,7 @@ def row_gradients_(
     if entropy_upstream_R is None or entropies_R is None:
         gradient.exp_().mul_(-upstream_R[:, None])
     else:
+        gradient.clamp_(min=LEFT_OUT)
         spread = (gradient + entropies_R[:, None]).mul_(entropy_upstream_R[:, None]).add_(upstream_R[:, None])
         gradient.exp_().mul_(spread).neg_()
     gradient.scatter_add_(-1, targets_R[:, None], upstream_R[:, None].to(gradient.dtype))

@@ -13,6 +13,8 @@ from lockstep.kernels.triton_math import tanh
 from lockstep.kernels.truncate import LEFT_OUT, left_out_below
 
 BLOCK = 4096
+# A logit of -inf is taken as this where it is multiplied by its probability, which is 0 either way.
+LEAST = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -49,6 +51,7 @@ def _stats(  # type: ignore[no-untyped-def]
         if CAPPED:
             values = tl.where(columns < words, _capped(values, softcap, low, FILL), -float("inf"))
         values *= sharpness
+        values = tl.where(columns < words, tl.maximum(values, LEAST), values)
         new = tl.maximum(largest, tl.max(values, axis=0))
         shrink = tl.exp(largest - new)
         shares = tl.exp(values - new)
@@ -98,7 +101,7 @@ def _gradients(  # type: ignore[no-untyped-def]
         values = tl.where(values <= low, FILL, softcap * bent)
     values *= sharpness
     chosen = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
-    every = values - tl.load(normalisers + row)
+    every = tl.maximum(values - tl.load(normalisers + row), LEAST)
     softmax = tl.exp(every)
     gradient = tl.load(upstream + row) * (chosen - softmax)
     if SPREAD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.algorithms.supervised import nll
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import Models, Plain, Task
@@ -16,10 +17,10 @@ class Distilled(Plain):
     def task(self, update: Update[Example], models: Models) -> Task:
         def loss(scores: Scores, batch: MicroBatch) -> Sums:
             assert scores.divergences_K is not None
-            nll, apart = -scores.logprobs_K.sum(), scores.divergences_K.sum()
+            likelihood, apart = nll(scores.logprobs_K).loss, scores.divergences_K.sum()
             return Sums(
-                (1 - self.coefficient) * nll + self.coefficient * apart,
-                {"nll": nll.detach(), "divergence": apart.detach()},
+                (1 - self.coefficient) * likelihood + self.coefficient * apart,
+                {"nll": likelihood.detach(), "divergence": apart.detach()},
             )
 
         return Task(models.taught(update), loss, update.targets)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched
+from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched, row_logratios, row_means
 from lockstep.algorithms.reduce import sum_by
 from lockstep.data.dataset import Dataset
 from lockstep.data.judged import load_judged
@@ -64,11 +64,11 @@ class Judgement:
         def loss(scores: Scores, batch: MicroBatch) -> Sums:
             policy = scores.logprobs_K
             sequences, local_K = update.sequences_of(batch)
-            ratios = sum_by(policy, local_K.to(policy.device), len(sequences))
+            own = sum_by(policy, local_K.to(policy.device), len(sequences))
             if reference_S is None:
-                ratios = ratios / update.lengths_S[sequences].to(policy.device)
+                ratios = row_means(own, update.lengths_S[sequences].to(policy.device))
             else:
-                ratios = ratios - reference_S[sequences].to(policy.device)
+                ratios = row_logratios(own, reference_S[sequences].to(policy.device))
             sums = kto_loss(ratios, desirable_S[sequences].to(policy.device), kl=kl, **self.keys)
             # Each row brings its share of what belongs to the whole update.
             share = policy.new_tensor(len(sequences))
@@ -79,7 +79,9 @@ class Judgement:
 
     def _logratios(self, update: Update[Example], models: Models) -> torch.Tensor:
         own = _by_sequence(models.logprobs(update), update)
-        return own / update.lengths_S if self.free else own - _by_sequence(models.reference_logprobs(update), update)
+        if self.free:
+            return row_means(own, update.lengths_S)
+        return row_logratios(own, _by_sequence(models.reference_logprobs(update), update))
 
     def report(self, sums: Mapping[str, float], divisor: float) -> dict[str, float]:
         good, bad = sums["desirable"], sums["undesirable"]

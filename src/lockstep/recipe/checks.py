@@ -47,6 +47,8 @@ ROW_KEYS: dict[str, tuple[str, ...]] = {
     "kto": ("messages_key", "prompt_key", "chosen_key", "rejected_key", "response_key", "label_key"),
     "prm": ("messages_key", "prompt_key", "text_key", "steps_key", "label_key"),
 }
+# Policy losses without a ratio of new to old probability: right only while the policy is the one that answered.
+RATIO_FREE = ("policy_gradient",)
 # Estimators that compare the samples of a prompt with each other.
 GROUPED = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_pp_baseline")
 
@@ -209,11 +211,12 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_best", "the best checkpoint is chosen by val/loss, which online runs lack")
     if recipe.method == "on_policy_distill" and kl.reference is None:
         yield Problem("algorithm.kl.reference", "must be set: it is the teacher", "name the teacher's folder")
-    if recipe.method == "on_policy_distill" and (per_update != batch.prompts or algorithm.epochs > 1):
+    if algorithm.loss in RATIO_FREE and (per_update < batch.prompts or algorithm.epochs > 1):
         yield Problem(
-            "batch.prompts_per_update" if per_update != batch.prompts else "algorithm.epochs",
-            "a second update of a step would follow a student that has moved on, with nothing to hold it",
-            "one update a step: lower batch.prompts instead",
+            "batch.prompts_per_update" if per_update < batch.prompts else "algorithm.epochs",
+            f"loss {algorithm.loss} has no ratio of new to old probability: a second update of a step would take "
+            "responses of a policy that has moved on for its own",
+            "one update a step (lower batch.prompts instead), or a loss with a ratio: algorithm.loss=clip",
         )
     if kl.target is not None and kl.where == "none":
         yield Problem("algorithm.kl.target", "no divergence is used", "set algorithm.kl.where to loss or reward")

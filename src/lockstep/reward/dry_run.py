@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -14,6 +14,8 @@ from lockstep.types import Failure, Question
 
 # Rows of each data source that are tried.
 ROWS = 3
+# Rewards that are given the ground truth: what they say of it is what they say of a right answer.
+KNOWING = ("rule", "function", "remote")
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,32 @@ class _Trial:
     empty: Future[Outcome]
     right: list[Future[Outcome]]
 
+    def scores(self, name: str) -> tuple[float, dict[str, float]]:
+        """Of the empty answer, and by text of the others; once all are there and none has failed."""
+        empty, *right = [future.result() for future in (self.empty, *self.right)]
+        assert not isinstance(empty, Failure)
+        found = {text: score[name] for text, score in zip(self.tried, right, strict=True) if isinstance(score, dict)}
+        return empty[name], found
 
-def dry_run(parts: Sequence[Part], questions: Sequence[Question], rule_of: Callable[[str], Rule | None]) -> list[str]:
+
+@dataclass(frozen=True)
+class Tried:
+    """What the dry run has to say, and what it warns of."""
+
+    lines: list[str]
+    warnings: list[str]
+
+
+def dry_run(
+    parts: Sequence[Part],
+    questions: Sequence[Question],
+    rule_of: Callable[[str], Rule | None],
+    weights: Mapping[str, float],
+) -> Tried:
     """A line for each part and data source; refuses what fails, and what scores right and empty answers alike.
 
-    Every ground truth is looked at where the rule counts. The answers tried are those of `right_answers`.
+    Every ground truth is looked at where the rule counts. The answers tried are those of `right_answers`. A warning
+    where the parts that know the ground truth score the empty answer, by their weights, above all of these.
     """
     problems: list[Problem] = []
     if any(part.name == "rule" for part in parts):
@@ -49,17 +72,19 @@ def dry_run(parts: Sequence[Part], questions: Sequence[Question], rule_of: Calla
         problems += found
     if problems:
         raise Refusal(problems)
-    return lines
+    counting = {name: weight for name, weight in weights.items() if weight and name in KNOWING}
+    said = [_upside_down(source, [trials[name, source] for name in counting], counting) for source in sources]
+    return Tried(lines, [warning for warning in said if warning])
 
 
 def right_answers(part: str, question: Question, rule: Rule | None) -> list[str]:
-    """For the rule, a right answer in its own form. For others whatever may be one: the bare truth, the forms of the
-    rules, and the worked answer that some data sets carry."""
+    """Whatever may be a right answer: the bare truth, the forms of the rules, and the worked answer that some data sets
+    carry. For the rule, its own form first."""
     truth = question.ground_truth
-    if part == "rule" and rule is not None:
-        return [rule.example(truth)]
     worked = question.extra_info.get("answer")
-    return [truth, f"#### {truth}", boxed_example(truth), *([worked] if isinstance(worked, str) and worked else [])]
+    known = [truth, f"#### {truth}", boxed_example(truth), *([worked] if isinstance(worked, str) and worked else [])]
+    own = [rule.example(truth)] if part == "rule" and rule is not None else []
+    return list(dict.fromkeys([*own, *known]))
 
 
 def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | None]) -> list[Problem]:
@@ -86,7 +111,9 @@ def _judged(name: str, source: str, trials: Sequence[_Trial], *, say_source: boo
         for text, outcome in zip(["", *trial.tried], outcomes, strict=True):
             if isinstance(outcome, Failure):
                 return where, [_failed(name, trial.question, text, outcome)]
-        empty, *right = [outcome[name] for outcome in outcomes if not isinstance(outcome, Failure)]
+        empty, scores = trial.scores(name)
+        # The rule is held to its own form, which comes first: another one is right only by accident.
+        right = list(scores.values())[: 1 if name == "rule" else None]
         better = [score for score in right if score != empty]
         if shown is None or (better and not apart):
             shown = (better or right)[0], empty
@@ -99,6 +126,29 @@ def _judged(name: str, source: str, trials: Sequence[_Trial], *, say_source: boo
     return line, [_blind(name, source, trials, shown[1])]
 
 
+def _upside_down(source: str, by_part: Sequence[Sequence[_Trial]], weights: Mapping[str, float]) -> str | None:
+    """A warning of rows whose empty answer earns more than every answer that may be right."""
+    worse: list[tuple[Question, str, float, float]] = []
+    for row in zip(*by_part, strict=True):
+        scored = [trial.scores(name) for trial, name in zip(row, weights, strict=True)]
+        parts = list(zip(scored, weights.values(), strict=True))
+        empty = sum(weight * score for (score, _), weight in parts)
+        texts = [text for text in row[0].tried if all(text in found for _, found in scored)]
+        right = {text: sum(weight * found[text] for (_, found), weight in parts) for text in texts}
+        best = max(right, key=lambda text: right[text])
+        if empty > right[best]:
+            worse.append((row[0].question, best, right[best], empty))
+    if not worse:
+        return None
+    question, text, score, empty = worse[0]
+    return (
+        f"data source {source}: on {len(worse)} of {len(by_part[0])} rows that were tried the empty answer earns more "
+        f"than a right one, by reward {' + '.join(weights)}; on {question.origin} {empty:g} against {score:g} for "
+        f"{text[:60]!r}. Training would teach the policy to say nothing. Check sign and weights, or put a right answer "
+        "in the form that the reward reads into extra_info.answer"
+    )
+
+
 def _failed(name: str, question: Question, text: str, failure: Failure) -> Problem:
     return Problem(
         f"reward.{'rules' if name == 'rule' else name}",
@@ -109,7 +159,7 @@ def _failed(name: str, question: Question, text: str, failure: Failure) -> Probl
 
 
 def _blind(name: str, source: str, trials: Sequence[_Trial], score: float) -> Problem:
-    tried = ", ".join(repr(text[:60]) for text in trials[0].tried)
+    tried = ", ".join(repr(text[:60]) for text in trials[0].tried[: 1 if name == "rule" else None])
     return Problem(
         f"reward.{'rules' if name == 'rule' else name}",
         f"data source {source}: the empty answer and right answers both score {score:g} on all of {len(trials)} rows; "

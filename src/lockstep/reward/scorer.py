@@ -14,7 +14,7 @@ import torch
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe.online import Reward
 from lockstep.reward.checks import FormatPart, RulePart
-from lockstep.reward.dry_run import dry_run
+from lockstep.reward.dry_run import Tried, dry_run
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.model import ModelPart
 from lockstep.reward.parts import Outcome, Part, Stepwise
@@ -88,14 +88,14 @@ class Scorer:
         for part in self._parts:
             part.flush()
 
-    def dry_run(self, questions: Sequence[Question]) -> list[str]:
+    def dry_run(self, questions: Sequence[Question]) -> Tried:
         """Score right and empty answers to some of the questions; refuses a reward that cannot tell them apart."""
-        lines = dry_run(self._parts, questions, self.rule_of)
+        tried = dry_run(self._parts, questions, self.rule_of, self._weights)
         if self._rules and "rule" not in self._weights:
-            lines.append(
+            tried.lines.append(
                 "reward rule: does not count, because other rewards are set and reward.weights does not name it"
             )
-        return lines
+        return tried
 
     def rule_of(self, source: str) -> Rule | None:
         """The rule of a data source, whether it counts as a reward or not; None where there is none."""

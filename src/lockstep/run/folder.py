@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,15 @@ class RunFolder:
     @property
     def recipe(self) -> Path:
         return self.path / "recipe.yaml"
+
+    def earlier_recipe(self, last: int) -> Path:
+        """Of a run that went on with other keys: what held up to the step `last`."""
+        return self.path / f"recipe.to_step_{last}.yaml"
+
+    def earlier_recipes(self) -> dict[int, Path]:
+        """The recipes before the present one, by the last step that each of them trained."""
+        found = [re.fullmatch(r"recipe\.to_step_(\d+)\.yaml", file.name) for file in self.path.glob("recipe.to_step_*")]
+        return {last: self.earlier_recipe(last) for last in sorted(int(match[1]) for match in found if match)}
 
     @property
     def env(self) -> Path:
@@ -63,8 +73,28 @@ class RunFolder:
                 f"run folder {self.path}", f"cannot be made: {error.strerror}", "choose a folder you can write to"
             ) from error
 
-    def write_recipe(self, text: str) -> None:
+    def write_recipe(self, text: str, step: int = 0) -> None:
+        """Writes the recipe that holds after `step`. Those that trained the steps before it stay beside it.
+
+        Steps after `step` do not count: a run that goes back to an earlier checkpoint trains them anew.
+        """
+        known = {last: path.read_text(encoding="utf-8") for last, path in self.earlier_recipes().items()}
+        parts = list(known.items())
+        if self.recipe.is_file():
+            parts.append((step, self.recipe.read_text(encoding="utf-8")))
+        kept: dict[int, str] = {}
+        for last, held in parts:
+            if (end := min(last, step)) > max(kept, default=0):
+                kept[end] = held
+        if kept.get(step) == text:
+            del kept[step]  # it goes on
+        # New files first, the old ones last: a kill in between leaves too many, which the next start mends.
+        for last, held in kept.items():
+            if known.get(last) != held:
+                atomic_write_text(self.earlier_recipe(last), held)
         atomic_write_text(self.recipe, text)
+        for last in known.keys() - kept.keys():
+            self.earlier_recipe(last).unlink()
 
     def write_env(self, extra: dict[str, Any]) -> None:
         """Writes env.json. Where a resumed run already had one, the earlier ones stay, under `before_resume`."""

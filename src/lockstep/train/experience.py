@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.errors import Problem, Refusal, shortened
 from lockstep.types import Example, Failure, Rollout, Score
 
 
@@ -50,12 +51,16 @@ class Experience:
 
 
 def experience_of(rollouts: Sequence[Rollout], baselines: dict[int, float] | None = None) -> Experience:
-    """What can be learned from: responses without a score, or without their baseline, are left out."""
+    """What can be learned from: responses without a score, or without their baseline, are left out.
+
+    A response without a token is refused: nothing could carry its score, which would fall on its neighbour.
+    """
     scored = [
         rollout
         for rollout in rollouts
         if not isinstance(rollout.score, Failure) and (baselines is None or rollout.place in baselines)
     ]
+    _refuse_empty(scored)
     lengths = torch.tensor([len(rollout.ids) for rollout in scored], dtype=torch.long)
     return Experience(
         rollouts=scored,
@@ -67,6 +72,20 @@ def experience_of(rollouts: Sequence[Rollout], baselines: dict[int, float] | Non
         earned_K=_earned(scored, int(lengths.sum())),
         baseline_S=None if baselines is None else torch.tensor([baselines[rollout.place] for rollout in scored]),
     )
+
+
+def _refuse_empty(rollouts: Sequence[Rollout]) -> None:
+    problems = [
+        Problem(
+            f"response {rollout.sample} to {rollout.prompt.question.origin}",
+            "has no token, so there is none to carry its score",
+            "an engine returns at least the token that ended the response; the last checkpoint is untouched",
+        )
+        for rollout in rollouts
+        if not rollout.ids
+    ]
+    if problems:
+        raise Refusal(shortened(problems, "responses"))
 
 
 def _earned(rollouts: Sequence[Rollout], tokens: int) -> torch.Tensor:

@@ -65,8 +65,10 @@ def opened_scorer(reward: Reward, prompts: Sequence[Prompt], place: torch.device
             raise
     except Refusal as refusal:
         raise as_options(refusal) from refusal
-    for line in tried:
+    for line in tried.lines:
         console.say(line)
+    for warning in tried.warnings:
+        console.warn(warning)
     return scorer
 
 

@@ -38,8 +38,10 @@ def train_online(recipe: Recipe, console: Console, script: Script | None = None)
         with Scorer.open(recipe.reward, sorted(sources), place) as scorer:
             with console.task("Trying the rewards on real rows", None):
                 tried = scorer.dry_run([*prepared.train.questions, *prepared.questions])
-            for line in tried:
+            for line in tried.lines:
                 console.say(line)
+            for warning in tried.warnings:
+                console.warn(warning)
             with opened(prepared, device, world, console, switches, scorer, keeps=script.keeps) as session:
                 _loop(recipe, prepared, session, scorer, world, script)
 

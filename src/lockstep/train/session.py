@@ -227,8 +227,15 @@ class Session:
             "parameters": self.prepared.memory.parameters,
         }
 
+    @property
+    def over(self) -> bool:
+        """Nothing is left to train."""
+        return self.step >= self.prepared.batches.steps
+
     def _write_evidence(self) -> None:
-        self.folder.write_recipe(dump_recipe(self.recipe))
+        if self.over and self.folder.recipe.is_file():
+            return  # what the run trained, and where, is told already
+        self.folder.write_recipe(dump_recipe(self.recipe), self.step)
         self.folder.write_env(
             {
                 "device": self.device.facts(),

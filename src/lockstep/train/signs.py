@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lockstep.recipe import Recipe
+from lockstep.recipe.checks import GROUPED
+from lockstep.reward.scorer import active_weights
 
 # A sign is said once; it is said again after it has been away for this many steps.
 QUIET = 20
@@ -26,9 +28,8 @@ class Signs:
         self._first_entropy: float | None = None
         self._seen: dict[str, int] = {}
         self._step = 0
-        grouped = recipe.rollout.n > 1
         self._signs = [
-            *([CONSTANT] if grouped else []),
+            *([CONSTANT] if _compares(recipe) else []),
             Sign(
                 "entropy",
                 self._collapsed,
@@ -53,6 +54,13 @@ class Signs:
     def _collapsed(self, metrics: dict[str, float]) -> bool:
         entropy = metrics.get("actor/entropy")
         return entropy is not None and bool(self._first_entropy) and entropy < COLLAPSED_SHARE * self._first_entropy  # type: ignore[operator]
+
+
+def _compares(recipe: Recipe) -> bool:
+    """Does the run learn from how the rewards of a group differ? Not where there are none, as when a teacher alone is
+    followed, nor where the estimator looks at each response by itself."""
+    weights, _ = active_weights(recipe.reward)
+    return recipe.rollout.n > 1 and recipe.algorithm.advantage in GROUPED and any(weights.values())
 
 
 CONSTANT = Sign(

@@ -19,9 +19,9 @@ BYTES_A_PARAMETER = 16
 
 
 def recorder_of(session: Session) -> Recorder:
-    """The recorder that the recipe asks for, at the step where the session stands."""
+    """The recorder that the recipe asks for, at the step where the session stands. A tape that is full stays so."""
     recipe = session.recipe
-    if not recipe.tape.record:
+    if not recipe.tape.record or session.over:
         return Recorder()
     settings, trained = recipe.tape, session.prepared.memory.trained
     keeps = settings.weights if settings.weights is not None else trained <= SMALL

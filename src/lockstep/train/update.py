@@ -67,11 +67,17 @@ def update(
                 with phases("update_actor"):
                     metrics |= update_policy(part, experience, known, roles, recipe, kl_coefficient, rate, seed)
             done.append(metrics)
-    return {name: _over_updates(name, [metrics[name] for metrics in done]) for name in done[0]}
+    names = dict.fromkeys(name for metrics in done for name in metrics)
+    return {name: _over_updates(name, [metrics[name] for metrics in done if name in metrics]) for name in names}
 
 
 def _over_updates(name: str, values: Sequence[float]) -> float:
     return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+
+def _per_kept(sums: dict[str, float], kept: float) -> dict[str, float]:
+    """Sums over the kept tokens of an update as their means. An update that keeps none has no such number."""
+    return {name: value / kept for name, value in sums.items()} if kept else {}
 
 
 def update_policy(
@@ -105,7 +111,7 @@ def update_policy(
         held_K=_held(algorithm, known, tokens, seed),
     )
     outcome = roles.policy.forward_backward(part.batches, loss, divisor)
-    metrics = _policy_metrics(outcome, divisor)
+    metrics = _policy_metrics(outcome, divisor, float((average_K > 0).sum()))
     refuse_disagreement(metrics, recipe.rollout.max_probs_diff)
     return metrics | roles.policy.optim_step(lr)
 
@@ -132,6 +138,8 @@ def _policy_loss(
             return vector[batch.index_K].to(device)
 
         logprobs, average = scores.logprobs_K, take(average_K)
+        # Zero times the infinity of a token that is left out would be NaN, in the sum or in its gradient.
+        kept = average > 0
         now = logprobs.detach()
         old = now if old_K is None else take(old_K)
         held = None if held_K is None else take(held_K)
@@ -143,16 +151,19 @@ def _policy_loss(
         if old_K is None:
             del metrics["ppo_kl"]  # 0 by definition
         if algorithm.kl.where == "loss" and reference_K is not None:
-            kl_K = divergence(algorithm.kl.estimator, logprobs, take(reference_K))
+            own_K, reference = torch.where(kept, logprobs, 0.0), torch.where(kept, take(reference_K), 0.0)
+            kl_K = divergence(algorithm.kl.estimator, own_K, reference)
             kl = (average * kl_K).sum()
             loss = loss + kl_coefficient * kl
             # As averaged in the loss, and per token whatever the aggregation.
-            metrics |= {"kl_loss": kl, "kl": (kl_K * (average > 0)).sum()}
+            metrics |= {"kl_loss": kl, "kl": kl_K.sum()}
         if scores.entropies_K is not None:
+            entropies = torch.where(kept, scores.entropies_K, 0.0)
             if algorithm.entropy:
-                loss = loss - algorithm.entropy * (average * scores.entropies_K).sum()
-            metrics["entropy"] = scores.entropies_K.sum()
-        # The first update of a step compares what the engine said with what the trainer says of the same weights.
+                loss = loss - algorithm.entropy * (average * entropies).sum()
+            metrics["entropy"] = entropies.sum()
+        # The first update of a step compares what the engine said with what the trainer says of the same weights: over
+        # all tokens, since those that disagree most are left out of everything else.
         apart = (old.exp() - take(engine_K).exp()).abs()
         metrics |= {"probs_diff": apart.sum(), "probs_diff_squared": apart.square().sum()}
         largest = apart.max() if len(apart) else apart.new_zeros(())
@@ -178,18 +189,16 @@ def _held(algorithm: Algorithm, known: Annotated, tokens: slice, seed: tuple[int
     )
 
 
-def _policy_metrics(outcome: Outcome, divisor: float) -> dict[str, float]:
-    means = outcome.means()
-    averaged = {name: outcome.sums[name] / divisor for name in ("pg_loss", "kl_loss") if name in outcome.sums}
+def _policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, float]:
+    """Terms of the loss as the loss averages them, the rest per kept token; engine against trainer per token."""
+    sums, means = dict(outcome.sums), outcome.means()
+    averaged = {name: sums.pop(name) / divisor for name in ("pg_loss", "kl_loss") if name in sums}
+    del sums["probs_diff"], sums["probs_diff_squared"]
     variance = means["probs_diff_squared"] - means["probs_diff"] ** 2
     return {
         "actor/loss": outcome.loss,
         **{f"actor/{name}": value for name, value in averaged.items()},
-        **{
-            f"actor/{name}": value
-            for name, value in means.items()
-            if name not in ("pg_loss", "kl_loss", "probs_diff", "probs_diff_squared")
-        },
+        **{f"actor/{name}": value for name, value in _per_kept(sums, kept).items()},
         "training/rollout_probs_diff_mean": means["probs_diff"],
         "training/rollout_probs_diff_max": outcome.maxima["probs_diff"],
         "training/rollout_probs_diff_std": max(variance, 0.0) ** 0.5,
@@ -221,11 +230,11 @@ def update_critic(
         old, returns, keep = (vector[batch.index_K].to(roles.device) for vector in (old_K, returns_K, keep_K))
         return value_loss(values_K, old, returns, keep, clip=clip)
 
-    outcome = roles.critic.forward_backward(part.batches, loss, max(float(keep_K.sum()), 1.0))
-    means = outcome.means()
+    kept = float((keep_K > 0).sum())
+    outcome = roles.critic.forward_backward(part.batches, loss, max(kept, 1.0))
+    names = {"vf_clipfrac": "critic/vf_clipfrac", "vpred": "critic/vpred_mean"}
     return {
         "critic/vf_loss": outcome.loss,
-        "critic/vf_clipfrac": means["vf_clipfrac"],
-        "critic/vpred_mean": means["vpred"],
+        **{names[name]: value for name, value in _per_kept(outcome.sums, kept).items()},
         **roles.critic.optim_step(lr),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -45,16 +46,28 @@ def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
 
 
 def _recipe(a: Evidence, b: Evidence) -> Found:
-    sides = _Sides(a.recipe, b.recipe)
+    """The recipes at the end, then what else differed in the parts of runs that went on with other keys."""
+    found = _recipes(a.recipe, b.recipe, a.env, b.env)
+    told = [(one.key, one.a, one.b) for one in found]
+    for last in sorted({*a.earlier, *b.earlier}):
+        for one in _recipes(a.recipe_at(last), b.recipe_at(last), a.env, b.env):
+            if (one.key, one.a, one.b) not in told:
+                told.append((one.key, one.a, one.b))
+                found.append(replace(one, key=f"{one.key} to step {last}"))
+    return found, []
+
+
+def _recipes(recipe_a: Values, recipe_b: Values, env_a: Values, env_b: Values) -> list[Difference]:
+    sides = _Sides(recipe_a, recipe_b)
     found = []
     length = False
-    for key, left, right in _unlike(a.recipe, b.recipe):
+    for key, left, right in _unlike(recipe_a, recipe_b):
         if key in ("run.steps", "run.epochs"):
             length = True
             continue
-        weight, effect = _weighed(key, left, right, sides, a.env, b.env)
+        weight, effect = _weighed(key, left, right, sides, env_a, env_b)
         found.append(Difference("recipe", key, left, right, weight, effect))
-    return found + ([_length(sides)] if length else []), []
+    return found + ([_length(sides)] if length else [])
 
 
 def _weighed(key: str, a: Any, b: Any, sides: _Sides, env_a: Values, env_b: Values) -> Effect:

@@ -24,6 +24,12 @@ class Evidence:
     env: dict[str, Any]
     samples: list[dict[str, Any]] = field(default_factory=list)
     """The first lines of samples.jsonl."""
+    earlier: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Recipes that the run began with, by the last step that each trained; `recipe` is the one that came after."""
+
+    def recipe_at(self, step: int) -> dict[str, Any]:
+        """The recipe that trained this step."""
+        return next((self.earlier[last] for last in sorted(self.earlier) if step <= last), self.recipe)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from lockstep.device.base import Device
+from lockstep.errors import first_line
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass
 from lockstep.model.decoder import inner_decoder
@@ -48,6 +50,7 @@ class Runner:
         self.place, self.longest = cache.slots.device, longest
         self.stops = torch.tensor(sampling.stop_ids, device=self.place, dtype=torch.long)
         self.table_width = -(-longest // cache.block)
+        self.captures = device.graph_capture
         self.passes = 1 if not device.graph_capture or sampling.repetition_penalty != 1 else AHEAD
         self._graphs: dict[int, tuple[DecodeState, Callable[[], None]]] = {}
 
@@ -73,9 +76,8 @@ class Runner:
         """Up to `passes` new tokens of each sample, with log-probabilities; what follows an end token is noise."""
         state = self._state(samples)
         seen = self._seen(samples) if self.sampling.repetition_penalty != 1 else None
-        captured = self.device.graph_capture and seen is None
-        width = _bucket(len(samples)) if captured else len(samples)
-        static, step = self._captured(width, state) if captured else (state, lambda: self._pass(state, seen))
+        found = self._captured(_bucket(len(samples)), state) if self.captures and seen is None else None
+        static, step = found or (state, lambda: self._pass(state, seen))
         rounds = []
         for _ in range(self.passes):
             step()
@@ -151,17 +153,25 @@ class Runner:
             seen[row, torch.tensor(sample.tokens, device=self.place)] = True
         return seen
 
-    def _captured(self, width: int, state: DecodeState) -> tuple[DecodeState, Callable[[], None]]:
+    def _captured(self, width: int, state: DecodeState) -> tuple[DecodeState, Callable[[], None]] | None:
         """The pass recorded for this batch size, fed with `state`. Rows beyond the batch repeat its last one.
 
-        They write what the last one writes, to the same slot.
+        They write what the last one writes, to the same slot. None where the model does what cannot be recorded, such
+        as an operator that looks at the host.
         """
         padded = DecodeState(**{name: _widen(tensor, width) for name, tensor in vars(state).items()})
         if width not in self._graphs:
             static = DecodeState(**{name: tensor.clone() for name, tensor in vars(padded).items()})
             # Trial passes must not run on into blocks that are not theirs.
             static.done_B.fill_(True)
-            replay = self.device.capture(lambda: self._pass(static))
+            try:
+                replay = self.device.capture(lambda: self._pass(static))
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                warnings.warn(f"decoding runs without a recorded graph, so slower: {first_line(error)}", stacklevel=2)
+                self.captures = False
+                return None
             self._graphs[width] = static, replay
         static, replay = self._graphs[width]
         static.copy_(padded)

@@ -37,16 +37,18 @@ def points(path: Path) -> Points:
 def evidence(path: Path) -> Evidence:
     """Recipe and environment of the run, and its first training samples. Only the recipe must be there."""
     folder = RunFolder(path)
+    files = {folder.recipe: None, **{path: last for last, path in folder.earlier_recipes().items()}}
     try:
-        recipe = yaml.safe_load(folder.recipe.read_text(encoding="utf-8"))
+        recipes = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in files}
         env = json.loads(folder.env.read_text(encoding="utf-8")) if folder.env.is_file() else {}
     except (yaml.YAMLError, ValueError) as error:
         why = " ".join(str(error).split())
-        raise Refusal.at(str(path), f"its recipe.yaml or env.json is damaged: {why}", "restore the file") from None
-    for file, content in ((folder.recipe, recipe), (folder.env, env)):
+        raise Refusal.at(str(path), f"its recipe or env.json is damaged: {why}", "restore the file") from None
+    for file, content in (*recipes.items(), (folder.env, env)):
         if not isinstance(content, dict):
             raise Refusal.at(str(file), "holds no keys", "restore the file")
-    return Evidence(recipe, env, _samples(folder.samples))
+    earlier = {last: recipes[path] for path, last in files.items() if last is not None}
+    return Evidence(recipes[folder.recipe], env, _samples(folder.samples), earlier)
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
