@@ -53,7 +53,7 @@ class Scorer:
             "function": lambda: FunctionPart(str(settings.function), settings, output=output),
             "model": lambda: ModelPart(str(settings.model), device),
             "process": lambda: ProcessPart(str(settings.process), settings.separator, device),
-            "remote": lambda: RemotePart(str(settings.remote), settings),
+            "remote": lambda: RemotePart(settings.remote or [], settings),
             "format": lambda: FormatPart(str(settings.format)),
         }
         with ExitStack() as opened:
