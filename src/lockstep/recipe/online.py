@@ -175,5 +175,7 @@ class Reward(Section):
         0.1, ge=0, le=1, description="Stop when more than this share of a step's responses could not be scored."
     )
     remote_batch: int = Field(32, ge=1, description="Responses sent to the endpoint at once.")
-    remote_timeout: float = Field(30.0, gt=0, description="Seconds that a request to an endpoint may take, to the last byte of its answer.")
+    remote_timeout: float = Field(
+        30.0, gt=0, description="Seconds that a request to an endpoint may take, to the last byte of its answer."
+    )
     remote_retries: int = Field(4, ge=0, description="Further tries after a failed one, with growing pauses.")

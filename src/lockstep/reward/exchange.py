@@ -16,7 +16,7 @@ from typing import Any
 try:
     import httpx2 as httpx
 except ImportError:
-    import httpx  # type: ignore[no-redef]
+    import httpx  # type: ignore[import-not-found,no-redef]
 
 MOST_BYTES = 16 * 2**20
 LONGEST_WHY = 300
@@ -84,6 +84,7 @@ async def _hear(response: Any) -> None:
 async def post(client: Any, address: str, body: bytes, seconds: float) -> Answer:
     """The answer to a POST, from the look-up of the name to the last byte within `seconds`."""
     heard: list[Answer] = []
+    cause: Exception
     try:
         await asyncio.wait_for(_exchange(client, address, body, heard), seconds)
     except TooLong:

@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe.online import Reward
+from lockstep.reward.answers import number
 from lockstep.reward.endpoints import LEFT_OUT, Endpoint, Endpoints
 from lockstep.reward.exchange import MOST_BYTES, Answer, TooLong, Trouble, open_client, post, short
 from lockstep.reward.parts import Outcome, promised, settled
-from lockstep.reward.worker import number
 from lockstep.types import Failure, Question
 
 # Batches under way at once: enough to keep an endpoint busy while another batch travels.
