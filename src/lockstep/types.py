@@ -239,6 +239,13 @@ class Failure:
 
     part: str
     why: str
+    log: str | None = field(default=None, compare=False)
+    """File with the last lines that the reward's process printed. Which process it was depends on who was free."""
+
+    @property
+    def told(self) -> str:
+        """Why, and where to look further."""
+        return self.why + (f" (what it printed last is in {self.log})" if self.log else "")
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from test_reward_model import write_reward_model
-from test_reward_remote import by_length, serving
+from test_reward_remote import GUARD, by_length, serving
 
 from lockstep.errors import Refusal
 from lockstep.recipe.online import Reward
@@ -20,11 +19,12 @@ from lockstep.types import Failure, Origin, Question, Score
 CPU = torch.device("cpu")
 
 FUNCTION = """
-import time
+import os, time
 
 def score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "slow":
-        time.sleep(0.5)
+        while not os.path.exists(extra_info["wake"]):
+            time.sleep(0.01)
     if solution_str == "fail":
         raise ValueError("no")
     return {"score": 0.5 if ground_truth in solution_str else 0.0, "length": len(solution_str)}
@@ -124,7 +124,7 @@ def test_the_total_is_the_weighted_sum_and_parts_are_unweighted(user, tiny_folde
             future = scorer.submit(question(), text)
             assert not future.done()
             scorer.flush()
-            score = future.result(20)
+            score = future.result(GUARD)
     assert score.parts == pytest.approx(
         {"rule": 1.0, "function": 0.5, "function/length": 7.0, "model": judged, "remote": 7.0, "format": 1.0}, abs=1e-5
     )
@@ -133,36 +133,44 @@ def test_the_total_is_the_weighted_sum_and_parts_are_unweighted(user, tiny_folde
 
 def test_a_part_that_fails_makes_the_whole_a_failure(user) -> None:
     with opened(function=f"{user}:score", weights={"rule": 1.0}) as scorer:
-        outcome = scorer.submit(question(), "fail").result(20)
+        outcome = scorer.submit(question(), "fail").result(GUARD)
         assert isinstance(outcome, Failure)
         assert outcome.part == "function"
         assert "ValueError: no (mine.py line " in outcome.why
 
 
-def test_the_failure_told_is_the_first_of_the_parts_not_of_the_clock(user) -> None:
-    """The endpoint fails at once, the function half a second later: the function comes first all the same."""
-    slow_failure = "import time\ndef f(**call):\n    time.sleep(0.3)\n    raise ValueError('late')\n"
+def test_the_failure_told_is_the_first_of_the_parts_not_of_the_clock(user, tmp_path) -> None:
+    """The function fails only after the endpoint was asked: it comes first all the same."""
+    wake = tmp_path / "wake"
     file = user.with_name("late.py")
-    file.write_text(slow_failure)
+    file.write_text(
+        "import os, time\ndef f(**call):\n"
+        f"    while not os.path.exists({str(wake)!r}):\n        time.sleep(0.01)\n    raise ValueError('late')\n"
+    )
     with serving(lambda number, items: (400, b"")) as server:  # noqa: SIM117
-        with opened(function=f"{file}:f", remote=server.address, remote_batch=1) as scorer:
-            assert scorer.submit(question(), "x").result(20).part == "function"
+        with opened(function=f"{file}:f", remote=server.address, remote_batch=1, time_limit=GUARD) as scorer:
+            future = scorer.submit(question(), "x")
+            assert server.asked.wait(GUARD)
+            wake.touch()
+            assert future.result(GUARD).part == "function"
 
 
-def test_slow_parts_overlap_with_the_callers_work_and_keep_their_order(user) -> None:
-    with opened(function=f"{user}:score", workers=2) as scorer:
-        started = time.monotonic()
-        futures = [scorer.submit(question(), text) for text in ("slow", "18", "slow", "x")]
-        assert time.monotonic() - started < 0.3
-        assert [future.result(20).total for future in futures] == [0.0, 0.5, 0.0, 0.0]
+def test_slow_parts_overlap_with_the_callers_work_and_keep_their_order(user, tmp_path) -> None:
+    """Slow calls end only after all are submitted, so submitting did not wait for them."""
+    wake = tmp_path / "wake"
+    with opened(function=f"{user}:score", workers=2, time_limit=GUARD) as scorer:
+        futures = [scorer.submit(question(wake=str(wake)), text) for text in ("slow", "18", "slow", "x")]
+        assert not futures[0].done()
+        wake.touch()
+        assert [future.result(GUARD).total for future in futures] == [0.0, 0.5, 0.0, 0.0]
 
 
 def test_closing_ends_every_thread_and_answers_everything(user) -> None:
     before = threading.active_count()
     scorer = opened(function=f"{user}:score")
-    futures = [scorer.submit(question(), "slow") for _ in range(5)]
+    futures = [scorer.submit(question(wake="/nowhere"), "slow") for _ in range(5)]
     scorer.close()
-    assert all(isinstance(future.result(1), Failure) for future in futures)
+    assert all(isinstance(future.result(0), Failure) for future in futures)
     assert threading.active_count() == before
 
 
@@ -211,11 +219,11 @@ def test_answers_for_votes(user) -> None:
 def test_math_is_judged_in_a_process_that_can_be_killed() -> None:
     pytest.importorskip("math_verify")
     with opened(["m"], rules={"m": "math"}, time_limit=5.0, memory_limit_gb=1.0) as scorer:
-        assert scorer.submit(question("m", r"\frac{1}{2}"), r"\boxed{0.5}").result(30) == Score(1.0, {"rule": 1.0})
-        hostile = scorer.submit(question("m", "5"), r"\boxed{9^{9^{9^{9}}} + \sqrt{2}}").result(30)
+        assert scorer.submit(question("m", r"\frac{1}{2}"), r"\boxed{0.5}").result(GUARD) == Score(1.0, {"rule": 1.0})
+        hostile = scorer.submit(question("m", "5"), r"\boxed{9^{9^{9^{9}}} + \sqrt{2}}").result(GUARD)
         assert isinstance(hostile, Failure)
         assert hostile.part == "rule"
-        assert scorer.submit(question("m", "5"), r"\boxed{4}").result(30) == Score(0.0, {"rule": 0.0})
+        assert scorer.submit(question("m", "5"), r"\boxed{4}").result(GUARD) == Score(0.0, {"rule": 0.0})
         assert scorer.dry_run([question("m", "x^2")]).lines == ["reward rule: right answer 1, empty answer 0"]
 
 

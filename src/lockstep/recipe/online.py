@@ -159,7 +159,9 @@ class Reward(Section):
         "being good over the number of steps, at the token where it ends.",
     )
     separator: str = Field("\n", min_length=1, description="Text between the steps that `process` judges.")
-    remote: str | None = Field(None, description="Address of an HTTP endpoint that scores batches.")
+    remote: str | list[str] | None = Field(
+        None, description="Address of an HTTP endpoint that scores batches; or several, that share the batches."
+    )
     format: str | None = Field(None, description="Regular expression that a whole response must match: 1, else 0.")
     weights: dict[Literal["rule", "function", "model", "process", "remote", "format"], float] = Field(
         default_factory=dict,
@@ -173,5 +175,7 @@ class Reward(Section):
         0.1, ge=0, le=1, description="Stop when more than this share of a step's responses could not be scored."
     )
     remote_batch: int = Field(32, ge=1, description="Responses sent to the endpoint at once.")
-    remote_timeout: float = Field(30.0, gt=0, description="Seconds to wait for an answer of the endpoint.")
+    remote_timeout: float = Field(
+        30.0, gt=0, description="Seconds that a request to an endpoint may take, to the last byte of its answer."
+    )
     remote_retries: int = Field(4, ge=0, description="Further tries after a failed one, with growing pauses.")

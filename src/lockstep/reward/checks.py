@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
+from pathlib import Path
 
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe.online import Reward
@@ -20,8 +21,9 @@ class RulePart:
 
     name = "rule"
 
-    def __init__(self, settings: Reward, sources: Iterable[str]):
+    def __init__(self, settings: Reward, sources: Iterable[str], *, output: Path | None = None):
         self._settings = settings
+        self._output = output
         self._isolated: dict[str, FunctionPart] = {}
         self._lock = threading.Lock()
         problems: list[Problem] = []
@@ -60,7 +62,10 @@ class RulePart:
     def _process(self, name: str, place: str) -> FunctionPart:
         with self._lock:
             if name not in self._isolated:
-                self._isolated[name] = FunctionPart(place, self._settings, name=self.name, key="reward.rules")
+                output = self._output and self._output.with_name(f"{name}-{self._output.name}")
+                self._isolated[name] = FunctionPart(
+                    place, self._settings, name=self.name, key="reward.rules", output=output
+                )
             return self._isolated[name]
 
 

@@ -153,7 +153,7 @@ def _failed(name: str, question: Question, text: str, failure: Failure) -> Probl
     return Problem(
         f"reward.{'rules' if name == 'rule' else name}",
         f"tried on {question.origin} (data source {question.data_source}), the answer {text[:60]!r} could not be "
-        f"scored: {failure.why}",
+        f"scored: {failure.told}",
         "mend it before training: a failure is never scored 0",
     )
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from lockstep.errors import Refusal
 from lockstep.recipe.online import Reward
+from lockstep.reward.answers import Given, Raised
 from lockstep.reward.parts import Outcome, promised
-from lockstep.reward.pool import Pool, Target
-from lockstep.reward.worker import Given, Raised
+from lockstep.reward.pool import Pool
+from lockstep.reward.worker_process import Target
 from lockstep.types import Failure, Question
 
 
@@ -17,6 +18,7 @@ class FunctionPart:
     """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response, in processes.
 
     `name` is the part that the scores and failures count for; `place` is `path/to/file.py:name`, named by `key`.
+    The last lines that process N prints are kept in `output`-N.log, once the folder above is there.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class FunctionPart:
 
     def _outcome(self, answer: Given | Raised) -> Outcome:
         if isinstance(answer, Raised):
-            return Failure(self.name, answer.why)
+            return Failure(self.name, answer.why, answer.log)
         return {self.name: answer.score, **{f"{self.name}/{key}": value for key, value in answer.more.items()}}
 
 

@@ -1,35 +1,35 @@
-"""The part `remote`: an HTTP endpoint that scores batches.
+"""The part `remote`: HTTP endpoints that score batches.
 
-It is sent `{"items": [{data_source, prompt, response, ground_truth, extra_info}, ...]}` and answers
+One is sent `{"items": [{data_source, prompt, response, ground_truth, extra_info}, ...]}` and answers
 `{"scores": [...]}`, or the list alone, with one number for each item in their order.
 """
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import json
-import queue
 import random
 import threading
-import time
-import urllib.error
-import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.errors import Refusal
+from lockstep.errors import Problem, Refusal
 from lockstep.recipe.online import Reward
+from lockstep.reward.answers import number
+from lockstep.reward.endpoints import LEFT_OUT, Endpoint, Endpoints
+from lockstep.reward.exchange import MOST_BYTES, Answer, TooLong, Trouble, open_client, post, short
 from lockstep.reward.parts import Outcome, promised, settled
-from lockstep.reward.worker import number
 from lockstep.types import Failure, Question
 
 # Batches under way at once: enough to keep an endpoint busy while another batch travels.
 AT_ONCE = 4
 LONGEST_PAUSE = 30.0
 TOO_MANY_REQUESTS = 429
-# Trouble of the moment: the same request may succeed a little later.
-_PASSING = (OSError, http.client.HTTPException)
+SERVER_ERROR = 500
 _ENDING = "the run was ending before it was scored"
 
 
@@ -40,7 +40,11 @@ class _Item:
 
 
 class _Again(Exception):
-    """A try that failed in a way that may pass."""
+    """A try that failed in a way that may pass. `after`: seconds that the endpoint asks to be left alone."""
+
+    def __init__(self, why: str, after: float = 0.0):
+        super().__init__(why)
+        self.after = after
 
 
 class _Final(Exception):
@@ -48,26 +52,35 @@ class _Final(Exception):
 
 
 class RemotePart:
-    """Gathers responses to batches in the order they come; threads send them."""
+    """Gathers responses to batches in the order they come; a thread with an event loop sends them.
+
+    Every future that was handed out is settled: by its batch, by `close`, or by the end of the thread.
+    """
 
     name = "remote"
 
-    def __init__(self, address: str, settings: Reward, *, first_pause: float = 0.5):
-        parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Refusal.at("reward.remote", f"{address!r} is not an HTTP address", "write http://host:port/path")
-        self._address = address
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        settings: Reward,
+        *,
+        first_pause: float = 0.5,
+        left_out: float = LEFT_OUT,
+    ):
+        self._endpoints = Endpoints(_checked(addresses), left_out=left_out)
         self._settings = settings
         self._first_pause = first_pause
         # Its own generator: pauses must not move the run's random numbers.
         self._jitter = random.Random()
+        # Guards what follows it; also that a future is settled once.
         self._lock = threading.Lock()
         self._gathered: list[_Item] = []
-        self._batches: queue.Queue[list[_Item] | None] = queue.Queue()
-        self._closing = threading.Event()
-        self._threads = [threading.Thread(target=self._send_all, daemon=True) for _ in range(AT_ONCE)]
-        for thread in self._threads:
-            thread.start()
+        self._waiting: set[_Item] = set()
+        self._over: str | None = None
+        self._loop = asyncio.new_event_loop()
+        self._batches: asyncio.Queue[list[_Item]] = asyncio.Queue()
+        self._thread = threading.Thread(target=self._serve, name="reward-remote", daemon=True)
+        self._thread.start()
 
     def submit(self, question: Question, text: str) -> Future[Outcome]:
         body = {
@@ -79,11 +92,12 @@ class RemotePart:
         }
         try:
             item = _Item(json.dumps(body, allow_nan=False), promised())
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             return settled(Failure(self.name, f"{question.origin} cannot be sent as JSON: {error}"))
         with self._lock:
-            if self._closing.is_set():
-                return settled(Failure(self.name, _ENDING))
+            if self._over is not None:
+                return settled(Failure(self.name, self._over))
+            self._waiting.add(item)
             self._gathered.append(item)
             if len(self._gathered) == self._settings.remote_batch:
                 self._release()
@@ -94,72 +108,113 @@ class RemotePart:
             self._release()
 
     def close(self) -> None:
-        """Requests under way are left to end by themselves; nobody waits for them."""
-        with self._lock:
-            self._closing.set()
-            self._release()
-        for _ in self._threads:
-            self._batches.put(None)
+        """Answers what waits and cancels the requests under way."""
+        if self._end(_ENDING):
+            with suppress(RuntimeError):  # the thread has just ended by itself
+                self._loop.call_soon_threadsafe(self._stop)
+        self._thread.join(LONGEST_PAUSE)
 
     def _release(self) -> None:
-        if self._gathered:
-            self._batches.put(self._gathered)
-            self._gathered = []
+        if self._gathered and self._over is None:
+            self._loop.call_soon_threadsafe(self._batches.put_nowait, self._gathered)
+        self._gathered = []
 
-    def _send_all(self) -> None:
-        while (batch := self._batches.get()) is not None:
+    def _end(self, why: str) -> bool:
+        """Take nothing more and answer all that waits; False where that was done before."""
+        with self._lock:
+            first = self._over is None
+            self._over = self._over or why
+            waiting = list(self._waiting)
+        for item in waiting:
+            self._settle(item, Failure(self.name, why))
+        return first
+
+    def _settle(self, item: _Item, outcome: Outcome) -> None:
+        """The first outcome counts: a batch may come in while the part is closed."""
+        with self._lock:
+            if item not in self._waiting:
+                return
+            self._waiting.remove(item)
+        item.future.set_result(outcome)
+
+    # In the thread -----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        why = "its thread ended"
+        try:
+            self._loop.run_until_complete(self._send_all())
+        except BaseException as error:
+            why = f"its thread ended: {_named(error)}"
+            raise
+        finally:
+            self._end(why)
+            self._loop.close()
+
+    def _stop(self) -> None:
+        """Cancel until the loop ends: before Python 3.12 `wait_for` can lose a cancellation."""
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_later(0.1, self._stop)
+
+    async def _send_all(self) -> None:
+        try:
+            async with open_client() as client:
+                await asyncio.gather(*[self._send_batches(client) for _ in range(AT_ONCE)])
+        except asyncio.CancelledError:
+            return  # closed
+
+    async def _send_batches(self, client: Any) -> None:
+        while True:
+            batch = await self._batches.get()
             try:
-                scores = self._scored([item.body for item in batch])
+                scores = await self._scored(client, [item.body for item in batch])
+                outcomes: list[Outcome] = [{self.name: score} for score in scores]
             except _Final as error:
-                for item in batch:
-                    item.future.set_result(Failure(self.name, str(error)))
-            else:
-                for item, score in zip(batch, scores, strict=True):
-                    item.future.set_result({self.name: score})
+                outcomes = [Failure(self.name, str(error))] * len(batch)
+            except Exception as error:  # noqa: BLE001 - a batch that nobody answers would hold up the run for ever
+                outcomes = [Failure(self.name, f"the request failed: {_named(error)}")] * len(batch)
+            for item, outcome in zip(batch, outcomes, strict=True):
+                self._settle(item, outcome)
 
-    def _scored(self, items: list[str]) -> list[float]:
+    async def _scored(self, client: Any, items: list[str]) -> list[float]:
         body = f'{{"items": [{", ".join(items)}]}}'.encode()
         tries = 1 + self._settings.remote_retries
         pause = self._first_pause
         for left in reversed(range(tries)):
+            endpoint = self._endpoints.choose()
+            if endpoint is None:
+                raise _Final(self._endpoints.none_left())
             try:
-                return scores_in(self._post(body), len(items))
+                return scores_in(await self._asked(client, endpoint, body, last_try=left == 0), len(items))
             except _Again as error:
                 if left == 0:
-                    raise _Final(f"{self._address}: {error}; tried {tries} times") from error
-            if self._closing.wait(min(pause, LONGEST_PAUSE) * self._jitter.uniform(0.5, 1.5)):
-                break
+                    told = f"{endpoint.address}: {error}; tried {tries} times; {self._endpoints.left()}"
+                    raise _Final(told) from error
+                own = min(pause, LONGEST_PAUSE) * self._jitter.uniform(0.5, 1.5)
+                await asyncio.sleep(max(own, min(error.after, self._settings.remote_timeout)))
             pause *= 2
-        raise _Final(_ENDING)
+        raise AssertionError("the last try returns or raises")
 
-    def _post(self, body: bytes) -> bytes:
-        """The endpoint's answer within `remote_timeout`, however slowly it drips."""
-        if self._closing.is_set():
-            raise _Final(_ENDING)
-        limit = self._settings.remote_timeout
-        deadline = time.monotonic() + limit
-        request = urllib.request.Request(self._address, body, {"Content-Type": "application/json"}, method="POST")
+    async def _asked(self, client: Any, endpoint: Endpoint, body: bytes, *, last_try: bool) -> bytes:
+        """What the endpoint answers, within `remote_timeout`; its breaker is told how it went."""
         try:
-            with urllib.request.urlopen(request, timeout=limit) as response:
-                pieces = []
-                while piece := response.read1(2**16):
-                    pieces.append(piece)
-                    if time.monotonic() > deadline:
-                        raise TimeoutError
-                if response.length:
-                    raise http.client.IncompleteRead(b"", response.length)
-                return b"".join(pieces)
-        except urllib.error.HTTPError as error:
-            with error:
-                why = f"answered {error.code} {error.reason}: {error.read(200).decode(errors='replace').strip()}"
-            if error.code == TOO_MANY_REQUESTS or error.code >= http.client.INTERNAL_SERVER_ERROR:
-                raise _Again(why) from error
-            raise _Final(f"{self._address}: {why}") from error
-        except _PASSING as error:
-            cause = error.reason if isinstance(error, urllib.error.URLError) else error
-            if isinstance(cause, TimeoutError):
-                raise _Again(f"gave no answer in {limit:g} s") from error
-            raise _Again(str(cause) or type(cause).__name__) from error
+            answer = await post(client, endpoint.address, body, self._settings.remote_timeout)
+        except Trouble as error:
+            self._endpoints.failed(endpoint, str(error), last_try=last_try)
+            raise _Again(str(error)) from error
+        except TooLong as error:
+            self._endpoints.answered(endpoint)
+            raise _Final(f"{endpoint.address}: its answer is longer than {MOST_BYTES // 2**20} MiB") from error
+        if answer.status >= SERVER_ERROR:
+            self._endpoints.failed(endpoint, answer.told(), last_try=last_try)
+            raise _Again(answer.told(), answer.retry_after)
+        self._endpoints.answered(endpoint)
+        if answer.status == TOO_MANY_REQUESTS:
+            # It is alive, only busy.
+            raise _Again(answer.told(), answer.retry_after)
+        if not answer.success:
+            raise _Final(f"{endpoint.address}: {_refused(answer)}")
+        return answer.body
 
 
 def scores_in(answer: bytes, count: int) -> list[float]:
@@ -167,7 +222,7 @@ def scores_in(answer: bytes, count: int) -> list[float]:
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise _Final(f"the endpoint's answer is not JSON: {error}") from error
+        raise _Final(short(f"the endpoint's answer is not JSON: {error}")) from error
     scores = value.get("scores") if isinstance(value, dict) else value
     if not isinstance(scores, list):
         raise _Final('the endpoint\'s answer is neither {"scores": [...]} nor a list')
@@ -176,5 +231,44 @@ def scores_in(answer: bytes, count: int) -> list[float]:
     numbers = [number(score) for score in scores]
     for place, plain in enumerate(numbers):
         if plain is None:
-            raise _Final(f"the endpoint's score {place} is {scores[place]!r}, which is not a finite number")
+            shown = repr(scores[place])
+            raise _Final(
+                f"the endpoint's score {place} is {shown[:80]}{'...' if len(shown) > 80 else ''}, "
+                "which is not a finite number"
+            )
     return [plain for plain in numbers if plain is not None]
+
+
+def _refused(answer: Answer) -> str:
+    if 300 <= answer.status < 400:
+        place = answer.headers.get("location")
+        return short(f"answered {answer.status} {answer.reason}: redirects of a POST are not followed") + (
+            f"; write the address that it leads to, {short(place)!r}" if place else ""
+        )
+    return answer.told()
+
+
+def _checked(addresses: str | Sequence[str]) -> list[str]:
+    found = list(dict.fromkeys([addresses] if isinstance(addresses, str) else addresses))
+    problems = [
+        Problem("reward.remote", f"{address!r} is not an HTTP address", "write http://host:port/path")
+        for address in found
+        if not _is_http(address)
+    ]
+    if not found:
+        problems.append(Problem("reward.remote", "names no endpoint", "write http://host:port/path"))
+    if problems:
+        raise Refusal(problems)
+    return found
+
+
+def _is_http(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, a broken IPv6 address
+        return False
+
+
+def _named(error: BaseException) -> str:
+    return short(f"{type(error).__name__}: {error}")

@@ -40,7 +40,8 @@ class Scorer:
     ) -> Scorer:
         """Start everything that the settings name, for rows of these data sources.
 
-        Refuses with all that is wrong at once. What a user's function prints is appended to `output`, or thrown away.
+        Refuses with all that is wrong at once. The last lines that a function's process N prints are kept in
+        `output`-N.log, once the folder above is there; without `output` they are thrown away.
         """
         sources = list(sources)
         weights, problems = active_weights(settings)
@@ -49,11 +50,11 @@ class Scorer:
             del weights["rule"]  # it would only look on, and some rows have none
         problems += _unknown_rules(settings.rules)
         makers: dict[str, Callable[[], Part]] = {
-            "rule": lambda: RulePart(settings, sources),
+            "rule": lambda: RulePart(settings, sources, output=output),
             "function": lambda: FunctionPart(str(settings.function), settings, output=output),
             "model": lambda: ModelPart(str(settings.model), device),
             "process": lambda: ProcessPart(str(settings.process), settings.separator, device),
-            "remote": lambda: RemotePart(str(settings.remote), settings),
+            "remote": lambda: RemotePart(settings.remote or [], settings),
             "format": lambda: FormatPart(str(settings.format)),
         }
         with ExitStack() as opened:

@@ -1,6 +1,7 @@
 """The process that calls a user's function. It imports nothing heavy of its own: it must start in a moment.
 
-It talks over one connection: first comes `Loaded` or `Unusable`, then an answer to each call that it is sent.
+It reads calls from one connection, each with its number, and writes an answer to each (`answers.py`); the first one
+says whether the function could be loaded.
 """
 
 from __future__ import annotations
@@ -8,51 +9,25 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
-import math
 import os
+import pickle
 import queue
 import resource
 import signal
+import socket
+import struct
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
+
+from lockstep.reward.answers import LOADING, LONGEST_WHY, Given, Loaded, Raised, Unusable, line_of, number
 
 CALL = "data_source, solution_str, ground_truth, extra_info"
-LONGEST_WHY = 300
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The function is there and can be called."""
-
-
-@dataclass(frozen=True)
-class Unusable:
-    """The function cannot be called at all."""
-
-    why: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a call gave: its score, and the further numbers of a dict by name."""
-
-    score: float
-    more: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Raised:
-    """A call that gave no score. `spent`: the process is out of memory and must be replaced."""
-
-    why: str
-    spent: bool = False
+# Before each pickled call: its number and its length.
+HEADER = struct.Struct(">QQ")
 
 
 def serve(descriptor: int, path: str, name: str, memory_bytes: int) -> None:
@@ -60,27 +35,40 @@ def serve(descriptor: int, path: str, name: str, memory_bytes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The function's own children must not hold the connection open.
     os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
-    calls: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    connection = socket.socket(fileno=descriptor)
+    me = os.getpid()
+    calls: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
     function = load(Path(path), name)
+    _end_copies(me)
     if isinstance(function, Unusable):
-        connection.send(function)
+        connection.sendall(line_of(LOADING, function))
         return
     limit_memory(memory_bytes)
-    connection.send(Loaded())
+    connection.sendall(line_of(LOADING, Loaded()))
     while True:
-        connection.send(answer(function, calls.get(), path))
+        number_of_call, call = calls.get()
+        reply = answer(function, call, path)
+        _end_copies(me)
+        connection.sendall(line_of(number_of_call, reply))
 
 
-def _receive(connection: Connection, calls: queue.SimpleQueue[dict[str, Any]]) -> None:
+def _end_copies(me: int) -> None:
+    """A process that the function forked, and that returned from it like its parent, has nothing to say here."""
+    if os.getpid() != me:
+        os._exit(0)
+
+
+def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, bytes]]) -> None:
     """Read in a thread of its own, so that the end of the parent is noticed in the middle of a call too."""
-    while True:
-        try:
-            calls.put(connection.recv())
-        except (EOFError, OSError):
-            # The function's own children go with it: the process leads its group.
-            os.killpg(0, signal.SIGKILL)
+    try:
+        with connection.makefile("rb") as stream:
+            while len(header := stream.read(HEADER.size)) == HEADER.size:
+                number_of_call, length = HEADER.unpack(header)
+                calls.put((number_of_call, stream.read(length)))
+    finally:
+        # At once, in the middle of a call; the warden ends what the function has started.
+        os._exit(0)
 
 
 def limit_memory(memory_bytes: int) -> None:
@@ -125,10 +113,14 @@ def load(path: Path, name: str) -> Callable[..., Any] | Unusable:
     return function
 
 
-def answer(function: Callable[..., Any], call: dict[str, Any], path: str) -> Given | Raised:
+def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Raised:
     """One call. Whatever it raises or returns, it is answered."""
     try:
-        value = function(**call)
+        arguments = pickle.loads(call)
+    except Exception as error:  # noqa: BLE001 - whatever the classes of the row raise is the reason
+        return Raised(f"the row cannot be read by its process: {told(error, path)}")
+    try:
+        value = function(**arguments)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         return checked(value)
@@ -149,29 +141,27 @@ def checked(value: Any) -> Given | Raised:
     """A finite number, or a dict whose `score` is one; its other finite numbers go along, the rest does not."""
     entries = value if isinstance(value, dict) else {"score": value}
     if "score" not in entries:
-        return Raised(f'the dict returned has no "score", only {", ".join(map(repr, entries)) or "nothing"}')
+        names = ", ".join(_shown(name) for name in list(entries)[:20])
+        return Raised(f'the dict returned has no "score", only {names or "nothing"}'[:LONGEST_WHY])
     score = number(entries["score"])
     if score is None:
-        shown = repr(entries["score"])
-        return Raised(f"returned {shown[:80]}{'...' if len(shown) > 80 else ''}, which is not a finite number")
+        return Raised(f"returned {_shown(entries['score'])}, which is not a finite number")
     more = {str(key): number(entry) for key, entry in entries.items() if key != "score"}
     return Given(score, {key: entry for key, entry in more.items() if entry is not None})
 
 
-def number(value: Any) -> float | None:
-    """As a plain float; None for what is no finite number. Text is no number."""
-    if not isinstance(value, SupportsFloat):
-        return None
-    try:
-        plain = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return None
-    return plain if math.isfinite(plain) else None
+def _shown(value: Any) -> str:
+    """Its beginning; of a long text no second copy is made."""
+    text = repr(value[:80] if isinstance(value, str | bytes) else value)
+    return text[:80] + ("..." if len(text) > 80 or (isinstance(value, str | bytes) and len(value) > 80) else "")
 
 
 def told(error: BaseException, path: str) -> str:
     """What an exception says at its end, on one line, and where in the user's file it was."""
-    last = " ".join(traceback.format_exception_only(type(error), error)[-1].split())[:LONGEST_WHY]
+    try:
+        last = " ".join(traceback.format_exception_only(type(error), error)[-1].split())[:LONGEST_WHY]
+    except BaseException:  # noqa: BLE001 - an exception of the user's own class may not be able to say what it is
+        last = type(error).__name__
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == path]
     if isinstance(error, SyntaxError) and error.filename == path and error.lineno:

@@ -59,6 +59,10 @@ class RunFolder:
     def tape(self) -> Path:
         return self.path / "tape"
 
+    def reward_output(self, rank: int) -> Path:
+        """What the names of the files begin with that keep the last lines of a process's reward workers."""
+        return self.path / "rewards" / ("worker" if rank == 0 else f"rank{rank}-worker")
+
     @property
     def trackers(self) -> Path:
         """The run's ids at outside trackers, so that a resumed run continues there under the same id."""

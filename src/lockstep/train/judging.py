@@ -92,6 +92,6 @@ def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:
     raise Refusal.at(
         OPTIONS.get(f"reward.{failure.part}", f"reward {failure.part}"),
         f"{len(failed)} of {len(made)} responses could not be scored, over --max-failures {most:g}; the first, to "
-        f"{first.prompt.question.origin}: {failure.why}; response: {first.text[:200]!r}",
+        f"{first.prompt.question.origin}: {failure.told}; response: {first.text[:200]!r}",
         f"mend the reward, or raise --max-failures; finished chunks stay in {folder}",
     )

@@ -4,6 +4,7 @@ loop with other keys."""
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from lockstep.algorithms.kl import adapted
 from lockstep.data.dataset import Loader
@@ -11,6 +12,7 @@ from lockstep.device.select import explain
 from lockstep.parallel.world import World, joined
 from lockstep.recipe import Recipe
 from lockstep.reward.scorer import Scorer
+from lockstep.run.folder import RunFolder
 from lockstep.run.progress import Console
 from lockstep.train.annotate import Annotated, annotate, plan_updates
 from lockstep.train.experience import Experience
@@ -35,7 +37,8 @@ def train_online(recipe: Recipe, console: Console, script: Script | None = None)
         prepared = prepare_online(recipe, device, world.size, console)
         sources = {*prepared.train.data_sources, *(question.data_source for question in prepared.questions)}
         place = device.torch_device(world.local_rank)
-        with Scorer.open(recipe.reward, sorted(sources), place) as scorer:
+        folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
+        with Scorer.open(recipe.reward, sorted(sources), place, output=folder.reward_output(world.rank)) as scorer:
             with console.task("Trying the rewards on real rows", None):
                 tried = scorer.dry_run([*prepared.train.questions, *prepared.questions])
             for line in tried.lines:
@@ -105,7 +108,7 @@ def _failures(taken: Taken) -> list[str]:
     assert isinstance(first.score, Failure)
     return [
         f"{len(taken.failed)} responses could not be scored and are left out; the first, to "
-        f"{first.prompt.question.origin}: {first.score.part}: {first.score.why}; it said {first.text[:80]!r}"
+        f"{first.prompt.question.origin}: {first.score.part}: {first.score.told}; it said {first.text[:80]!r}"
     ]
 
 

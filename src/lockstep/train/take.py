@@ -152,7 +152,7 @@ def _failures(failed: Sequence[Rollout], total: int, consequence: str) -> Refusa
     return Refusal.at(
         f"reward.{first.score.part}",
         f"{len(failed)} of {total} responses could not be scored, {consequence}; the first, to "
-        f"{first.prompt.question.origin}: {first.score.why}; response: {first.text[:200]!r}",
+        f"{first.prompt.question.origin}: {first.score.told}; response: {first.text[:200]!r}",
         "mend the reward, or raise reward.max_failures; the last checkpoint is untouched",
     )
 
