@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from lockstep.errors import Refusal
 from lockstep.model.heads import load_value_model, merge_adapters
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, with_lora
+from lockstep.model.pretrained import pretrained
 from lockstep.model.weights import restore_weights
 from lockstep.recipe.schema import Model
 from lockstep.run.folder import sync_path
@@ -40,8 +41,9 @@ def export_model(
     if adapter and settings.lora is None:
         raise Refusal.at("--adapter", "the run trained all weights, so it has no adapter", "export without --adapter")
     _refuse_taken(out, replace)
-    transformers_logging.disable_progress_bar()
-    base = AutoModelForCausalLM.from_pretrained(settings.path, dtype=_working(settings, adapter))
+    where_from = f"model.path {settings.path}"
+    dtype = _working(settings, adapter)
+    base = pretrained(AutoModelForCausalLM, settings.path, where_from, "its weights", dtype=dtype)
     model = with_lora(base, settings.lora, seed=0)
     restore_weights(model, weights, where)
     with _written(settings, out) as aside:
@@ -75,7 +77,9 @@ def export_value_model(
     merge_adapters(trained.decoder)
     config = load_config(settings.path)
     config.num_labels = 1
-    classifier = AutoModelForSequenceClassification.from_config(config, dtype=DTYPES[working.dtype])
+    classifier = AutoModelForSequenceClassification.from_config(
+        config, dtype=DTYPES[working.dtype], trust_remote_code=False
+    )
     classifier.base_model.load_state_dict(trained.decoder.state_dict())
     with torch.no_grad():
         classifier.score.weight.copy_(trained.head.weight)
