@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -17,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, unwritten
 from lockstep.model.heads import load_value_model, merge_adapters
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, with_lora
 from lockstep.model.pretrained import pretrained
@@ -113,17 +114,21 @@ def _written(settings: Model, out: Path) -> Iterator[Path]:
     """A folder beside `out` that becomes `out` when it is whole, with the model's tokenizer in it."""
     aside = out.with_name(f".writing-{out.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    yield aside
-    load_tokenizer(settings.path).save_pretrained(aside)
-    # Weights are written for their owner alone; an exported model is as open as the other files.
-    mode = (aside / "tokenizer_config.json").stat().st_mode
-    for file in aside.iterdir():
-        file.chmod(mode)
-    if out.exists():
-        shutil.rmtree(out)
-    aside.rename(out)
-    sync_path(out.parent)
+    try:
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        yield aside
+        load_tokenizer(settings.path).save_pretrained(aside)
+        # Weights are written for their owner alone; an exported model is as open as the other files.
+        mode = (aside / "tokenizer_config.json").stat().st_mode
+        for file in aside.iterdir():
+            file.chmod(mode)
+        if out.exists():
+            shutil.rmtree(out)
+        aside.rename(out)
+        sync_path(out.parent)
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        shutil.rmtree(aside, ignore_errors=True)
+        raise unwritten(out, error, "checkpoints are untouched: `lockstep export` writes the model again") from error
 
 
 def _stop_at(model: PreTrainedModel, end_tokens: Sequence[int]) -> None:

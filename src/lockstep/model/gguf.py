@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from lockstep.errors import Refusal, missing_extra
+from lockstep.errors import Refusal, missing_extra, unwritten
 from lockstep.model.pretrained import pretrained
 
 
@@ -31,8 +32,11 @@ def import_gguf(file: Path, folder: Path) -> str:
     packed = pretrained(AutoModelForCausalLM, str(file.parent), str(file), "it", gguf_file=file.name, dtype=dtype)
     _restore_digits(tokenizer, file)
     model = _unquantised(packed)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        raise unwritten(folder, error) from error
     count = sum(p.numel() for p in model.parameters())
     return f"wrote {type(model).__name__} with {count:,} parameters to {folder}"
 

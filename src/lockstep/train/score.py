@@ -16,6 +16,7 @@ from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import joined
 from lockstep.reward.rule_judge import RuleJudge
 from lockstep.reward.rules import rule_for
+from lockstep.run.folder import refuse_unwritable
 from lockstep.run.progress import Console
 from lockstep.run.screen import Screen, shown
 from lockstep.train.answering import Answerer, refuse_options
@@ -42,6 +43,8 @@ def score_model(
 ) -> dict[str, float]:
     """Answer or judge, score, show; returns the metrics."""
     refuse_options(dtype, n, temperature)
+    if out is not None:
+        refuse_unwritable(out, "--out")
     device, sentence = explain(device_name)
     with joined(device) as world:
         console = Console.open() if world.main else Console.silent()
