@@ -82,6 +82,21 @@ def lockstep(*words: object, timeout: float = 300, **environment: str) -> subpro
     )
 
 
+def run(*words: object) -> int:
+    """The real entry point of the command in this process; its exit code. What it does not catch is raised."""
+    from lockstep import cli
+
+    before = sys.argv
+    sys.argv = ["lockstep", *map(str, words)]
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+    return 0
+
+
 REWARD = '''
 """Rewards different letters: a random model earns different scores, and there is something to learn."""
 

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from lockstep.run.output import never_fail_to_encode, write
+
 app = typer.Typer(
     name="lockstep",
     help="Post-train language models: one recipe on any device, and proof that devices train in step.",
@@ -73,14 +75,14 @@ def recipes(
     from lockstep.run.text import fit
 
     if name:
-        typer.echo(method_text(name) or recipe_text(name), nl=False)
+        write(method_text(name) or recipe_text(name), end="")
         return
     for each in builtin_names():
-        typer.echo(f"{each:20}{recipe_text(each).splitlines()[0].lstrip('# ')}")
-    typer.echo("")
+        write(f"{each:20}{recipe_text(each).splitlines()[0].lstrip('# ')}")
+    write("")
     for line in fit(f"methods: {', '.join([*OFFLINE, *ONLINE])}"):
-        typer.echo(line)
-    typer.echo("`lockstep recipes METHOD` prints what a method sets; a recipe may say otherwise.")
+        write(line)
+    write("`lockstep recipes METHOD` prints what a method sets; a recipe may say otherwise.")
 
 
 @app.command()
@@ -89,7 +91,7 @@ def tiny(folder: Path, seed: int = 0) -> None:
     from lockstep.model.tiny import write_tiny
 
     write_tiny(folder, seed=seed)
-    typer.echo(f"wrote a tiny Qwen2 model to {folder}")
+    write(f"wrote a tiny Qwen2 model to {folder}")
 
 
 @app.command()
@@ -117,7 +119,7 @@ def generate(
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_new_tokens: int = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from tokens that hold this probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from so many tokens; 0 is all.")] = 0,
@@ -147,7 +149,7 @@ def generate(
     if chat:
         converse(talker, prompt)
     elif prompt is not None:
-        typer.echo(talker.continue_text(prompt) if raw else talker.answer(prompt))
+        write(talker.continue_text(prompt) if raw else talker.answer(prompt))
 
 
 @app.command(name="eval")
@@ -155,7 +157,7 @@ def evaluate(
     model: ModelArgument,
     data: Annotated[str, typer.Argument(metavar="DATA", help="RL rows to answer, or pairs or steps to judge.")],
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
-    max_new_tokens: int = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Answers to each question: pass@k and maj@k.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: int = 0,
@@ -332,7 +334,7 @@ def export(
     """Write a run's model as a Hugging Face folder."""
     from lockstep.train.export_run import export_run
 
-    typer.echo(export_run(run, folder, step=step, best=best, adapter=adapter))
+    write(export_run(run, folder, step=step, best=best, adapter=adapter))
 
 
 @app.command(name="import-gguf")
@@ -340,7 +342,7 @@ def import_gguf(file: Path, folder: Path) -> None:
     """Turn a GGUF file into a Hugging Face folder."""
     from lockstep.model.gguf import import_gguf as convert
 
-    typer.echo(convert(file, folder))
+    write(convert(file, folder))
 
 
 @data_app.command()
@@ -379,7 +381,9 @@ def gsm8k(
 
 @data_app.command()
 def show(
-    recipe: RecipeArgument, overrides: Overrides = None, rows: Annotated[int, typer.Option(help="How many rows.")] = 3
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows.")] = 3,
 ) -> None:
     """Print rows of RECIPE as tokens, the trained ones coloured, and the token counts."""
     from lockstep.recipe import load_recipe
@@ -411,21 +415,29 @@ def _bar(words: str) -> tuple[str, float]:
 
 def _echo_counts(folder: Path, counts: dict[str, int]) -> None:
     for name, count in counts.items():
-        typer.echo(f"{folder / name}: {count:,} rows")
+        write(f"{folder / name}: {count:,} rows")
 
 
 def main() -> None:
     """The entry point: refusals become advice on stderr and exit code 2."""
-    from lockstep.errors import Interrupted, Refusal
+    from lockstep.errors import Interrupted, Refusal, refusal_of_machine
 
+    never_fail_to_encode()
     try:
         app()
     except Refusal as refusal:
         _report(refusal)
         sys.exit(2)
     except Interrupted as stop:
-        typer.echo(f"{stop}")
+        write(f"{stop}")
         sys.exit(130)
+    except OSError as error:
+        # Whatever was being read or written: a full or read-only disk is the machine's state and no bug of ours.
+        found = refusal_of_machine(error)
+        if found is None:
+            raise
+        _report(found)
+        sys.exit(2)
 
 
 def _report(refusal: Exception) -> None:
@@ -437,6 +449,6 @@ def _report(refusal: Exception) -> None:
         # All ranks meet the same bad input; rank 0 tells it and torchrun ends the rest. A rank that is still
         # here after a while met something of its own, and says so.
         time.sleep(5)
-        print(f"rank {rank}:", file=sys.stderr)
+        write(f"rank {rank}:", error=True)
     assert isinstance(refusal, Refusal)
     print_problems(refusal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,35 @@ def first_line(error: BaseException) -> str:
     """What an error says, on one line."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+# What a machine answers that has no room, no permission or a broken disk, and what one does then.
+_MACHINE = {
+    errno.ENOSPC: "free some disk",
+    errno.EDQUOT: "free some of the quota",
+    errno.EFBIG: "raise the limit on the size of a file",
+    errno.EROFS: "choose a folder that can be written to, or mount it writable",
+    errno.EACCES: "look at its permissions",
+    errno.EPERM: "look at its permissions",
+    errno.EIO: "look at the disk, and at what the kernel says of it",
+    errno.ESTALE: "look at the network file system",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+
+
+def refusal_of_machine(error: OSError) -> Refusal | None:
+    """The refusal for an error of the file system that no program can help; None for any other."""
+    if error.errno not in _MACHINE:
+        return None
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    return Refusal.at(" and ".join(names) or "the disk", str(error.strerror), _MACHINE[error.errno])
+
+
+def unwritten(path: object, error: Exception, remedy: str = "") -> Refusal:
+    """The refusal for a file that could not be written."""
+    why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    usual = _MACHINE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    return Refusal.at(str(path), f"could not be written: {why}", "; ".join(part for part in (usual, remedy) if part))
 
 
 class Interrupted(Exception):

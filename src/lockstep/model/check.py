@@ -99,7 +99,9 @@ def _build(config: Any) -> Any:
         small = miniature_config(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=ATTENTION)
+            return AutoModelForCausalLM.from_config(
+                small, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
+            )
     except RUN_ERRORS as error:
         if isinstance(error, KeyError) and error.args == (ATTENTION,):
             # It looks its attention up in a table of its own.

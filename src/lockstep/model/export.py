@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -17,9 +18,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, unwritten
 from lockstep.model.heads import load_value_model, merge_adapters
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, with_lora
+from lockstep.model.pretrained import pretrained
 from lockstep.model.weights import restore_weights
 from lockstep.recipe.schema import Model
 from lockstep.run.folder import sync_path
@@ -40,8 +42,9 @@ def export_model(
     if adapter and settings.lora is None:
         raise Refusal.at("--adapter", "the run trained all weights, so it has no adapter", "export without --adapter")
     _refuse_taken(out, replace)
-    transformers_logging.disable_progress_bar()
-    base = AutoModelForCausalLM.from_pretrained(settings.path, dtype=_working(settings, adapter))
+    where_from = f"model.path {settings.path}"
+    dtype = _working(settings, adapter)
+    base = pretrained(AutoModelForCausalLM, settings.path, where_from, "its weights", dtype=dtype)
     model = with_lora(base, settings.lora, seed=0)
     restore_weights(model, weights, where)
     with _written(settings, out) as aside:
@@ -75,7 +78,9 @@ def export_value_model(
     merge_adapters(trained.decoder)
     config = load_config(settings.path)
     config.num_labels = 1
-    classifier = AutoModelForSequenceClassification.from_config(config, dtype=DTYPES[working.dtype])
+    classifier = AutoModelForSequenceClassification.from_config(
+        config, dtype=DTYPES[working.dtype], trust_remote_code=False
+    )
     classifier.base_model.load_state_dict(trained.decoder.state_dict())
     with torch.no_grad():
         classifier.score.weight.copy_(trained.head.weight)
@@ -109,17 +114,21 @@ def _written(settings: Model, out: Path) -> Iterator[Path]:
     """A folder beside `out` that becomes `out` when it is whole, with the model's tokenizer in it."""
     aside = out.with_name(f".writing-{out.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    yield aside
-    load_tokenizer(settings.path).save_pretrained(aside)
-    # Weights are written for their owner alone; an exported model is as open as the other files.
-    mode = (aside / "tokenizer_config.json").stat().st_mode
-    for file in aside.iterdir():
-        file.chmod(mode)
-    if out.exists():
-        shutil.rmtree(out)
-    aside.rename(out)
-    sync_path(out.parent)
+    try:
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        yield aside
+        load_tokenizer(settings.path).save_pretrained(aside)
+        # Weights are written for their owner alone; an exported model is as open as the other files.
+        mode = (aside / "tokenizer_config.json").stat().st_mode
+        for file in aside.iterdir():
+            file.chmod(mode)
+        if out.exists():
+            shutil.rmtree(out)
+        aside.rename(out)
+        sync_path(out.parent)
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        shutil.rmtree(aside, ignore_errors=True)
+        raise unwritten(out, error, "checkpoints are untouched: `lockstep export` writes the model again") from error
 
 
 def _stop_at(model: PreTrainedModel, end_tokens: Sequence[int]) -> None:

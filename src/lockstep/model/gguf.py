@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
-from lockstep.errors import Refusal, first_line, missing_extra
+from lockstep.errors import Refusal, missing_extra, unwritten
+from lockstep.model.pretrained import pretrained
 
 
 def import_gguf(file: Path, folder: Path) -> str:
@@ -26,17 +27,16 @@ def import_gguf(file: Path, folder: Path) -> str:
         raise Refusal.at(str(folder), "is a file, not a folder", "choose a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise Refusal.at(str(folder), "is not empty", "choose a new folder")
-    transformers_logging.disable_progress_bar()
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        packed = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        raise Refusal.at(str(file), f"transformers cannot read it: {first_line(error)}") from error
+    tokenizer = pretrained(AutoTokenizer, str(file.parent), str(file), "its tokenizer", gguf_file=file.name)
+    dtype = torch.float32
+    packed = pretrained(AutoModelForCausalLM, str(file.parent), str(file), "it", gguf_file=file.name, dtype=dtype)
     _restore_digits(tokenizer, file)
     model = _unquantised(packed)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        raise unwritten(folder, error) from error
     count = sum(p.numel() for p in model.parameters())
     return f"wrote {type(model).__name__} with {count:,} parameters to {folder}"
 
@@ -45,7 +45,7 @@ def _unquantised(packed: Any) -> Any:
     """The same weights in a model that does not remember being quantised; such a one cannot be saved."""
     config = packed.config.__class__(**{k: v for k, v in packed.config.to_dict().items() if k != "quantization_config"})
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model.load_state_dict(packed.state_dict(), assign=True)
     model.tie_weights()
     model.generation_config.eos_token_id = config.eos_token_id

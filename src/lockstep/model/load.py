@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import Problem, Refusal, first_line, shortened
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, unsupported
 from lockstep.model.policy import Policy, Scoring
+from lockstep.model.pretrained import pretrained
+from lockstep.model.tokenizer import tokenizer_of
 from lockstep.recipe.schema import Lora, Model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -21,18 +22,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     _require_folder(path)
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise Refusal.at(f"model.path {path}", f"its tokenizer cannot be loaded: {first_line(error)}") from error
+    return tokenizer_of(path, f"model.path {path}")
 
 
 def load_config(path: str) -> Any:
     _require_folder(path)
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise Refusal.at(f"model.path {path}", f"its config.json cannot be used: {first_line(error)}") from error
+    return pretrained(AutoConfig, path, f"model.path {path}", "its config.json")
 
 
 def load_policy(
@@ -65,13 +60,8 @@ def load_transformers(kind: Any, path: str, dtype: str, **more: Any) -> tuple[An
     config = load_config(path)
     for name, value in more.items():
         setattr(config, name, value)
-    transformers_logging.disable_progress_bar()
-    try:
-        return kind.from_pretrained(
-            path, config=config, dtype=DTYPES[dtype], attn_implementation=ATTENTION, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise Refusal.at(f"model.path {path}", f"its weights cannot be loaded: {first_line(error)}") from error
+    how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION, "output_loading_info": True}
+    return pretrained(kind, path, f"model.path {path}", "its weights", config=config, **how)
 
 
 def lora_config(settings: Lora, task: str | None) -> Any:

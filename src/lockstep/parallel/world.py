@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.device.base import Device
+from lockstep.parallel.watch import Watch, watching
 
 T = TypeVar("T")
 
@@ -25,6 +26,7 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    watch: Watch | None = field(default=None, compare=False, repr=False)
 
     @property
     def main(self) -> bool:
@@ -35,14 +37,13 @@ class World:
         """Sums over all ranks, on the host in double precision: exact for counts, whatever the device can add."""
         if self.size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor)
-        return tensor.tolist()
+        return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of a tensor on the host, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            with self._meeting("a sum"):
+                dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: T) -> list[T]:
@@ -50,28 +51,45 @@ class World:
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with self._meeting("a gathering"):
+            dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            with self._meeting("a barrier"):
+                dist.barrier()
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """What the ranks do inside: told by the others when this rank is waited for."""
+        return nullcontext() if self.watch is None else self.watch.stage(name)
+
+    def _meeting(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.watch is None else self.watch.collective(name)
 
 
 @contextmanager
 def joined(device: Device) -> Iterator[World]:
     """The world that torchrun's environment describes; a lone process without it."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    world = World(int(os.environ.get("RANK", "0")), size, int(os.environ.get("LOCAL_RANK", "0")))
-    with device.explained():
-        device.use(world.local_rank)
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    with device.explained(), ExitStack() as stack:
+        device.use(local_rank)
         if size == 1:
-            yield world
+            yield World(rank, size, local_rank)
             return
         host = "cpu:gloo"
         own = f"{device.name}:{device.collective}"
-        dist.init_process_group(host if own == host else f"{host},{own}", timeout=TIMEOUT)
+        backend = host if own == host else f"{host},{own}"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # The launcher holds the store, so that the first meeting can be watched too.
+            watch = stack.enter_context(watching(rank, size))
+            with watch.collective("joining"):
+                dist.init_process_group(backend, timeout=TIMEOUT)
+        else:
+            dist.init_process_group(backend, timeout=TIMEOUT)
+            watch = stack.enter_context(watching(rank, size))
         try:
-            yield world
+            yield World(rank, size, local_rank, watch)
         finally:
             dist.destroy_process_group()

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from lockstep.errors import Problem, Refusal, first_line, shortened
+from lockstep.errors import Problem, Refusal, shortened
+from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
+from lockstep.model.tokenizer import tokenizer_of
 from lockstep.reward.parts import Outcome, promised, settled
 from lockstep.types import Failure, Question
 
@@ -96,20 +97,12 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     folder = model_folder(path)
     if not (Path(folder) / "config.json").is_file():
         raise Refusal.at(where, "is no folder with a config.json", "point at a reward model's Hugging Face folder")
-    transformers_logging.disable_progress_bar()
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise Refusal.at(where, f"cannot be loaded: {first_line(error)}") from error
+    config = pretrained(AutoConfig, folder, where, "its config.json")
+    tokenizer = tokenizer_of(folder, where)
     _refuse_wrong_kind(where, config)
     mean, std = _statistics(Path(folder) / STATS)
-    try:
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            folder, config=config, dtype="auto", output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise Refusal.at(where, f"its weights cannot be loaded: {first_line(error)}") from error
+    kind, how = AutoModelForSequenceClassification, {"dtype": "auto", "output_loading_info": True}
+    model, info = pretrained(kind, folder, where, "its weights", config=config, **how)
     missing = sorted(info.get("missing_keys", ()))
     if missing:
         problems = [Problem(where, f"the weights lack {key}, which would start random") for key in missing]

@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM
 
 from lockstep.algorithms.process import good_probability
 from lockstep.data.marks import Marks
 from lockstep.data.steps import StepWriter
 from lockstep.errors import Refusal, first_line
 from lockstep.model.output_head import output_head
+from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
+from lockstep.model.tokenizer import tokenizer_of
 from lockstep.reward.model import BATCH_TOKENS, batches
 from lockstep.reward.parts import Outcome, Stepwise, promised, settled
 from lockstep.types import Failure, Question
@@ -75,19 +76,28 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
             f"is no process reward model: it has no {PROCESS}",
             'train one with method prm, or write it: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
         )
-    transformers_logging.disable_progress_bar()
-    try:
-        words = json.loads((folder / PROCESS).read_text(encoding="utf-8"))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        marks = Marks.of(tokenizer, words["placeholder"], words["tokens"])
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise Refusal.at(where, f"cannot be loaded: {first_line(error)}") from error
+    words = read_words(folder)
+    tokenizer = tokenizer_of(str(folder), where)
+    marks = Marks.of(tokenizer, words["placeholder"], words["tokens"])
+    model = pretrained(AutoModelForCausalLM, str(folder), where, "its weights", dtype="auto")
     if not tokenizer.chat_template:
         raise Refusal.at(where, "its tokenizer has no chat template", "put a chat_template.jinja into its folder")
     model.to(device).eval().requires_grad_(False)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return ProcessModel(model, StepWriter(tokenizer, marks), device, context)
+
+
+def read_words(folder: Path) -> dict[str, Any]:
+    """The words that a process reward model was trained with: its `placeholder`, and its judging `tokens`."""
+    file, remedy = folder / PROCESS, 'it holds {"placeholder": TEXT, "tokens": [GOOD, BAD]}'
+    try:
+        words: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        texts = [words["placeholder"], *words["tokens"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refusal.at(str(file), f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy) from error
+    if not isinstance(words["tokens"], list) or not all(isinstance(text, str) for text in texts):
+        raise Refusal.at(str(file), "its placeholder and tokens are not all texts", remedy)
+    return words
 
 
 def steps_of(text: str, separator: str) -> list[tuple[str, int]]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from lockstep.data.chat import render_prompt
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.model.load import load_config, load_tokenizer
+from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
 from lockstep.rollout.ending import end_ids
 from lockstep.rollout.hf import HfEngine
+from lockstep.run.output import write
 from lockstep.types import Message, Origin, Request, Sampling
 
 _HERE = Origin("the prompt", 0)
@@ -38,10 +39,10 @@ class Talker:
     ):
         folder = model_folder(model)
         chosen = select(device)
-        transformers_logging.disable_progress_bar()
         self.tokenizer = load_tokenizer(folder)
         load_config(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(chosen.torch_device()).eval()
+        loaded = pretrained(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
+        self.model = loaded.to(chosen.torch_device()).eval()
         stops = tuple(end_ids(self.model, self.tokenizer))
         self.sampling = Sampling(
             max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, stop_ids=stops, seed=seed
@@ -84,12 +85,12 @@ def converse(talker: Talker, first: str | None) -> None:
             try:
                 said = input("you> ").strip()
             except EOFError:
-                print()
+                write()
                 return
         if not said:
             return
         messages.append({"role": "user", "content": said})
         reply = talker.reply(messages)
-        print(f"model> {reply}")
+        write(f"model> {reply}")
         messages.append({"role": "assistant", "content": reply})
         said = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, unwritten
 from lockstep.run.environment import describe_environment
 
 
@@ -107,18 +107,23 @@ class RunFolder:
             raise ValueError(f"env facts given twice: {', '.join(taken)}")
         facts.update(extra)
         if self.env.exists():
-            earlier = json.loads(self.env.read_text(encoding="utf-8"))
-            facts["before_resume"] = [*earlier.pop("before_resume", []), earlier]
+            earlier = read_object(self.env, "it only tells of the run's earlier parts: remove it to go on without them")
+            before = earlier.pop("before_resume", [])
+            facts["before_resume"] = [*(before if isinstance(before, list) else [before]), earlier]
         atomic_write_text(self.env, json.dumps(facts, indent=2) + "\n")
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Holds the folder for this process. The kernel frees it when the process ends, however it ends."""
-        file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise unwritten(f"run folder {self.path}", error, "a run writes to its folder") from error
         try:
             _lock_or_refuse(file, self.path)
-            os.ftruncate(file, 0)
-            os.pwrite(file, str(os.getpid()).encode(), 0)
+            with contextlib.suppress(OSError):  # the number only helps whoever comes next; a full disk is told later
+                os.ftruncate(file, 0)
+                os.pwrite(file, str(os.getpid()).encode(), 0)
             _held.add(file)
             yield
         finally:
@@ -136,9 +141,33 @@ def atomic_write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
+        sync_path(path.parent)
+    except OSError as error:
+        raise unwritten(path, error, "what was there before is untouched") from error
     finally:
-        aside.unlink(missing_ok=True)
-    sync_path(path.parent)
+        with contextlib.suppress(OSError):  # a disk that cannot be written to has nothing to remove
+            aside.unlink(missing_ok=True)
+
+
+def read_object(path: Path, remedy: str = "restore the file") -> dict[str, Any]:
+    """The JSON object in a file of the run folder; anything else is refused."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise Refusal.at(str(path), f"cannot be read: {error}", remedy) from error
+    if not isinstance(values, dict):
+        raise Refusal.at(str(path), f"holds {type(values).__name__}, not a JSON object", remedy)
+    return values
+
+
+def refuse_unwritable(path: Path, option: str) -> None:
+    """Refuse a file that could not be written, before the work whose result it is to hold."""
+    if path.is_dir():
+        raise Refusal.at(f"{option} {path}", "is a folder", "name a file")
+    if not path.parent.is_dir():
+        raise Refusal.at(f"{option} {path}", f"there is no folder {path.parent}", "make it, or name another file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise Refusal.at(f"{option} {path}", "cannot be written to", "name another file")
 
 
 def sync_path(path: Path) -> None:

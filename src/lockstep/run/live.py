@@ -5,27 +5,29 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console as Screen
+from rich.console import Console as RichConsole
 from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.progress import Task as Bar
 from rich.text import Text
 
+from lockstep.run.output import visible
 from lockstep.run.pace import Pace
 from lockstep.run.progress import Console, Task, validation_rows
+from lockstep.run.screen import Screen
 from lockstep.run.text import Column, clock, fit, fit_rows, show, task_summary
 
 
 class LiveConsole(Console):
     """Bars for training and for tasks, the step's metrics under them; with `lines` a line stays for every step."""
 
-    def __init__(self, columns: Sequence[Column], screen: Screen | None = None, *, lines: bool = False):
+    def __init__(self, columns: Sequence[Column], screen: RichConsole | None = None, *, lines: bool = False):
         self._columns = columns
         self._lines = lines
-        self._screen = screen or Screen(highlight=False)
+        self._screen = screen or Screen()
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             _TimeColumn(),
@@ -40,7 +42,7 @@ class LiveConsole(Console):
     def banner(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         self._print(title, "bold")
         for key, value in fit_rows(rows, self._width - 2):
-            self._screen.print(Text.assemble("  ", (key, "cyan"), value), soft_wrap=True)
+            self._screen.print(Text.assemble("  ", (visible(key), "cyan"), value), soft_wrap=True)
 
     def say(self, text: str) -> None:
         self._print(text)
@@ -51,7 +53,7 @@ class LiveConsole(Console):
     @contextlib.contextmanager
     def task(self, description: str, total: int | None) -> Iterator[Task]:
         pace = Pace(total)
-        bar = self._progress.add_task(description, total=total, pace=pace)
+        bar = self._progress.add_task(visible(description), total=total, pace=pace)
         self._show()
         try:
             yield _LiveTask(self._progress, bar, pace)

@@ -11,11 +11,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, unwritten
 from lockstep.run.folder import atomic_write_text, sync_path
 
 
@@ -34,13 +35,7 @@ class MetricsLog:
             raise ValueError(f"{self.path} already has step {self._last}, so step {step} cannot follow; rewind first")
         data = {name: _to_json(float(value)) for name, value in metrics.items()}
         line = json.dumps({"step": step, "data": data}, allow_nan=False) + "\n"
-        new = not self.path.exists()
-        with self.path.open("ab") as file:
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        if new:
-            sync_path(self.path.parent)
+        append_text(self.path, line)
         self._last = step
 
     def rewind(self, step: int) -> None:
@@ -53,10 +48,48 @@ def read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:
     """Every step's metrics in order. A last line cut short is left out; any other damage is refused."""
     steps = []
     for number, line in enumerate(_parse(path, _whole_lines(path)), start=1):
-        if not isinstance(line.get("data"), dict):
-            raise _damaged(path, number, json.dumps(line))
-        steps.append((line["step"], {name: float(value) for name, value in line["data"].items()}))
+        try:
+            steps.append((line["step"], {name: float(value) for name, value in line["data"].items()}))
+        except (KeyError, AttributeError, TypeError, ValueError):
+            raise _damaged(path, number, json.dumps(line)) from None
     return steps
+
+
+def append_text(path: Path, text: str) -> None:
+    """Adds whole lines and brings them to the disk. Where that fails, what did get there is taken back."""
+    new = not path.exists()
+    content = memoryview(text.encode())
+    try:
+        # Unbuffered: what a buffer could not write it would try again when it is closed.
+        with path.open("ab", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
+            try:
+                while content:
+                    content = content[file.write(content) :]
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):  # a half line that stays is dropped by `rewind_lines`
+                    os.ftruncate(file.fileno(), before)
+                raise
+        if new:
+            sync_path(path.parent)
+    except OSError as error:
+        raise unwritten(path, error, "the same command goes on from the last checkpoint") from error
+
+
+def missing_steps(steps: Iterable[int], last: int) -> str:
+    """The steps from 1 to `last` that are not there, in words: '3, 5 to 7'. Empty when none is missing."""
+    there = set(steps)
+    words = []
+    first = None
+    for step in range(1, last + 2):
+        lost = step <= last and step not in there
+        if lost and first is None:
+            first = step
+        if not lost and first is not None:
+            words.append(str(first) if first == step - 1 else f"{first} to {step - 1}")
+            first = None
+    return ", ".join(words)
 
 
 def rewind_lines(path: Path, step: int) -> None:
@@ -74,10 +107,15 @@ class Phases:
     """Times the phases of a step: `with phases("update_actor"): ...`, then `take()`.
 
     `synchronise` is the device's: without it an asynchronous device's work would be counted in a later phase.
+    `stage` is told each phase while it lasts.
     """
 
-    def __init__(self, synchronise: Callable[[], None] = lambda: None):
-        self._synchronise = synchronise
+    def __init__(
+        self,
+        synchronise: Callable[[], None] = lambda: None,
+        stage: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
+    ):
+        self._synchronise, self._stage = synchronise, stage
         self._seconds: dict[str, float] = {}
         self._aside = 0.0
 
@@ -86,8 +124,9 @@ class Phases:
         self._synchronise()
         start, aside = time.perf_counter(), self._aside
         try:
-            yield
-            self._synchronise()
+            with self._stage(name):
+                yield
+                self._synchronise()
         finally:
             own = time.perf_counter() - start - (self._aside - aside)
             self._seconds[name] = self._seconds.get(name, 0.0) + own

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from lockstep.errors import Refusal
+from lockstep.run.output import write
 from lockstep.run.pace import Pace
 from lockstep.run.progress import Console, Task, print_problems, validation_rows
 from lockstep.run.text import WIDTH, Column, clock, fit, fit_rows, show, task_summary
@@ -24,7 +25,7 @@ class PlainConsole(Console):
     def banner(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         _print(title)
         for key, value in fit_rows(rows, WIDTH - 2):
-            print(f"  {key}{value}".rstrip(), flush=True)
+            write(f"  {key}{value}".rstrip())
 
     def say(self, text: str) -> None:
         _print(text)
@@ -106,4 +107,4 @@ class _PlainTask(Task):
 
 def _print(text: str) -> None:
     for line in fit(text):
-        print(line, flush=True)
+        write(line)

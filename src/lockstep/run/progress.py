@@ -80,10 +80,11 @@ class Console:
 
 def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
     """Every problem of a refusal on stderr; `colour` follows the terminal unless given."""
-    from rich.console import Console as RichConsole
     from rich.text import Text
 
-    screen = RichConsole(stderr=True, highlight=False, force_terminal=colour, no_color=colour is False or None)
+    from lockstep.run.screen import Screen
+
+    screen = Screen(stderr=True, force_terminal=colour, no_color=colour is False or None)
     count = len(refusal.problems)
     screen.print(Text(f"{count} problems:" if count > 1 else "1 problem:", style="bold"))
     for problem in refusal.problems:

@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lockstep.run.output import visible
+
 WIDTH = 80
-_CONTROL = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
 class Column(NamedTuple):
@@ -42,7 +43,7 @@ ONLINE_COLUMNS = (
 def fit(text: str, width: int = WIDTH) -> list[str]:
     """`text` as lines of at most `width`. Words stay whole, so that a long path can still be copied."""
     lines: list[str] = []
-    for line in text.translate(_CONTROL).expandtabs(4).split("\n"):
+    for line in visible(text).expandtabs(4).split("\n"):
         indent = line[: len(line) - len(line.lstrip())] + "  "
         wrapped = textwrap.wrap(
             line,

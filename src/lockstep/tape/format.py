@@ -90,9 +90,9 @@ class TapeFolder:
         text = json.dumps({"version": VERSION, **values}, indent=2) + "\n"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            atomic_write_text(self.manifest_file, text)
         except OSError as error:
             raise _unwritten(self.manifest_file, error) from error
+        atomic_write_text(self.manifest_file, text)
 
     def manifest(self) -> dict[str, Any]:
         try:
@@ -110,6 +110,9 @@ class TapeFolder:
                 f"was written in format {version}, this version reads {VERSION}",
                 "record the run again, or use the version of lockstep that recorded it",
             )
+        recipe = values.get("recipe")
+        if not isinstance(recipe, dict) or not isinstance(recipe.get("model"), dict) or "method" not in recipe:
+            raise _unread(self.manifest_file, ValueError("it holds no recipe"))
         return values
 
     def write_step(self, record: StepRecord) -> None:

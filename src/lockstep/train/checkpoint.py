@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lockstep.errors import Refusal
-from lockstep.run.folder import sync_path
+from lockstep.run.folder import read_object, sync_path
 
 VERSION = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -73,8 +74,8 @@ def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Ten
     require_disk(checkpoints, sum(map(_bytes, tensors.values())), "a checkpoint")
     aside = checkpoints / f".writing-{target.name}"
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     try:
+        aside.mkdir(parents=True)
         for name, content in tensors.items():
             save_file(_contiguous(content), aside / name)
         (aside / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
@@ -105,14 +106,24 @@ def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkp
         )
 
 
-def prune(checkpoints: Path, *, keep_last: int, keep_best: int) -> None:
-    """Remove checkpoints that are neither among the newest nor among the best. Renamed first: no half folder stays."""
+def prune(checkpoints: Path, *, keep_last: int, keep_best: int, warn: Callable[[str], None]) -> None:
+    """Remove checkpoints that are neither among the newest nor among the best. Renamed first: no half folder stays.
+
+    One whose loss cannot be read may have been the best: it is set aside, aloud.
+    """
     steps = steps_in(checkpoints)
     kept = set(steps[-keep_last:])
     if keep_best:
-        losses = {step: _val_loss(folder_of(checkpoints, step)) for step in steps}
+        losses: dict[int, float | None] = {}
+        for step in steps:
+            try:
+                losses[step] = _val_loss(folder_of(checkpoints, step))
+            except Refusal as refusal:
+                warn(f"{refusal.problems[0].where} {refusal.problems[0].why}; set aside as damaged-step_{step}")
+                _set_aside(folder_of(checkpoints, step))
         ranked = sorted((loss, step) for step, loss in losses.items() if loss is not None)
         kept |= {step for _, step in ranked[:keep_best]}
+        steps = list(losses)
     for step in steps:
         if step not in kept:
             doomed = checkpoints / f".removing-step_{step}"
@@ -147,9 +158,13 @@ def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
                 str(checkpoints), f"every checkpoint in it is damaged ({damage})", "start again under another run.name"
             )
         warn(f"checkpoint {path.name} is damaged ({damage}); using the one before it")
-        aside = path.with_name(f"damaged-{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        _set_aside(path)
+
+
+def _set_aside(path: Path) -> None:
+    aside = path.with_name(f"damaged-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
 
 
 def newest(checkpoints: Path) -> Checkpoint | None:
@@ -161,24 +176,42 @@ def newest(checkpoints: Path) -> Checkpoint | None:
 def damage_of(path: Path) -> str | None:
     """What is wrong with a checkpoint folder; None when every file is as it was written."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST} cannot be read: {error}"
-    for name, expected in manifest.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
-        if _sha256(file) != expected["sha256"]:
-            return f"{name} has another checksum than when it was written"
-    return None
+        manifest = read_object(path / MANIFEST)
+    except Refusal as refusal:
+        return f"{MANIFEST} {refusal.problems[0].why}"
+    if damage := _damage_of_manifest(manifest, path):
+        return f"{MANIFEST} {damage}"
+    try:
+        return next((damage for name, told in manifest.items() if (damage := _damage_of_file(path / name, told))), None)
+    except OSError as error:
+        return f"cannot be read: {error}"
+
+
+def _damage_of_manifest(manifest: dict[str, Any], path: Path) -> str:
+    there = [name for name in (CRITIC, CRITIC_OPTIMIZER) if (path / name).exists()]
+    for name in (MODEL, OPTIMIZER, STATE, *there):
+        if name not in manifest:
+            return f"does not tell of {name}"
+    for name, told in manifest.items():
+        if Path(name).name != name or not isinstance(told, dict) or not {"bytes", "sha256"} <= told.keys():
+            return f"does not tell size and checksum of {name!r}"
+    return ""
+
+
+def _damage_of_file(file: Path, told: dict[str, Any]) -> str:
+    if not file.is_file():
+        return f"{file.name} is missing"
+    if file.stat().st_size != told["bytes"]:
+        return f"{file.name} has {file.stat().st_size} bytes instead of {told['bytes']}"
+    if _sha256(file) != told["sha256"]:
+        return f"{file.name} has another checksum than when it was written"
+    return ""
 
 
 def read(path: Path) -> Checkpoint:
     """A checkpoint whose files were verified."""
+    values = read_object(path / STATE)
     try:
-        values = json.loads((path / STATE).read_text(encoding="utf-8"))
         if values.get("version") != VERSION:
             raise Refusal.at(str(path), f"was written in format {values.get('version')}, this version reads {VERSION}")
         critic = [load_file(path / name) for name in (CRITIC, CRITIC_OPTIMIZER) if (path / name).is_file()]
@@ -188,7 +221,11 @@ def read(path: Path) -> Checkpoint:
 
 
 def _val_loss(path: Path) -> float | None:
-    return json.loads((path / STATE).read_text(encoding="utf-8")).get("val_loss")
+    """None where nothing was validated, or the loss is not finite: such a one is never the best."""
+    loss = read_object(path / STATE).get("val_loss")
+    if loss is not None and (isinstance(loss, bool) or not isinstance(loss, int | float)):
+        raise Refusal.at(str(path / STATE), f"its val_loss is {loss!r}", "remove the checkpoint, or name a --step")
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -160,7 +160,7 @@ def plan_memory(recipe: Recipe, config: Any, devices: int, longest: int, rows: i
     A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
     """
     with torch.device("meta"):
-        model = with_lora(AutoModelForCausalLM.from_config(config), recipe.model.lora, seed=0)
+        model = with_lora(AutoModelForCausalLM.from_config(config, trust_remote_code=False), recipe.model.lora, seed=0)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = DTYPES[recipe.model.dtype].itemsize
@@ -196,7 +196,9 @@ def _with_frozen(plan: MemoryPlan, recipe: Recipe, devices: int) -> MemoryPlan:
         parameters = plan.parameters - (plan.trained if recipe.model.lora is not None else 0)
     elif recipe.method == "distill" and recipe.distill.top_k is None:
         with torch.device("meta"):
-            teacher = AutoModelForCausalLM.from_config(load_config(str(recipe.distill.teacher)))
+            teacher = AutoModelForCausalLM.from_config(
+                load_config(str(recipe.distill.teacher)), trust_remote_code=False
+            )
         parameters = sum(p.numel() for p in teacher.parameters())
     weights = parameters * size // devices
     return replace(plan, phases=tuple(replace(phase, weights=phase.weights + weights) for phase in plan.phases))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
-from rich.console import Console as RichConsole
 from rich.table import Table
 
 from lockstep.device.select import explain
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.progress import Console
+from lockstep.run.screen import Screen
 from lockstep.train.plan import MemoryPlan, refuse_misfit
 from lockstep.train.setup import prepare, prepare_online
 
@@ -34,7 +32,7 @@ def show_plan(recipe: Recipe, devices: int) -> None:
             ("checkpoint", f"{prepared.memory.checkpoint_bytes / 2**20:,.1f} MiB on disk"),
         ],
     )
-    RichConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 80).print(_memory_table(prepared.memory))
+    Screen.on_stdout().print(_memory_table(prepared.memory))
     available = device.memory().total
     refuse_misfit(prepared.memory, available, device.name)
     console.say(f"fits: {device.name} has {available / 2**30:.1f} GiB")

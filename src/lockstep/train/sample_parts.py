@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lockstep.errors import Problem, Refusal
-from lockstep.run.folder import RunFolder, atomic_write_text, sync_path
+from lockstep.errors import Problem, Refusal, unwritten
+from lockstep.run.folder import RunFolder, atomic_write_text, read_object, sync_path
 from lockstep.train.resume import flatten
 from lockstep.types import Failure, Rollout
 
@@ -86,7 +86,7 @@ class Parts:
         if self.out.exists():
             raise Refusal.at(str(self.out), "exists already", "choose another OUT, or remove it")
         if self._manifest.is_file():
-            self._refuse_changes(json.loads(self._manifest.read_text(encoding="utf-8")))
+            self._refuse_changes(read_object(self._manifest, f"remove the folder {self.folder}, or choose another OUT"))
         elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.glob("*.parquet"))):
             raise Refusal.at(
                 str(self.folder),
@@ -111,7 +111,14 @@ class Parts:
             yield
 
     def finished(self, chunks: int) -> set[int]:
-        return {number for number in range(chunks) if self._part(number).is_file()}
+        """The chunks that are there; one that is damaged is refused before the others are sampled."""
+        found = {number for number in range(chunks) if self._part(number).is_file()}
+        for number in sorted(found):
+            try:
+                pq.read_metadata(self._part(number))
+            except (OSError, pa.ArrowException) as error:
+                raise self._damaged(number, error) from error
+        return found
 
     def write(self, number: int, rows: Sequence[dict[str, Any]]) -> None:
         with _replacing(self._part(number)) as aside:
@@ -121,9 +128,17 @@ class Parts:
         """All chunks in order as OUT; then the folder is not needed any more."""
         with _replacing(self.out) as aside, pq.ParquetWriter(aside, SCHEMA) as writer:
             for number in range(chunks):
-                with pq.ParquetFile(self._part(number)) as part:
-                    writer.write_table(part.read())
+                try:
+                    with pq.ParquetFile(self._part(number)) as part:
+                        rows = part.read()
+                except (OSError, pa.ArrowException) as error:
+                    raise self._damaged(number, error) from error
+                writer.write_table(rows)
         shutil.rmtree(self.folder)
+
+    def _damaged(self, number: int, error: Exception) -> Refusal:
+        remedy = "remove it, and the same command samples its questions again"
+        return Refusal.at(str(self._part(number)), f"is damaged: {error}", remedy)
 
     @property
     def _manifest(self) -> Path:
@@ -152,7 +167,10 @@ class Parts:
 def _replacing(path: Path) -> Iterator[Path]:
     """A file to write aside; it takes the place of `path` when it is whole and on the disk."""
     aside = path.with_name(f".writing-{path.name}")
-    yield aside
-    sync_path(aside)
-    aside.replace(path)
-    sync_path(path.parent)
+    try:
+        yield aside
+        sync_path(aside)
+        aside.replace(path)
+        sync_path(path.parent)
+    except OSError as error:
+        raise unwritten(path, error, "the same command goes on from the finished chunks") from error

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-from rich.console import Console as RichConsole
 from rich.table import Table
-from rich.text import Text
 
 from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
@@ -19,7 +16,9 @@ from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import joined
 from lockstep.reward.rule_judge import RuleJudge
 from lockstep.reward.rules import rule_for
+from lockstep.run.folder import refuse_unwritable
 from lockstep.run.progress import Console
+from lockstep.run.screen import Screen, shown
 from lockstep.train.answering import Answerer, refuse_options
 from lockstep.train.answers import answers, encode_questions
 from lockstep.train.evaluate import answer_metrics
@@ -44,6 +43,8 @@ def score_model(
 ) -> dict[str, float]:
     """Answer or judge, score, show; returns the metrics."""
     refuse_options(dtype, n, temperature)
+    if out is not None:
+        refuse_unwritable(out, "--out")
     device, sentence = explain(device_name)
     with joined(device) as world:
         console = Console.open() if world.main else Console.silent()
@@ -107,9 +108,9 @@ def _write(out: Path, given: list[Rollout]) -> None:
 
 
 def _show(model: str, data: str, metrics: dict[str, float]) -> None:
-    table = Table(title=Text(f"{model} on {data}"), title_justify="left")
+    table = Table(title=shown(f"{model} on {data}"), title_justify="left")
     table.add_column("measure")
     table.add_column("value", justify="right")
     for name, value in metrics.items():
-        table.add_row(name, f"{value:,.0f}" if name in ("questions", "rows") else f"{value:.4f}")
-    RichConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 80).print(table)
+        table.add_row(shown(name), f"{value:,.0f}" if name in ("questions", "rows") else f"{value:.4f}")
+    Screen.on_stdout().print(table)

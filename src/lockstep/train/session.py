@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +25,7 @@ from lockstep.parallel.world import World
 from lockstep.recipe.load import dump_recipe, resolved
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.folder import RunFolder
-from lockstep.run.metrics import MetricsLog, Phases, read_metrics, rewind_lines
+from lockstep.run.metrics import MetricsLog, Phases, append_text, missing_steps, read_metrics, rewind_lines
 from lockstep.run.progress import Console
 from lockstep.run.sinks import open_sinks
 from lockstep.run.summary import before_and_after
@@ -120,7 +120,7 @@ class Session:
         self.recipe = prepared.recipe
         self.switches = switches
         self.torch_device = device.torch_device(world.local_rank)
-        self.phases = Phases(device.synchronise)
+        self.phases = Phases(device.synchronise, self._stage)
         self.metrics = MetricsLog(folder.metrics)
         self.sinks = (
             open_sinks(list(self.recipe.log.track), folder, self.recipe.log.project, console) if world.main else []
@@ -166,7 +166,7 @@ class Session:
 
     def _models(self) -> tuple[Learner, Learner | None, Policy | None]:
         recipe, where = self.recipe, (self.device, self.world, self.torch_device)
-        with self.console.task(f"Loading {recipe.model.path}", None):
+        with self.console.task(f"Loading {recipe.model.path}", None), self.world.stage("loading the model"):
             models = build_learner(recipe, *where), build_critic(recipe, *where), build_reference(recipe, *where)
         # Each rank draws its own dropout; nothing else in a step is random.
         self.device.seed(recipe.run.seed + self.world.rank)
@@ -201,8 +201,16 @@ class Session:
         if self.world.main:
             self.metrics.rewind(found.state.step)
             rewind_lines(self.folder.samples, found.state.step)
+            self._say_lost_steps(found.state.step)
         self.console.say(f"resuming {self.folder.path} after step {found.state.step}")
         return found.state.step
+
+    def _say_lost_steps(self, last: int) -> None:
+        file = self.folder.metrics
+        logged = [step for step, _ in read_metrics(file)] if file.exists() else []
+        if lost := missing_steps(logged, last):
+            state = "has a hole" if logged else "is empty" if file.exists() else "is missing"
+            self.console.warn(f"{file} {state}: the metrics of steps {lost} of {last} are lost; the weights are whole")
 
     def _scales(self) -> list[LossScale]:
         learners = [self.learner, *([self.critic] if self.critic else [])]
@@ -279,6 +287,9 @@ class Session:
                 yield
             self.fallbacks = dict(counts)
 
+    def _stage(self, phase: str) -> AbstractContextManager[None]:
+        return self.world.stage(f"step {self.step + 1}" if phase == "step" else phase)
+
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log, validate and save as the recipe asks; stop here if the user asked."""
         if isinstance(self.prepared, Prepared):
@@ -288,8 +299,10 @@ class Session:
             metrics |= self.prepared.train.counts.metrics()
         last = step == self.prepared.batches.steps
         stopping = bool(sum(self.world.gather(len(self.interrupt))))
-        save = self.keeps and (last or stopping or _due(step, self.recipe.checkpoint.every))
-        needs_loss = save and self.recipe.checkpoint.keep_best > 0
+        planned = last or _due(step, self.recipe.checkpoint.every)
+        save = self.keeps and (planned or stopping)
+        # A checkpoint that only a Ctrl-C asks for is not validated: the log stays that of an undisturbed run.
+        needs_loss = planned and self.recipe.checkpoint.keep_best > 0
         if self.keeps and (last or needs_loss or _due(step, self.recipe.val.every)):
             metrics |= self.validate(step)
         self.tape.finish(step, metrics)
@@ -334,6 +347,10 @@ class Session:
             self.console.validation(0, {name: value for name, value in metrics.items() if name.startswith("val/")})
 
     def validate(self, step: int) -> dict[str, float]:
+        with self.world.stage(f"validation after step {step}"):
+            return self._validated(step)
+
+    def _validated(self, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self.held_out is not None:
             metrics |= {f"val/{name}": value for name, value in self.held_out().items()}
@@ -347,15 +364,18 @@ class Session:
         """Responses into samples.jsonl, as evidence."""
         if not self.world.main or not given:
             return
-        with self.folder.samples.open("a", encoding="utf-8") as file:
-            for number, rollout in enumerate(given):
-                line = sample_line(step, kind, rollout, None if advantages is None else advantages[number])
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        told = advantages if advantages is not None else [None] * len(given)
+        lines = [sample_line(step, kind, rollout, own) for rollout, own in zip(given, told, strict=True)]
+        append_text(self.folder.samples, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
     # -- the way out
 
     def save(self, val_loss: float | None) -> None:
         """A checkpoint of the step just finished."""
+        with self.world.stage(f"checkpoint of step {self.step}"):
+            self._save(val_loss)
+
+    def _save(self, val_loss: float | None) -> None:
         learner = self.learner
         optimizer = learner.optimizer.tensors()
         tensors = {checkpoints.MODEL: trained_weights(self.module.stored), checkpoints.OPTIMIZER: optimizer}
@@ -380,7 +400,12 @@ class Session:
             )
             path = checkpoints.save(self.folder.checkpoints, state, tensors)
             settings = self.recipe.checkpoint
-            checkpoints.prune(self.folder.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best)
+            checkpoints.prune(
+                self.folder.checkpoints,
+                keep_last=settings.keep_last,
+                keep_best=settings.keep_best,
+                warn=self.console.warn,
+            )
             self.console.say(f"saved {path}")
         self.saved_at = self.step
         self.world.barrier()
@@ -400,7 +425,8 @@ class Session:
             return
         if self.saved_at == self.step and self.recipe.run.export:
             self._export()
-        changes = before_and_after(read_metrics(self.folder.metrics))
+        # A file that is missing was told of when the run was resumed.
+        changes = before_and_after(read_metrics(self.folder.metrics) if self.folder.metrics.exists() else [])
         counts = self.prepared.train.counts
         if counts.dropped or counts.truncated:
             changes.append(("left out", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
-from rich.console import Console as RichConsole
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.device.select import select
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
+from lockstep.run.output import visible
 from lockstep.run.progress import Console
+from lockstep.run.screen import Screen, shown
 from lockstep.train.setup import prepare, prepare_online
 from lockstep.types import Example, Item, Judged, Probe, Ranking, Steps
 
@@ -28,15 +27,15 @@ def show_rows(recipe: Recipe, rows: int) -> None:
 def _show_prompts(recipe: Recipe, rows: int) -> None:
     console = Console.open()
     prepared = prepare_online(recipe, select(recipe.device), 1, console, must_fit=False)
-    screen = RichConsole(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 80)
+    screen = Screen.on_stdout()
     for source in prepared.train.sources:
         for prompt in source[:rows]:
             question = prompt.question
             title = (
                 f"{question.origin}: {len(prompt.ids)} tokens, {question.data_source}, answer {question.ground_truth}"
             )
-            screen.print(Text(title, style="bold"), soft_wrap=True)
-            screen.print(Text(prepared.tokenizer.decode(list(prompt.ids)), style=CONTEXT), soft_wrap=True)
+            screen.print(shown(title, "bold"), soft_wrap=True)
+            screen.print(shown(prepared.tokenizer.decode(list(prompt.ids)), CONTEXT), soft_wrap=True)
     counts = prepared.train.counts
     console.banner(
         "data",
@@ -51,12 +50,12 @@ def _show_prompts(recipe: Recipe, rows: int) -> None:
 def _show_examples(recipe: Recipe, rows: int) -> None:
     console = Console.open()
     prepared = prepare(recipe, select(recipe.device), 1, console, must_fit=False)
-    screen = RichConsole(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 80)
+    screen = Screen.on_stdout()
     for source in prepared.train.sources:
         for item in source[:rows]:
             for number, example in enumerate(item.examples):
                 title = f"{item.origin}{role_of(item, number)}: {len(example)} tokens, {example.targets} trained"
-                screen.print(Text(title, style="bold"), soft_wrap=True)
+                screen.print(shown(title, "bold"), soft_wrap=True)
                 screen.print(render(example, prepared.tokenizer, marks=not screen.is_terminal), soft_wrap=True)
     counts = prepared.train.counts
     console.banner(
@@ -94,7 +93,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, *, marks: bool)
         trained = start in marked
         while end < len(example) and (end in marked) == trained:
             end += 1
-        piece = tokenizer.decode(list(example.ids[start:end]))
+        piece = visible(tokenizer.decode(list(example.ids[start:end])))
         text.append(f"[[{piece}]]" if trained and marks else piece, style=TRAINED if trained else CONTEXT)
         start = end
     return text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from lockstep.parity.compare.logs.names import read_names
 from lockstep.parity.compare.record import record
 from lockstep.parity.compare.report import write_report
 from lockstep.parity.compare.show import EXIT_CODES, as_strict_json, show
+from lockstep.run.output import write
 from lockstep.run.progress import Console
 
 
@@ -39,19 +39,18 @@ def compare_logs(order: Order, as_json: bool = False) -> int:
     a, b, *repeats = (read_log(source, names) for source in (order.a, order.b, *order.repeats))
     comparison = compare(a, b, repeats, order.metrics, order.bars)
     if as_json:
-        print(as_strict_json(comparison))
+        write(as_strict_json(comparison))
     else:
         show(comparison, Console.open())
-    told = sys.stderr if as_json else sys.stdout
     page = order.report or _page_of(b)
     if page is not None:
         try:
             write_report(comparison, page)
         except OSError as error:
             raise Refusal.at(f"--report {page}", f"cannot be written: {error.strerror}", "give another path") from error
-        print(f"wrote {page}", file=told)
+        write(f"wrote {page}", error=as_json)
     if order.support is not None:
-        print(record(comparison, order.support, order.support.with_suffix("")), file=told)
+        write(record(comparison, order.support, order.support.with_suffix("")), error=as_json)
     return EXIT_CODES[comparison.verdict]
 
 

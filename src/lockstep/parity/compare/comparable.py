@@ -13,6 +13,7 @@ from lockstep.parity.compare.comparison import Difference
 from lockstep.parity.compare.effects import READ_WHERE, UNKNOWN, UNREAD, Effect, effect_of
 from lockstep.parity.compare.log import Evidence, Log
 from lockstep.recipe.schema import Recipe
+from lockstep.run.metrics import missing_steps
 
 Found = tuple[list[Difference], list[str]]
 Part = Literal["recipe", "data", "tokenizer", "weights", "versions", "determinism", "device"]
@@ -38,6 +39,7 @@ def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
         ]
     found: list[Difference] = []
     unknown = [sentence for log, one in ((a, a.evidence), (b, b.evidence)) for sentence in _resumed(log, one)]
+    unknown += [sentence for log in (a, b) for sentence in _holes(log)]
     for look in (_recipe, _data, _model, _versions, _determinism, _device):
         differ, silent = look(a.evidence, b.evidence)
         found += differ
@@ -188,6 +190,13 @@ def _device(a: Evidence, b: Evidence) -> Found:
 def _resumed(log: Log, evidence: Evidence) -> Iterator[str]:
     if earlier := evidence.env.get("before_resume"):
         yield f"{log.source} was continued {len(earlier)} times: what is compared is the environment of its last part"
+
+
+def _holes(log: Log) -> Iterator[str]:
+    """A run logs a line a step."""
+    steps = {int(step) for series in log.metrics.values() for step in series.steps}
+    if lost := missing_steps(steps, max(steps, default=0)):
+        yield f"{log.source}: its metrics.jsonl has a hole, the metrics of steps {lost} are lost"
 
 
 class _Sides:

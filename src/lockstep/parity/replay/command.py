@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from lockstep.parity.replay.script import MODES
 from lockstep.parity.replay.show import show
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.folder import RunFolder
+from lockstep.run.output import write
 from lockstep.run.progress import Console
 from lockstep.run.text import OFFLINE_COLUMNS, ONLINE_COLUMNS
 from lockstep.tape.format import TapeFolder
@@ -39,7 +39,7 @@ def replay_run(request: Request) -> int:
         if not items:
             return 0  # a rank that only took part
         if request.json:
-            sys.stdout.write(json.dumps(checklist.as_json(items), indent=2) + "\n")
+            write(json.dumps(checklist.as_json(items), indent=2))
         else:
             checklist.show(items, console)
         return int(any(item.passed is False for item in items))
@@ -47,7 +47,7 @@ def replay_run(request: Request) -> int:
     if result is None:
         return 0  # a rank that only took part
     if request.json:
-        sys.stdout.write(json.dumps(as_json(result), indent=2) + "\n")
+        write(json.dumps(as_json(result), indent=2))
     else:
         show(result, console)
     return int(not result.in_step)

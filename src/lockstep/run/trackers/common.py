@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 
 from lockstep.errors import missing_extra
-from lockstep.run.folder import RunFolder, atomic_write_text
+from lockstep.run.folder import RunFolder, atomic_write_text, read_object
 from lockstep.run.metrics import read_metrics
 
 
@@ -43,5 +43,4 @@ def earlier_steps(folder: RunFolder, resumed_at: int) -> Iterator[tuple[int, dic
 def _known_ids(folder: RunFolder) -> dict[str, str]:
     if not folder.trackers.exists():
         return {}
-    ids: dict[str, str] = json.loads(folder.trackers.read_text(encoding="utf-8"))
-    return ids
+    return read_object(folder.trackers, "restore it, or remove it: trackers then begin a new run of theirs")

@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.errors import Refusal
 from lockstep.parity.compare.logs import deepspeed, openrlhf, table, tensorboard, trainer_state, verl, wandb
 from lockstep.parity.compare.logs.curves import Points
-from lockstep.parity.compare.logs.run_folder import is_run_folder
+from lockstep.parity.compare.logs.run_folder import is_run_folder, refuse_lost_metrics
 from lockstep.parity.compare.logs.run_folder import points as run_points
 from lockstep.parity.compare.logs.text import lines
 
@@ -57,6 +57,7 @@ def find(source: str) -> Found:
 def _in_folder(path: Path) -> Found | None:
     if is_run_folder(path):
         return Found(path, RUN, partial(run_points, path))
+    refuse_lost_metrics(path)
     candidates = _candidates(path)
     state = trainer_state.newest([found.path for found in candidates])
     if state is not None:

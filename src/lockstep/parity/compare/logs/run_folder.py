@@ -11,7 +11,7 @@ import yaml
 from lockstep.errors import Refusal
 from lockstep.parity.compare.log import Evidence
 from lockstep.parity.compare.logs.curves import Points
-from lockstep.run.folder import RunFolder
+from lockstep.run.folder import RunFolder, read_object
 from lockstep.run.metrics import read_metrics
 
 SAMPLES = 20
@@ -22,12 +22,18 @@ def is_run_folder(path: Path) -> bool:
     return folder.recipe.is_file() and folder.metrics.is_file()
 
 
+def refuse_lost_metrics(path: Path) -> None:
+    """Refuse a run folder without its metrics: something else in it would be read as a log."""
+    folder = RunFolder(path)
+    if folder.recipe.is_file() and folder.checkpoints.is_dir() and not folder.metrics.exists():
+        raise Refusal.at(str(folder.metrics), "is missing, and with it the curves of the run", "restore the file")
+
+
 def points(path: Path) -> Points:
     file = RunFolder(path).metrics
-    try:
-        steps = read_metrics(file)
-    except (TypeError, ValueError) as error:
-        raise Refusal.at(str(file), f"a value is not a number: {error}", "restore the file") from None
+    steps = read_metrics(file)
+    if not steps:
+        raise Refusal.at(str(file), "holds no step", "was the run cut off at once?")
     found = Points()
     for step, values in steps:
         found.add(step, values)
@@ -40,28 +46,31 @@ def evidence(path: Path) -> Evidence:
     files = {folder.recipe: None, **{path: last for last, path in folder.earlier_recipes().items()}}
     try:
         recipes = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in files}
-        env = json.loads(folder.env.read_text(encoding="utf-8")) if folder.env.is_file() else {}
     except (yaml.YAMLError, ValueError) as error:
         why = " ".join(str(error).split())
-        raise Refusal.at(str(path), f"its recipe or env.json is damaged: {why}", "restore the file") from None
-    for file, content in (*recipes.items(), (folder.env, env)):
+        raise Refusal.at(str(folder.recipe), f"is damaged: {why}", "restore the file") from None
+    for file, content in recipes.items():
         if not isinstance(content, dict):
             raise Refusal.at(str(file), "holds no keys", "restore the file")
+    env = read_object(folder.env) if folder.env.is_file() else {}
     earlier = {last: recipes[path] for path, last in files.items() if last is not None}
     return Evidence(recipes[folder.recipe], env, _samples(folder.samples), earlier)
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
-    """The first lines of training; one that is cut short ends them."""
+    """The first lines of training; a last one that a kill cut short is left out, any other damage is refused."""
     if not file.is_file():
         return []
     found: list[dict[str, Any]] = []
     with file.open(encoding="utf-8", errors="replace") as text:
-        for line in text:
+        for number, line in enumerate(text, start=1):
             try:
                 sample = json.loads(line)
             except ValueError:
-                break
+                sample = None
+            if not isinstance(sample, dict) and line.endswith("\n"):
+                why = f"not a line of this log: {line[:60]!r}"
+                raise Refusal.at(f"{file} line {number}", why, "restore the file, or remove the line")
             if isinstance(sample, dict) and sample.get("kind") == "train":
                 found.append(sample)
             if len(found) == SAMPLES:

@@ -1,0 +1,72 @@
+"""Hugging Face folders through transformers' Auto classes: no code of theirs is run, and what is wrong is said of a
+file.
+
+transformers asks on stdin whether code of a model folder may run, unless it is told; the answer here is always no.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers.utils import logging as transformers_logging
+
+from lockstep.errors import Refusal, first_line
+
+# Small files that transformers reads; what is wrong with the last two it passes over without a word.
+SETTINGS = ("config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+NO_CODE = "use a model that transformers knows by itself, or convert it to one"
+
+
+def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
+    """`kind.from_pretrained(path)`. `where` and `what` ('its weights') begin the refusal when that fails."""
+    refuse_damaged_settings(path, where)
+    transformers_logging.disable_progress_bar()
+    try:
+        return kind.from_pretrained(path, trust_remote_code=False, **settings)
+    except Refusal:
+        raise
+    except Exception as error:  # transformers lets whatever its parsers meet in a damaged file through
+        if "trust_remote_code" in str(error):
+            why = f"{what} cannot be loaded without code from the model's folder, and none of that is run here"
+            raise Refusal.at(where, why, NO_CODE) from error
+        damage = _damaged_file(Path(path))
+        why = damage or (first_line(error) if isinstance(error, OSError | ValueError | RuntimeError) else _named(error))
+        remedy = "copy or download it again" if damage else ""
+        raise Refusal.at(where, f"{what} cannot be loaded: {why}", remedy) from error
+
+
+def refuse_damaged_settings(path: str, where: str) -> None:
+    """Refuse a folder one of whose small JSON files is no JSON object."""
+    for name in SETTINGS:
+        file = Path(path) / name
+        if file.is_file() and (damage := _damage_of_json(file)):
+            raise Refusal.at(where, f"{file} {damage}", "copy or download it again")
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _damaged_file(folder: Path) -> str:
+    """The first file of a folder that is not what its name says, and why."""
+    for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        if damage := _damage_of_json(file):
+            return f"{file} {damage}"
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            return f"{file} is damaged: {first_line(error)}"
+    return ""
+
+
+def _damage_of_json(file: Path) -> str:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return f"is not JSON: {first_line(error)}"
+    return "" if isinstance(content, dict) else f"holds {type(content).__name__}, not a JSON object"

@@ -1,0 +1,191 @@
+"""Says which rank the others wait for. A collective waits without a word until its time-out; one rank that is stopped
+looks like a run that thinks.
+
+The thread that trains only notes where it is, in memory. Threads beside it tell the store that the ranks met at, four
+times in the time after which a wait is told, that this process lives and where it is; only a rank that has not moved
+for a quarter of it reads what the others told. So a collective costs nothing more, whatever the device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from lockstep.errors import Refusal
+
+VARIABLE = "LOCKSTEP_MISSED_AFTER"
+SECONDS = 60.0
+_sessions = count()
+
+
+class Moment(NamedTuple):
+    """Where a rank is: how many stages and collectives it has come and gone by, the last one's name, whether it stands
+    in a collective of `World`, and since when."""
+
+    passed: int
+    where: str
+    inside: bool
+    since: float
+
+
+@dataclass
+class Heard:
+    """What a rank told last, and when that reached us: the clocks of two machines are not compared."""
+
+    told: str
+    at: float
+
+
+class Watch:
+    """The watch of one rank. `after` is how long a wait may be before it is told."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, after: float):
+        self.rank, self.size, self.after = rank, size, after
+        self._store = store
+        self._stages = ["the start of the run"]
+        self._moment = Moment(0, self._stages[-1], inside=False, since=time.monotonic())
+        self._awake = time.monotonic()
+        self._heard: dict[int, Heard] = {}
+        self._answered = time.monotonic()
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._tell, self._look)]
+        for thread in self._threads:
+            thread.start()
+
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """The ranks meet inside; every rank comes by the same ones in the same order."""
+        self._move(f"{name}, in {self._stages[-1]}", inside=True)
+        try:
+            yield
+        finally:
+            self._move(self._stages[-1])
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What this rank does inside, in words."""
+        self._stages.append(name if len(self._stages) == 1 else f"{self._stages[-1]}, {name}")
+        self._move(self._stages[-1])
+        try:
+            yield
+        finally:
+            self._stages.pop()
+            self._move(self._stages[-1])
+
+    def _move(self, where: str, inside: bool = False) -> None:
+        self._moment = Moment(self._moment.passed + 1, where, inside, time.monotonic())
+
+    def close(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    # -- what this rank tells, and hears
+
+    def _tell(self) -> None:
+        for beat in count():
+            try:
+                moment = self._moment
+                self._store.set(str(self.rank), json.dumps([beat, moment.passed, moment.where]))
+                if time.monotonic() - moment.since >= self.after / 4:
+                    self._listen()
+                self._answered = time.monotonic()
+            except RuntimeError:
+                return  # the store is gone: `_look` says so if anybody still waits by then
+            if self._stop.wait(self.after / 4):
+                return
+
+    def _listen(self) -> None:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        # Asking for a name that is not there would wait for it.
+        known = others if self._store.check([str(r) for r in others]) else [r for r in others if self._has(r)]
+        for rank, value in zip(known, self._store.multi_get([str(r) for r in known]), strict=True):
+            told = value.decode()
+            if rank not in self._heard or self._heard[rank].told != told:
+                self._heard[rank] = Heard(told, time.monotonic())
+
+    def _has(self, rank: int) -> bool:
+        return bool(self._store.check([str(rank)]))
+
+    # -- what is said
+
+    def _look(self) -> None:
+        next_at, waited, before = self.after, 0.0, time.monotonic()
+        while not self._stop.wait(self.after / 4):
+            now, moment = time.monotonic(), self._moment
+            if now - before > self.after:
+                self._awake = now  # this process was stopped itself, and what it heard is old
+            before = now
+            idle = now - max(moment.since, self._awake)
+            if idle < waited:
+                _say(f"rank {self.rank}: the wait of {waited:.0f} s is over")
+                next_at, waited = self.after, 0.0
+            if idle >= next_at and (missed := self.missed(moment)):
+                state = "has waited" if moment.inside else "has been"
+                _say(f"rank {self.rank} {state} {idle:.0f} s at {moment.where}: {'; '.join(missed)}")
+                next_at, waited = 2 * idle, idle
+            elif waited:
+                waited = idle
+
+    def missed(self, moment: Moment) -> list[str]:
+        """A sentence for each rank that is waited for; none where a rank before this one says it."""
+        now = time.monotonic()
+        unanswered = now - max(self._answered, self._awake)
+        if unanswered > self.after:
+            return [f"the store where the ranks meet has not answered for {unanswered:.0f} s"]
+        found: dict[int, str] = {}
+        for rank in (rank for rank in range(self.size) if rank != self.rank):
+            heard = self._heard.get(rank)
+            if heard is None:
+                found[rank] = f"rank {rank} has not come, and has never been seen"
+                continue
+            _, passed, where = json.loads(heard.told)
+            silent = now - max(heard.at, self._awake)
+            if silent >= self.after / 2:
+                found[rank] = f"rank {rank} gives no sign of life for {silent:.0f} s; it was last seen at {where}"
+            elif passed < moment.passed:
+                # Collectives of sharded models are not marked, so outside of ours this need not be a wait for it.
+                found[rank] = f"rank {rank} {'has not come' if moment.inside else 'is behind'}; it is at {where}"
+        speaker = min(rank for rank in range(self.size) if rank not in found)
+        return list(found.values()) if speaker == self.rank else []
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def seconds_before_a_wait_is_told() -> float:
+    given = os.environ.get(VARIABLE, "")
+    try:
+        seconds = float(given) if given else SECONDS
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise Refusal.at(VARIABLE, f"{given!r} is not a number of seconds", "set it to 60, or leave it out")
+    return seconds
+
+
+@contextmanager
+def watching(rank: int, size: int) -> Iterator[Watch]:
+    """A watch that asks the store by a connection of its own: one that waits would hold up the others on it."""
+    after = seconds_before_a_wait_is_told()
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+    # A restart, and a second run in the same processes, find what the one before has told.
+    turn = f"lockstep/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_sessions)}"
+    watch = Watch(dist.PrefixStore(turn, store), rank, size, after)
+    try:
+        yield watch
+    finally:
+        watch.close()

@@ -1,0 +1,36 @@
+"""The rich console of this package: colours and tables of ours, and the text of others as it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from lockstep.run.output import visible
+
+WIDTH = 80
+
+
+class Screen(Console):
+    """Square brackets and colons in a text mean nothing here, and escape sequences in it are spelt out."""
+
+    def __init__(self, *, stderr: bool = False, **settings: Any):
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, **settings)
+
+    @classmethod
+    def on_stdout(cls) -> Screen:
+        """As wide as the terminal; 80 columns in a file or a pipe."""
+        return cls(width=None if sys.stdout.isatty() else WIDTH)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+def shown(text: str, style: str = "") -> Text:
+    """Rich's text drops some control characters without a word; here they are spelt out first."""
+    return Text(visible(text), style=style)
