@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python3.10; 
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: quickstart test browser test-ascend test-slow lint format docs bench clean
+.PHONY: quickstart test browser test-ascend test-slow lint format docs models bench clean
 
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
@@ -37,6 +37,9 @@ format: $(VENV)/.test
 
 docs: $(VENV)/.test
 	$(BIN)/python tools/recipe_reference.py > docs/recipe.md
+
+models: $(VENV)/.test
+	$(BIN)/python tools/models_table.py > docs/models.new && mv docs/models.new docs/models.md
 
 bench: $(VENV)/.bench
 	$(BIN)/python bench/sft.py

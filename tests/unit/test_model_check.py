@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, MixtralConfig, PhimoeConfig
+from transformers import Gemma3Config, LlamaConfig, MistralConfig, MixtralConfig, PhimoeConfig
 
 from lockstep.device.select import select
 from lockstep.errors import Refusal
@@ -17,8 +17,10 @@ from lockstep.kernels import attention, paged, varlen
 from lockstep.model import verified
 from lockstep.model.check import Unfit, check_architecture
 from lockstep.model.miniature import LIMIT, miniature_config
+from lockstep.model.placeholders import refuse_placeholders
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.rollout.trial import check_engine_architecture
+from lockstep.types import Origin
 
 CPU = torch.device("cpu")
 # Full sizes, as a folder has them: a window of thousands of tokens is checked all the same.
@@ -156,3 +158,12 @@ def test_router_noise_is_refused_and_dropout_is_not() -> None:
         refuse_router_noise(MixtralConfig(router_jitter_noise=0.1), "folder")
     with pytest.raises(Refusal, match="router noise"):
         refuse_router_noise(PhimoeConfig(input_jitter_noise=0.1), "folder")
+
+
+def test_rows_with_a_token_that_means_a_picture_are_refused_by_name() -> None:
+    config = Gemma3Config(image_token_index=7, text_config={"vocab_size": 20})
+    rows = [(Origin("rows.jsonl", 0), [1, 2]), (Origin("rows.jsonl", 3), [1, 7, 2])]
+    (problem,) = refuse_placeholders(config, rows)
+    assert problem.where == "rows.jsonl row 3"
+    assert "token 7" in problem.why
+    assert not refuse_placeholders(LlamaConfig(), rows)

@@ -21,6 +21,7 @@ from lockstep.kernels.rotary import fixed_length
 from lockstep.methods import METHODS
 from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
+from lockstep.model.placeholders import refuse_placeholders
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.load import resolved
@@ -138,6 +139,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
         if rows is not None:
             problems, said = METHODS[recipe.method].check(recipe, rows, key)
             collect.problems += [*problems, *oversized(rows, recipe.batch.tokens)]
+            collect.problems += refuse_placeholders(config, ((one.origin, one.ids) for one in rows.examples))
             if recipe.batch.tokens is not None:
                 collect.problems += shared_and_moving(rows, config)
             remarks += said
@@ -196,6 +198,9 @@ def prepare_online(
     tokenizer, config, questions = _common(recipe, device, collect)
     limit = collect(lambda: prompt_limit(recipe, config)) or 0
     train = collect(lambda: _read_prompts(recipe, tokenizer, limit, console)) if limit else None
+    if train is not None:
+        prompts = (prompt for source in train.sources for prompt in source)
+        collect.problems += refuse_placeholders(config, ((prompt.question.origin, prompt.ids) for prompt in prompts))
     collect.refuse()
     assert train is not None
     batches = plan_online(recipe, train, devices)

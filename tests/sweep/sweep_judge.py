@@ -1,0 +1,136 @@
+"""What happens to a model folder: is it refused, or are its log-probs, gradients and greedy tokens transformers' own?
+
+Nothing of the check at load is used to judge it: other weights, other lengths, and the micro-batches of training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sweep_cases import Case
+from transformers import AutoModelForCausalLM
+
+from lockstep.data.batching import micro_batch
+from lockstep.device.select import select
+from lockstep.errors import Refusal
+from lockstep.model.load import load_policy
+from lockstep.model.miniature import VOCABULARY, miniature_config, randomise
+from lockstep.model.placeholders import placeholder_ids
+from lockstep.model.policy import Policy
+from lockstep.recipe.online import Rollout
+from lockstep.recipe.schema import Model
+from lockstep.rollout.native.engine import NativeEngine
+from lockstep.train.generation import check_engine
+from lockstep.types import Example, Origin, Request, Sampling
+
+CPU = torch.device("cpu")
+LENGTHS = (37, 2, 9, 23)
+NEW_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`supported`; `training` where only the built-in engine refuses it; `refused`; `not built` where no small model
+    of the class can be made; `WRONG` is what must not be."""
+
+    status: str
+    why: str = ""
+
+
+def judge(case: Case, folder: Path) -> Outcome:
+    torch.set_num_threads(1)
+    try:
+        small = miniature_config(case.config())
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(small, attn_implementation="eager")
+    except Exception as error:  # noqa: BLE001  any class may fail to be built in its own way
+        return Outcome("not built", _short(error))
+    randomise(model, seed=11)
+    try:
+        model.save_pretrained(folder)
+        policy = load_policy(Model(path=str(folder)), CPU, "sdpa", 0)
+    except Refusal as refusal:
+        return Outcome("refused", _reason(refusal))
+    except Exception as error:  # noqa: BLE001  what cannot be written cannot be loaded
+        return Outcome("not built", _short(error))
+    wrong = _training(policy)
+    if wrong:
+        return Outcome("WRONG", wrong)
+    engine = NativeEngine(policy, select("cpu"), Rollout(block_tokens=8), lambda ids: "")
+    try:
+        check_engine(engine, policy, CPU, str(folder))
+    except Refusal as refusal:
+        return Outcome("training", _reason(refusal))
+    wrong = _generation(policy, engine)
+    return Outcome("WRONG", wrong) if wrong else Outcome("supported")
+
+
+def _sequences(config: Any) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    words = torch.tensor([token for token in range(VOCABULARY) if token not in placeholder_ids(config)])
+    return [words[torch.randint(0, len(words), (length,), generator=generator)].tolist() for length in LENGTHS]
+
+
+def _own_logprobs(model: Any, ids: list[int]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+
+
+def _training(policy: Policy) -> str:
+    """Log-probs and gradients, packed and padded, against transformers' eager attention on each sequence alone."""
+    model = policy.causal_lm
+    sequences = _sequences(model.config)
+    policy.eval()
+    model.set_attn_implementation("eager")
+    own = torch.cat([_own_logprobs(model, ids) for ids in sequences])
+    (own**2).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.set_attn_implementation("lockstep")
+    largest = max(float(gradient.norm()) for gradient in gradients.values())
+    examples = [Example(ids, [1] * len(ids), Origin("sweep", row)) for row, ids in enumerate(sequences)]
+    for packed in (True, False):
+        policy.zero_grad(set_to_none=True)
+        ours = policy(micro_batch(examples, packed=packed, pad_id=0)).logprobs_K
+        (ours**2).sum().backward()
+        apart = float((ours - own).abs().max())
+        if not apart < 1e-3:
+            return f"log-probs are off by {apart:.3g} ({'packed' if packed else 'padded'})"
+        for name, gradient in gradients.items():
+            mine = dict(model.named_parameters())[name].grad
+            if mine is None:
+                return f"{name} has no gradient"
+            error = float((mine - gradient).norm()) / max(float(gradient.norm()), 1e-4 * largest)
+            if not error < 1e-2:
+                return f"the gradient of {name} is off by {error:.3g} of its norm"
+    return ""
+
+
+def _generation(policy: Policy, engine: NativeEngine) -> str:
+    """Greedy tokens of the engine against transformers' forward over the whole sequence, token by token."""
+    prompts = [ids[:limit] for ids, limit in zip(_sequences(policy.causal_lm.config)[2:], (1, 3), strict=True)]
+    requests = [Request(ids, key) for key, ids in enumerate(prompts)]
+    made = sorted(engine.generate(requests, Sampling(max_tokens=NEW_TOKENS, temperature=0)), key=lambda c: c.request)
+    model = policy.causal_lm
+    model.set_attn_implementation("eager")
+    try:
+        for ids, completion in zip(prompts, made, strict=True):
+            grown = list(ids)
+            for _ in range(NEW_TOKENS):
+                with torch.no_grad():
+                    grown.append(int(model(input_ids=torch.tensor([grown]), use_cache=False).logits[0, -1].argmax()))
+            if completion.ids != grown[len(ids) :]:
+                return f"greedy tokens {completion.ids} against {grown[len(ids) :]}"
+    finally:
+        model.set_attn_implementation("lockstep")
+    return ""
+
+
+def _reason(refusal: Refusal) -> str:
+    return refusal.problems[0].why
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:160] or type(error).__name__

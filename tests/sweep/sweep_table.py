@@ -1,0 +1,95 @@
+"""docs/models.md: what the sweep found, by outcome and reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import transformers
+from sweep_cases import Case
+from sweep_judge import Outcome
+
+INTRO = """\
+<!-- Printed by tools/models_table.py from tests/sweep. Run `make models`. -->
+
+# Models
+
+Before training, the architecture of a model folder is tried as a small random copy (every switch of its `config.json`
+kept, sizes and limits scaled down), in fp32 and in the dtype that is trained: log-probs and the gradient of every
+parameter, packed and padded, on sequences longer than each window, chunk and original length, and the engine's greedy
+tokens, against transformers' own. What differs is refused with the reason. The result is remembered
+(`~/.cache/lockstep`, or `LOCKSTEP_CACHE`) for this configuration, these packages and this code.
+
+The sweep builds every causal language model class of transformers {version} small, also with windows, layers and rotary
+scalings that its defaults leave off (`llama+yarn`), and holds what is accepted against transformers once more, with
+other weights and lengths: {cases} cases, {supported} supported, {training} for training only, {refused} refused,
+{unbuilt} of classes that cannot be built small. None may be accepted and wrong.
+
+Of mixtures of experts: a load-balancing loss (`output_router_logits`) and router noise in training are refused, since
+neither can be made independent of how rows are packed.
+"""
+SECTIONS = {
+    "training": (
+        "For training only",
+        "Every method that reads rows trains these. To generate with them set `rollout.engine: hf`.",
+    ),
+    "refused": ("Refused", ""),
+    "not built": (
+        "Not tried",
+        "No small model of these could be built here, so folders of theirs are refused too, unless their own "
+        "configuration can be scaled down.",
+    ),
+}
+
+
+def page(outcomes: Mapping[Case, Outcome]) -> str:
+    counts = {status: sum(one.status == status for one in outcomes.values()) for status in ("supported", *SECTIONS)}
+    lines = [
+        INTRO.format(
+            version=transformers.__version__,
+            cases=len(outcomes),
+            supported=counts["supported"],
+            training=counts["training"],
+            refused=counts["refused"],
+            unbuilt=counts["not built"],
+        ),
+        "## Supported",
+        "",
+        _names(case for case, one in outcomes.items() if one.status == "supported"),
+    ]
+    for status, (title, about) in SECTIONS.items():
+        lines += ["", f"## {title}", ""]
+        if about:
+            lines += [about, ""]
+        lines += ["| why | models |", "|---|---|"]
+        reasons: dict[str, list[Case]] = {}
+        for case, one in outcomes.items():
+            if one.status == status:
+                reasons.setdefault(reason(one.why), []).append(case)
+        lines += [f"| {why} | {_names(cases)} |" for why, cases in sorted(reasons.items())]
+    return "\n".join(lines) + "\n"
+
+
+def reason(why: str) -> str:
+    """A reason without what differs between models and machines: their names, sizes and rounding."""
+    why = re.sub(r"^\w+: ", "", why)
+    why = re.sub(r"by up to [\d.e+-]+", "by far", why)
+    why = re.sub(r"\([^()]*heads of[^()]*\)", "(sizes differ)", why)
+    why = re.sub(r"^\w+(Attention\w*) is not", r"its attention is not", why)
+    return why.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _names(cases: object) -> str:
+    return ", ".join(f"`{case}`" for case in sorted(str(case) for case in cases))  # type: ignore[attr-defined]
+
+
+def statuses(text: str) -> dict[str, str]:
+    """The outcome of every case that the page names."""
+    titles = {"Supported": "supported", **{title: status for status, (title, _) in SECTIONS.items()}}
+    found = {}
+    for section in text.split("\n## ")[1:]:
+        title, body = section.split("\n", 1)
+        for line in body.splitlines():
+            names = line.split("|")[2] if line.startswith("|") else line
+            found |= {name: titles[title] for name in re.findall(r"`([\w+.-]+)`", names) if ":" not in names}
+    return found
