@@ -10,11 +10,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Several workers share the cores; threads that wait for each other on a taken core cost more than they give.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+# How many seconds a process that hangs is given. Only that: a busy machine of half the speed must never reach it.
+HANG = 1800
+
+# A slow example is no wrong one.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +76,7 @@ optim: {{lr: 1e-3, warmup: 2}}
     return path
 
 
-def lockstep(*words: object, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+def lockstep(*words: object, timeout: float = HANG, **environment: str) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "lockstep", *map(str, words)],
