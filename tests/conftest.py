@@ -7,10 +7,13 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from hang import HANG
 
 # Several workers share the cores; threads that wait for each other on a taken core cost more than they give.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,12 +21,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-# How many seconds a process that hangs is given. Only that: a busy machine of half the speed must never reach it.
-HANG = 1800
-
-# A slow example is no wrong one.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A slow example is no wrong one; and examples that share a temporary folder write over what is there.
+UNASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("unhurried", deadline=None, suppress_health_check=UNASKED)
 settings.load_profile("unhurried")
+
+
+@pytest.fixture(autouse=True)
+def same_arithmetic() -> Iterator[None]:
+    """Where a bf16 product fails torch gives oneDNN up for the rest of the process, and later tests round otherwise."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].backends.mkldnn.enabled = True
 
 
 @pytest.fixture(scope="session")
