@@ -254,7 +254,7 @@ def test_no_loop_over_sequences_or_tokens(name):
 samples = st.lists(
     st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(-8, 8).map(lambda x: x / 4)), min_size=1, max_size=12
 )
-quick = settings(deadline=None, max_examples=25)
+quick = settings(max_examples=25)
 
 
 def split(drawn):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import Refusal
@@ -561,7 +561,7 @@ def read_or_refuse(path: Path) -> Log | None:
         return None
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(which=st.integers(0, 10), share=st.floats(0, 1))
 def test_a_log_cut_anywhere_is_read_or_refused(originals: list[Path], tmp_path: Path, which: int, share: float) -> None:
     """And what is read is a part of the whole: a cut never makes up a number."""
@@ -581,7 +581,7 @@ def test_a_log_cut_anywhere_is_read_or_refused(originals: list[Path], tmp_path: 
             assert value == known[step] or (math.isnan(value) and math.isnan(known[step]))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(which=st.integers(0, 10), place=st.floats(0, 1), junk=st.binary(min_size=1, max_size=6))
 def test_a_damaged_log_is_read_or_refused(
     originals: list[Path], tmp_path: Path, which: int, place: float, junk: bytes
@@ -595,7 +595,7 @@ def test_a_damaged_log_is_read_or_refused(
     read_or_refuse(damaged)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(share=st.floats(0, 1), file=st.sampled_from(["metrics.jsonl", "env.json", "recipe.yaml", "samples.jsonl"]))
 def test_a_cut_run_folder_is_read_or_refused(tmp_path: Path, share: float, file: str) -> None:
     folder = tmp_path / "run"
