@@ -23,8 +23,15 @@ from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup")
 PERIOD = 100_000  # microseconds
-# It ends with the one who started it, whatever ended that.
-LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(1_000_000): pass"
+# It ends with the one who started it, whatever ended that, and not before.
+LOOP = """
+import os, signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
 SUITE = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup", "-m", "not slow"]
 
 
@@ -64,14 +71,17 @@ def control_group(share: float) -> Iterator[Path | None]:
             print(f"quota: {' '.join((folder / 'cpu.stat').read_text().split())}", file=sys.stderr)
     finally:
         if folder is not None:
-            for left in (folder / "cgroup.procs").read_text().split():
+            _remove(folder)
+
+
+def _remove(group: Path) -> None:
+    """End what the command left running in its group. A killed process leaves the group a moment later."""
+    while group.exists():
+        for left in (group / "cgroup.procs").read_text().split():
+            with suppress(ProcessLookupError):
                 os.kill(int(left), signal.SIGKILL)
-            while True:
-                try:
-                    folder.rmdir()
-                    break
-                except OSError:  # a killed process leaves its group a moment later
-                    continue
+        with suppress(OSError):
+            group.rmdir()
 
 
 def by_systemd(share: float) -> list[str] | None:
