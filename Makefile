@@ -11,9 +11,12 @@ WORKERS ?= 2
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
 
+# Both parts run, also where the first one fails.
 test: $(VENV)/.test lint browser
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
-	@$(MAKE) --no-print-directory test-ascend
+	@failed=; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" || failed="$$failed pytest"; \
+	$(MAKE) --no-print-directory test-ascend || failed="$$failed test-ascend"; \
+	test -z "$$failed" || { echo "make test: FAILED:$$failed"; exit 1; }
 
 # The page of `lockstep compare` is tested in a real one.
 browser:

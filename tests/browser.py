@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hang import HANG
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 QUIET = (
     "--headless",
@@ -38,7 +40,7 @@ def find_chromium() -> str | None:
 class Browser:
     """One page. `console` holds what it complained about, `requests` what it asked for."""
 
-    def __init__(self, program: str, timeout: float = 60):
+    def __init__(self, program: str, timeout: float = HANG):
         self.timeout = timeout
         self.console: list[str] = []
         self.requests: list[str] = []
@@ -81,7 +83,7 @@ class Browser:
         self._session = None
         try:
             self.call("Browser.close")
-            self._process.wait(10)
+            self._process.wait(HANG)
         except (OSError, RuntimeError, TimeoutError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()

@@ -8,9 +8,13 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+from hang import HANG
 
 # Several workers share the cores; threads that wait for each other on a taken core cost more than they give.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +22,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What architectures passed their check is remembered for these tests alone, and by all workers together.
 os.environ.setdefault("LOCKSTEP_CACHE", tempfile.mkdtemp(prefix="lockstep-cache-"))
+
+
+# A slow example is no wrong one; and examples that share a temporary folder write over what is there.
+UNASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("unhurried", deadline=None, suppress_health_check=UNASKED)
+settings.load_profile("unhurried")
+
+
+@pytest.fixture(autouse=True)
+def same_arithmetic() -> Iterator[None]:
+    """Where a bf16 product fails torch gives oneDNN up for the rest of the process, and later tests round otherwise."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].backends.mkldnn.enabled = True
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +88,7 @@ optim: {{lr: 1e-3, warmup: 2}}
     return path
 
 
-def lockstep(*words: object, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+def lockstep(*words: object, timeout: float = HANG, **environment: str) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "lockstep", *map(str, words)],

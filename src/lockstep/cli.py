@@ -447,8 +447,8 @@ def _report(refusal: Exception) -> None:
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         # All ranks meet the same bad input; rank 0 tells it and torchrun ends the rest. A rank that is still
-        # here after a while met something of its own, and says so.
-        time.sleep(5)
+        # here after a while, in which a rank 0 on a busy machine came this far too, met something of its own.
+        time.sleep(60)
         write(f"rank {rank}:", error=True)
     assert isinstance(refusal, Refusal)
     print_problems(refusal)

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hang import HANG
 
-def python(*words: object, timeout: float = 240, **environment: str | None) -> subprocess.CompletedProcess[str]:
+
+def python(*words: object, timeout: float = HANG, **environment: str | None) -> subprocess.CompletedProcess[str]:
     """Runs `python WORDS`. A variable set to None is taken out of the environment."""
     merged: dict[str, str | None] = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(

@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
 import lockstep
+from hang import HANG
 from lockstep.kernels import npu_attention, npu_modules
 from lockstep.kernels.layout import make_layout
 
@@ -267,7 +268,7 @@ def test_shapes_are_what_the_code_expects(operator: str) -> None:
 def test_without_a_device_there_is_no_evidence(tmp_path: Path) -> None:
     """The emulator is none: what it gives must not be taken for a device's numbers."""
     script = ROOT / "tools" / "ascend_evidence.sh"
-    done = subprocess.run(["sh", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["sh", script], cwd=tmp_path, capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == 1
     assert "no Ascend device" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -57,7 +57,7 @@ def test_a_spawned_process_has_the_kernels_too(tmp_path: Path) -> None:
         "    queue = context.Queue()\n"
         "    child = context.Process(target=work, args=(queue,))\n"
         "    child.start()\n"
-        "    print(queue.get(timeout=120))\n"
+        "    print(queue.get(timeout=1800))\n"
         "    child.join()\n"
     )
     assert python(script).stdout.strip() == "[2.0, 2.0]"

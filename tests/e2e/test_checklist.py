@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fault_scene import wrap
+from hang import HANG
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.parity.checklist.checklist import Checklist, Item, as_json, run_checklist, show
@@ -309,7 +310,7 @@ def test_a_step_that_does_not_repeat_is_information(sft: Path) -> None:
 def test_two_processes_pass_what_one_recorded(grpo: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     before = set((grpo / "replays").glob("checklist-*"))
-    subprocess.run([*command, "-m", "lockstep", "replay", str(grpo), "--checklist"], timeout=300, check=True)
+    subprocess.run([*command, "-m", "lockstep", "replay", str(grpo), "--checklist"], timeout=HANG, check=True)
     (folder,) = set((grpo / "replays").glob("checklist-*")) - before
     items = json.loads((folder / "checklist.json").read_text())["items"]
     assert {item["passed"] for item in items} == {True}

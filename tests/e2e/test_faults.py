@@ -17,6 +17,7 @@ import faults
 from fault_modules import attention, other_arithmetic
 from fault_scene import replay_with
 from faults import ALONE, OTHER_BATCHES, RANKS, Fault, Named, name_it, summary
+from hang import HANG
 from taped_runs import record, write_lively
 
 # The tapes are recorded once, so one worker runs all of them.
@@ -113,7 +114,7 @@ def in_ranks(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
         [*command, faults.__file__, *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         env=dict(os.environ),
         check=False,
     )

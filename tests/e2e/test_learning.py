@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from conftest import lockstep
+from hang import HANG
 from lockstep.run.metrics import read_metrics
 
 
@@ -21,7 +22,7 @@ def test_from_random_weights_to_held_out_one_digit_sums(tmp_path: Path) -> None:
         f"data.train={tmp_path / 'data' / 'sft_train.parquet'}",
         f"data.val={tmp_path / 'data' / 'sft_val.parquet'}",
         f"val.questions={tmp_path / 'data' / 'val.parquet'}",
-        timeout=1200,
+        timeout=4 * HANG,
     )
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "sft-arithmetic"

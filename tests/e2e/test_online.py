@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_resume import facts, kill_when
+from test_resume import facts
 from test_torchrun import close, torchrun
 
 from conftest import lockstep, question_rows, write_jsonl
+from kills import Moment, interrupted, killed, lines
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
@@ -261,27 +257,20 @@ def test_killed_and_resumed_is_bit_identical_critic_and_rollouts_included(online
     runs = tmp_path / "runs"
     whole = lockstep("train", online_file, "run.name=whole", *words)
     assert whole.returncode == 0, whole.stderr
-    killed = runs / "killed"
-
-    def lines() -> int:
-        return (killed / "metrics.jsonl").read_bytes().count(b"\n") if (killed / "metrics.jsonl").exists() else 0
-
-    def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "lockstep", "train", str(online_file), "run.name=killed", *words]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
-
-    moments = [
-        lambda: lines() >= 2,
-        lambda: any((killed / "checkpoints").glob(".writing-*")) and lines() >= 3,
-        lambda: lines() >= 7,
-    ]
-    assert sum(kill_when(start(), moment) for moment in moments) >= 2
+    folder = runs / "killed"
+    metrics = folder / "metrics.jsonl"
+    for moments in (
+        [lines(metrics, 2)],
+        [Moment(f"{folder}/checkpoints/.writing-*"), lines(metrics, 3)],
+        [lines(metrics, 7)],
+    ):
+        killed(["train", online_file, "run.name=killed", *words], *moments)
     done = lockstep("train", online_file, "run.name=killed", *words)
     assert done.returncode == 0, done.stderr
-    assert facts(killed) == facts(runs / "whole")
-    assert (killed / "samples.jsonl").read_text() == (runs / "whole" / "samples.jsonl").read_text()
+    assert facts(folder) == facts(runs / "whole")
+    assert (folder / "samples.jsonl").read_text() == (runs / "whole" / "samples.jsonl").read_text()
     for file in ("model", "critic", "optimizer", "critic_optimizer"):
-        one, two = (weights_of(run, 8, f"{file}.safetensors") for run in (killed, runs / "whole"))
+        one, two = (weights_of(run, 8, f"{file}.safetensors") for run in (folder, runs / "whole"))
         assert one.keys() == two.keys()
         assert all(torch.equal(one[name], two[name]) for name in one), file
 
@@ -326,17 +315,9 @@ def test_an_update_with_fewer_responses_than_processes(online_file: Path, tmp_pa
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(online_file: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lockstep", "train", str(online_file), "run.steps=500"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ)
-    )
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
-    end = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2) and time.monotonic() < end:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
+    status, said = interrupted(["train", online_file, "run.steps=100000"], lines(metrics, 2))
+    assert status == 130, said
     assert "the same command goes on from there" in said
     assert "Traceback" not in said
     step = metrics_of(tmp_path / "runs" / "run")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import lockstep
+from hang import HANG
 from lockstep.run.metrics import read_metrics
 
 # Each method at the same number of responses a step; critic and update counts as a user would set them.
@@ -35,7 +36,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'data' / 'sft_train.parquet'}",
         f"val.questions={folder / 'data' / 'val.parquet'}",
-        timeout=1200,
+        timeout=4 * HANG,
     )
     assert done.returncode == 0, done.stderr
     return folder
@@ -56,7 +57,7 @@ def test_a_method_lifts_held_out_accuracy(warm: Path, method: str) -> None:
         f"val.questions={warm / 'data' / 'val.parquet'}",
         "run.export=false",
         *METHODS[method],
-        timeout=1800,
+        timeout=4 * HANG,
     )
     assert done.returncode == 0, done.stderr
     history = [metrics for _, metrics in read_metrics(warm / "runs" / method / "metrics.jsonl")]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conftest import lockstep, write_jsonl
+from hang import HANG
 from lockstep.run.metrics import read_metrics
 
 
@@ -45,7 +46,7 @@ def warm(made: Path) -> Path:
 
 
 def trained(made: Path, recipe: str, name: str, *overrides: str) -> Path:
-    done = lockstep("train", recipe, f"run.name={name}", f"run.folder={made / 'runs'}", *overrides, timeout=1800)
+    done = lockstep("train", recipe, f"run.name={name}", f"run.folder={made / 'runs'}", *overrides, timeout=4 * HANG)
     assert done.returncode == 0, done.stderr
     return made / "runs" / name
 

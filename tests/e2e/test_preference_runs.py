@@ -5,17 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from hang import HANG
+from kills import Moment, die_at, lines
 from lockstep.cli import app
 from lockstep.model.load import load_policy
 from lockstep.model.tiny import write_tiny
@@ -69,11 +70,13 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / f"step_{step}" / "model.safetensors")
 
 
-def forked(recipe_file: Path, words: list[str], environment: dict[str, str]) -> Any:
-    """The run in a process of its own that need not import everything again."""
+def forked(recipe_file: Path, words: list[str], environment: dict[str, str], *until: Moment) -> Any:
+    """The run in a process of its own that need not import everything again; killed when the moments have come."""
 
     def child() -> None:
         os.environ.update(environment)
+        if until:
+            die_at(*until)
         train(recipe_file, *words)
 
     process = multiprocessing.get_context("fork").Process(target=child)
@@ -83,16 +86,10 @@ def forked(recipe_file: Path, words: list[str], environment: dict[str, str]) -> 
 
 def killed_in_the_middle(recipe_file: Path, folder: Path, words: list[str]) -> None:
     """SIGKILL once there is a checkpoint and a step after it."""
-    process = forked(recipe_file, [f"run.name={folder.name}", *words], {})
-    metrics, end = folder / "metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 4):
-        assert process.is_alive(), "it ended by itself"
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    process.kill()
+    process = forked(recipe_file, [f"run.name={folder.name}", *words], {}, lines(folder / "metrics.jsonl", 4))
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert checkpoints.steps_in(folder / "checkpoints")[-1] < 12
+    assert checkpoints.steps_in(folder / "checkpoints") == [3]
 
 
 RESUMED = {
@@ -120,17 +117,19 @@ def test_a_killed_run_ends_bit_identical(tiny_folder: Path, tmp_path: Path, teac
 
 
 def together(processes: int, recipe_file: Path, words: list[str]) -> None:
-    """Processes that find each other as torchrun's do."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = [
-        {**address, "WORLD_SIZE": str(processes), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        for rank in range(processes)
-    ]
+    """Processes that find each other as torchrun's do: by a store of the one that starts them, on a port of its own."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": str(processes),
+    }
+    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     started = [forked(recipe_file, words, rank) for rank in ranks]
     for process in started:
-        process.join(timeout=120)
+        process.join(timeout=HANG)
     codes = [process.exitcode for process in started]
     for process in started:
         process.kill()

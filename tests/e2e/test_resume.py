@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from conftest import chat_rows, lockstep, write_jsonl
+from kills import Moment, interrupted, killed, lines
 from lockstep.errors import Refusal
 from lockstep.parity.compare.comparable import differences
 from lockstep.parity.compare.log import Log
@@ -51,50 +47,25 @@ def same_weights(a: Path, b: Path, step: int = 12) -> bool:
     return one.keys() == two.keys() and all(bool((one[name] == two[name]).all()) for name in one)
 
 
-def start(recipe_file: Path, name: str, *extra: str) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-m", "lockstep", "train", recipe_file, f"run.name={name}", *SETTINGS, *extra]
-    return subprocess.Popen(
-        [str(word) for word in words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ)
-    )
-
-
-def kill_when(process: subprocess.Popen[bytes], moment, timeout: float = 120) -> bool:
-    """SIGKILL as soon as `moment()` is true; False when the process was quicker."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if moment():
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            return process.returncode == -signal.SIGKILL
-        if process.poll() is not None:
-            return False
-        time.sleep(0.001)
-    process.kill()
-    raise AssertionError("the moment never came")
-
-
 def test_killed_at_many_moments_ends_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     assert lockstep("train", recipe_file, "run.name=whole", *SETTINGS).returncode == 0
-    killed, checkpoints = runs / "killed", runs / "killed" / "checkpoints"
-
-    def lines() -> int:
-        return (killed / "metrics.jsonl").read_bytes().count(b"\n") if (killed / "metrics.jsonl").exists() else 0
-
+    folder, checkpoints = runs / "killed", runs / "killed" / "checkpoints"
     moments = [
-        lambda: killed.exists(),  # before anything is trained
-        lambda: lines() >= 2,  # before the first checkpoint
-        lambda: any(checkpoints.glob(".writing-step_3*")),  # while the first checkpoint is written
-        lambda: (checkpoints / "step_6").exists(),  # right after a checkpoint
-        lambda: any(checkpoints.glob(".writing-*/optimizer.safetensors")),  # half way through a later one
-        lambda: any(checkpoints.glob(".removing-*")) or lines() >= 11,  # while an old one is removed, or late
+        Moment(f"{folder}"),  # before anything is trained
+        lines(folder / "metrics.jsonl", 2),  # before the first checkpoint
+        Moment(f"{checkpoints}/.writing-step_3"),  # while the first checkpoint is written
+        Moment(f"{checkpoints}/step_6"),  # right after a checkpoint
+        Moment(f"{checkpoints}/.writing-*/optimizer.safetensors"),  # half way through a later one
+        Moment(f"{checkpoints}/.removing-*"),  # while an old one is removed
+        lines(folder / "metrics.jsonl", 11),  # late
     ]
-    kills = sum(kill_when(start(recipe_file, "killed"), moment) for moment in moments)
-    assert kills >= 4, "the run was never really killed"
+    for moment in moments:
+        killed(["train", recipe_file, "run.name=killed", *SETTINGS], moment)
     done = lockstep("train", recipe_file, "run.name=killed", *SETTINGS)
     assert done.returncode == 0, done.stderr
-    assert facts(killed) == facts(runs / "whole")
-    assert same_weights(killed, runs / "whole")
+    assert facts(folder) == facts(runs / "whole")
+    assert same_weights(folder, runs / "whole")
     left = sorted(p.name for p in checkpoints.iterdir())
     assert left == sorted(p.name for p in (runs / "whole" / "checkpoints").iterdir())
 
@@ -210,20 +181,15 @@ def test_resume_never_and_required(recipe_file: Path) -> None:
 
 
 def test_ctrl_c_finishes_the_step_saves_and_goes_on(recipe_file: Path, tmp_path: Path) -> None:
-    settings = ["run.steps=200", "checkpoint.every=200"]
-    words = [sys.executable, "-m", "lockstep", "train", str(recipe_file), *settings]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    settings = ["run.steps=100000", "checkpoint.every=100000"]
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
+    status, output = interrupted(["train", recipe_file, *settings], lines(metrics, 3))
+    assert status == 130, output
     assert "the same command goes on" in output
     steps = [p.name for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()]
     assert len(steps) == 1
     state = json.loads((tmp_path / "runs" / "run" / "checkpoints" / steps[0] / "state.json").read_text())
-    assert read_metrics(metrics)[-1][0] == state["step"] < 200
+    assert read_metrics(metrics)[-1][0] == state["step"] < 100_000
 
 
 def test_a_smaller_budget_that_drops_other_rows_is_refused(recipe_file: Path) -> None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from test_resume import kill_when
 from test_torchrun import torchrun
 
 from conftest import REWARD, lockstep, question_rows, write_jsonl
+from kills import Moment, interrupted, killed
 from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
 from lockstep.errors import Refusal
@@ -110,12 +106,8 @@ def test_killed_and_started_again_writes_the_same_file(home: Path, tiny_folder: 
     assert whole.returncode == 0, whole.stderr
     parts = home / "killed.parquet.parts"
 
-    def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "lockstep", *map(str, words(home, tiny_folder, "killed.parquet"))]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
-
-    assert kill_when(start(), lambda: len(list(parts.glob("[0-9]*.parquet"))) >= 3)
-    assert kill_when(start(), lambda: len(list(parts.glob("[0-9]*.parquet"))) >= 15)
+    for chunks in (3, 15):
+        killed(words(home, tiny_folder, "killed.parquet"), Moment(f"{parts}/[0-9]*.parquet", chunks))
     # Half a chunk that a kill left behind is no chunk.
     (parts / ".writing-00030.parquet").write_bytes(b"PAR1")
     refused = lockstep(*words(home, tiny_folder, "killed.parquet", "--temperature", 0.5))
@@ -130,22 +122,10 @@ def test_killed_and_started_again_writes_the_same_file(home: Path, tiny_folder: 
 
 
 def test_ctrl_c_keeps_what_is_finished_and_says_so(home: Path, tiny_folder: Path) -> None:
-    write_jsonl(home / "questions.jsonl", question_rows(500))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *map(str, words(home, tiny_folder, "out.parquet"))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=dict(os.environ),
-        # A shell ignores Ctrl-C for what it runs in the background, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    first, end = home / "out.parquet.parts" / "00000.parquet", time.monotonic() + 120
-    while not first.exists() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    told, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, told
+    write_jsonl(home / "questions.jsonl", question_rows(20_000))
+    first = home / "out.parquet.parts" / "00000.parquet"
+    status, told = interrupted(words(home, tiny_folder, "out.parquet"), Moment(str(first)))
+    assert status == 130, told
     assert "the same command goes on" in " ".join(told.split())
     assert "Traceback" not in told
     assert first.is_file()

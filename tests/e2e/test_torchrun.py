@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import lockstep, write_jsonl
+from hang import HANG
 from lockstep.run.metrics import read_metrics
 
 pytestmark = pytest.mark.torchrun
@@ -23,7 +24,7 @@ def torchrun(*words: object, processes: int = 2, **environment: str) -> subproce
         [*command, "-m", "lockstep", *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         env={**os.environ, **environment},
         check=False,
     )
@@ -103,8 +104,13 @@ def test_a_run_changes_its_number_of_processes(recipe_file: Path, tmp_path: Path
     assert close(weights(tmp_path / "runs" / "moved"), weights(tmp_path / "runs" / "one"))
 
 
+def before(folder: Path) -> dict[str, str]:
+    """An environment in which the modules of a folder are found first."""
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
 def test_a_failing_rank_ends_all_with_its_error(recipe_file: Path, tmp_path: Path) -> None:
-    """Rank 1 alone cannot read the rows: its own error must be shown and nobody may hang."""
+    """Rank 1 alone falls over: its own error must be shown and nobody may hang."""
     broken = tmp_path / "sitecustomize.py"
     broken.write_text(
         "import os\n"
@@ -115,13 +121,25 @@ def test_a_failing_rank_ends_all_with_its_error(recipe_file: Path, tmp_path: Pat
         "    step.Learner.optim_step = fail\n",
         encoding="utf-8",
     )
-    done = torchrun("train", recipe_file, PYTHONPATH=str(tmp_path))
+    done = torchrun("train", recipe_file, **before(tmp_path))
     assert done.returncode != 0
-    assert "the second device fell over" in done.stderr
+    assert "the second device fell over" in done.stderr, done.stderr
     assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("step_*"))
 
 
-def test_bad_input_is_told_once(recipe_file: Path) -> None:
-    done = torchrun("train", recipe_file, "data.train=nowhere.jsonl")
+def test_bad_input_is_told_once(recipe_file: Path, tmp_path: Path) -> None:
+    """Also where rank 0, which tells it, comes seconds after the other, as on a busy machine."""
+    late = tmp_path / "sitecustomize.py"
+    late.write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '0':\n"
+        "    import time\n"
+        "    import lockstep.cli as cli\n"
+        "    tell = cli._report\n"
+        "    cli._report = lambda refusal: (time.sleep(8), tell(refusal))\n",
+        encoding="utf-8",
+    )
+    done = torchrun("train", recipe_file, "data.train=nowhere.jsonl", **before(tmp_path))
     assert done.returncode != 0
     assert done.stderr.count("nowhere.jsonl\n") == 1, done.stderr
+    assert "rank 1:" not in done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.data.batching import cost, micro_batch, plan_micro_batches
@@ -11,7 +11,6 @@ from lockstep.data.dataset import Dataset, Loader, steps_and_rows
 from lockstep.types import Example, Origin
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60),
     devices=st.integers(1, 4),
@@ -26,7 +25,6 @@ def test_packing_keeps_every_row_under_the_budget(lengths, devices, tokens):
     assert all(sum(lengths[i] for i in batch) <= tokens for share in plan for batch in share)
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60), devices=st.integers(1, 4), rows=st.integers(1, 9)
 )

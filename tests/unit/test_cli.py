@@ -16,6 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import lockstep, write_jsonl
+from hang import HANG
 from lockstep.cli import main
 from lockstep.model.tiny import write_tiny
 
@@ -111,7 +112,7 @@ def test_help_lists_the_verbs_and_imports_nothing_heavy() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG,
     )
     assert done.returncode == 0
     listed = [line.split()[0] for line in done.stdout.partition("Commands:")[2].splitlines() if line.strip()]

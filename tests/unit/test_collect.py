@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from hang import HANG
 from lockstep.parallel.world import World
 from lockstep.rollout.collect import collect
 from lockstep.types import Completion, Failure, Origin, Prompt, Question, Request, Sampling, Score
@@ -52,7 +53,7 @@ class Judge:
         return self.pool.submit(self._score, text)
 
     def _score(self, text: str) -> Score | Failure:
-        assert self.before is None or self.before.wait(20)
+        assert self.before is None or self.before.wait(HANG)
         return Failure("rule", "no answer") if text == "1-0-9" else Score(float(text.replace("-", "")))
 
     def flush(self) -> None:

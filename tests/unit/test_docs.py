@@ -22,6 +22,7 @@ from typing import NamedTuple
 import pytest
 import typer.main
 
+from hang import HANG
 from lockstep.cli import app
 from lockstep.model.tiny import write_tiny
 
@@ -125,7 +126,7 @@ def test_marked_commands_run(page: Path, tmp_path: Path, embedded: Path) -> None
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=300,
+                timeout=HANG,
             )
             assert done.returncode == 0, done.stderr
             printed = done.stdout

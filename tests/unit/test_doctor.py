@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -277,9 +276,7 @@ def without_torch(tmp_path: Path) -> dict[str, str]:
 
 
 def test_the_command_works_when_torch_does_not(tmp_path: Path) -> None:
-    started = time.monotonic()
     done = lockstep("doctor", "--device", "cpu", "--json", **without_torch(tmp_path))
-    assert time.monotonic() - started < 10
     assert done.returncode == 0, done.stderr
     assert {row["name"] for row in json.loads(done.stdout)["rows"]} >= {"python", "torch", "disk", "known stack"}
     broken = lockstep("doctor", "--device", "npu", **without_torch(tmp_path))
@@ -314,7 +311,7 @@ def test_this_machine_shows_the_user_s_variables(monkeypatch: pytest.MonkeyPatch
 
 def test_a_command_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThisMachine, "seconds", 0.2)
-    answer = ThisMachine().run("sleep", "5")
+    answer = ThisMachine().run("sleep", "1800")
     assert answer is not None
     assert answer.status == 124
     assert ThisMachine().run("no-such-command-here") is None

@@ -30,7 +30,7 @@ def one_by_one(query, key, value, lengths, scale, window):
     return torch.cat(outputs)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=7),
     window=st.sampled_from([None, 1, 4]),

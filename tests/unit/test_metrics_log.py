@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import Refusal
@@ -31,7 +31,7 @@ def test_a_line_is_in_the_form_that_verl_writes(tmp_path: Path) -> None:
     assert log.path.read_text() == '{"step": 7, "data": {"train/loss": 0.1, "train/tokens": 12.0}}\n'
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.dictionaries(st.text(), st.floats()))
 def test_floats_come_back_bit_for_bit(tmp_path: Path, metrics: dict[str, float]) -> None:
     path = tmp_path / "metrics.jsonl"

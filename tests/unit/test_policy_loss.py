@@ -289,7 +289,7 @@ def batch(sequences) -> PolicyTokens:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(sequences=batches, cut=st.integers(1, 4))
 def test_micro_batches_add_up(name, sequences, cut):
     whole = run(name, batch(sequences))
@@ -300,7 +300,7 @@ def test_micro_batches_add_up(name, sequences, cut):
         assert sum(part[2][key] for part in parts) == pytest.approx(value, abs=1e-12)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.floats(-3, 3), st.floats(-3, 3))
 def test_the_clip_stops_gradients_exactly_where_it_must(log_ratio, advantage):
     logprobs = tensor([log_ratio]).requires_grad_()

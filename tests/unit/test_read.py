@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.hub import HubName, parse_hub_name
@@ -218,7 +218,7 @@ JSON = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(JSON, min_size=1, max_size=5), st.booleans())
 def test_jsonl_gives_back_what_json_wrote(tmp_path: Path, values: list[Any], ascii_only: bool) -> None:
     # Wrapped in a list, so that every row has the same kind.
@@ -339,7 +339,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
 # --- what is refused: damaged contents --------------------------------------------------------------------------------
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(max_examples=40)
 @given(st.floats(0, 1, exclude_max=True))
 def test_parquet_cut_anywhere_is_refused(tmp_path: Path, fraction: float) -> None:
     whole = write(tmp_path / "whole.parquet", ROWS).read_bytes()

@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hang import HANG
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe import Recipe, load_recipe, recipe_text
 from lockstep.recipe.checks import DEFAULT_TOKENS
@@ -359,7 +360,7 @@ recipes = st.fixed_dictionaries(
 )
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(recipes)
 def test_the_resolved_recipe_reads_back_as_itself(tmp_path_factory: pytest.TempPathFactory, values: dict) -> None:
     folder = tmp_path_factory.mktemp("recipe")
@@ -372,7 +373,7 @@ def test_text_that_looks_like_a_number_reads_back_as_text(base: str, tmp_path: P
     assert load_recipe(write(tmp_path, dump_recipe(resolved))) == resolved
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.floats(min_value=1e-300, max_value=1e300), st.sampled_from(["{!r}", "{:e}", "{:.3g}"]))
 def test_every_way_of_writing_a_float(tmp_path_factory: pytest.TempPathFactory, value: float, form: str) -> None:
     written = form.format(value)
@@ -389,7 +390,7 @@ def test_a_bad_recipe_is_refused_before_torch_is_imported(base: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG,
         env={**os.environ, "COLUMNS": "80"},
     )
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}

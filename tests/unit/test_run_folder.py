@@ -15,7 +15,7 @@ from lockstep.run.environment import checkout_commit
 from lockstep.run.folder import RunFolder, atomic_write_text
 
 HOLDER = """
-import os, sys, time
+import os, sys
 from pathlib import Path
 from lockstep.run.folder import RunFolder
 with RunFolder(Path(sys.argv[1])).lock():
@@ -24,7 +24,7 @@ with RunFolder(Path(sys.argv[1])).lock():
         print(0, flush=True)
     elif os.fork() == 0:
         print(os.getpid(), flush=True)
-    time.sleep(60)
+    sys.stdin.read()  # until it is killed, or nobody is there any more
 """
 
 
@@ -173,7 +173,7 @@ def test_lock_can_be_taken_again_after_it_was_given_back(folder: RunFolder) -> N
 @pytest.mark.parametrize("forks", ["alone", "fork"])
 def test_lock_refuses_a_second_process_and_vanishes_with_a_killed_one(folder: RunFolder, forks: str) -> None:
     command = [sys.executable, "-c", HOLDER, str(folder.path), forks]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         child = int(holder.stdout.readline())
         try:

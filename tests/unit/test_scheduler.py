@@ -128,7 +128,7 @@ def jobs_strategy(draw: st.DrawFn) -> list[Job]:
     return jobs
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(
     jobs=jobs_strategy(),
     block=st.sampled_from([1, 2, 4, 16]),

@@ -198,7 +198,7 @@ def shared_line(sizes: Sequence[Sequence[int]]) -> tuple[list[int], torch.Tensor
     return lengths, line_E, torch.tensor([line.index(place) for place in range(used)])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=4), min_size=1, max_size=4),
     window=st.sampled_from([None, 1, 4]),

@@ -44,7 +44,7 @@ rows = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=rows,
     ranks=st.integers(1, 4),
@@ -150,7 +150,6 @@ def test_the_same_rows_are_arranged_alike_every_time() -> None:
     assert all(torch.equal(a.index_K, b.index_K) for a, b in zip(first.batches, second.batches, strict=True))
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 700), size=st.integers(1, 300))
 def test_groups_are_of_like_size(count: int, size: int) -> None:
     groups = list(even_groups(range(count), size))  # type: ignore[type-var]

@@ -14,7 +14,7 @@ namespace emulator {
 
 namespace {
 
-constexpr auto kPatience = std::chrono::seconds(120);
+constexpr auto kPatience = std::chrono::minutes(20);  // a rank that hangs, not one on a busy machine
 constexpr int kEagerPolls = 200;  // then sleep between polls: the ranks may share a core
 
 }  // namespace
