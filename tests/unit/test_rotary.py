@@ -124,12 +124,12 @@ device: cpu
 run: {{folder: {tmp_path}, steps: 1, export: false}}
 model: {{path: {folder}}}
 data: {{train: {data}}}
-batch: {{rows_per_update: 8, tokens: 96}}
+batch: {{rows_per_update: 8, tokens: 64}}
 optim: {{warmup: 0}}
 """,
         encoding="utf-8",
     )
-    for tokens in (96, 150, 400):
+    for tokens in (64, 130, 400):
         done = lockstep("train", recipe, f"run.name=run{tokens}", f"batch.tokens={tokens}")
         assert done.returncode == 0, done.stderr + done.stdout
         line = (tmp_path / f"run{tokens}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
