@@ -6,13 +6,13 @@ from pathlib import Path
 
 from conftest import lockstep
 
-PRINTS = '''
+PRINTS = """
 def score(data_source, solution_str, ground_truth, extra_info):
     print("judging", len(solution_str), "characters")
     if solution_str and ord(solution_str[0]) > 128:
         raise ValueError("cannot judge this")
     return len(set(solution_str)) / 20
-'''
+"""
 
 
 def test_the_last_lines_are_in_the_run_folder_and_named_where_a_function_fails(
