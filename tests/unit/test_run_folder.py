@@ -104,7 +104,7 @@ def test_atomic_write_keeps_the_old_text_when_it_fails(tmp_path: Path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(Refusal, match=r"file\.txt: could not be written: No space"):
         atomic_write_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

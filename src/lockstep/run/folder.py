@@ -134,6 +134,14 @@ class RunFolder:
 
 def atomic_write_text(path: Path, text: str) -> None:
     """Replaces `path` so that a kill or a power cut leaves the old text or the new one, never half of it."""
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        raise unwritten(path, error, "what was there before is untouched") from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """As `atomic_write_text`, for callers with advice of their own on a disk that takes no more."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with aside.open("w", encoding="utf-8", newline="\n") as file:
@@ -142,8 +150,6 @@ def atomic_write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         aside.replace(path)
         sync_path(path.parent)
-    except OSError as error:
-        raise unwritten(path, error, "what was there before is untouched") from error
     finally:
         with contextlib.suppress(OSError):  # a disk that cannot be written to has nothing to remove
             aside.unlink(missing_ok=True)

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lockstep.errors import Refusal
-from lockstep.run.folder import atomic_write_text
+from lockstep.run.folder import replace_text
 
 VERSION = 1
 MANIFEST = "tape.json"
@@ -90,9 +90,9 @@ class TapeFolder:
         text = json.dumps({"version": VERSION, **values}, indent=2) + "\n"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            replace_text(self.manifest_file, text)
         except OSError as error:
             raise _unwritten(self.manifest_file, error) from error
-        atomic_write_text(self.manifest_file, text)
 
     def manifest(self) -> dict[str, Any]:
         try:
@@ -110,8 +110,7 @@ class TapeFolder:
                 f"was written in format {version}, this version reads {VERSION}",
                 "record the run again, or use the version of lockstep that recorded it",
             )
-        recipe = values.get("recipe")
-        if not isinstance(recipe, dict) or not isinstance(recipe.get("model"), dict) or "method" not in recipe:
+        if not isinstance(values.get("recipe"), dict) or "method" not in values["recipe"]:
             raise _unread(self.manifest_file, ValueError("it holds no recipe"))
         return values
 
