@@ -64,10 +64,8 @@ def test_a_disk_that_fills_up_while_metrics_are_written(recipe_file: Path, small
         text=True,
     )
     folder = small_disk / "run"
-    end = time.monotonic() + 300
     while not (folder / "checkpoints" / "step_20").exists():
         assert process.poll() is None
-        assert time.monotonic() < end
         time.sleep(0.01)
     filler = fill(small_disk)
     output, _ = process.communicate(timeout=300)

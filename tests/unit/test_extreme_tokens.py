@@ -26,7 +26,7 @@ from lockstep.algorithms.ranking import PAIR_LOSSES, ranking_loss
 from lockstep.algorithms.reduce import AGGREGATIONS, aggregation_weights, sum_by
 from lockstep.algorithms.supervised import nll
 from lockstep.algorithms.value import value_loss
-from lockstep.kernels.logprob import Scores, token_scores
+from lockstep.kernels.logprob import Head, Scores, token_scores
 from lockstep.recipe.online import Kl
 from lockstep.train.update import _policy_loss
 
@@ -362,7 +362,7 @@ def test_entropy_and_log_probability_of_impossible_words() -> None:
         bias = torch.where(draw.chance(0.4, 7), -INF, 0.0)
         bias[int(draw.whole(0, 6, 1))] = 0.0
         targets = draw.whole(0, 6, count)
-        scores = token_scores(hidden, weight, targets, bias_V=bias, entropy=True)
+        scores = token_scores(hidden, Head(weight, bias), targets, entropy=True)
         assert scores.entropies_K is not None
         possible = bias == 0
         every = (hidden @ weight.T)[:, possible].log_softmax(-1)

@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.data.batching import micro_batch
+from lockstep.model.decoder import layout_of
 from lockstep.model.heads import load_value_model
-from lockstep.model.policy import Policy, layout_of
+from lockstep.model.policy import Policy
 from lockstep.recipe.schema import Lora, Model
 from lockstep.tape.digest import digest, relative
 from lockstep.tape.observer import answers_of

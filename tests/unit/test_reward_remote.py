@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -138,9 +139,8 @@ def until_left(connection: socket.socket) -> None:
 
 def drip(connection: socket.socket, piece: bytes) -> None:
     """A piece now and then, until the client is gone."""
-    left = threading.Event()
     while True:
-        left.wait(0.02)
+        time.sleep(0.02)
         connection.sendall(piece)
 
 

@@ -2,8 +2,9 @@
 
 The losses see what a model says, and a model may say that a token is impossible: its log-probability is then minus
 infinity, and 0 x inf or inf - inf would make one token's NaN the NaN of the whole update. One rule for all losses: a
-log-probability under -10,000 counts as -10,000 (e^-10000 is 0 in every type) and has no gradient, so two impossible
-ones differ by 0 and have the ratio 1. A NaN stays one, and the step refuses it with the rows.
+log-probability under -10,000 counts as -10,000 (e^-10000 is 0 in every type), so two impossible ones differ by 0 and
+have the ratio 1. Minus infinity has no gradient; a finite one keeps its own, so that a model that has blown up is seen
+by its gradient. A NaN stays one, and the step refuses it with the rows.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ CERTAIN = -1e-6
 
 
 def floored(logprobs: torch.Tensor, least: float = LEAST) -> torch.Tensor:
-    """At least `least`; what is under it has no gradient."""
-    return logprobs.clamp(min=least)
+    """At least `least`, with the gradient of what was there; minus infinity has none."""
+    own = torch.where(logprobs.isinf(), 0.0, logprobs)
+    return torch.where(logprobs <= least, own - own.detach() + least, logprobs)
 
 
 def log_ratio(logprobs: torch.Tensor, others: torch.Tensor, least: float = LEAST) -> torch.Tensor:

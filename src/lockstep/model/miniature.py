@@ -23,7 +23,6 @@ POSITIONS = 8 * ORIGINAL_LENGTH
 WIDTH = HEADS * HEAD_SIZE
 # What a size becomes where the configuration has it and it is larger.
 SIZES: dict[str, int] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim"), WIDTH),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "ffn_hidden_size"), 96),
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"), 96),
     **dict.fromkeys(("expert_ffn_hidden_size", "dense_intermediate_size", "dim_ff", "dff", "encoder_ffn_dim"), 96),
@@ -57,6 +56,8 @@ SIZES: dict[str, int] = {
     "ngram_vocab_size_base": 97,
     "split_ngram_parts": 4,
 }
+# These become so in any case, since the size of a head follows from them.
+WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim")
 # How far a token sees, or how many it chooses from: what the trial must be longer than.
 LIMITS: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), LIMIT),
@@ -67,6 +68,7 @@ LIMITS: dict[str, int] = {
     "original_max_position_embeddings": ORIGINAL_LENGTH,
 }
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
+ATTENTION_HEADS = ("num_attention_heads", "n_head", "n_heads")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Lists with an entry for each pair of rotated numbers.
 BY_FREQUENCY = ("short_factor", "long_factor")
@@ -85,7 +87,9 @@ def _shrink(data: dict[str, Any]) -> None:
     total = next((data[name] for name in LAYER_COUNTS if data.get(name)), 0)
     layers = _kept_layers(data, total)
     ropes: list[dict[str, Any]] = []
-    heads = next((data[name] for name in ("num_attention_heads", "n_head", "n_heads") if data.get(name)), 0)
+    heads = next((data[name] for name in ATTENTION_HEADS if data.get(name)), 0)
+    # A power of two that divides the width, so that a head has an even size.
+    few = HEADS if heads >= HEADS else min(heads, 2)
     for name, value in list(data.items()):
         if isinstance(value, dict) and name == "per_layer_config":
             data[name] = {layers.index(int(key)): part for key, part in value.items() if int(key) in layers}
@@ -98,12 +102,12 @@ def _shrink(data: dict[str, Any]) -> None:
         elif value is None and name in KEY_VALUE_HEADS[:1]:
             data[name] = HEADS
         elif name in KEY_VALUE_HEADS and value is not None:
-            data[name] = min(value, HEADS if value == heads else 2)
+            data[name] = few if value == heads else 1 if value == 1 else max(1, few // 2)
         elif name == "max_window_layers" and value is not None:
             # Windows begin at that layer: keep whether there are any.
             data[name] = 1 if value < total else len(layers)
         elif isinstance(value, int) and not isinstance(value, bool):
-            data[name] = _shrink_number(name, value, len(layers))
+            data[name] = few if value == heads and name in ATTENTION_HEADS else _shrink_number(name, value, len(layers))
     if data.get("qk_rope_head_dim") and data.get("head_dim"):
         # Here the size of a head is that of its rotated part.
         data["head_dim"] = data["qk_rope_head_dim"]
@@ -134,6 +138,8 @@ def _shrink_list(name: str, value: list[Any], layers: list[int], total: int) -> 
 def _shrink_number(name: str, value: int, layers: int) -> int:
     if name in LIMITS:
         return min(value, LIMITS[name])
+    if name in WIDTHS:
+        return WIDTH
     if SIZES.get(name) == LAYERS and "layer" in name:
         return min(value, layers)
     if name in SIZES:
