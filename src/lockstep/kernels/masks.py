@@ -100,7 +100,7 @@ def _refuse_chunks(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -
     alone = (~sees(queries, queries - 1)).nonzero()
     if len(alone):
         chunk = int(queries[alone[0]])
-        raise BeyondCausal(f"it attends within chunks of {chunk} tokens (chunked attention)")
+        raise BeyondCausal(f"its attention is chunked (chunks of {chunk} tokens as tried)")
 
 
 def _queries(window: int | None) -> torch.Tensor:
