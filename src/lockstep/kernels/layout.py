@@ -112,7 +112,8 @@ def _regroup(lengths: Sequence[int], ends: Sequence[int]) -> tuple[tuple[Bucket,
     for group in groups:
         buckets.append(Bucket(start, len(group), lengths[group[0]]))
         start += len(group) * lengths[group[0]]
-    slots_of_tokens = torch.empty(ends[-1], dtype=torch.long)
+    # Zeros, not whatever was there: a replay compares what operators are given.
+    slots_of_tokens = torch.zeros(ends[-1], dtype=torch.long)
     tokens_of_slots = torch.zeros(start, dtype=torch.long)
     for bucket, group in zip(buckets, groups, strict=True):
         for place, sequence in enumerate(group):

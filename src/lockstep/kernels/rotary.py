@@ -63,7 +63,7 @@ class OwnPositions:
             last = position_ids.new_tensor([length - 1])
             positions = torch.cat([position_ids[chosen].clamp(max=length - 1), last])
             own = self._fresh(x, positions[None], *more, **named)
-            parts = parts or tuple(part.new_empty(*position_ids.shape, part.shape[-1]) for part in own)
+            parts = parts or tuple(part.new_zeros(*position_ids.shape, part.shape[-1]) for part in own)
             for part, found in zip(parts, own, strict=True):
                 part[chosen] = found[0, :-1]
         return parts

@@ -57,7 +57,10 @@ SIZES: dict[str, int] = {
     "split_ngram_parts": 4,
 }
 # These become so in any case, since the size of a head follows from them.
-WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim")
+WIDTHS = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim"), WIDTH),
+    "head_dim": HEAD_SIZE,
+}
 # How far a token sees, or how many it chooses from: what the trial must be longer than.
 LIMITS: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), LIMIT),
@@ -139,7 +142,7 @@ def _shrink_number(name: str, value: int, layers: int) -> int:
     if name in LIMITS:
         return min(value, LIMITS[name])
     if name in WIDTHS:
-        return WIDTH
+        return WIDTHS[name]
     if SIZES.get(name) == LAYERS and "layer" in name:
         return min(value, layers)
     if name in SIZES:
