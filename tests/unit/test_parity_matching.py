@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lockstep.errors import Refusal
 from lockstep.parity.compare.compare import compare
 from lockstep.parity.compare.comparison import Comparison, Metric
 from lockstep.parity.compare.intervals import Curve, averaged, intervals, match
-from lockstep.parity.compare.log import Log, Series
+from lockstep.parity.compare.log import Evidence, Log, Series
 from lockstep.parity.compare.logs import read_log
 from lockstep.parity.compare.shift import better_shift
 
@@ -311,6 +312,9 @@ def test_where_no_shift_is_clearly_best_none_is_proposed() -> None:
     short = {step: NOISY[step] for step in range(1, 8)}
     assert better_shift(Curve(series(short)), Curve(series({step - 1: value for step, value in short.items()}))) is None
     assert better_shift(Curve(series({})), Curve(series(NOISY))) is None
+    # The only shift with enough steps in common is not the best of any.
+    eight = {step: NOISY[step] for step in range(1, 9)}
+    assert better_shift(Curve(series(eight)), Curve(series({step + 500: 9.0 for step in eight}))) is None
 
 
 def test_a_shift_of_long_runs_is_looked_for_near_and_at_the_ends() -> None:
@@ -328,6 +332,9 @@ def test_the_set_up_of_a_foreign_log_is_unknown(tmp_path: Path) -> None:
     found = compare(log(NOISY), log(NOISY, "b"))
     assert not found.setup_known
     assert found.differences == []
+    one_sided = replace(log(NOISY), evidence=Evidence({"method": "sft"}, {}))
+    assert not compare(one_sided, log(NOISY, "b")).setup_known
+    assert compare(one_sided, one_sided).setup_known
     shown = run(tmp_path, NOISY, NOISY)
     assert "what differs besides\n  unknown" in shown.output
     assert json.loads(run(tmp_path, NOISY, NOISY, "--json").stdout)["setup_known"] is False
