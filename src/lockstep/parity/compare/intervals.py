@@ -55,14 +55,15 @@ def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
     series_a, series_b = [run.series for run in a_runs], [run.series for run in b_runs]
     if np.array_equal(a.series.steps, b.series.steps):
         return Matched(series_a, series_b, 0, 0)
-    rarer = "A" if _gap(a.series) > _gap(b.series) else "B"
+    gap_a, gap_b = usual_gap(a.series), usual_gap(b.series)
+    rarer = "A" if gap_a > gap_b else "B"
     coarse, fine = (a, b) if rarer == "A" else (b, a)
     plain = align(series_a[0], series_b[0])
     only = (len(a.series.steps) - len(plain.steps), len(b.series.steps) - len(plain.steps))
-    means = None if coarse.mean is False or _gap(a.series) == _gap(b.series) else averaged(coarse.series, fine)
-    every, other = _gap(coarse.series), "B" if rarer == "A" else "A"
+    means = None if coarse.mean is False or gap_a == gap_b else averaged(coarse.series, fine)
+    every, other = max(gap_a, gap_b), "B" if rarer == "A" else "A"
     if means is None or 2 * len(means.steps) < len(plain.steps):
-        known = coarse.mean and _gap(a.series) != _gap(b.series) and len(plain.steps)
+        known = coarse.mean and gap_a != gap_b and len(plain.steps)
         words = f"{rarer}'s values are means of {every:g} steps, of which {other} has not all: compared as they are"
         return Matched(series_a, series_b, *only, words if known else "")
     seen = "" if coarse.mean else _detected(coarse.series, fine.series, means)
@@ -137,7 +138,7 @@ def _within(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarra
     return inside & (steps > starts[place]) & np.isin(ends[place], covered)
 
 
-def _gap(series: Series) -> float:
+def usual_gap(series: Series) -> float:
     """How many steps lie between two values, usually; of a single one all steps before it."""
     steps = series.steps
     if not len(steps):

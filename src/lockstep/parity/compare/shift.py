@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lockstep.parity.compare.figures import align
-from lockstep.parity.compare.intervals import Curve, match
+from lockstep.parity.compare.intervals import Curve, match, usual_gap
 from lockstep.parity.compare.log import Log, Series
 
 FEWEST_STEPS = 8
 """With fewer steps in common curves agree by chance."""
 CLEARLY = 2.0
 """How many times nearer the curves must lie than at any other shift, and than as they are."""
-MOST_WORK = 20_000_000
-"""Shifts times steps that are looked at: of runs of three thousand steps all that leave half of them in common."""
-SLOWER = 10
-"""How much more work a step is in a log that has not every one."""
+NEAREST = 4
+"""The shifts with the smallest distances are looked at one by one."""
+LONGEST = 2**22
+"""Steps from the first to the last of a log: of longer ones no shift is looked for."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ def moved(log: Log, by: int) -> Log:
 
 def better_shift(a: Curve, b: Curve) -> Shift | None:
     """The shift of B under which the curves agree clearly better than under any other; None where there is none."""
-    if _error(a, b)[0] == 0:
+    needed = max(FEWEST_STEPS, min(_numbers(a.series), _numbers(b.series)) // 2)
+    if _numbers(a.series) < needed or _numbers(b.series) < needed or _error(a, b)[0] == 0:
         return None
     found: dict[int, tuple[float, int]] = {}
-    needed = max(FEWEST_STEPS, min(_numbers(a.series), _numbers(b.series)) // 2)
-    for by in _candidates(a.series, b.series):
+    for by in _candidates(a.series, b.series, needed):
         error, steps = _error(a, replace(b, series=_moved(b.series, by)))
         if by == 0 or steps >= needed:
             found[by] = (error, steps)
-    unshifted, steps = found.pop(0, (np.nan, 0))
+    unshifted, steps = found.pop(0)
     if not found:
         return None
     best = min(found, key=lambda by: (found[by][0], abs(by)))
@@ -55,36 +55,73 @@ def better_shift(a: Curve, b: Curve) -> Shift | None:
     return Shift(best, found[best][1], 100 * found[best][0], 100 * unshifted if steps else None)
 
 
-def _candidates(a: Series, b: Series) -> list[int]:
-    """Shifts from the smallest on, 0 among them; where not all can be tried, also those that put both ends together."""
-    if not (len(a.steps) and len(b.steps)):
-        return []
-    low, high = int(a.steps[0] - b.steps[-1]), int(a.steps[-1] - b.steps[0])
-    ends = {int(a.steps[0] - b.steps[0]), int(a.steps[-1] - b.steps[-1])}
-    work = len(a.steps) + len(b.steps)
-    most = MOST_WORK // (work if _every_step(a) and _every_step(b) else SLOWER * work) // 2
-    near = range(max(low, -most), min(high, most) + 1)
-    return sorted({0, *near, *(end + by for end in ends for by in (-1, 0, 1))}, key=lambda by: (abs(by), by))
+@dataclass(frozen=True)
+class _Dense:
+    """A curve with a place for every step: 0 where there is no number, and where there is one."""
+
+    first: int
+    values: np.ndarray
+    there: np.ndarray
+
+    @staticmethod
+    def of(series: Series, level: float) -> _Dense:
+        finite = np.isfinite(series.values)
+        places = (series.steps - series.steps[0])[finite]
+        values, there = (np.zeros(int(series.steps[-1] - series.steps[0]) + 1) for _ in range(2))
+        values[places], there[places] = series.values[finite] - level, 1
+        return _Dense(int(series.steps[0]), values, there)
+
+    def averaged(self, steps: int) -> _Dense:
+        """At each step the mean of so many steps up to it, where all of them are there."""
+        sums, counts = (
+            np.cumsum(one)[steps - 1 :] - np.concatenate([[0], np.cumsum(one)[:-steps]])
+            for one in (self.values, self.there)
+        )
+        full = np.round(counts) == steps
+        return _Dense(self.first + steps - 1, np.where(full, sums / steps, 0.0), full.astype(float))
+
+
+def _candidates(a: Series, b: Series, needed: int) -> set[int]:
+    """No shift, and those with the smallest distances and their neighbours: of the curves as they are and, where one is
+    rarer, with the other averaged as it would be if the rarer one is of means."""
+    if any(int(one.steps[-1] - one.steps[0]) >= LONGEST for one in (a, b)):
+        return {0}
+    level = float(a.values[np.isfinite(a.values)].mean())  # the closer to 0, the less is lost in the sums of squares
+    in_a, in_b = _Dense.of(a, level), _Dense.of(b, level)
+    found = _nearest(in_a, in_b, needed)
+    gap_a, gap_b = int(usual_gap(a)), int(usual_gap(b))
+    if gap_b == 1 < gap_a <= len(in_b.values):
+        found += _nearest(in_a, in_b.averaged(gap_a), needed)
+    elif gap_a == 1 < gap_b <= len(in_a.values):
+        found += _nearest(in_a.averaged(gap_b), in_b, needed)
+    return {0, *(by + near for by in found for near in (-1, 0, 1))}
+
+
+def _nearest(a: _Dense, b: _Dense, needed: int) -> list[int]:
+    """The shifts of B with the smallest mean squared distances over at least `needed` steps, from all that there are:
+    the sums over common steps are correlations, which the Fourier transform gives for every shift at once."""
+    size = 1 << (len(a.values) + len(b.values) - 1).bit_length()
+
+    def correlated(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """At place s the sum of left[i + s] x right[i]; negative ones are at the end."""
+        return np.fft.irfft(np.fft.rfft(left, size) * np.conj(np.fft.rfft(right, size)), size)
+
+    places = np.arange(-(len(b.values) - 1), len(a.values))
+    common = np.round(correlated(a.there, b.there)[places])
+    squares = (
+        correlated(a.values**2, b.there) + correlated(a.there, b.values**2) - 2 * correlated(a.values, b.values)
+    )[places]
+    enough = common >= needed
+    order = np.argsort(squares[enough] / common[enough], kind="stable")[:NEAREST]
+    return [int(place) + a.first - b.first for place in places[enough][order]]
 
 
 def _error(a: Curve, b: Curve) -> tuple[float, int]:
     """The mean error over the steps at which both have a number, and how many those are."""
-    if _every_step(a.series) and _every_step(b.series):
-        first = max(a.series.steps[0], b.series.steps[0])
-        last = min(a.series.steps[-1], b.series.steps[-1])
-        left, right = (
-            one.values[max(0, first - one.steps[0]) : max(0, last + 1 - one.steps[0])] for one in (a.series, b.series)
-        )
-    else:
-        matched = match([a], [b])
-        pair = align(matched.a[0], matched.b[0])
-        left, right = pair.a, pair.b
-    both = np.isfinite(left) & np.isfinite(right)
-    return (float(np.abs(left[both] - right[both]).mean()), int(both.sum())) if both.any() else (np.nan, 0)
-
-
-def _every_step(series: Series) -> bool:
-    return len(series.steps) > 0 and int(series.steps[-1] - series.steps[0]) + 1 == len(series.steps)
+    matched = match([a], [b])
+    pair = align(matched.a[0], matched.b[0])
+    both = pair.finite
+    return (float(np.abs(pair.a - pair.b)[both].mean()), int(both.sum())) if both.any() else (np.nan, 0)
 
 
 def _numbers(series: Series) -> int:
