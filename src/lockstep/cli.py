@@ -284,6 +284,10 @@ def compare(
         list[str] | None, typer.Option(metavar="NAME=PERCENT", help="Judge it by this bar; may be repeated.")
     ] = None,
     names: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="More metric names: theirs to ours.")] = None,
+    value: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What the Value of a csv exported from tensorboard is.")
+    ] = None,
+    shift: Annotated[int, typer.Option(metavar="N", help="Add this to B's steps, where the two count otherwise.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Where the page goes [B's run folder].")
@@ -295,7 +299,8 @@ def compare(
     from lockstep.parity.compare.command import Order, compare_logs
 
     bars = dict(_bar(words) for words in bar or [])
-    order = Order(a, b, tuple(repeat or ()), tuple(metric or ()), bars, names, report, support if record else None)
+    kept = support if record else None
+    order = Order(a, b, tuple(repeat or ()), tuple(metric or ()), bars, names, report, kept, shift, value)
     raise typer.Exit(compare_logs(order, as_json=json))
 
 

@@ -298,6 +298,25 @@ def test_differences_and_what_is_not_known(page: Browser) -> None:
     assert example().throughput.warnings[0] in text
 
 
+def test_of_foreign_logs_the_set_up_is_unknown_and_remarks_are_shown(chromium: Browser, tmp_path: Path) -> None:
+    """Nothing was found to differ where nobody could look: that is not a count of 0."""
+    matched = replace(example().metrics[LOSS], matching="A's values are means: B is averaged", only_a=2, only_b=18)
+    foreign = replace(example(), differences=[], setup_known=False, remarks=["try --shift 1"], metrics=[matched])
+    page = opened(chromium, foreign, tmp_path)
+    tiles = page.evaluate("[...document.querySelectorAll('.tile')].map((one) => one.innerText)")
+    (tile,) = [text for text in tiles if "set-up" in text.lower()]
+    assert "unknown" in tile
+    assert not re.search(r"\d", tile)
+    told = page.evaluate("document.getElementById('environment').innerText")
+    assert "Unknown: only run folders tell their set-up." in told
+    assert "try --shift 1" in told
+    assert page.evaluate("document.body.innerText").count("A's values are means: B is averaged") == 2
+    assert page.console == []
+    known = opened(chromium, replace(example(), differences=[]), tmp_path)
+    tiles = known.evaluate("[...document.querySelectorAll('.tile')].map((one) => one.innerText)")
+    assert any("set-up" in text.lower() and "0" in text for text in tiles)
+
+
 def test_little_to_show(chromium: Browser, tmp_path: Path) -> None:
     """Nothing in common, and one common step: a page all the same."""
     nothing = replace(

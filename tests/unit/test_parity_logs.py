@@ -545,13 +545,14 @@ def some_events(folder: Path) -> Path:
 
 
 SOURCES: list[Callable[[Path], Path]] = [a_csv, a_jsonl, some_events]
+KEPT = [file for file in sorted(RECORDED.iterdir()) if file.suffix != ".md"]
+LAST = len(KEPT) + len(SOURCES) - 1
 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("originals")
-    kept = [file for file in sorted(RECORDED.iterdir()) if file.suffix != ".md"]
-    return [*kept, *(make(folder) for make in SOURCES)]
+    return [*KEPT, *(make(folder) for make in SOURCES)]
 
 
 def read_or_refuse(path: Path) -> Log | None:
@@ -561,8 +562,8 @@ def read_or_refuse(path: Path) -> Log | None:
         return None
 
 
-@settings(max_examples=150)
-@given(which=st.integers(0, 10), share=st.floats(0, 1))
+@settings(max_examples=200)
+@given(which=st.integers(0, LAST), share=st.floats(0, 1))
 def test_a_log_cut_anywhere_is_read_or_refused(originals: list[Path], tmp_path: Path, which: int, share: float) -> None:
     """And what is read is a part of the whole: a cut never makes up a number."""
     original = originals[which]
@@ -581,8 +582,8 @@ def test_a_log_cut_anywhere_is_read_or_refused(originals: list[Path], tmp_path: 
             assert value == known[step] or (math.isnan(value) and math.isnan(known[step]))
 
 
-@settings(max_examples=150)
-@given(which=st.integers(0, 10), place=st.floats(0, 1), junk=st.binary(min_size=1, max_size=6))
+@settings(max_examples=200)
+@given(which=st.integers(0, LAST), place=st.floats(0, 1), junk=st.binary(min_size=1, max_size=6))
 def test_a_damaged_log_is_read_or_refused(
     originals: list[Path], tmp_path: Path, which: int, place: float, junk: bytes
 ) -> None:

@@ -12,6 +12,7 @@ from lockstep.parity.compare.compare import compare
 from lockstep.parity.compare.log import Log
 from lockstep.parity.compare.logs import read_log
 from lockstep.parity.compare.logs.names import read_names
+from lockstep.parity.compare.logs.tensorboard_csv import VALUE
 from lockstep.parity.compare.record import record
 from lockstep.parity.compare.report import write_report
 from lockstep.parity.compare.show import EXIT_CODES, as_strict_json, show
@@ -21,7 +22,8 @@ from lockstep.run.progress import Console
 
 @dataclass(frozen=True)
 class Order:
-    """What the user asked for. `report` None: B's run folder. `support` None: nothing is recorded."""
+    """What the user asked for. `report` None: B's run folder. `support` None: nothing is recorded. `value`: what a
+    csv of tensorboard, which does not say it, holds."""
 
     a: str
     b: str
@@ -31,13 +33,15 @@ class Order:
     names: Path | None = None
     report: Path | None = None
     support: Path | None = None
+    shift: int = 0
+    value: str | None = None
 
 
 def compare_logs(order: Order, as_json: bool = False) -> int:
     """The exit code: 0 in step or within noise, 1 out of step, 2 not comparable."""
-    names = read_names(order.names) if order.names else None
+    names = {**(read_names(order.names) if order.names else {}), **({VALUE: order.value} if order.value else {})}
     a, b, *repeats = (read_log(source, names) for source in (order.a, order.b, *order.repeats))
-    comparison = compare(a, b, repeats, order.metrics, order.bars)
+    comparison = compare(a, b, repeats, order.metrics, order.bars, order.shift)
     if as_json:
         write(as_strict_json(comparison))
     else:

@@ -12,10 +12,12 @@ from lockstep.errors import Refusal
 from lockstep.parity.compare.comparable import differences
 from lockstep.parity.compare.comparison import Comparison, Metric
 from lockstep.parity.compare.evidence import facts, same_setting, seed_of, side_by_side
-from lockstep.parity.compare.figures import Pair, align, figures, values_at
+from lockstep.parity.compare.figures import align, figures, values_at
+from lockstep.parity.compare.intervals import Curve, Matched, match
 from lockstep.parity.compare.judge import LOSS, REWARDS, bar_of, judge, kind_of, overall
 from lockstep.parity.compare.log import Log, Series
 from lockstep.parity.compare.noise import FEWEST_STEPS, noise_floor
+from lockstep.parity.compare.shift import better_shift, moved
 from lockstep.parity.compare.throughput import throughput
 from lockstep.recipe.methods import ONLINE
 
@@ -41,11 +43,11 @@ class Sides:
     a: tuple[Log, ...]
     b: tuple[Log, ...]
 
-    def series(self, choice: Choice) -> tuple[list[Series], list[Series]]:
+    def curves(self, choice: Choice) -> tuple[list[Curve], list[Curve]]:
         """The curves of those runs that have the metric."""
         return (
-            [log.metrics[choice.a] for log in self.a if choice.a in log.metrics],
-            [log.metrics[choice.b] for log in self.b if choice.b in log.metrics],
+            [Curve(log.metrics[choice.a], log.is_mean(choice.a)) for log in self.a if choice.a in log.metrics],
+            [Curve(log.metrics[choice.b], log.is_mean(choice.b)) for log in self.b if choice.b in log.metrics],
         )
 
 
@@ -55,19 +57,23 @@ def compare(
     repeats: Sequence[Log] = (),
     metrics: Sequence[str] = (),
     bars: Mapping[str, float] | None = None,
+    shift: int = 0,
 ) -> Comparison:
     """B held against A. `metrics` (`name` or `name in A=name in B`) says what is judged instead of the default;
-    `bars` (percent by name) judges what it names besides."""
+    `bars` (percent by name) judges what it names besides; `shift` is added to the steps of B and its repeats."""
     found, unknown = differences(a, b)
     sides, doubts = _sides(a, b, repeats)
+    sides = Sides(sides.a, tuple(moved(log, shift) for log in sides.b))
+    remarks = [f"B's steps are moved by {shift:+d}, as --shift says"] if shift else []
     compared: list[Metric] = []
     missing: list[str] = []
     for choice in _choices(a, b, metrics, bars or {}):
-        pair = _pair(choice, a, b)
-        if isinstance(pair, Pair):
-            compared.append(_measure(choice, pair, sides))
+        matched = _matched(choice, sides)
+        if isinstance(matched, Matched):
+            compared.append(_measure(choice, matched, sides))
         elif choice.judged:
-            missing.append(pair)
+            missing.append(matched)
+        remarks += _proposed(choice, sides, shift) if choice.judged else []
     verdict, reason = overall(compared, missing, found)
     return Comparison(
         a=a.source,
@@ -76,11 +82,13 @@ def compare(
         verdict=verdict,
         reason=reason,
         metrics=compared,
-        throughput=throughput(a, b),
+        throughput=throughput(a, sides.b[0]),
         differences=found,
         unknown=[*unknown, *doubts, *(_without_floor(compared) if repeats else [])],
         samples=side_by_side(a, b),
         facts=facts(a, b),
+        setup_known=a.evidence is not None and b.evidence is not None,
+        remarks=remarks,
     )
 
 
@@ -148,30 +156,44 @@ def _own_name(name: str, log: Log, where: str) -> str:
     )
 
 
-def _pair(choice: Choice, a: Log, b: Log) -> Pair | str:
-    """The two curves of a metric, or in words why they cannot be compared."""
-    for log, name in ((a, choice.a), (b, choice.b)):
+def _matched(choice: Choice, sides: Sides) -> Matched | str:
+    """The curves of a metric on common steps, or in words why they cannot be compared."""
+    for log, name in ((sides.a[0], choice.a), (sides.b[0], choice.b)):
         if name not in log.metrics:
             return f"{log.source} has no {name}: name another with --metric"
-    series_a, series_b = a.metrics[choice.a], b.metrics[choice.b]
-    pair = align(series_a, series_b)
+    series_a, series_b = sides.a[0].metrics[choice.a], sides.b[0].metrics[choice.b]
+    matched = match(*sides.curves(choice))
+    pair = align(matched.a[0], matched.b[0])
     if not len(pair.steps):
         return f"{choice.name} has no common step: A logs it at {_span(series_a)}, B at {_span(series_b)}"
     if not pair.finite.any() and not (choice.judged and pair.one_sided.any()):
         return f"{choice.name} is not a number on either side at any of the {len(pair.steps):,} common steps"
-    return pair
+    return matched
+
+
+def _proposed(choice: Choice, sides: Sides, shift: int) -> Iterator[str]:
+    """A shift of the steps under which the curves agree much better. It is told, and applied only by the user."""
+    a_runs, b_runs = sides.curves(choice)
+    found = better_shift(a_runs[0], b_runs[0]) if a_runs and b_runs else None
+    if found is not None:
+        now = "no step in common" if found.unshifted_percent is None else f"{found.unshifted_percent:.3g} %"
+        yield (
+            f"{choice.name}: the curves agree clearly best with B's steps moved by {found.by:+d} (mean error "
+            f"{found.error_percent:.3g} % over {found.steps:,} steps; as they are: {now}); if the two count so, "
+            f"compare again with --shift {shift + found.by}"
+        )
 
 
 def _span(series: Series) -> str:
     return f"steps {series.steps[0]} to {series.steps[-1]}" if len(series.steps) else "no step"
 
 
-def _measure(choice: Choice, pair: Pair, sides: Sides) -> Metric:
-    a_runs, b_runs = sides.series(choice)
+def _measure(choice: Choice, matched: Matched, sides: Sides) -> Metric:
+    pair = align(matched.a[0], matched.b[0])
     kind = kind_of(choice.a)
     bar = bar_of(kind, pair, choice.bar) if choice.judged or kind != "other" else None
     measured = figures(pair, bar.tolerance(pair.a) if bar else None)
-    noise = noise_floor(a_runs, b_runs)
+    noise = noise_floor(matched.a, matched.b)
     verdict, words = judge(bar, pair, measured, noise) if choice.judged and bar else (None, "shown, not judged")
     return Metric(
         name=choice.name,
@@ -185,8 +207,11 @@ def _measure(choice: Choice, pair: Pair, sides: Sides) -> Metric:
         steps=pair.steps.tolist(),
         a=_listed(pair.a),
         b=_listed(pair.b),
-        repeats=[_listed(values_at(run, pair.steps)) for run in (*a_runs[1:], *b_runs[1:])],
+        repeats=[_listed(values_at(run, pair.steps)) for run in (*matched.a[1:], *matched.b[1:])],
         scaled=bool(bar and bar.scaled_because),
+        only_a=matched.only_a,
+        only_b=matched.only_b,
+        matching=matched.words,
     )
 
 

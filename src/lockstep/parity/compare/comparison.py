@@ -64,6 +64,11 @@ class Metric:
     repeats: list[list[float | None]] = field(default_factory=list)
     scaled: bool = False
     """Whether the scaled error is held against the bar, not the mean error."""
+    only_a: int = 0
+    only_b: int = 0
+    """Steps that only one side logged, and that are left out."""
+    matching: str = ""
+    """In words: what was averaged before the comparison, and how many steps are left out."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,10 @@ class Comparison:
     """The first responses to the same prompts, side by side."""
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """For the support table: method, model, hardware, versions of both sides, as far as they tell."""
+    setup_known: bool = True
+    """Whether both sides tell their set-up. If not, `differences` is empty because nobody could look for any."""
+    remarks: list[str] = field(default_factory=list)
+    """Steps that were moved, or that seem to be counted otherwise on the two sides."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)

@@ -41,3 +41,8 @@ class Log:
     metrics: dict[str, Series]
     written: dict[str, str]
     evidence: Evidence | None = None
+    means: frozenset[str] | None = None
+    """Metrics whose values are means over the steps since the one logged before; None: nobody tells."""
+
+    def is_mean(self, metric: str) -> bool | None:
+        return None if self.means is None else metric in self.means

@@ -72,6 +72,8 @@ def _metric_lines(metric: Metric) -> list[str]:
     if metric.verdict is not None:
         steps = f"{figures.steps:,} step{'s' if figures.steps != 1 else ''} ({figures.first} to {figures.last})"
         lines.append(f"  {metric.verdict} over {steps}: {metric.decided_by}")
+        if metric.matching:
+            lines.append(f"  {metric.matching}")
     if metric.noise is not None:
         lines.append(f"  mean error between repeats {metric.noise.mean_error_percent:.3g} %")
     return lines
@@ -103,6 +105,11 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
         console.say("")
         rest = [("harmless", f"{harmless} more, which must not change the curves")] if harmless else []
         console.banner("what differs besides", [*(_difference(each) for each in told), *rest])
+    if not comparison.setup_known:
+        console.say("")
+        console.banner("what differs besides", [("unknown", "only run folders tell their set-up")])
+    for remark in comparison.remarks:
+        console.say(f"remark: {remark}")
     for sentence in comparison.unknown:
         console.say(f"not known: {sentence}")
 

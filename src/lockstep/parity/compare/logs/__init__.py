@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from lockstep.errors import Refusal
 from lockstep.parity.compare.log import Log
-from lockstep.parity.compare.logs.find import OWN_NAMES, RUN, find
+from lockstep.parity.compare.logs import tensorboard_csv
+from lockstep.parity.compare.logs.find import find
+from lockstep.parity.compare.logs.kinds import OWN_NAMES, RUN, TENSORBOARD_CSV, interval_means
 from lockstep.parity.compare.logs.names import aligned, read_names
 from lockstep.parity.compare.logs.run_folder import evidence
 
@@ -19,7 +21,10 @@ def read_log(source: str, names: Mapping[str, str] | None = None) -> Log:
     points = found.read()
     if not points:
         raise Refusal.at(str(found.path), f"read as {found.kind}, it holds no metric", "was the run cut off at once?")
-    written = aligned(points.names, found.kind in OWN_NAMES, names or {})
+    given = names or {}
+    if found.kind == TENSORBOARD_CSV:
+        given = tensorboard_csv.named(found.path, given)
+    written = aligned(points.names, found.kind in OWN_NAMES, given)
     series = points.series()
     return Log(
         source=source,
@@ -27,4 +32,5 @@ def read_log(source: str, names: Mapping[str, str] | None = None) -> Log:
         metrics={ours: series[name] for ours, name in written.items()},
         written=written,
         evidence=evidence(found.path) if found.kind == RUN else None,
+        means=interval_means(found.kind, written),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -13,18 +13,43 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal
-from lockstep.parity.compare.logs import deepspeed, openrlhf, table, tensorboard, trainer_state, verl, wandb
+from lockstep.parity.compare.logs import (
+    deepspeed,
+    llamafactory,
+    megatron,
+    mindspeed_rl,
+    openrlhf,
+    swift,
+    table,
+    tensorboard,
+    tensorboard_csv,
+    trainer_state,
+    verl,
+    wandb,
+)
 from lockstep.parity.compare.logs.curves import Points
+from lockstep.parity.compare.logs.kinds import (
+    DEEPSPEED,
+    LLAMA_FACTORY,
+    MEGATRON,
+    MINDSPEED_RL,
+    OPENRLHF,
+    RUN,
+    SWIFT,
+    TENSORBOARD_CSV,
+    TRAINER_STATE,
+    VERL_CONSOLE,
+    VERL_FILE,
+)
 from lockstep.parity.compare.logs.run_folder import is_run_folder, refuse_lost_metrics
 from lockstep.parity.compare.logs.run_folder import points as run_points
-from lockstep.parity.compare.logs.text import lines
+from lockstep.parity.compare.logs.text import decoded, lines
 
-RUN, VERL_CONSOLE, VERL_FILE = "lockstep run", "verl console", "verl file logger"
-OWN_NAMES = (RUN, VERL_CONSOLE, VERL_FILE)
 LOOKED_FOR = (
-    "looked for: a run folder (recipe.yaml, metrics.jsonl), verl's console output or file logger, OpenRLHF's or "
-    "DeepSpeed's console output, a trainer_state.json, a tensorboard event file, a .wandb file, and csv or JSON lines "
-    "with a column step, global_step, train/global_step, training/global_step, Step or _step"
+    "looked for: a run folder (recipe.yaml, metrics.jsonl), the console output of verl (or its file logger), OpenRLHF, "
+    "Megatron, MindSpeed or DeepSpeed, a trainer_state.json, LLaMA-Factory's trainer_log.jsonl, ms-swift's "
+    "logging.jsonl, a tensorboard event file or its csv export, a .wandb file, and csv or JSON lines with a column "
+    "step, global_step, train/global_step, training/global_step, Step or _step"
 )
 _TEXT = (".jsonl", ".json", ".csv", ".tsv", ".log", ".txt", ".out")
 _EVENTS = "tfevents"
@@ -58,14 +83,24 @@ def _in_folder(path: Path) -> Found | None:
     if is_run_folder(path):
         return Found(path, RUN, partial(run_points, path))
     refuse_lost_metrics(path)
-    candidates = _candidates(path)
-    state = trainer_state.newest([found.path for found in candidates])
-    if state is not None:
-        candidates = [found for found in candidates if found.path == state]
+    candidates = _of_one_run(path, _candidates(path))
     if len(candidates) > 1:
         names = ", ".join(str(found.path.relative_to(path)) for found in candidates)
         raise Refusal.at(str(path), f"holds {len(candidates)} logs: {names}", "name one of them")
     return candidates[0] if candidates else None
+
+
+def _of_one_run(path: Path, candidates: list[Found]) -> list[Found]:
+    """A trainer's states and the lines that it wrote beside them are one log: the state that holds the whole run, else
+    the lines, which go on behind the last checkpoint, else the last checkpoint's state."""
+    written = [found for found in candidates if found.kind in (LLAMA_FACTORY, SWIFT) and found.path.parent == path]
+    states = [found for found in candidates if found.path.name == trainer_state.FILE]
+    if len(written) > 1 or len(written) + len(states) != len(candidates):
+        return candidates
+    state = trainer_state.newest([found.path for found in states])
+    if state is None or (written and state.parent != path):
+        return written if written and (state is not None or not states) else candidates
+    return [found for found in states if found.path == state]
 
 
 def _candidates(path: Path) -> list[Found]:
@@ -100,56 +135,83 @@ def _file(path: Path) -> Found | None:
     content = path.read_bytes()
     if content.startswith(wandb.MAGIC):
         return Found(path, "wandb", lambda: table.points(file, wandb.rows(file, content)))
-    if b"\0" in content[:4096]:
-        return None
-    text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
-    return _json(path, text) or _csv(path, text) or _console(path, text)
+    text = decoded(content)
+    return None if text is None else next(claims(path, text), None)
 
 
-def _json(path: Path, text: str) -> Found | None:
+def claims(path: Path, text: str) -> Iterator[Found]:
+    """Every reader that knows the text for its own, one at a time: to ask for the first is enough."""
+    yield from _json(path, text)
+    yield from _csv(path, text)
+    yield from _console(path, text)
+
+
+def _json(path: Path, text: str) -> Iterator[Found]:
     file = str(path)
     if text.lstrip()[:1] not in ("{", "["):
-        return None
+        return
     first = [row for line in islice(io.StringIO(text), _HEAD) if isinstance(row := _parsed(line), dict)]
-    if any("step" in row and isinstance(row.get("data"), dict) for row in first):
-        return Found(path, VERL_FILE, lambda: table.verl_points(file, table.json_lines(file, text)))
-    if any(table.has_step(row) for row in first):
-        kind = "wandb" if any(table.COUNT in row for row in first) else "jsonl"
-        return Found(path, kind, lambda: table.points(file, table.json_lines(file, text)))
-    whole = _parsed(text)
-    if isinstance(whole, dict) and "log_history" in whole:
-        return Found(path, "transformers trainer state", lambda: trainer_state.points(file, whole))
-    rows = whole if isinstance(whole, list) else []
-    if rows and all(isinstance(row, dict) for row in rows) and any(table.has_step(row) for row in rows):
-        kind = "wandb" if any(table.COUNT in row for row in rows) else "json"
-        return Found(path, kind, lambda: table.points(file, iter(enumerate(rows, start=1))))
-    return None
+    # A line that holds a whole history is the state of a trainer, or stands at the end of a log that has it already.
+    rows = [row for row in first if trainer_state.HISTORY not in row]
+    found = []
+    if any("step" in row and isinstance(row.get("data"), dict) for row in rows):
+        found.append(Found(path, VERL_FILE, lambda: table.verl_points(file, table.json_lines(file, text))))
+    if any(llamafactory.is_row(row) for row in rows):
+        found.append(Found(path, LLAMA_FACTORY, lambda: llamafactory.points(file, table.json_lines(file, text))))
+    if any(swift.is_row(row) for row in rows):
+        found.append(Found(path, SWIFT, lambda: swift.points(file, table.json_lines(file, text))))
+    if not found and any(table.has_step(row) for row in rows):
+        kind = "wandb" if any(table.COUNT in row for row in rows) else "jsonl"
+        found.append(Found(path, kind, lambda: table.points(file, table.json_lines(file, text))))
+    yield from found or _whole_json(path, text)
 
 
-def _csv(path: Path, text: str) -> Found | None:
-    header = text.partition("\n")[0].rstrip("\r")
+def _whole_json(path: Path, text: str) -> Iterator[Found]:
+    """One value, on one line or on many."""
+    file = str(path)
+    try:
+        whole = json.loads(text)
+    except RecursionError:
+        return
+    except ValueError as error:
+        if f'"{trainer_state.HISTORY}"' in text:
+            yield Found(path, TRAINER_STATE, partial(trainer_state.cut_short, file, error))
+        return
+    if isinstance(whole, dict) and trainer_state.HISTORY in whole:
+        yield Found(path, TRAINER_STATE, lambda: trainer_state.points(file, whole))
+    listed: Sequence[Any] = whole if isinstance(whole, list) else []
+    if listed and all(isinstance(row, dict) for row in listed) and any(table.has_step(row) for row in listed):
+        kind = "wandb" if any(table.COUNT in row for row in listed) else "json"
+        yield Found(path, kind, lambda: table.points(file, iter(enumerate(listed, start=1))))
+
+
+def _csv(path: Path, text: str) -> Iterator[Found]:
+    file, header = str(path), text.partition("\n")[0].rstrip("\r")
     try:
         cells = next(csv.reader([header], delimiter=table.delimiter(text)), [])
     except csv.Error:
-        return None
+        return
     names = [cell.strip() for cell in cells]
-    if len(names) < 2 or not table.has_step(names):
-        return None
-    kind = "wandb" if table.COUNT in names else "csv"
-    return Found(path, kind, lambda: table.points(str(path), table.csv_rows(str(path), text)))
+    if tensorboard_csv.is_header(names):
+        yield Found(path, TENSORBOARD_CSV, lambda: tensorboard_csv.points(file, text))
+    elif len(names) > 1 and table.has_step(names):
+        kind = "wandb" if table.COUNT in names else "csv"
+        yield Found(path, kind, lambda: table.points(file, table.csv_rows(file, text)))
 
 
-def _console(path: Path, text: str) -> Found | None:
-    listed = list(lines(text))
+def _console(path: Path, text: str) -> Iterator[Found]:
+    file, listed = str(path), list(lines(text))
     for kind, points in (
-        (VERL_CONSOLE, verl.points),
-        ("OpenRLHF console", openrlhf.points),
-        ("DeepSpeed console", deepspeed.points),
+        (VERL_CONSOLE, lambda: verl.points(listed)),
+        (OPENRLHF, lambda: openrlhf.points(listed)),
+        (MEGATRON, lambda: megatron.points(file, text)),
+        (MINDSPEED_RL, lambda: mindspeed_rl.points(file, text)),
+        # Last: Megatron prints its own lines between those of DeepSpeed, which have no loss.
+        (DEEPSPEED, lambda: deepspeed.points(listed)),
     ):
-        found = points(listed)
+        found = points()
         if found:
-            return Found(path, kind, partial(_same, found))
-    return None
+            yield Found(path, kind, partial(_same, found))
 
 
 def _same(points: Points) -> Points:

@@ -34,6 +34,11 @@ NAMES: dict[str, str] = {
     "acc": "train/pair_accuracy",
     "chosen_reward": "train/chosen",
     "reject_reward": "train/rejected",
+    # Megatron, MindSpeed
+    "lm loss": "train/loss",
+    "lm_loss": "train/loss",
+    "grad norm": "train/grad_norm",
+    "learning rate": "train/lr",
 }
 
 # A log with the first name is of one kind of training, where some names mean something else or something more.
@@ -90,6 +95,16 @@ KINDS: dict[str, dict[str, str]] = {
     # OpenRLHF's KTO and process reward trainers
     "kto_loss": {"kto_loss": "train/loss", "kl": "train/kl"},
     "prm_loss": {"prm_loss": "train/loss", "acc": "train/step_accuracy"},
+    # MindSpeed-RL
+    "grpo/rewards/mean": {
+        "grpo/rewards/mean": "critic/rewards/mean",
+        "grpo/score/mean": "critic/score/mean",
+        "grpo/lr": "actor/lr",
+        "grad_norm": "actor/grad_norm",
+        "timing/all": "timing_s/step",
+        "timing/rollout": "timing_s/gen",
+        "timing/update": "timing_s/update_actor",
+    },
     # TRL's KTO trainer
     "logps/KL": {"kl": "train/kl", "rewards/accuracies": "train/label_accuracy"},
 }
@@ -134,6 +149,19 @@ def read_names(path: str | Path) -> dict[str, str]:
     if problems:
         raise Refusal(problems)
     return table
+
+
+def known_name(flat: str) -> str | None:
+    """Our name of a metric whose `/` were written as `_`, as in the name of a file; None for one that no table has."""
+    tables = (NAMES, *KINDS.values())
+    ours = {name.replace("/", "_"): name for table in tables for name in table.values()}
+    theirs = {name.replace("/", "_"): name for table in tables for name in table}
+    if flat in ours:
+        return ours[flat]
+    for prefix, group in (("", ""), ("train_", "train/"), ("eval_", "eval/"), ("val_", "eval/")):
+        if flat.startswith(prefix) and (name := theirs.get(flat.removeprefix(prefix))):
+            return next(iter(aligned([group + name], False, {})))
+    return None
 
 
 def _table(listed: list[str]) -> dict[str, str]:

@@ -47,7 +47,7 @@ def json_lines(file: str, text: str) -> Iterator[Row]:
         if isinstance(row, dict):
             yield number_, row
         elif number_ < len(lines):
-            raise _damaged(file, number_, line, "JSON object")
+            raise damaged(file, number_, line, "JSON object")
 
 
 def csv_rows(file: str, text: str) -> Iterator[Row]:
@@ -59,7 +59,7 @@ def csv_rows(file: str, text: str) -> Iterator[Row]:
             if not cells:
                 continue
             if len(cells) != len(header):
-                raise _damaged(file, reader.line_num, ",".join(cells), f"row of {len(header)} columns")
+                raise damaged(file, reader.line_num, ",".join(cells), f"row of {len(header)} columns")
             row = {name: value for name, cell in zip(header, cells, strict=True) if (value := number(cell)) is not None}
             yield reader.line_num, row
     except csv.Error as error:
@@ -96,7 +96,7 @@ def verl_points(file: str, rows: Iterator[Row]) -> Points:
     for line, row in rows:
         step, data = whole(row.get("step")), row.get("data")
         if step is None or not isinstance(data, dict):
-            raise _damaged(file, line, json.dumps(row), "line with a step and data")
+            raise damaged(file, line, json.dumps(row), "line with a step and data")
         found.add(step, numbers(data))
     return found
 
@@ -120,5 +120,5 @@ def _plain_names(header: list[str]) -> list[str]:
     return [name if name.endswith(_SIDE_COLUMNS) else name.removeprefix(prefix) for name in header]
 
 
-def _damaged(file: str, line: int, text: str, wanted: str) -> Refusal:
+def damaged(file: str, line: int, text: str, wanted: str) -> Refusal:
     return Refusal.at(f"{file} line {line}", f"not a {wanted}: {text[:60]!r}", "restore the file, or remove the line")

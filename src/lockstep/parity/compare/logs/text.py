@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterator
 
@@ -13,6 +14,16 @@ _BAR_END = re.compile(r"\[[^\[\]]*(?:it/s|s/it)[^\[\]]*\]\s*$")
 _BREAK = re.compile(r"\r\n|\n|\r")
 NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|inf(?:inity)?|nan)"
 _WRAPPED = re.compile(rf"(?:(?:np|numpy|torch)\.)?\w*\(?\s*({NUMBER})\s*(?:,[^)]*)?\)?", re.IGNORECASE)
+
+
+def decoded(content: bytes) -> str | None:
+    """UTF-8, or UTF-16 with its mark, as Windows' shells write it; None for what is no text."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        text = content.decode("utf-16", errors="replace")
+        return None if "\0" in text[:4096] else text
+    if b"\0" in content[:4096]:
+        return None
+    return content.decode("utf-8", errors="replace").removeprefix("\ufeff")
 
 
 def lines(text: str) -> Iterator[tuple[str, str]]:

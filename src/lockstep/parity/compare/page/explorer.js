@@ -185,6 +185,7 @@ function explorerTitle(metric) {
   return [
     el("div", { class: "title-line" }, el("h3", {}, metric.name), badge(metric.verdict)),
     metric.verdict !== null ? el("p", { class: "decided" }, metric.decided_by) : null,
+    metric.matching ? el("p", { class: "decided" }, metric.matching) : null,
     alias,
   ].filter((part) => part !== null);
 }

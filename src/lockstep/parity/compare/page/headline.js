@@ -98,6 +98,8 @@ function tiles() {
       "at equal lengths ",
       figure("throughput.matched_ratio", "ratio"),
     ]),
-    tile("Differences of set-up", show(DATA.differences.length, "count"), differing || "none found"),
+    DATA.setup_known
+      ? tile("Differences of set-up", show(DATA.differences.length, "count"), differing || "none found")
+      : tile("Differences of set-up", "unknown", "only run folders tell their set-up"),
   );
 }

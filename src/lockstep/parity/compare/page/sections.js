@@ -72,9 +72,12 @@ function told(difference, letter) {
 const WEIGHTS = { blocks: "bad", matters: "noise", harmless: "quiet" };
 
 function environment(root) {
-  const { differences, unknown } = DATA;
+  const { differences, unknown, remarks } = DATA;
   if (differences.length === 0) {
-    root.append(el("div", { class: "card" }, el("p", {}, "Nothing of what both sides tell differs.")));
+    const none = DATA.setup_known
+      ? "Nothing of what both sides tell differs."
+      : "Unknown: only run folders tell their set-up.";
+    root.append(el("div", { class: "card" }, el("p", {}, none)));
   } else {
     const head = ["Weight", "Part", "Key", "A", "B", "Likely effect"].map((name) => el("th", { scope: "col" }, name));
     const order = Object.keys(WEIGHTS);
@@ -104,20 +107,24 @@ function environment(root) {
       ),
     );
   }
-  if (unknown.length > 0) {
-    root.append(
+  root.append(...listed("Remarks", remarks), ...listed("Not known", unknown));
+}
+
+/** A card with a list, where there is anything to list. */
+function listed(title, sentences) {
+  if (sentences.length === 0) return [];
+  return [
+    el(
+      "div",
+      { class: "card unknown" },
+      el("h3", {}, title),
       el(
-        "div",
-        { class: "card unknown" },
-        el("h3", {}, "Not known"),
-        el(
-          "ul",
-          {},
-          unknown.map((one) => el("li", {}, one)),
-        ),
+        "ul",
+        {},
+        sentences.map((one) => el("li", {}, one)),
       ),
-    );
-  }
+    ),
+  ];
 }
 
 function promptText(prompt) {

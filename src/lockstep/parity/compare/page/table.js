@@ -29,6 +29,7 @@ const COLUMNS = [
     (i) => [
       badge(DATA.metrics[i].verdict),
       DATA.metrics[i].verdict === null ? null : el("div", { class: "why" }, DATA.metrics[i].decided_by),
+      DATA.metrics[i].matching ? el("div", { class: "why" }, DATA.metrics[i].matching) : null,
     ],
   ],
   ["Mean error", (i) => figure(`metrics.${i}.figures.mean_error_percent`, "percent"), "absolute"],

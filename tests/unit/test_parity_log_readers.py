@@ -1,0 +1,323 @@
+"""Logs of LLaMA-Factory, ms-swift, Megatron and MindSpeed, and of tensorboard's page: whole, cut and damaged.
+
+`tests/data/parity/README.md` says where the recorded lines come from. Their numbers stand in the files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import Refusal
+from lockstep.parity.compare.log import Log
+from lockstep.parity.compare.logs import read_log
+from lockstep.parity.compare.logs.find import claims
+from lockstep.parity.compare.logs.names import known_name
+from lockstep.parity.compare.logs.text import decoded
+
+RECORDED = Path(__file__).parents[1] / "data" / "parity"
+
+
+def recorded(name: str) -> Log:
+    return read_log(str(RECORDED / name))
+
+
+def curve(log: Log, name: str) -> dict[int, float]:
+    series = log.metrics[name]
+    return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+
+
+def changed(tmp_path: Path, name: str, old: str, new: str) -> str:
+    """A recorded log with one place written otherwise."""
+    text = (RECORDED / name).read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    copy = tmp_path / name
+    copy.write_text(text.replace(old, new), encoding="utf-8")
+    return str(copy)
+
+
+# Each format ---------------------------------------------------------------------------------------------------------
+
+
+def test_llamafactory() -> None:
+    log = recorded("llamafactory_trainer_log.jsonl")
+    assert log.kind == "LLaMA-Factory log"
+    assert curve(log, "train/loss") == {5: 5.75, 10: 4.169, 15: 1.25}
+    assert curve(log, "train/lr") == {5: 1.0000000000000002e-06, 10: 2.25e-06, 15: 3.5e-06}
+    assert curve(log, "val/loss") == {10: 3.5}
+    assert "percentage" not in log.metrics
+    assert log.means is not None
+    assert "train/loss" in log.means
+    assert not {"train/lr", "val/loss", "train/epoch"} & log.means
+
+
+def test_swift() -> None:
+    """The last line repeats the history at one step: nothing is read from it."""
+    log = recorded("swift_logging.jsonl")
+    assert log.kind == "ms-swift log"
+    assert curve(log, "train/loss") == {1: 2.5, 5: 1.75, 10: 1.25}
+    assert curve(log, "train/grad_norm") == {1: 4.25, 5: 2.125, 10: 1.5}
+    assert curve(log, "token_acc") == {1: 0.5, 5: 0.625, 10: 0.75}
+    assert curve(log, "val/loss") == {5: 1.5}
+    assert "best_metric" not in log.metrics
+    assert log.means is not None
+    assert {"train/loss", "token_acc"} <= log.means
+    assert not {"train/grad_norm", "train_loss", "val/loss"} & log.means
+
+
+def test_swift_on_megatron() -> None:
+    log = recorded("swift_megatron_logging.jsonl")
+    assert log.kind == "ms-swift log"
+    assert curve(log, "train/loss") == {5: 3.25, 10: 2.75, 15: 2.5}  # the last one is written as a text
+    assert curve(log, "val/loss") == {10: 2.625}
+
+
+@pytest.mark.parametrize("name", ["megatron.log", "megatron_utf16.log"])
+def test_megatron(name: str) -> None:
+    log = recorded(name)
+    assert log.kind == "Megatron console"
+    assert curve(log, "train/loss") == {10: 8.125, 20: 7.5, 30: 7.0}
+    assert curve(log, "train/lr") == {10: 1.462e-4, 20: 1.4e-4, 30: 1e-4}
+    norms = curve(log, "train/grad_norm")
+    assert (norms[10], norms[30]) == (6.753, 3.25)
+    assert math.isnan(norms[20])
+    assert curve(log, "val/loss") == {20: 7.375, 30: 6.875}
+    assert curve(log, "test/lm loss") == {30: 6.9375}
+    assert curve(log, "elapsed time per iteration (ms)") == {10: 974.9, 20: 950.0, 30: 951.5}
+    assert curve(log, "number of skipped iterations") == {10: 0.0, 20: 1.0, 30: 0.0}
+    assert log.means == {"train/loss", "elapsed time per iteration (ms)"}
+
+
+def test_mindspeed_llm() -> None:
+    log = recorded("mindspeed_llm.log")
+    assert log.kind == "Megatron console"
+    assert curve(log, "train/loss") == {1: 10.45013, 2: 10.4456}
+    assert curve(log, "train/grad_norm") == {1: 35.543, 2: 35.57}
+    # Of two times the second is the mean of the last iterations.
+    assert curve(log, "elapsed time per iteration (ms)") == {1: 33186.0, 2: 25879.2}
+
+
+def test_mindspeed_mm() -> None:
+    log = recorded("mindspeed_mm.log")
+    assert log.kind == "Megatron console"
+    assert curve(log, "train/loss") == {3: 10.44, 4: 10.4375}
+    assert curve(log, "consumed samples") == {3: 384.0, 4: 512.0}
+
+
+def test_mindspeed_rl() -> None:
+    log = recorded("mindspeed_rl.log")
+    assert log.kind == "MindSpeed-RL console"
+    assert curve(log, "critic/rewards/mean") == {1: 0.375, 2: 0.5}
+    assert curve(log, "actor/pg_loss") == {1: 0.0312, 2: -0.0156}
+    assert curve(log, "actor/grad_norm") == {1: 0.25, 2: 0.3125}
+    assert curve(log, "timing_s/step") == {1: 210.5, 2: 200.0}
+    assert curve(log, "response_length/mean") == {1: 512.5, 2: 500.0}
+
+
+def test_megatron_lines_between_those_of_deepspeed(tmp_path: Path) -> None:
+    """The lines of both are in one log: those with the loss are read."""
+    source = tmp_path / "both.log"
+    source.write_text((RECORDED / "deepspeed.log").read_text() + (RECORDED / "megatron.log").read_text())
+    assert read_log(str(source)).kind == "Megatron console"
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_a_trainer_state_on_one_line(tmp_path: Path, kind: str) -> None:
+    name = f"trl_{kind}_trainer_state.json"
+    state = json.loads((RECORDED / name).read_text())
+    assert "global_step" in state  # which makes it look like a row of a table
+    for end in ("", "\n"):
+        copy = tmp_path / "trainer_state.json"
+        copy.write_text(json.dumps(state) + end)
+        log = read_log(str(copy))
+        assert log.kind == "transformers trainer state"
+        assert {metric: curve(log, metric) for metric in log.metrics} == {
+            metric: curve(recorded(name), metric) for metric in recorded(name).metrics
+        }
+
+
+@pytest.mark.parametrize("order", ["utf-16-le", "utf-16-be"])
+def test_utf_16_with_its_mark(tmp_path: Path, order: str) -> None:
+    """Whatever the format: a mark says it, and a byte that is cut from the end is of a line that is not whole."""
+    for name in ("verl_console.log", "swift_logging.jsonl", "run-sft_one-tag-train_loss.csv"):
+        text = "\ufeff" + (RECORDED / name).read_text(encoding="utf-8")
+        copy = tmp_path / name
+        copy.write_bytes(text.encode(order))
+        log, plain = read_log(str(copy)), recorded(name)
+        assert (log.kind, log.written) == (plain.kind, plain.written)
+        for metric in plain.metrics:
+            assert str(curve(log, metric)) == str(curve(plain, metric))
+        copy.write_bytes(text.encode(order)[:-1])
+        assert read_log(str(copy)).kind == plain.kind
+
+
+def test_binary_files_are_no_text(tmp_path: Path) -> None:
+    source = tmp_path / "a.log"
+    for content in (b"\xff\xfe\0\0a\0\0\0", b"step:1 - a:1\n\0", b"\xff\xfe"):
+        source.write_bytes(content)
+        with pytest.raises(Refusal, match="no log that is known here"):
+            read_log(str(source))
+
+
+# tensorboard's csv ---------------------------------------------------------------------------------------------------
+
+
+def test_the_name_of_a_tensorboard_csv_tells_its_metric() -> None:
+    log = recorded("run-sft_one-tag-train_loss.csv")
+    assert log.kind == "tensorboard csv"
+    assert log.written == {"train/loss": "Value"}
+    loss = curve(log, "train/loss")
+    assert math.isnan(loss.pop(3))
+    assert loss == {1: 0.6875, 2: 0.625, 4: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("file", "metric"),
+    [
+        ("train_loss.csv", "train/loss"),
+        ("loss.csv", "train/loss"),
+        ("run-.-tag-train_grad_norm.csv", "train/grad_norm"),
+        ("run-.-tag-train_learning_rate (1).csv", "train/lr"),
+        ("run-.-tag-eval_loss.csv", "val/loss"),
+        ("run-.-tag-train_reward.csv", "critic/rewards/mean"),
+        ("run-.-tag-critic_rewards_mean.csv", "critic/rewards/mean"),
+        # transformers' mean over the whole training is no curve of the loss.
+        ("run-.-tag-train_train_loss.csv", "train_train_loss"),
+        ("run-.-tag-my metric.csv", "my metric"),
+    ],
+)
+def test_names_of_tensorboard_csvs(tmp_path: Path, file: str, metric: str) -> None:
+    (tmp_path / file).write_text("Wall time,Step,Value\n1.5,1,0.5\n")
+    assert curve(read_log(str(tmp_path / file)), metric) == {1: 0.5}
+
+
+def test_a_tensorboard_csv_without_a_name_asks_for_it(tmp_path: Path) -> None:
+    source = tmp_path / "export.csv"
+    source.write_text("Wall time,Step,Value\n1.5,1,0.5\n")
+    with pytest.raises(Refusal, match=r"export\.csv: .*does not say what its Value is(?s:.)*--value NAME"):
+        read_log(str(source))
+    assert curve(read_log(str(source), {"Value": "actor/kl"}), "actor/kl") == {1: 0.5}
+    # What is said goes before what the file is called.
+    named = tmp_path / "train_loss.csv"
+    named.write_text(source.read_text())
+    assert list(read_log(str(named), {"Value": "actor/kl"}).metrics) == ["actor/kl"]
+
+
+def test_known_names() -> None:
+    assert known_name("val_loss") == "val/loss"
+    assert known_name("eval_rewards_margins") == "val/margin"
+    assert known_name("export") is None
+
+
+# Damage --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "where"),
+    [
+        ("llamafactory_trainer_log.jsonl", '{"current_steps": 5,', '{"current_steps": 5', "line 1: not a JSON object"),
+        ("llamafactory_trainer_log.jsonl", '"current_steps": 5,', '"current_steps": "x",', "line 1: not a line with"),
+        ("llamafactory_trainer_log.jsonl", '{"current_steps": 5,', "{", "line 1: not a line with"),
+        ("swift_logging.jsonl", '"10/12", "perc', '"10/", "perc', "line 4: not a line with a step like 10/93"),
+        ("swift_logging.jsonl", '"global_step/max_steps": "10/12", ', "", "line 4: not a line with a step"),
+        ("swift_logging.jsonl", '{"train_runtime"', '"train_runtime"', "line 5: not a JSON object"),
+        ("swift_megatron_logging.jsonl", '"15/20"', "15", "line 4: not a line with a step"),
+        ("megatron.log", "7.500000E+00", "7.50#000E+00", r"line 7: not a line of numbers, at 'lm loss: 7.50#000E\+00'"),
+        ("megatron.log", "| grad norm: nan | number of skipped iterations:   1 |", "|", None),
+        ("megatron.log", " | number of skipped iterations:   1 | number of nan iterations:   0 |", " | numb",
+         "line 7: not a line whose last field ends with"),
+        ("megatron.log", "lm loss value: 7.375000E+00", "lm loss value 7.375000E+00", "line 9: not a line of numbers"),
+        ("mindspeed_rl.log", "grpo/score/mean : 0.5000 | ", "grpo/sc | ", "line 3: not a line of numbers, at"),
+        ("mindspeed_rl.log", "grad_norm : 0.2500", "grad_norm : 0.2x00", "line 2: not a line of numbers"),
+        ("run-sft_one-tag-train_loss.csv", "2,0.625", "2,0.6x25", "line 3: not a row of a time, a step and a value"),
+        ("run-sft_one-tag-train_loss.csv", ",2,0.625", "", "line 3: not a row of 3 columns"),
+        ("run-sft_one-tag-train_loss.csv", "25,2,", "25,2.5,", "line 3: not a row of a time, a step"),
+    ],
+)  # fmt: skip
+def test_damage_is_refused_by_its_line(tmp_path: Path, name: str, old: str, new: str, where: str | None) -> None:
+    source = changed(tmp_path, name, old, new)
+    if where is None:  # a field that is not there is no damage
+        assert curve(read_log(source), "train/loss") == curve(recorded(name), "train/loss")
+        return
+    with pytest.raises(Refusal, match=f"{name} {where}"):
+        read_log(source)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_trainer_state_that_is_cut_short_is_refused_by_its_place(tmp_path: Path, indent: int | None) -> None:
+    text = json.dumps(
+        {"global_step": 2, "log_history": [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1}]}, indent=indent
+    )
+    source = tmp_path / "trainer_state.json"
+    source.write_text(text[:-4])
+    with pytest.raises(Refusal, match=r"trainer_state\.json line \d+ column \d+: a trainer's state that is cut short"):
+        read_log(str(source))
+
+
+def last_kept(name: str, tmp_path: Path, cut: int) -> dict[int, float]:
+    copy = tmp_path / name
+    copy.write_bytes((RECORDED / name).read_bytes()[:-cut])
+    return curve(read_log(str(copy)), "critic/rewards/mean" if name == "mindspeed_rl.log" else "train/loss")
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("swift_megatron_logging.jsonl", [5, 10]),
+        ("mindspeed_llm.log", [1]),
+        ("mindspeed_rl.log", [1]),
+        ("run-sft_one-tag-train_loss.csv", [1, 2, 3]),
+    ],
+)
+def test_a_half_line_at_the_end_is_left_out(tmp_path: Path, name: str, steps: list[int]) -> None:
+    """It may be growing; a number in it may be the beginning of another."""
+    assert list(last_kept(name, tmp_path, cut=3)) == steps
+
+
+# Which reader --------------------------------------------------------------------------------------------------------
+
+
+def samples() -> list[Path]:
+    return [file for file in sorted(RECORDED.iterdir()) if file.suffix not in (".md", ".wandb")]
+
+
+@pytest.mark.parametrize("file", samples(), ids=lambda file: file.name)
+def test_each_sample_is_claimed_by_one_reader(file: Path) -> None:
+    text = decoded(file.read_bytes())
+    assert text is not None
+    (only,) = claims(file, text)
+    assert only.kind == read_log(str(file)).kind
+
+
+def test_a_swift_log_with_a_row_of_another_is_still_one(tmp_path: Path) -> None:
+    """A column that tables have besides does not make it a table."""
+    row = {"loss": 0.5, "global_step/max_steps": "3/9", "step": 7}
+    source = tmp_path / "logging.jsonl"
+    source.write_text(json.dumps(row) + "\n")
+    assert curve(read_log(str(source)), "train/loss") == {3: 0.5}
+
+
+# Folders -------------------------------------------------------------------------------------------------------------
+
+
+def state_with(steps: int) -> str:
+    return json.dumps({"global_step": steps, "log_history": [{"step": i, "loss": i / 4} for i in range(1, steps + 1)]})
+
+
+def test_of_a_folder_with_a_state_and_lines_the_whole_one_is_read(tmp_path: Path) -> None:
+    lines = tmp_path / "trainer_log.jsonl"
+    lines.write_text((RECORDED / "llamafactory_trainer_log.jsonl").read_text())
+    assert read_log(str(tmp_path)).kind == "LLaMA-Factory log"
+    # A run that was stopped has gone on behind its last checkpoint.
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text(state_with(3))
+    assert read_log(str(tmp_path)).kind == "LLaMA-Factory log"
+    (tmp_path / "trainer_state.json").write_text(state_with(4))
+    assert curve(read_log(str(tmp_path)), "train/loss") == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
+    # Two logs that no run writes beside each other are asked for.
+    (tmp_path / "logging.jsonl").write_text((RECORDED / "swift_logging.jsonl").read_text())
+    with pytest.raises(Refusal, match="holds 4 logs"):
+        read_log(str(tmp_path))
