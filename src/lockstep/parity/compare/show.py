@@ -7,11 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep.parity.compare.comparison import Comparison, Difference, Metric, Throughput, Verdict
+from lockstep.parity.compare.comparison import Comparison, Difference, Metric, Power, Throughput, Verdict
+from lockstep.parity.compare.power import DEEP
 from lockstep.parity.compare.report import strict
 from lockstep.run.progress import Console
 
-EXIT_CODES: dict[Verdict, int] = {"in step": 0, "within noise": 0, "out of step": 1, "not comparable": 2}
+EXIT_CODES: dict[Verdict, int] = {
+    "in step": 0,
+    "within noise": 0,
+    "out of step": 1,
+    "cannot tell": 2,
+    "not comparable": 2,
+}
 NAME = 19
 HEADS = (
     ("mean %", 8),
@@ -40,8 +47,6 @@ def show(comparison: Comparison, console: Console) -> None:
     _show_differences(comparison, console)
     console.say("")
     console.banner(f"verdict: {comparison.verdict}", [("because", comparison.reason)])
-    if comparison.verdict == "out of step" and not any(metric.noise for metric in comparison.metrics):
-        console.say("What noise alone does is not known: --repeat takes another run of one side.")
 
 
 def table_lines(metrics: Sequence[Metric]) -> list[str]:
@@ -72,9 +77,19 @@ def _metric_lines(metric: Metric) -> list[str]:
     if metric.verdict is not None:
         steps = f"{figures.steps:,} step{'s' if figures.steps != 1 else ''} ({figures.first} to {figures.last})"
         lines.append(f"  {metric.verdict} over {steps}: {metric.decided_by}")
+    if metric.power is not None:
+        lines.append(f"  {_power(metric.power)}")
     if metric.noise is not None:
         lines.append(f"  mean error between repeats {metric.noise.mean_error_percent:.3g} %")
     return lines
+
+
+def _power(power: Power) -> str:
+    if power.noise_sd == 0:
+        return "no noise: any difference would be seen"
+    late = f"a collapse of {power.collapse:.2g} in the last {power.collapse_steps:,} steps"
+    latest = f", of {DEEP} noise sd from step {power.latest_step}" if power.latest_step is not None else ""
+    return f"seen with 95 %: a drift of {power.drift:.2g}, {late}{latest}"
 
 
 def _cell(value: float | int | None, width: int) -> str:
