@@ -402,6 +402,32 @@ def test_the_table_fits_80_columns() -> None:
     assert len(rows[1].split()) == 9  # no two cells run into each other
 
 
+def test_constant_metrics_are_only_counted_on_the_console() -> None:
+    a = log(train__loss=[1.0, 1.0], still__loss=[0.5, 0.5], other__loss=[0.5, 0.5], val__loss=[2.0, 1.0])
+    b = log(train__loss=[1.0, 1.0], still__loss=[0.5, 0.5], other__loss=[0.6, 0.6], val__loss=[2.0, 1.0])
+    lines = table_lines(compare(a, b).metrics)
+    assert [line.split()[0] for line in lines if "/loss" in line] == ["train/loss", "other/loss", "val/loss"]
+    assert lines[-1].startswith("1 more metrics")
+
+
+def test_small_and_large_curves_are_told_with_their_scaled_error() -> None:
+    """A loss of 0.11 that is 17 % off passes the absolute bar; rewards of 100 that are 1 % off miss it."""
+    small = compare(log(train__loss=[0.11, 0.11]), log(train__loss=[0.1287, 0.1287]))
+    assert "absolute mean error 1.87 % <= 2 % (17 % of the curve)" in small.reason
+    large = compare(log(critic__rewards__mean=[100.0, 100.0]), log(critic__rewards__mean=[101.0, 101.0]))
+    assert "absolute mean error 100 % > 4 % (1 % of the curve)" in large.reason
+    usual = compare(log(train__loss=[1.0, 1.0]), log(train__loss=[1.01, 0.99]))
+    assert usual.reason == "train/loss: absolute mean error 1 % <= 2 %"
+
+
+def test_unjudged_metrics_have_not_parted() -> None:
+    """Nothing but a verdict of out of step is told with a step of parting."""
+    a = log(train__loss=[1.0, 1.0], val__loss=[1.0, 1.0])
+    b = log(train__loss=[1.0, 1.0], val__loss=[2.0, 2.0])
+    got = compare(a, b)
+    assert [(metric.verdict, metric.figures.parted_at) for metric in got.metrics] == [("in step", None), (None, None)]
+
+
 def write_run(folder: Path, losses: list[float], recipe: dict[str, Any] | None = None) -> Path:
     folder.mkdir(parents=True)
     whole = {**RECIPE, **(recipe or {})}

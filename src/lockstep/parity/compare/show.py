@@ -50,14 +50,19 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def table_lines(metrics: Sequence[Metric]) -> list[str]:
-    """The judged metrics with what decided, then the other losses and rewards; the rest is counted."""
-    shown = [metric for metric in metrics if metric.verdict is not None or metric.kind != "other"]
+    """The judged metrics with what decided, then the other losses and rewards that move; the rest is counted."""
+    shown = [metric for metric in metrics if metric.verdict is not None or (metric.kind != "other" and _moves(metric))]
     lines = ["metric".ljust(NAME) + "".join(head.rjust(width) for head, width in HEADS)] if shown else []
     for metric in shown:
         lines += _metric_lines(metric)
     if rest := len(metrics) - len(shown):
         lines.append(f"{rest} more metrics that both have are in the report and in --json")
     return lines
+
+
+def _moves(metric: Metric) -> bool:
+    """Not one and the same number at every step of both sides."""
+    return metric.figures.worst != 0 or len(set(metric.a)) > 1
 
 
 def _metric_lines(metric: Metric) -> list[str]:
@@ -88,7 +93,7 @@ def _power(power: Power) -> str:
     if power.noise_sd == 0:
         return "no noise: any difference would be seen"
     late = f"a collapse of {power.collapse:.2g} in the last {power.collapse_steps:,} steps"
-    latest = f", of {DEEP} noise sd from step {power.latest_step}" if power.latest_step is not None else ""
+    latest = f", one of {DEEP} noise sd as late as step {power.latest_step}" if power.latest_step is not None else ""
     return f"seen with 95 %: a drift of {power.drift:.2g}, {late}{latest}"
 
 
