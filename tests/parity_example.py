@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import math
 
-from lockstep.parity.compare.comparison import Comparison, Difference, Figures, Metric, Noise, Phase, Throughput
+from lockstep.parity.compare.comparison import (
+    Comparison,
+    Difference,
+    Figures,
+    Finding,
+    Metric,
+    Noise,
+    Phase,
+    Power,
+    Throughput,
+)
 
 STEPS = list(range(1, 201))
 HOSTILE = "</script><script>window.hacked = true; alert('hacked')</script> & <b>bold</b> <!--"
@@ -71,6 +81,11 @@ def example(verdict: str = "out of step") -> Comparison:
             a=[reward(step) for step in STEPS],
             b=[reward_of_b(step) for step in STEPS],
             repeats=[[reward(step) + 0.02 * math.sin(step * 0.7) for step in STEPS]],
+            findings=[
+                Finding("end", 171, 200, -0.0712, 0.0311, 1.83),
+                Finding("drift", 1, 200, -0.01793, 0.0162, 1.07),
+            ],
+            power=Power(1, 0.0182, 0.0249, 0.0821, 10, 198),
         ),
     ]
     question = [{"role": "user", "content": "Tom has 12 apples and gives 5 away. How many are left?"}]

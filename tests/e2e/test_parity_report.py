@@ -141,7 +141,12 @@ def test_every_number_is_that_of_the_json(page: Browser) -> None:
     noises = [f"metrics.{i}.noise.{name}" for i in (LOSS, REWARD) for name in data["metrics"][LOSS]["noise"]]
     phases = [f"throughput.phases.{i}.{name}" for i in range(3) for name in ("a", "b", "ratio")]
     rest = ["throughput.ratio", "throughput.matched_ratio", "throughput.matched_steps", "differences.1.b"]
-    assert {*figures, *noises, *phases, *rest, "samples.0.1.score", "metrics.2.bar_percent"} <= seen
+    powers = [f"metrics.{REWARD}.power.{name}" for name in data["metrics"][REWARD]["power"] if name != "repeats"]
+    found = [
+        f"metrics.{REWARD}.findings.{i}.{name}" for i in (0, 1) for name in ("first", "last", "difference", "noise")
+    ]
+    wanted = {*figures, *noises, *phases, *rest, *powers, *found, "samples.0.1.score", "metrics.2.bar_percent"}
+    assert wanted <= seen
 
 
 def test_judged_metrics_come_first_and_rows_switch_the_chart(page: Browser) -> None:
@@ -155,6 +160,56 @@ def test_judged_metrics_come_first_and_rows_switch_the_chart(page: Browser) -> N
     assert drawn(page, "a") != of_reward
     assert page.evaluate("document.querySelector('tr[aria-selected=true]').dataset.metric") == str(LOSS)
     assert page.console == []
+
+
+def test_the_headline_says_absolute_and_what_would_have_been_seen(page: Browser) -> None:
+    """Beside the absolute error stands the scaled one, which is what tells of small and of large curves."""
+    text = " ".join(page.evaluate("document.getElementById('headline').innerText").split())
+    assert "critic/rewards/mean mean error, absolute 4.83 % bar 4 %, scaled error 8.91 %" in text
+    assert (
+        "critic/rewards/mean: seen with 95 %: a drift of 0.02490, a collapse of 0.08210 in the last 10 steps; "
+        "one of ten noise sd as late as step 198" in text
+    )
+
+
+@pytest.mark.parametrize(("verdict", "sign"), [("cannot tell", "?"), ("within noise", "≈"), ("in step", "✓")])
+def test_every_verdict_has_its_headline(chromium: Browser, tmp_path: Path, verdict: str, sign: str) -> None:
+    page = opened(chromium, example(verdict), tmp_path)
+    assert page.evaluate("document.querySelector('h1').innerText").split() == [sign, *verdict.split()]
+    assert page.console == []
+
+
+def test_constant_metrics_are_folded_away(chromium: Browser, tmp_path: Path) -> None:
+    """What is one number at every step of both sides; not what differs between them, nor what is judged."""
+    length, loss, reward = example().metrics
+    flat = [0.5] * len(STEPS)
+    still = [replace(length, name=f"still/{i}", a=flat, b=flat) for i in range(3)]
+    other = replace(length, name="other/level", a=flat, b=[0.6] * len(STEPS))
+    judged = replace(loss, name="judged/flat", a=flat, b=flat)
+    page = opened(chromium, replace(example(), metrics=[*still, other, judged, reward]), tmp_path)
+    rows = "[...document.querySelectorAll('tr[data-metric]')].filter((one) => one.offsetParent !== null).length"
+    assert page.evaluate(rows) == 3
+    assert (
+        page.evaluate("document.querySelector('button.fold').innerText") == "3 constant metrics, the same on both sides"
+    )
+    click(page, "button.fold")
+    assert page.evaluate(rows) == 6
+    click(page, "tr[data-metric='1']")
+    assert page.evaluate("document.querySelector('#explorer h3').innerText") == "still/1"
+    click(page, "button.fold")
+    assert page.evaluate(rows) == 3
+    assert page.console == []
+
+
+def test_curve_a_is_dashed_and_lies_under_b(page: Browser) -> None:
+    """And is the wider one, so that two curves that are the same are both seen."""
+    style = "(letter) => getComputedStyle(document.querySelector(`path[data-curve=${letter}]`))"
+    dashes = page.evaluate(f"['a', 'b'].map({style}).map((one) => one.strokeDasharray)")
+    widths = page.evaluate(f"['a', 'b'].map({style}).map((one) => parseFloat(one.strokeWidth))")
+    assert (dashes[0] != "none", dashes[1]) == (True, "none")
+    assert widths[0] > widths[1]
+    order = "[...document.querySelectorAll('path[data-curve=a], path[data-curve=b]')].map((one) => one.dataset.curve)"
+    assert page.evaluate(order) == ["a", "b"]  # what comes later is painted over it
 
 
 def test_where_nothing_is_judged_the_longest_curve_is_shown_first(chromium: Browser, tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ ENV: dict[str, Any] = {
 
 
 def log(source: str = "a", written: dict[str, str] | None = None, **curves: list[float]) -> Log:
-    """`train__loss=[...]` is train/loss from step 1 on."""
+    """`train__loss=[...]` is train/loss from step 1 on; two values stand for eight steps that alternate."""
+    curves = {name: values * 4 if len(values) == 2 else values for name, values in curves.items()}
     metrics = {
         name.replace("__", "/"): Series(np.arange(1, len(values) + 1), np.array(values, dtype=float))
         for name, values in curves.items()
@@ -94,12 +95,12 @@ def test_kinds(name: str, kind: str) -> None:
 
 def test_offline_runs_are_judged_by_their_loss() -> None:
     a = log(train__loss=[3.0, 2.0], val__loss=[1.0, 1.0], critic__rewards__mean=[1.0, 1.0])
-    b = log("b", train__loss=[3.01, 2.01], val__loss=[9.0, 9.0], critic__rewards__mean=[9.0, 9.0])
+    b = log("b", train__loss=[3.01, 1.99], val__loss=[9.0, 9.0], critic__rewards__mean=[9.0, 9.0])
     got = compare(ours(a), ours(b))
     assert [(metric.name, metric.bar_percent, metric.verdict) for metric in judged(got)] == [
         ("train/loss", 2.0, "in step")
     ]
-    assert (got.verdict, got.reason) == ("in step", "train/loss: mean error 1 % <= 2 %")
+    assert (got.verdict, got.reason) == ("in step", "train/loss: absolute mean error 1 % <= 2 % (0.4 % of the curve)")
     assert [metric.name for metric in got.metrics] == ["train/loss", "val/loss", "critic/rewards/mean"]
     assert got.metrics[1].figures.mean_error_percent == pytest.approx(800)
     assert got.metrics[1].decided_by == "shown, not judged"
@@ -107,11 +108,14 @@ def test_offline_runs_are_judged_by_their_loss() -> None:
 
 def test_online_runs_are_judged_by_their_reward() -> None:
     a = log(train__loss=[3.0, 2.0], critic__rewards__mean=[0.8, 0.9], critic__score__mean=[0.8, 0.9])
-    b = log("b", train__loss=[9.0, 9.0], critic__rewards__mean=[0.83, 0.93], critic__score__mean=[0.0, 0.0])
+    b = log("b", train__loss=[9.0, 9.0], critic__rewards__mean=[0.83, 0.87], critic__score__mean=[0.0, 0.0])
     for got in (compare(a, b), compare(ours(a, {"method": "grpo"}), ours(b, {"method": "grpo"}))):
-        assert (got.verdict, got.reason) == ("in step", "critic/rewards/mean: mean error 3 % <= 4 %")
-    only_score = compare(log(critic__score__mean=[0.8]), log(critic__score__mean=[0.9]))
-    assert (only_score.verdict, only_score.reason) == ("out of step", "critic/score/mean: mean error 10 % > 4 %")
+        assert (got.verdict, got.reason) == ("in step", "critic/rewards/mean: absolute mean error 3 % <= 4 %")
+    only_score = compare(log(critic__score__mean=[0.8, 0.8]), log(critic__score__mean=[0.9, 0.9]))
+    assert only_score.verdict == "out of step"
+    assert only_score.reason.startswith(
+        "critic/score/mean: absolute mean error 10 % > 4 %; drift: +0.1 in the mean of "
+    )
 
 
 def test_a_named_metric_replaces_the_default_and_a_bar_adds_to_it() -> None:
@@ -123,15 +127,15 @@ def test_a_named_metric_replaces_the_default_and_a_bar_adds_to_it() -> None:
     looser = compare(a, b, bars={"val/loss": 3.5})
     assert [metric.name for metric in judged(looser)] == ["train/loss", "val/loss"]
     assert looser.verdict == "in step"
-    assert compare(log(my_loss=[1.0]), log(my_loss=[1.01]), bars={"my_loss": 2.0}).verdict == "in step"
+    assert compare(log(my_loss=[1.0, 1.0]), log(my_loss=[1.01, 1.01]), bars={"my_loss": 2.0}).verdict == "in step"
     # What is neither a loss nor a reward has a scale of its own: 1 of 100 is 1 %, not 100 %.
     length = compare(a, b, metrics=["length"])
-    assert length.reason == "length: neither a loss nor a reward, so the scaled error decides: 1 % <= 2 %"
+    assert length.reason.startswith("length: neither a loss nor a reward, so the scaled error decides: 1 % <= 2 %")
 
 
 def test_names_of_the_logs_themselves_and_two_names_at_once() -> None:
-    a = log("a.json", {"train/loss": "loss"}, train__loss=[1.0])
-    b = log("b.json", train__loss=[5.0], mine__loss=[1.01])
+    a = log("a.json", {"train/loss": "loss"}, train__loss=[1.0, 1.0])
+    b = log("b.json", train__loss=[5.0, 5.0], mine__loss=[1.01, 1.01])
     got = compare(a, b, metrics=["loss=mine/loss"])
     assert [(metric.name, metric.names) for metric in judged(got)] == [("train/loss=mine/loss", ("loss", "mine/loss"))]
     assert got.verdict == "in step"
@@ -144,23 +148,30 @@ def test_names_of_the_logs_themselves_and_two_names_at_once() -> None:
 
 def test_a_curve_near_zero_is_judged_by_its_scaled_error() -> None:
     # Mean error 0.05 %, far below the bar; and yet the curves differ by an eighth: 0.0005 of 0.004.
-    near = compare(log(train__loss=[0.004, 0.004]), log(train__loss=[0.0045, 0.0035]))
+    near = compare(log(train__loss=[0.004, 0.004]), log(train__loss=[0.0045, 0.0045]))
     assert near.verdict == "out of step"
-    assert near.reason == ("train/loss: curve is near 0 (mean 0.004), so the scaled error decides: 12.5 % > 2 %")
+    words = "train/loss: curve is near 0 (mean 0.0045), so the scaled error decides: 12.5 % > 2 %; drift: +0.0005 in "
+    assert near.reason.startswith(words)
     # At 0.1 and above, five bars, the mean error decides: 1 % of an absolute difference, 10 % of a relative one.
     above = compare(log(train__loss=[0.1, 0.1]), log(train__loss=[0.11, 0.11]))
-    assert above.reason == "train/loss: mean error 1 % <= 2 %"
+    assert above.reason == "train/loss: absolute mean error 1 % <= 2 % (10 % of the curve)"
     below = compare(log(train__loss=[0.08, 0.08]), log(train__loss=[0.09, 0.09]))
     assert below.verdict == "out of step"
-    assert compare(log(train__loss=[0.0]), log(train__loss=[0.0])).reason == "train/loss: the same at all 1 steps"
-    born = compare(log(train__loss=[0.0, 0.0]), log(train__loss=[0.0, 0.01]))
+    assert (
+        compare(log(train__loss=[0.0] * 3), log(train__loss=[0.0] * 3)).reason == "train/loss: the same at all 3 steps"
+    )
+    born = compare(log(train__loss=[0.0, 0.0]), log(train__loss=[0.01, 0.01]))
     assert (born.verdict, "A is 0 at every step" in born.reason) == ("out of step", True)
 
 
 def test_the_step_of_parting_follows_the_bar_that_decided() -> None:
     a = [1.0] * 20
     parted = compare(log(train__loss=a), log(train__loss=[1.0] * 10 + [1.03] * 10)).metrics[0]
-    assert (parted.figures.parted_at, parted.verdict) == (11, "in step")  # 1.5 % in the mean, 3 % at the end
+    # 1.5 % in the mean and yet out of step: 3 % from step 11 to the end.
+    assert (parted.figures.parted_at, parted.verdict) == (11, "out of step")
+    assert parted.decided_by.startswith(
+        "absolute mean error 1.5 % <= 2 %, but apart by more than the bar from step 11 on; end of the run: +0.03 in"
+    )
     small = compare(log(train__loss=[0.01] * 20), log(train__loss=[0.01] * 10 + [0.0103] * 10)).metrics[0]
     assert small.figures.parted_at == 11
 
@@ -179,7 +190,7 @@ def test_a_number_on_one_side_only_is_out_of_step() -> None:
 
 
 def test_no_number_on_both_sides_is_left_out_and_counted() -> None:
-    got = compare(log(train__loss=[1.0, NAN, 1.0]), log(train__loss=[1.01, NAN, 1.01]))
+    got = compare(log(train__loss=[1.0, NAN, 1.0] + [1.0] * 6), log(train__loss=[1.01, NAN, 0.99] + [1.01, 0.99] * 3))
     assert got.verdict == "in step"
     assert got.reason.endswith("mean error 1 % <= 2 %; 1 steps without a number on both sides are left out")
     never = compare(log(train__loss=[NAN]), log(train__loss=[NAN]))
@@ -188,9 +199,9 @@ def test_no_number_on_both_sides_is_left_out_and_counted() -> None:
 
 def test_what_cannot_be_compared_says_why() -> None:
     late = Log("late", "jsonl", {"train/loss": Series(np.array([7, 8]), np.array([1.0, 1.0]))}, {})
-    got = compare(log(train__loss=[1.0, 1.0]), late)
+    got = compare(log(train__loss=[1.0, 1.0, 1.0]), late)
     assert got.verdict == "not comparable"
-    assert got.reason == "train/loss has no common step: A logs it at steps 1 to 2, B at steps 7 to 8"
+    assert got.reason == "train/loss has no common step: A logs it at steps 1 to 3, B at steps 7 to 8"
     absent = compare(log(train__loss=[1.0]), log("b.csv", other=[1.0]))
     assert absent.reason == "b.csv has no train/loss: name another with --metric"
 
@@ -213,26 +224,32 @@ def noisy(source: str, seed: int, shift: float = 0.0, sd: float = 0.05) -> Log:
     return log(source, train__loss=curve.tolist())
 
 
-def test_the_three_verdicts_beside_a_noise_floor() -> None:
-    a, repeats = noisy("a", 0), [noisy("r1", 1), noisy("r2", 2)]
+def test_the_verdicts_beside_repeats() -> None:
+    a, repeats = noisy("a", 0), [noisy(f"r{seed}", seed) for seed in (1, 2, 4, 5)]
     alone = compare(a, noisy("b", 3))
-    assert alone.verdict == "out of step"  # 0.05 x 1.13 = 5.6 % between any two of these
+    assert alone.verdict == "cannot tell"  # 0.05 x 1.13 = 5.6 % between any two of these
+    assert alone.reason.endswith("would suffice")
     same = compare(a, noisy("b", 3), repeats)
-    assert same.verdict == "within noise"
-    assert "repeats differ as much (excess -" in same.reason
-    floor = same.metrics[0].noise
+    assert (same.verdict, same.metrics[0].findings) == ("within noise", [])
+    assert same.reason.endswith("> 2 %, yet every statistic is what repeats do")
+    floor, power = same.metrics[0].noise, same.metrics[0].power
     assert floor is not None
-    assert (floor.repeats, floor.mean_error_percent) == (2, pytest.approx(5.6, abs=1.0))
-    assert [len(curve) for curve in same.metrics[0].repeats] == [80, 80]
+    assert power is not None
+    assert (floor.repeats, floor.mean_error_percent) == (4, pytest.approx(5.6, abs=1.0))
+    assert (power.repeats, power.noise_sd, power.collapse_steps) == (4, pytest.approx(0.05, abs=0.01), 4)
+    assert [len(curve) for curve in same.metrics[0].repeats] == [80] * 4
     other = compare(a, noisy("b", 3, shift=0.15), repeats)
-    assert (other.verdict, "repeats differ by less" in other.reason) == ("out of step", True)
+    found = other.metrics[0].findings[0]
+    assert (other.verdict, other.metrics[0].figures.parted_at) == ("out of step", 1)
+    assert (found.statistic, found.first, found.last) == ("drift", 1, 80)
+    assert found.difference == pytest.approx(0.15, abs=0.02)
     short = compare(a, noisy("b", 3), [log("r", train__loss=[2.0] * 7)])
-    assert (short.verdict, short.metrics[0].noise) == ("out of step", None)
+    assert (short.verdict, short.metrics[0].noise) == ("cannot tell", None)
     assert any(sentence.startswith("the noise of train/loss") for sentence in short.unknown)
     # Within the bar, but by more than repeats: in step, and said.
     quiet = [noisy(name, seed, sd=0.0005) for name, seed in (("a", 0), ("r1", 1), ("r2", 2))]
     near = compare(quiet[0], noisy("b", 3, shift=0.01, sd=0.0005), quiet[1:])
-    assert (near.verdict, "by more than repeats do" in near.reason) == ("in step", True)
+    assert (near.verdict, "though not by noise alone: " in near.reason) == ("in step", True)
 
 
 def test_a_repeat_belongs_to_the_side_whose_setting_it_shares() -> None:
@@ -385,6 +402,32 @@ def test_the_table_fits_80_columns() -> None:
     assert len(rows[1].split()) == 9  # no two cells run into each other
 
 
+def test_constant_metrics_are_only_counted_on_the_console() -> None:
+    a = log(train__loss=[1.0, 1.0], still__loss=[0.5, 0.5], other__loss=[0.5, 0.5], val__loss=[2.0, 1.0])
+    b = log(train__loss=[1.0, 1.0], still__loss=[0.5, 0.5], other__loss=[0.6, 0.6], val__loss=[2.0, 1.0])
+    lines = table_lines(compare(a, b).metrics)
+    assert [line.split()[0] for line in lines if "/loss" in line] == ["train/loss", "other/loss", "val/loss"]
+    assert lines[-1].startswith("1 more metrics")
+
+
+def test_small_and_large_curves_are_told_with_their_scaled_error() -> None:
+    """A loss of 0.11 that is 17 % off passes the absolute bar; rewards of 100 that are 1 % off miss it."""
+    small = compare(log(train__loss=[0.11, 0.11]), log(train__loss=[0.1287, 0.1287]))
+    assert "absolute mean error 1.87 % <= 2 % (17 % of the curve)" in small.reason
+    large = compare(log(critic__rewards__mean=[100.0, 100.0]), log(critic__rewards__mean=[101.0, 101.0]))
+    assert "absolute mean error 100 % > 4 % (1 % of the curve)" in large.reason
+    usual = compare(log(train__loss=[1.0, 1.0]), log(train__loss=[1.01, 0.99]))
+    assert usual.reason == "train/loss: absolute mean error 1 % <= 2 %"
+
+
+def test_unjudged_metrics_have_not_parted() -> None:
+    """Nothing but a verdict of out of step is told with a step of parting."""
+    a = log(train__loss=[1.0, 1.0], val__loss=[1.0, 1.0])
+    b = log(train__loss=[1.0, 1.0], val__loss=[2.0, 2.0])
+    got = compare(a, b)
+    assert [(metric.verdict, metric.figures.parted_at) for metric in got.metrics] == [("in step", None), (None, None)]
+
+
 def write_run(folder: Path, losses: list[float], recipe: dict[str, Any] | None = None) -> Path:
     folder.mkdir(parents=True)
     whole = {**RECIPE, **(recipe or {})}
@@ -398,10 +441,10 @@ def write_run(folder: Path, losses: list[float], recipe: dict[str, Any] | None =
 
 @pytest.mark.parametrize(
     ("losses", "code", "verdict"),
-    [([1.01, 1.01], 0, "in step"), ([1.5, 1.5], 1, "out of step")],
+    [([1.01, 0.99] * 4, 0, "in step"), ([1.5] * 8, 1, "out of step"), ([1.01] * 7, 2, "cannot tell")],
 )
 def test_exit_codes_of_the_command(tmp_path: Path, losses: list[float], code: int, verdict: str) -> None:
-    a, b = write_run(tmp_path / "a", [1.0, 1.0]), write_run(tmp_path / "b", losses)
+    a, b = write_run(tmp_path / "a", [1.0] * 8), write_run(tmp_path / "b", losses)
     done = CliRunner().invoke(app, ["compare", str(a), str(b)])
     assert (done.exit_code, f"verdict: {verdict}" in done.stdout) == (code, True), done.output
     assert (b / "report.html").exists()
@@ -427,18 +470,19 @@ def test_json_alone_is_on_stdout(tmp_path: Path) -> None:
 
 def test_the_command_reads_foreign_logs_names_and_repeats(tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
-    for name in "abc":
-        rows = [f"{step},{1 + 0.1 * draw.normal()}" for step in range(1, 41)]
+    for name in "abcdef":
+        rows = [f"{step},{1 + 0.04 * draw.normal()}" for step in range(1, 201)]
         (tmp_path / f"{name}.csv").write_text("step,my_loss\n" + "\n".join(rows) + "\n", encoding="utf-8")
     (tmp_path / "names.yaml").write_text("my_loss: train/loss\n", encoding="utf-8")
-    a, b, c = (str(tmp_path / f"{name}.csv") for name in "abc")
+    a, b, *more = (str(tmp_path / f"{name}.csv") for name in "abcdef")
     words = ["compare", a, b, "--names", str(tmp_path / "names.yaml")]
     alone = CliRunner().invoke(app, words)
-    assert (alone.exit_code, "--repeat takes another run" in alone.stdout) == (1, True)
-    floored = CliRunner().invoke(app, [*words, "--repeat", c])
-    assert (floored.exit_code, "verdict: within noise" in floored.stdout) == (0, True), floored.output
+    assert (alone.exit_code, "not known without repeats" in alone.stdout) == (2, True), alone.output
+    repeated = CliRunner().invoke(app, [*words, *(word for each in more for word in ("--repeat", each))])
+    assert (repeated.exit_code, "verdict: within noise" in repeated.stdout) == (0, True), repeated.output
+    assert "seen with 95 %: a drift of" in repeated.stdout
     by_own_name = CliRunner().invoke(app, ["compare", a, b, "--metric", "my_loss"])
-    assert by_own_name.exit_code == 1
+    assert by_own_name.exit_code == 2
     assert not list(tmp_path.glob("*.html"))
 
 
@@ -453,7 +497,7 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
 
 
 def test_recorded_in_the_support_table(tmp_path: Path) -> None:
-    a, b = write_run(tmp_path / "a", [1.0, 1.0]), write_run(tmp_path / "b", [1.01, 1.01])
+    a, b = write_run(tmp_path / "a", [1.0] * 8), write_run(tmp_path / "b", [1.01] * 8)
     table = tmp_path / "docs" / "support.md"
     done = CliRunner().invoke(app, ["compare", str(a), str(b), "--record", "--support", str(table)])
     assert done.exit_code == 0, done.output

@@ -38,7 +38,7 @@ class Order:
 
 
 def compare_logs(order: Order, as_json: bool = False) -> int:
-    """The exit code: 0 in step or within noise, 1 out of step, 2 not comparable."""
+    """The exit code: 0 in step or within noise, 1 out of step, 2 cannot tell or not comparable."""
     names = {**(read_names(order.names) if order.names else {}), **({VALUE: order.value} if order.value else {})}
     a, b, *repeats = (read_log(source, names) for source in (order.a, order.b, *order.repeats))
     comparison = compare(a, b, repeats, order.metrics, order.bars, order.shift)

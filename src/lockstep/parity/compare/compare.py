@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from lockstep.parity.compare.comparable import differences
 from lockstep.parity.compare.comparison import Comparison, Metric
 from lockstep.parity.compare.evidence import facts, same_setting, seed_of, side_by_side
 from lockstep.parity.compare.figures import align, figures, values_at
+from lockstep.parity.compare.findings import examine
 from lockstep.parity.compare.intervals import Curve, Matched, match
 from lockstep.parity.compare.judge import LOSS, REWARDS, bar_of, judge, kind_of, overall
 from lockstep.parity.compare.log import Log, Series
@@ -194,16 +195,17 @@ def _measure(choice: Choice, matched: Matched, sides: Sides) -> Metric:
     bar = bar_of(kind, pair, choice.bar) if choice.judged or kind != "other" else None
     measured = figures(pair, bar.tolerance(pair.a) if bar else None)
     noise = noise_floor(matched.a, matched.b)
-    verdict, words = judge(bar, pair, measured, noise) if choice.judged and bar else (None, "shown, not judged")
+    examined = examine(pair, matched.a[1:], matched.b[1:]) if choice.judged else None
+    judgement = judge(bar, pair, measured, examined) if bar and examined else None
     return Metric(
         name=choice.name,
         names=(sides.a[0].written.get(choice.a, choice.a), sides.b[0].written.get(choice.b, choice.b)),
         kind=kind,
         bar_percent=bar.percent if bar else None,
-        figures=measured,
+        figures=replace(measured, parted_at=judgement.parted_at if judgement else None),
         noise=noise,
-        verdict=verdict,
-        decided_by=words,
+        verdict=judgement.verdict if judgement else None,
+        decided_by=judgement.words if judgement else "shown, not judged",
         steps=pair.steps.tolist(),
         a=_listed(pair.a),
         b=_listed(pair.b),
@@ -212,6 +214,8 @@ def _measure(choice: Choice, matched: Matched, sides: Sides) -> Metric:
         only_a=matched.only_a,
         only_b=matched.only_b,
         matching=matched.words,
+        findings=examined.findings if examined else [],
+        power=examined.power if examined else None,
     )
 
 

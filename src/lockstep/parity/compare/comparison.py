@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Verdict = Literal["in step", "within noise", "out of step", "not comparable"]
+Verdict = Literal["in step", "within noise", "cannot tell", "out of step", "not comparable"]
 Kind = Literal["loss", "reward", "other"]
 Weight = Literal["blocks", "matters", "harmless"]
 
@@ -29,7 +29,8 @@ class Figures:
     """The mean of b - a: one-sided when near the mean error in size."""
     correlation: float | None
     parted_at: int | None
-    """The first step from which on the curves stay apart by more than the bar; None when they end together."""
+    """The first step from which on the curves stay apart by more than the bar, and by more than noise does: told of
+    what is out of step alone. None when they end together."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,38 @@ class Noise:
     excess_high: float
     """Bootstrap interval (95 %, over blocks of steps) in percent of: mean error between the sides less that between
     repeats."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A statistic that is not what repeats do (statistics.py)."""
+
+    statistic: Literal["drift", "trend", "end", "window", "scatter"]
+    first: int
+    last: int
+    """Steps."""
+    difference: float
+    """The mean of b - a over these steps; of a trend what it adds from the first to the last; of scatter a ratio."""
+    noise: float
+    """How large it may be by noise alone."""
+    excess: float
+    """How many times the critical deviate it is; above 1 is a finding."""
+
+
+@dataclass(frozen=True)
+class Power:
+    """What would have been found, had it been there, in 95 of 100 comparisons. In the units of the metric."""
+
+    repeats: int
+    noise_sd: float
+    """Of a single step of one run."""
+    drift: float
+    """The smallest one over the whole run."""
+    collapse: float
+    """The smallest one, over the last `collapse_steps` steps."""
+    collapse_steps: int
+    latest_step: int | None
+    """The last step at which a collapse by ten noise standard deviations may begin and still be found."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +102,9 @@ class Metric:
     """Steps that only one side logged, and that are left out."""
     matching: str = ""
     """In words: what was averaged before the comparison, and how many steps are left out."""
+    findings: list[Finding] = field(default_factory=list)
+    """Of judged metrics: the strongest first."""
+    power: Power | None = None
 
 
 @dataclass(frozen=True)

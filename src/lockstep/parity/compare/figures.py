@@ -103,19 +103,23 @@ def parted_at(pair: Pair, tolerance: np.ndarray | float) -> int | None:
 
     A vote in a window (the sign of the running median of distance less tolerance), so that one step near the end
     neither makes nor hides a parting; what began less than half a window before the end is not yet one. Steps without
-    a number on one side are apart; those without any are not asked.
+    a number on one side are apart; those without any are not asked. Curves that lie now above, now below each other by
+    so much have not parted: the mean of their difference over the stretch must be more than `tolerance` too.
     """
     asked = pair.finite | pair.one_sided
     allowed = np.broadcast_to(np.asarray(tolerance, dtype=np.float64), pair.steps.shape)[asked]
     with np.errstate(invalid="ignore"):
-        apart = ~(np.abs(pair.a[asked] - pair.b[asked]) <= allowed)
+        difference = pair.b[asked] - pair.a[asked]
+        apart = ~(np.abs(difference) <= allowed)
     window = window_of(len(apart))
     half = window // 2
     # Mirrored at the ends: the outermost step has one vote there as everywhere, not those of the missing ones too.
     votes = np.convolve(np.pad(apart.astype(np.int64), half, mode="reflect"), np.ones(window, dtype=np.int64), "valid")
     together = np.flatnonzero(votes <= half)
     start = int(together[-1]) + 1 if len(together) else 0
-    return int(pair.steps[asked][start]) if start < len(apart) - half else None
+    if start >= len(apart) - half or abs(difference[start:].mean()) <= allowed[start:].mean():
+        return None
+    return int(pair.steps[asked][start])
 
 
 def window_of(steps: int) -> int:

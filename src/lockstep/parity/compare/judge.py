@@ -7,13 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.parity.compare.comparison import Difference, Figures, Kind, Metric, Noise, Verdict
+from lockstep.parity.compare.comparison import Difference, Figures, Finding, Kind, Metric, Power, Verdict
 from lockstep.parity.compare.figures import Pair
+from lockstep.parity.compare.findings import Examined
+from lockstep.parity.compare.power import DEEP
+from lockstep.parity.compare.statistics import FEWEST_STEPS
 
 BARS: dict[Kind, float] = {"loss": 2.0, "reward": 4.0, "other": 2.0}
 """In percent. Losses and rewards: those of the Ascend documents. Others are judged only when named; theirs is ours."""
 SMALL = 5
 """A curve whose mean is below so many bars (as a number: 0.1 for a bar of 2 %) is too small for an absolute bar."""
+ALIKE = 2
+"""Absolute and scaled error are told together where one is more than so many times the other."""
+BARS_UNSEEN = 2
+"""A pass beside noise must be able to see a drift of so many bars."""
 REWARDS = ("critic/rewards/mean", "critic/score/mean")
 LOSS = "train/loss"
 _EARNED = {"reward", "rewards", "score"}
@@ -30,6 +37,13 @@ class Bar:
     def tolerance(self, a: np.ndarray) -> np.ndarray | float:
         """How far apart the curves may lie at each step."""
         return self.percent / 100 * (np.abs(a) if self.scaled_because else 1.0)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    verdict: Verdict
+    words: str
+    parted_at: int | None
 
 
 def kind_of(name: str) -> Kind:
@@ -56,16 +70,20 @@ def bar_of(kind: Kind, pair: Pair, percent: float | None) -> Bar:
     return Bar(percent, f"curve is near 0 (mean {largest:.2g})" if largest < SMALL * percent / 100 else "")
 
 
-def judge(bar: Bar, pair: Pair, figures: Figures, noise: Noise | None) -> tuple[Verdict, str]:
-    """The verdict on one metric, and in words the figure and the bar that gave it."""
+def judge(bar: Bar, pair: Pair, figures: Figures, examined: Examined) -> Judgement:
+    """The verdict on one metric, and in words the figure, the bar and the statistic that gave it."""
     left_out = f"; {pair.left_out:,} steps without a number on both sides are left out" if pair.left_out else ""
     one_sided = pair.steps[pair.one_sided]
     if len(one_sided):
         more = f" and at {len(one_sided) - 1:,} more" if len(one_sided) > 1 else ""
-        return "out of step", f"at step {one_sided[0]}{more} only one side has a number: there they part{left_out}"
+        words = f"at step {one_sided[0]}{more} only one side has a number: there they part"
+        return Judgement("out of step", words + left_out, figures.parted_at)
     met, words = _held_against(bar, figures)
-    verdict, remark = _beside_noise(met, noise)
-    return verdict, words + remark + left_out
+    if figures.worst == 0 and figures.steps > 1:
+        return Judgement("in step", words + left_out, None)
+    allowed = np.broadcast_to(np.asarray(bar.tolerance(pair.a), dtype=np.float64), pair.steps.shape)
+    verdict, remark, parted = _beside_noise(met, figures.parted_at, examined, float(allowed[pair.finite].mean()))
+    return Judgement(verdict, words + remark + left_out, parted)
 
 
 def _held_against(bar: Bar, figures: Figures) -> tuple[bool, str]:
@@ -74,7 +92,7 @@ def _held_against(bar: Bar, figures: Figures) -> tuple[bool, str]:
         return True, f"the same at all {figures.steps:,} steps"
     if not bar.scaled_because:
         met = figures.mean_error_percent <= bar.percent
-        return met, f"mean error {_against(figures.mean_error_percent, met, bar.percent)}"
+        return met, f"absolute mean error {_against(figures.mean_error_percent, met, bar.percent)}{_scaled(figures)}"
     reason = f"{bar.scaled_because}, so the scaled error decides: "
     if figures.scaled_error_percent is None:
         return False, f"{reason}A is 0 at every step and B is not"
@@ -86,15 +104,86 @@ def _against(error: float, met: bool, bar: float) -> str:
     return f"{error:.3g} % {'<=' if met else '>'} {bar:g} %"
 
 
-def _beside_noise(met: bool, noise: Noise | None) -> tuple[Verdict, str]:
-    if noise is None:
-        return ("in step", "") if met else ("out of step", "")
-    interval = f"{noise.excess_low:+.3g} to {noise.excess_high:+.3g} %"
-    if noise.excess_low <= 0:
-        return ("in step", "") if met else ("within noise", f", yet repeats differ as much (excess {interval})")
-    if met:
-        return "in step", f", though by more than repeats do (excess {interval})"
-    return "out of step", f", and repeats differ by less (excess {interval})"
+def _scaled(figures: Figures) -> str:
+    """The scaled error beside the absolute one, where the curve is so small or so large that they tell two stories."""
+    absolute, scaled = figures.mean_error_percent, figures.scaled_error_percent
+    if scaled is None or ALIKE * min(absolute, scaled) >= max(absolute, scaled):
+        return ""
+    return f" ({scaled:.3g} % of the curve)"
+
+
+def _beside_noise(met: bool, parted: int | None, examined: Examined, allowed: float) -> tuple[Verdict, str, int | None]:
+    """The verdict, what it says beside the bar, and the step of parting, which only curves out of step have."""
+    late = [each for each in examined.findings if _is_parting(each, examined, allowed)]
+    if late and parted is None:
+        parted = late[0].first
+    apart = "" if not met or parted is None else f", but apart by more than the bar from step {parted} on"
+    # What began at a step is told by that step, what was there from the first one as a drift.
+    began = [each for each in late if each.first > int(examined.steps[0])]
+    drift = [each for each in examined.findings if late and each.statistic == "drift"]
+    first = began or drift
+    found = [*first, *(each for each in examined.findings if each not in first)]
+    who = "noise stays" if examined.repeats == 0 else "repeats stay"
+    if found and (not met or parted is not None):
+        return "out of step", f"{apart}; {told(found[0], who)}{_and_more(found)}", parted
+    few = len(examined.steps)
+    if examined.power is None:
+        words = (
+            f"{apart}; {few:,} common step{'s are' if few != 1 else ' is'} too few: {FEWEST_STEPS} at least are needed"
+        )
+        return "cannot tell", words, None
+    if met and parted is None:
+        worth = [each for each in found if examined.repeats or abs(each.difference) > allowed / 2]
+        return "in step", f", though not by noise alone: {told(worth[0], who)}" if worth else "", None
+    if examined.repeats == 0:
+        lacking = f"; what noise does is not known without repeats: {_suffices(examined, allowed)}"
+        return "cannot tell", f"{apart}{lacking}", None
+    if not _enough(examined.power, allowed):
+        lacking = f", as repeats do, but a drift below {examined.power.drift:.2g} would not be seen"
+        return "cannot tell", f"{apart}{lacking}: {_suffices(examined, allowed)}", None
+    return "within noise", f"{apart}, yet every statistic is what repeats do", None
+
+
+def _is_parting(found: Finding, examined: Examined, allowed: float) -> bool:
+    """Whether it lasts to the end and is larger than the bar."""
+    lasts = found.statistic in ("end", "window") and found.last == int(examined.steps[-1])
+    return lasts and abs(found.difference) > allowed
+
+
+def _enough(power: Power, allowed: float) -> bool:
+    return power.drift <= _limit(power, allowed) and power.collapse <= DEEP * power.noise_sd
+
+
+def _limit(power: Power, allowed: float) -> float:
+    """The drift that must not pass unseen: one standard deviation of the noise, and no more than two bars."""
+    return min(power.noise_sd, BARS_UNSEEN * allowed)
+
+
+def told(found: Finding, who: str) -> str:
+    """A finding in words."""
+    if found.statistic == "scatter":
+        return f"the difference scatters {found.difference:.2g} times as much from step to step as repeats do"
+    within = f", where {who} within {found.noise:.2g}"
+    if found.statistic == "trend":
+        return f"trend: {found.difference:+.3g} from step {found.first} to {found.last}{within}"
+    name = {"drift": "drift", "end": "end of the run", "window": "window"}[found.statistic]
+    return f"{name}: {found.difference:+.3g} in the mean of steps {found.first} to {found.last}{within}"
+
+
+def _and_more(found: Sequence[Finding]) -> str:
+    return f"; also {', '.join(each.statistic for each in found[1:])}" if len(found) > 1 else ""
+
+
+def _suffices(examined: Examined, allowed: float) -> str:
+    power = examined.power
+    assert power is not None
+    wanted = examined.suffices(_limit(power, allowed))
+    if wanted is None:
+        return f"the noise (sd {power.noise_sd:.2g}) is too large beside the bar: larger batches would help"
+    more = wanted.repeats - power.repeats
+    repeats = f"{more} {'more ' if power.repeats else ''}repeat{'s' if more != 1 else ''} (--repeat)" if more else ""
+    longer = f"runs of {wanted.steps:,} steps" if wanted.steps > len(examined.steps) else ""
+    return f"{' and '.join(filter(None, [repeats, longer]))} would suffice"
 
 
 def overall(
@@ -109,7 +198,7 @@ def overall(
     judged = [metric for metric in metrics if metric.verdict is not None]
     if missing or not judged:
         return "not comparable", "; ".join(missing) or "no metric that both have is judged: name one with --metric"
-    order: tuple[Verdict, ...] = ("out of step", "within noise", "in step")
+    order: tuple[Verdict, ...] = ("out of step", "cannot tell", "within noise", "in step")
     worst = next(verdict for verdict in order if any(metric.verdict == verdict for metric in judged))
     deciding = [metric for metric in judged if metric.verdict == worst]
     return worst, "; ".join(f"{metric.name}: {metric.decided_by}" for metric in deciding)

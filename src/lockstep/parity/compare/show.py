@@ -7,11 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep.parity.compare.comparison import Comparison, Difference, Metric, Throughput, Verdict
+from lockstep.parity.compare.comparison import Comparison, Difference, Metric, Power, Throughput, Verdict
+from lockstep.parity.compare.power import DEEP
 from lockstep.parity.compare.report import strict
 from lockstep.run.progress import Console
 
-EXIT_CODES: dict[Verdict, int] = {"in step": 0, "within noise": 0, "out of step": 1, "not comparable": 2}
+EXIT_CODES: dict[Verdict, int] = {
+    "in step": 0,
+    "within noise": 0,
+    "out of step": 1,
+    "cannot tell": 2,
+    "not comparable": 2,
+}
 NAME = 19
 HEADS = (
     ("mean %", 8),
@@ -40,19 +47,22 @@ def show(comparison: Comparison, console: Console) -> None:
     _show_differences(comparison, console)
     console.say("")
     console.banner(f"verdict: {comparison.verdict}", [("because", comparison.reason)])
-    if comparison.verdict == "out of step" and not any(metric.noise for metric in comparison.metrics):
-        console.say("What noise alone does is not known: --repeat takes another run of one side.")
 
 
 def table_lines(metrics: Sequence[Metric]) -> list[str]:
-    """The judged metrics with what decided, then the other losses and rewards; the rest is counted."""
-    shown = [metric for metric in metrics if metric.verdict is not None or metric.kind != "other"]
+    """The judged metrics with what decided, then the other losses and rewards that move; the rest is counted."""
+    shown = [metric for metric in metrics if metric.verdict is not None or (metric.kind != "other" and _moves(metric))]
     lines = ["metric".ljust(NAME) + "".join(head.rjust(width) for head, width in HEADS)] if shown else []
     for metric in shown:
         lines += _metric_lines(metric)
     if rest := len(metrics) - len(shown):
         lines.append(f"{rest} more metrics that both have are in the report and in --json")
     return lines
+
+
+def _moves(metric: Metric) -> bool:
+    """Not one and the same number at every step of both sides."""
+    return metric.figures.worst != 0 or len(set(metric.a)) > 1
 
 
 def _metric_lines(metric: Metric) -> list[str]:
@@ -74,9 +84,19 @@ def _metric_lines(metric: Metric) -> list[str]:
         lines.append(f"  {metric.verdict} over {steps}: {metric.decided_by}")
         if metric.matching:
             lines.append(f"  {metric.matching}")
+    if metric.power is not None:
+        lines.append(f"  {_power(metric.power)}")
     if metric.noise is not None:
         lines.append(f"  mean error between repeats {metric.noise.mean_error_percent:.3g} %")
     return lines
+
+
+def _power(power: Power) -> str:
+    if power.noise_sd == 0:
+        return "no noise: any difference would be seen"
+    late = f"a collapse of {power.collapse:.2g} in the last {power.collapse_steps:,} steps"
+    latest = f", one of {DEEP} noise sd as late as step {power.latest_step}" if power.latest_step is not None else ""
+    return f"seen with 95 %: a drift of {power.drift:.2g}, {late}{latest}"
 
 
 def _cell(value: float | int | None, width: int) -> str:

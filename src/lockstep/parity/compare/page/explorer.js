@@ -230,6 +230,25 @@ function detailsOf(index) {
     ["Parted at step", [at("parted_at", "step")]],
     ["Common steps", [at("steps", "count"), ", from ", at("first", "step"), " to ", at("last", "step")]],
   ];
+  if (DATA.metrics[index].power !== null) {
+    rows.push(["Noise, sd of a step", [figure(`${path}.power.noise_sd`, "number")]]);
+    rows.push(["Seen with 95 %", seen(index).slice(1)]);
+  }
+  DATA.metrics[index].findings.forEach((found, i) => {
+    const of = (name, style) => figure(`${path}.findings.${i}.${name}`, style);
+    rows.push([
+      `Not by noise: ${found.statistic}`,
+      [
+        of("difference", "signed"),
+        ", noise within ",
+        of("noise", "number"),
+        ", steps ",
+        of("first", "step"),
+        " to ",
+        of("last", "step"),
+      ],
+    ]);
+  });
   if (noise !== null) {
     rows.push([
       "Mean error between repeats",

@@ -89,6 +89,7 @@ function runName(source) {
 const VERDICTS = {
   "in step": { sign: "✓", tone: "good" },
   "within noise": { sign: "≈", tone: "noise" },
+  "cannot tell": { sign: "?", tone: "open" },
   "out of step": { sign: "✕", tone: "bad" },
   "not comparable": { sign: "?", tone: "open" },
 };

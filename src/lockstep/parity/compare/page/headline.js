@@ -24,11 +24,34 @@ function headline(root) {
       el("p", { class: "brand" }, el("b", {}, "lockstep"), " compare"),
       el("h1", {}, badge(DATA.verdict, true)),
       el("p", { class: "reason" }, DATA.reason),
+      power(),
       el("div", { class: "runs" }, run("a", 0), el("span", { class: "against" }, "against"), run("b", 1)),
       facts(),
       tiles(),
     ),
   );
+}
+
+/** What the verdict would have seen with 95 %, by judged metric. */
+function power() {
+  const told = displayOrder().filter((i) => DATA.metrics[i].power !== null);
+  return told
+    .slice(0, 2)
+    .map((i) => el("p", { class: "power quiet" }, metricName(DATA.metrics[i].name), ": ", seen(i)));
+}
+
+function seen(i) {
+  const at = (name, style) => figure(`metrics.${i}.power.${name}`, style);
+  return [
+    "seen with 95 %: a drift of ",
+    at("drift"),
+    ", a collapse of ",
+    at("collapse"),
+    " in the last ",
+    at("collapse_steps", "count"),
+    " steps; one of ten noise sd as late as step ",
+    at("latest_step", "step"),
+  ];
 }
 
 function words(value) {
@@ -70,14 +93,14 @@ function tiles() {
     .slice(0, 2);
   const figures = judged.map((i) =>
     tile(
-      [DATA.metrics[i].name, " ", el("span", { class: "quiet" }, "mean error")],
+      [DATA.metrics[i].name, " ", el("span", { class: "quiet" }, "mean error, absolute")],
       figure(`metrics.${i}.figures.mean_error_percent`, "percent"),
       DATA.metrics[i].bar_percent === null
         ? "no bar"
         : [
             "bar ",
             figure(`metrics.${i}.bar_percent`, "bar"),
-            ", scaled error ",
+            DATA.metrics[i].scaled ? " of the scaled error, which is " : ", scaled error ",
             figure(`metrics.${i}.figures.scaled_error_percent`, "percent"),
           ],
     ),

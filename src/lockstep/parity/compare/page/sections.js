@@ -219,8 +219,19 @@ const MEANINGS = [
     "The mean of |A − B| / |A| over the steps where A is not 0. It grows without limit where A is close to 0.",
   ],
   ["Drift", "The mean of B − A. As large as the mean error: one curve lies on one side of the other."],
-  ["Parted at", "The first step from which on the curves stay apart by more than the bar. A dash: they end together."],
-  ["Within noise", "The bar is missed, by no more than a repeat of the same run misses it."],
+  [
+    "Parted at",
+    "The first step from which on the curves stay apart by more than the bar and by more than noise. A dash: they end together, or nothing is known against it.",
+  ],
+  [
+    "Within noise",
+    "The bar is missed, but drift, every window, the end, the trend and the scatter are what repeats of one side do, and enough would have been seen.",
+  ],
+  [
+    "Cannot tell",
+    "Too few steps or repeats, or too much noise: neither a pass nor a failure. The reason says what would suffice.",
+  ],
+  ["Seen with 95 %", "The smallest drift and late collapse that would have been found in 95 of 100 such comparisons."],
   [
     "The chart",
     "Drag to zoom, double click to see all steps, click an entry of the legend to hide a curve. Values under the pointer are the logged ones, also where the lines are smoothed.",

@@ -2,8 +2,8 @@
 
 /** Judged metrics first, the worst verdict before the others, otherwise as they came. */
 function displayOrder() {
-  const rank = { "out of step": 0, "not comparable": 1, "within noise": 2, "in step": 3 };
-  const place = (i) => (DATA.metrics[i].verdict === null ? 4 : rank[DATA.metrics[i].verdict]);
+  const rank = { "out of step": 0, "not comparable": 1, "cannot tell": 2, "within noise": 3, "in step": 4 };
+  const place = (i) => (DATA.metrics[i].verdict === null ? 5 : rank[DATA.metrics[i].verdict]);
   return DATA.metrics.map((_, i) => i).sort((left, right) => place(left) - place(right) || left - right);
 }
 
@@ -14,6 +14,12 @@ function firstChoice() {
   return DATA.metrics[order[0]].verdict !== null
     ? order[0]
     : order.reduce((best, i) => (steps(i) > steps(best) ? i : best));
+}
+
+/** Not judged, and one and the same number at every step of both sides: nothing to look at. */
+function isConstant(i) {
+  const { a, b, verdict } = DATA.metrics[i];
+  return verdict === null && a[0] !== null && [...a, ...b].every((value) => value === a[0]);
 }
 
 const COLUMNS = [
@@ -48,6 +54,20 @@ const COLUMNS = [
   ["Parted at", (i) => figure(`metrics.${i}.figures.parted_at`, "step"), "step"],
 ];
 
+/** Hides rows behind one that says how many they are; null where there is none. */
+function foldAway(rows) {
+  if (rows.length === 0) return null;
+  for (const row of rows) row.hidden = true;
+  const count = `${show(rows.length, "count")} constant metric${rows.length > 1 ? "s" : ""}, the same on both sides`;
+  const button = el("button", { type: "button", class: "fold", "aria-expanded": "false" }, count);
+  button.addEventListener("click", () => {
+    const open = button.getAttribute("aria-expanded") === "false";
+    button.setAttribute("aria-expanded", String(open));
+    for (const row of rows) row.hidden = !open;
+  });
+  return el("tr", { class: "fold" }, el("td", { colspan: COLUMNS.length }, button));
+}
+
 function metricTable(root, choose) {
   if (DATA.metrics.length === 0) {
     root.append(el("p", { class: "note" }, "The two sides have no metric with common steps."));
@@ -67,6 +87,9 @@ function metricTable(root, choose) {
       COLUMNS.map(([, cell], n) => el("td", { class: n > 1 ? "number" : null }, cell(i))),
     ),
   );
+  const folded = rows.filter((row) => isConstant(Number(row.dataset.metric)));
+  const shown = rows.filter((row) => !folded.includes(row));
+  const unfold = foldAway(folded);
   const select = (row) => {
     for (const one of rows) one.setAttribute("aria-selected", String(one === row));
     choose(Number(row.dataset.metric));
@@ -85,7 +108,7 @@ function metricTable(root, choose) {
     el(
       "div",
       { class: "scroll tall" },
-      el("table", { class: "metrics" }, el("thead", {}, head), el("tbody", {}, rows)),
+      el("table", { class: "metrics" }, el("thead", {}, head), el("tbody", {}, shown, unfold, folded)),
     ),
   );
   select(rows.find((row) => Number(row.dataset.metric) === firstChoice()));

@@ -1,0 +1,79 @@
+"""Curves with a known truth: rewards and losses with noise that remembers, and what can go wrong with a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lockstep.parity.compare.figures import Pair, figures
+from lockstep.parity.compare.findings import Examined, examine
+from lockstep.parity.compare.judge import Judgement, bar_of, judge
+from lockstep.parity.compare.log import Series
+
+SD = 0.06
+Fault = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""From the noise of runs (..., N) and the curve to what was logged."""
+
+
+def reward(steps: int) -> np.ndarray:
+    return 0.2 + 0.6 / (1 + np.exp(-(np.arange(steps) / steps - 0.5) * 8))
+
+
+def loss(steps: int) -> np.ndarray:
+    return 0.4 + 2.0 * np.exp(-2 * np.arange(steps) / steps)
+
+
+def remembering(draw: np.random.Generator, shape: tuple[int, ...], memory: float, wander: float = 0.0) -> np.ndarray:
+    """AR(1) noise of standard deviation 1 along the last axis, and a level of its own for each run."""
+    noise = draw.normal(size=shape) * np.sqrt(1 - memory**2)
+    noise[..., 0] /= np.sqrt(1 - memory**2)
+    for step in range(1, shape[-1]):
+        noise[..., step] += memory * noise[..., step - 1]
+    return noise + wander * draw.normal(size=(*shape[:-1], 1))
+
+
+def clean(noise: np.ndarray, curve: np.ndarray) -> np.ndarray:
+    return curve + noise
+
+
+def biased(noise: np.ndarray, curve: np.ndarray) -> np.ndarray:
+    """By one noise standard deviation, from beginning to end."""
+    return curve + noise + SD
+
+
+def collapsed(noise: np.ndarray, curve: np.ndarray) -> np.ndarray:
+    """By ten noise standard deviations, over the last 5 % of the steps."""
+    last = int(np.ceil(0.05 * len(curve)))
+    return curve + noise - np.where(np.arange(len(curve)) >= len(curve) - last, 10 * SD, 0)
+
+
+def stopped(noise: np.ndarray, curve: np.ndarray) -> np.ndarray:
+    """Learns nothing more from half of the run on."""
+    half = len(curve) // 2
+    return np.where(np.arange(len(curve)) < half, curve, curve[half]) + noise
+
+
+def runs(
+    draw: np.random.Generator,
+    trials: int,
+    curve: np.ndarray,
+    repeats: tuple[int, int],
+    memory: float,
+    wander: float = 0.0,
+    fault: Fault = clean,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(trials, runs, N) of A and of B. Noise falls to half of what it was, as that of a run that converges."""
+    steps = len(curve)
+    size = SD * (1 - 0.5 * np.arange(steps) / steps)
+    a, b = (size * remembering(draw, (trials, 1 + more, steps), memory, wander) for more in repeats)
+    return clean(a, curve), fault(b, curve)
+
+
+def judged(a: np.ndarray, b: np.ndarray, kind: str = "reward") -> tuple[Judgement, Examined]:
+    """The first runs of both sides against each other, the others being repeats."""
+    steps = np.arange(1, a.shape[-1] + 1)
+    pair = Pair(steps, a[0], b[0])
+    bar = bar_of(kind, pair, None)  # type: ignore[arg-type]
+    examined = examine(pair, *([Series(steps, run) for run in side[1:]] for side in (a, b)))
+    return judge(bar, pair, figures(pair, bar.tolerance(pair.a)), examined), examined
