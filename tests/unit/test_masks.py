@@ -47,6 +47,10 @@ def first_token_too(batch: Any, head: Any, query: torch.Tensor, key: torch.Tenso
     return key == 0
 
 
+def first_four(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return key < 4
+
+
 def not_the_last(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return key != query - 1
 
@@ -56,9 +60,10 @@ def not_the_last(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) 
     [
         bidirectional_mask_function,
         or_masks(sliding_window_causal_mask_function(8), first_token_too),
+        or_masks(sliding_window_causal_mask_function(64), first_four),
         and_masks(causal_mask_function, not_the_last),
     ],
-    ids=["both ways", "window and a sink token", "a hole"],
+    ids=["both ways", "window and a sink token", "first and last tokens", "a hole"],
 )
 def test_what_is_more_than_causal_and_window_is_refused(mask: Any) -> None:
     with pytest.raises(BeyondCausal):

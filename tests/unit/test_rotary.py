@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_models import SIZES, load, write_model
-from transformers import LlamaConfig, Phi3Config
+from transformers import AutoModelForSequenceClassification, LlamaConfig, Phi3Config
 
 from conftest import lockstep, write_jsonl
 from lockstep.data.batching import micro_batch, shared_beginnings
 from lockstep.kernels.rotary import OwnPositions, fixed_length
+from lockstep.reward.model import load_reward_model
 from lockstep.types import Example, Origin
 
 FIXED = 24
@@ -135,3 +137,20 @@ optim: {{warmup: 0}}
         line = (tmp_path / f"run{tokens}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
         losses.append(float(line.split('"train/loss":')[1].split(",")[0]))
     assert max(losses) - min(losses) < 1e-5
+
+
+@pytest.mark.parametrize("kind", MOVING)
+def test_a_reward_does_not_depend_on_the_longest_row_of_its_batch(kind: str, tmp_path: Path, tiny_folder: Path) -> None:
+    config = MOVING[kind]()
+    config.num_labels = 1
+    config.pad_token_id = 0
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_folder / name, tmp_path / "model")
+    model = load_reward_model(str(tmp_path / "model"), torch.device("cpu"))
+    short, long = list(range(3, 12)), [7 + i % 50 for i in range(40)]
+    (alone,) = model.score([short])
+    # In one batch, whatever the rows' lengths are.
+    beside = model._forward([short, long])[0]
+    assert (beside - model.mean) / model.std == pytest.approx(alone, abs=1e-5)

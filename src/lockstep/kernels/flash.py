@@ -11,10 +11,13 @@ import torch
 
 from lockstep.kernels.layout import Layout
 
+# What torch's kernel takes.
+LARGEST_HEAD = 256
+
 
 def flash_fits(query_THD: torch.Tensor, layout: Layout, dropout: float) -> bool:
     half = query_THD.dtype in (torch.float16, torch.bfloat16)
-    return half and not dropout and query_THD.shape[-1] % 8 == 0
+    return half and not dropout and query_THD.shape[-1] % 8 == 0 and query_THD.shape[-1] <= LARGEST_HEAD
 
 
 def flash_varlen(

@@ -59,11 +59,13 @@ def read_mask(mask_function: Callable[..., torch.Tensor]) -> Seen:
     window = _window(sees)
     queries = _queries(window)
     steps = torch.arange(-3, 4)
-    edges = [steps.clone(), queries[:, None] + steps]
+    # Also far from every edge: the first tokens and the last ones may be seen, and not those between.
+    between = queries[:, None] * torch.arange(1, 16) // 16
+    edges = [steps.clone(), queries[:, None] + steps, between]
     if window is not None:
         edges.append(queries[:, None] - window + steps)
     for keys in edges:
-        keys = keys.clamp(min=0).expand(len(queries), len(steps))
+        keys = keys.clamp(min=0).expand(len(queries), -1)
         wanted = keys <= queries[:, None]
         if window is not None:
             wanted &= keys > queries[:, None] - window

@@ -53,6 +53,9 @@ class OwnPositions:
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, *more: Any, **named: Any) -> Any:
         if self.lengths_NT is None:
             return self._fresh(x, position_ids, *more, **named)
+        if position_ids.dim() == 2 and len(position_ids) == 1:
+            # transformers' own: one row of positions for all rows.
+            position_ids = position_ids.expand(self.lengths_NT.shape)
         if position_ids.shape != self.lengths_NT.shape:
             raise NotImplementedError("positions that move with the length, in several dimensions, are not supported")
         parts: tuple[torch.Tensor, ...] | None = None

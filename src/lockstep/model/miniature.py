@@ -48,6 +48,8 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "model_max_length", "max_seq_len"), POSITIONS),
     **dict.fromkeys(("max_target_positions", "rel_extent"), POSITIONS),
     **dict.fromkeys(("mamba_d_state", "mamba_d_head", "state_size", "mamba_d_conv", "ssm_state_size"), 8),
+    # Twice the width in heads of 8: a configuration may have these without a layer that uses them.
+    "mamba_n_heads": 2 * WIDTH // 8,
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim"), HEAD_SIZE),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
@@ -57,10 +59,8 @@ SIZES: dict[str, int] = {
     "split_ngram_parts": 4,
 }
 # These become so in any case, since the size of a head follows from them.
-WIDTHS = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim"), WIDTH),
-    "head_dim": HEAD_SIZE,
-}
+POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx")
+WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim")
 # How far a token sees, or how many it chooses from: what the trial must be longer than.
 LIMITS: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), LIMIT),
@@ -100,8 +100,9 @@ def _shrink(data: dict[str, Any]) -> None:
             ropes.append(value) if "rope" in name else _shrink(value)
         elif isinstance(value, list):
             data[name] = _shrink_list(name, value, layers, total)
-        elif value is None and name == "head_dim":
-            data[name] = HEAD_SIZE
+        elif name == "head_dim":
+            # As the width has it, since parts of transformers work it out from there.
+            data[name] = WIDTH // (few or HEADS)
         elif value is None and name in KEY_VALUE_HEADS[:1]:
             data[name] = HEADS
         elif name in KEY_VALUE_HEADS and value is not None:
@@ -142,7 +143,10 @@ def _shrink_number(name: str, value: int, layers: int) -> int:
     if name in LIMITS:
         return min(value, LIMITS[name])
     if name in WIDTHS:
-        return WIDTHS[name]
+        return WIDTH
+    if name in ("vocab_size", *POSITION_COUNTS):
+        # The trial's tokens and lengths must fit, however small the model is.
+        return SIZES[name]
     if SIZES.get(name) == LAYERS and "layer" in name:
         return min(value, layers)
     if name in SIZES:

@@ -28,13 +28,18 @@ def fingerprint(config: Any, *more: str) -> str:
 
 
 def is_verified(key: str) -> bool:
-    return key in _here() or (_folder() / key).is_file()
+    if key in _here():
+        return True
+    # No home, or one that may not be read: checked again at every start.
+    with contextlib.suppress(OSError, RuntimeError):
+        return (_folder() / key).is_file()
+    return False
 
 
 def remember(key: str) -> None:
     _here().add(key)
     # A cache that cannot be written costs a second at the next start.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
         _folder().mkdir(parents=True, exist_ok=True)
         (_folder() / key).touch()
 

@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from lockstep.errors import Problem, Refusal, shortened
+from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
 from lockstep.model.tokenizer import tokenizer_of
@@ -72,8 +73,10 @@ class RewardModel:
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self.device)
         stored = text_config.pad_token_id
         text_config.pad_token_id = padding
+        lengths = [len(row) for row in rows]
         try:
-            logits = self.model(input_ids=ids, attention_mask=mask).logits
+            with sequences(own_positions(self.model), lengths, ids.shape, None, packed=False):
+                logits = self.model(input_ids=ids, attention_mask=mask).logits
         finally:
             text_config.pad_token_id = stored
         return [float(score) for score in logits[:, 0].float().tolist()]

@@ -21,6 +21,7 @@ from lockstep.algorithms.process import good_probability
 from lockstep.data.marks import Marks
 from lockstep.data.steps import StepWriter
 from lockstep.errors import Refusal, first_line
+from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.model.output_head import output_head
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
@@ -55,7 +56,9 @@ class ProcessModel:
         longest = max(map(len, rows))
         ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self.device)
-        hidden = self.model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        lengths = [len(row) for row in rows]
+        with sequences(own_positions(self.model), lengths, ids.shape, None, packed=False):
+            hidden = self.model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         head, words = output_head(self.model), torch.tensor(self.writer.marks.words, device=self.device)
         # Only the judging words compete, so only their rows of the head are needed.
         bias = None if head.bias_V is None else head.bias_V[words]

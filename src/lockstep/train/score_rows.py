@@ -29,6 +29,7 @@ from lockstep.run.progress import Console
 from lockstep.train.consult import Packing
 from lockstep.train.held_out import GROUP, measure
 from lockstep.train.roles import over_targets
+from lockstep.train.setup import shared_and_moving
 from lockstep.types import Item, MicroBatch, Steps
 
 T = TypeVar("T", bound=Item)
@@ -104,7 +105,11 @@ def score_rows(
     standard = None if reference is None else _load(recipe, reference, device, place)
     assert standard is None or isinstance(standard, Policy)
     longest = max(len(example) for example in found.examples)
-    packing = Packing(world, max(TOKENS, 2 * longest * max(len(i.examples) for i in items)), None, 0)
+    tokens = max(TOKENS, 2 * longest * max(len(i.examples) for i in items))
+    configs = [config, *([] if reference is None else [load_config(reference)])]
+    # Padded rows share no beginning, so each of their sequences has positions of its own.
+    padded = bool(shared_and_moving(found, *configs))
+    packing = Packing(world, None if padded else tokens, max(1, tokens // longest // 2) if padded else None, 0)
     models = _Asked(packing, module, standard, place, longest)
     metrics = measure(module, items, METHODS[recipe.method].objective(recipe), models, world, place)
     del metrics["loss"]  # of settings that nobody chose

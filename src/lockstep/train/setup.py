@@ -25,7 +25,7 @@ from lockstep.model.placeholders import refuse_placeholders
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.load import resolved
-from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.reward.rules import rule_for
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.run.progress import Console
@@ -141,7 +141,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
             collect.problems += [*problems, *oversized(rows, recipe.batch.tokens)]
             collect.problems += refuse_placeholders(config, ((one.origin, one.ids) for one in rows.examples))
             if recipe.batch.tokens is not None:
-                collect.problems += shared_and_moving(rows, config)
+                collect.problems += shared_and_moving(rows, *read_by(recipe, config))
             remarks += said
     collect.refuse()
     assert train is not None
@@ -171,11 +171,20 @@ def oversized(rows: Dataset[Any], tokens: int | None) -> list[Problem]:
     return shortened(problems, "rows")
 
 
-def shared_and_moving(rows: Dataset[Any], config: Any) -> list[Problem]:
+def read_by(recipe: Recipe, config: Any) -> list[Any]:
+    """Configurations of all models that the rows are run through."""
+    if reference_kind(recipe) not in ("model", "disk") or reference_folder(recipe) == recipe.model.path:
+        return [config]
+    return [config, load_config(reference_folder(recipe))]
+
+
+def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
     """Rows whose sequences share a beginning when packed, in a model that would place it differently for each."""
-    fixed = fixed_length(config.get_text_config())
-    if fixed is None:
+    lengths = [(fixed_length(config.get_text_config()), config) for config in configs]
+    moving = [(fixed, config) for fixed, config in lengths if fixed is not None]
+    if not moving:
         return []
+    fixed, config = min(moving, key=lambda one: one[0])
     longest = ((item, max(len(example) for example in item.examples)) for item in rows.items if len(item.examples) > 1)
     problems = [
         Problem(

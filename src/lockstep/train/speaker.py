@@ -10,6 +10,8 @@ from lockstep.device.base import Device
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
+from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.train.answers import Examiner, answers, encode_questions
 from lockstep.train.evaluate import answer_metrics
 from lockstep.train.generation import check_engine, make_engine, ready, stop_ids, validation_sampling
@@ -35,6 +37,10 @@ class Speaker:
         self.decode = _decoder(prepared)
         with ready(policy, world, place):
             check_engine(self.engine, policy, place, recipe.model.path)
+        if isinstance(self.engine, NativeEngine) and self.questions:
+            longest = max(len(prompt.ids) for prompt in self.questions) + recipe.val.max_new_tokens
+            config = policy.causal_lm.config
+            refuse_moving_positions(config.get_text_config(), longest, config.model_type, "val.max_new_tokens")
 
     def examine(self) -> tuple[dict[str, float], list[Rollout]]:
         """Answers to the validation's questions, and what they are worth."""
