@@ -246,6 +246,11 @@ def test_the_verdicts_beside_repeats() -> None:
     short = compare(a, noisy("b", 3), [log("r", train__loss=[2.0] * 7)])
     assert (short.verdict, short.metrics[0].noise) == ("cannot tell", None)
     assert any(sentence.startswith("the noise of train/loss") for sentence in short.unknown)
+    ended = noisy("ended", 1)
+    early = log("ended", train__loss=ended.metrics["train/loss"].values[:60].tolist())
+    told = compare(a, noisy("b", 3), [early, *repeats[1:]])
+    assert (told.metrics[0].power and told.metrics[0].power.repeats) == 3
+    assert "the noise of train/loss in 1 of its repeats, which lacks too many of its steps in a row" in told.unknown
     # Within the bar, but by more than repeats: in step, and said.
     quiet = [noisy(name, seed, sd=0.0005) for name, seed in (("a", 0), ("r1", 1), ("r2", 2))]
     near = compare(quiet[0], noisy("b", 3, shift=0.01, sd=0.0005), quiet[1:])

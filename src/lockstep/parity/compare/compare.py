@@ -106,12 +106,15 @@ def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
     return Sides(tuple(of_a), tuple(of_b)), doubts
 
 
-def _without_floor(compared: Sequence[Metric]) -> list[str]:
-    return [
-        f"the noise of {metric.name}: repeats and both sides share fewer than {FEWEST_STEPS} steps with numbers"
-        for metric in compared
-        if metric.verdict is not None and metric.noise is None
-    ]
+def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
+    """Of judged metrics: which noise is not known, and which repeats do not tell of it."""
+    for metric in (each for each in compared if each.verdict is not None):
+        whose = f"the noise of {metric.name}"
+        if metric.noise is None:
+            yield f"{whose}: repeats and both sides share fewer than {FEWEST_STEPS} steps with numbers"
+        elif metric.power is not None and (lacking := len(metric.repeats) - metric.power.repeats):
+            words = "lacks" if lacking == 1 else "lack"
+            yield f"{whose} in {lacking} of its repeats, which {words} too many of its steps in a row"
 
 
 def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) -> Iterator[Choice]:
