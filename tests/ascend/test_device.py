@@ -118,3 +118,31 @@ def test_determinism_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         Npu().deterministic(False)
+
+
+def test_the_figures_of_memory_are_each_their_own() -> None:
+    """The emulated device has 64 GiB; of a block that came and went, only the peak remembers."""
+    device = Npu()
+    device.use(0)
+    torch.npu.empty_cache()
+    device.reset_peak()
+    before = device.memory()
+    block = torch.empty(64 << 20, dtype=torch.uint8, device="npu")
+    held = device.memory()
+    del block
+    after = device.memory()
+    assert before.total == held.total == after.total == 64 << 30
+    assert before.free - held.free >= 64 << 20
+    assert 64 << 20 <= held.allocated - before.allocated < 65 << 20  # the allocator rounds up
+    assert after.allocated == before.allocated
+    assert after.peak == held.peak >= held.allocated
+    device.reset_peak()
+    assert device.memory().peak == before.allocated
+
+
+def test_synchronise_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator does everything at once, so that a wait shows in nothing but its call."""
+    waits: list[str] = []
+    monkeypatch.setattr(torch.npu, "synchronize", lambda: waits.append("waited"))
+    Npu().synchronise()
+    assert waits == ["waited"]
