@@ -21,6 +21,7 @@ from conftest import lockstep
 from lockstep.device.npu import Npu
 from lockstep.kernels import npu_modules, npu_rotary
 from lockstep.kernels.layout import make_layout
+from lockstep.kernels.noise import noise_bits, sequence_keys, wraps
 from lockstep.kernels.npu_attention import infer_decode, infer_fits
 from lockstep.kernels.paged import gathered_decode
 from lockstep.kernels.varlen import varlen_attention
@@ -156,6 +157,18 @@ def test_modules_are_fused_by_what_they_compute(tiny_folder: Path, dtype: torch.
     assert "npu_swiglu" in found
     # A function of the modelling file is replaced once in a process, not once a model.
     assert sys.modules[type(model).__module__].apply_rotary_pos_emb.tried
+
+
+def test_integers_wrap_around() -> None:
+    """The bits of the sampler's noise come from products and sums of int32 that wrap at 32 bits."""
+    keys = torch.tensor([sequence_keys(2**63 - 1, 5, 4095), (-(2**31), 2**31 - 1)], dtype=torch.int32)
+    positions = torch.tensor([131071, 0])
+    found = noise_bits(keys.to("npu"), positions.to("npu"), 5000)
+    assert torch.equal(found.cpu(), noise_bits(keys, positions, 5000))
+    products = torch.tensor([2**31 - 1, -(2**31), 0x7EDCBA98], dtype=torch.int32, device="npu")
+    wanted = [((value * -0x7A143595 + 2**31) % 2**32) - 2**31 for value in (2**31 - 1, -(2**31), 0x7EDCBA98)]
+    assert products.mul_(-0x7A143595).tolist() == wanted
+    assert wraps(torch.device("npu", 0))
 
 
 def test_fused_adamw() -> None:
