@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 
 import lockstep
 from hang import HANG
-from lockstep.kernels import npu_attention, npu_modules
+from lockstep.kernels import npu_attention, npu_modules, npu_rotary
 from lockstep.kernels.layout import make_layout
 
 pytestmark = pytest.mark.ascend
@@ -219,7 +219,7 @@ def rms_norm() -> tuple[Any, list[Shape]]:
 
 def rotary() -> tuple[Any, list[Shape]]:
     q, k, cos, sin = meta(2, HEADS, 7, SIZE), meta(2, GROUPS, 7, SIZE), meta(2, 7, SIZE), meta(2, 7, SIZE)
-    return npu_modules._rotate(q, k, cos, sin), [(2, HEADS, 7, SIZE), (2, GROUPS, 7, SIZE)]
+    return npu_rotary.rotate(q, k, cos, sin), [(2, HEADS, 7, SIZE), (2, GROUPS, 7, SIZE)]
 
 
 def swiglu() -> tuple[Any, list[Shape]]:

@@ -11,6 +11,8 @@ from lockstep.device.npu import Npu
 from lockstep.device.npu_fallback import has_kernel
 from lockstep.device.select import explain, select
 from lockstep.errors import Refusal
+from lockstep.kernels import noise
+from lockstep.kernels.noise import sequence_keys
 from lockstep.model.load import load_policy
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Model, Optim
@@ -81,6 +83,23 @@ def test_an_operator_without_a_kernel_is_counted_and_may_be_refused() -> None:
         torch.special.bessel_j0(x)
 
 
+def test_operators_of_the_ai_cpu_are_counted_like_fallbacks() -> None:
+    device = Npu()
+    device.use(0)
+    wide, whole = torch.ones(4, 4, dtype=torch.float64, device="npu"), torch.arange(9, device="npu")
+    with device.watched(allow_fallback=True) as counts:
+        _ = wide + wide
+        _ = wide[0].detach().clone().cpu()  # nothing is computed
+        _ = torch.sort(whole)
+        _ = torch.sort(whole.float())
+        _ = whole + whole
+        _ = torch.ones(2, dtype=torch.float64) * 2  # the CPU's own
+    assert dict(counts) == {"aten::add.Tensor (AI CPU)": 1, "aten::sort (AI CPU)": 1}
+    said = r"aten::sort runs on the device's AI CPU for torch.int64"
+    with pytest.raises(Refusal, match=said), device.watched(allow_fallback=False):
+        torch.sort(whole)
+
+
 def test_errors_of_the_device_are_explained() -> None:
     with pytest.raises(RuntimeError, match=r"107001") as caught, Npu().explained():
         torch.npu.set_device(9)
@@ -118,3 +137,59 @@ def test_determinism_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         Npu().deterministic(False)
+
+
+def test_the_figures_of_memory_are_each_their_own() -> None:
+    """The emulated device has 64 GiB; of a block that came and went, only the peak remembers."""
+    device = Npu()
+    device.use(0)
+    torch.npu.empty_cache()
+    device.reset_peak()
+    before = device.memory()
+    block = torch.empty(64 << 20, dtype=torch.uint8, device="npu")
+    held = device.memory()
+    del block
+    after = device.memory()
+    assert before.total == held.total == after.total == 64 << 30
+    assert before.free - held.free >= 64 << 20
+    assert 64 << 20 <= held.allocated - before.allocated < 65 << 20  # the allocator rounds up
+    assert after.allocated == before.allocated
+    assert after.peak == held.peak >= held.allocated
+    device.reset_peak()
+    assert device.memory().peak == before.allocated
+
+
+def test_synchronise_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator does everything at once, so that a wait shows in nothing but its call."""
+    waits: list[str] = []
+    monkeypatch.setattr(torch.npu, "synchronize", lambda: waits.append("waited"))
+    Npu().synchronise()
+    assert waits == ["waited"]
+
+
+def test_noise_of_a_device_whose_integers_do_not_wrap_is_drawn_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, positions = (
+        torch.tensor([sequence_keys(1, 2, 3), sequence_keys(2**40, 5, 6)], dtype=torch.int32),
+        torch.tensor([0, 7]),
+    )
+    wanted = noise.gumbel_noise(keys, positions, 300)
+    own = noise.noise_bits
+    asked: list[str] = []
+
+    def saturating(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        asked.append(keys_B2.device.type)
+        bits = own(keys_B2, positions_B, vocabulary)
+        return bits if keys_B2.device.type == "cpu" else bits.clamp(-(2**30), 2**30)
+
+    noise.wraps.cache_clear()
+    try:
+        assert noise.wraps(torch.device("npu", 0))
+        noise.wraps.cache_clear()
+        monkeypatch.setattr(noise, "noise_bits", saturating)
+        with pytest.warns(UserWarning, match="integers of npu:0 do not wrap around"):
+            found = noise.gumbel_noise(keys.to("npu"), positions.to("npu"), 300)
+        assert asked == ["cpu", "npu", "cpu"]
+        assert found.device.type == "npu"
+        torch.testing.assert_close(found.cpu(), wanted, atol=1e-6, rtol=1e-6)
+    finally:
+        noise.wraps.cache_clear()

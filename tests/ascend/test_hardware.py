@@ -19,8 +19,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from conftest import lockstep
 from lockstep.device.npu import Npu
-from lockstep.kernels import npu_modules
+from lockstep.kernels import npu_modules, npu_rotary
 from lockstep.kernels.layout import make_layout
+from lockstep.kernels.noise import noise_bits, sequence_keys, wraps
 from lockstep.kernels.npu_attention import infer_decode, infer_fits
 from lockstep.kernels.paged import gathered_decode
 from lockstep.kernels.varlen import varlen_attention
@@ -106,7 +107,7 @@ def test_decode_over_pages(dtype: torch.dtype, block: int) -> None:
     query = random(len(lengths), HEADS, SIZE, seed=1).to(dtype)
     keys, values = (random(10 * block, GROUPS, SIZE, seed=seed).to(dtype) for seed in (2, 3))
     table, scale = torch.tensor(tables), SIZE**-0.5
-    assert infer_fits(query, keys, block, None)
+    assert infer_fits(query, keys, block, None, 4 * block)
     on_device = (tensor.to("npu") for tensor in (query, keys, values, table))
     found = infer_decode(*on_device, lengths, block, scale)
     in_float = (tensor.float() for tensor in (query, keys, values))
@@ -142,7 +143,7 @@ def test_rotary(dtype: torch.dtype) -> None:
         return torch.cat(apply_rotary_pos_emb(q, k, cos.float(), sin.float()), dim=1)
 
     def fused(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return torch.cat(npu_modules._rotate(q, k, cos.to("npu"), sin.to("npu")), dim=1)
+        return torch.cat(npu_rotary.rotate(q, k, cos.to("npu"), sin.to("npu")), dim=1)
 
     agree(fused, plain, [random(2, HEADS, 50, SIZE), random(2, GROUPS, 50, SIZE, seed=1)], dtype)
 
@@ -155,7 +156,19 @@ def test_modules_are_fused_by_what_they_compute(tiny_folder: Path, dtype: torch.
     assert "npu_rms_norm" in found
     assert "npu_swiglu" in found
     # A function of the modelling file is replaced once in a process, not once a model.
-    assert sys.modules[type(model).__module__].apply_rotary_pos_emb.fused
+    assert sys.modules[type(model).__module__].apply_rotary_pos_emb.tried
+
+
+def test_integers_wrap_around() -> None:
+    """The bits of the sampler's noise come from products and sums of int32 that wrap at 32 bits."""
+    keys = torch.tensor([sequence_keys(2**63 - 1, 5, 4095), (-(2**31), 2**31 - 1)], dtype=torch.int32)
+    positions = torch.tensor([131071, 0])
+    found = noise_bits(keys.to("npu"), positions.to("npu"), 5000)
+    assert torch.equal(found.cpu(), noise_bits(keys, positions, 5000))
+    products = torch.tensor([2**31 - 1, -(2**31), 0x7EDCBA98], dtype=torch.int32, device="npu")
+    wanted = [((value * -0x7A143595 + 2**31) % 2**32) - 2**31 for value in (2**31 - 1, -(2**31), 0x7EDCBA98)]
+    assert products.mul_(-0x7A143595).tolist() == wanted
+    assert wraps(torch.device("npu", 0))
 
 
 def test_fused_adamw() -> None:

@@ -87,9 +87,9 @@ def test_decoding_from_the_paged_cache(groups: int) -> None:
     host = [tensor.cpu() for tensor in (query, keys, values, table, lengths)]
     wanted = gathered_decode(*host, block, 0.25, None)
     torch.testing.assert_close(found.cpu().float(), wanted.float(), atol=2e-2, rtol=2e-2)
-    assert not infer_fits(query.float(), keys, block, None)
-    assert not infer_fits(query, keys, 8, None)
-    assert not infer_fits(query, keys, block, 5)
+    assert not infer_fits(query.float(), keys, block, None, 32)
+    assert not infer_fits(query, keys, 8, None, 32)
+    assert not infer_fits(query, keys, block, 5, 32)
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,11 @@ H200 = CPU.having(
 A2 = CPU.having(
     architecture="aarch64",
     commands={
-        "npu-smi info": Answer(0, output("npu-smi-23.0.3.txt")),
+        # The table of an older driver under the number of the one that lockstep's stack names.
+        "npu-smi info": Answer(0, output("npu-smi-23.0.3.txt").replace("23.0.3", "26.0.rc1")),
         "npu-smi": Answer(0, output("board-23.0.5.txt")),
     },
-    files={INSTALL_INFO: output("install-8.1.RC1.info")},
+    files={INSTALL_INFO: "package_name=Ascend-cann-toolkit\nversion=9.1.0\n"},
     packages={"torch_npu": "2.13.0"},
     variables={"LD_LIBRARY_PATH": f"{TOOLKIT}/lib64:/usr/lib", "ASCEND_HOME_PATH": TOOLKIT},
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.batching import cost, micro_batch, plan_micro_batches
+from lockstep.data.batching import cost, micro_batch, plan_micro_batches, to_device
 from lockstep.data.dataset import Dataset, Loader, steps_and_rows
 from lockstep.types import Example, Origin
 
@@ -100,3 +101,16 @@ def test_a_row_over_the_budget_is_an_error_and_no_endless_search() -> None:
 
 def test_an_empty_share_holds_no_token() -> None:
     assert micro_batch([], packed=True, pad_id=0).tokens == 0
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_copies_to_the_device_wait_unless_the_memory_is_pinned(pinned, monkeypatch) -> None:
+    """Pageable memory may be given to somebody else before an asynchronous copy has read it."""
+    asked = []
+    own = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pinned)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda t, device, **how: asked.append(how["non_blocking"]) or own(t, device)
+    )
+    to_device(micro_batch([example([1, 2, 3], [0, 1, 1])], packed=True, pad_id=0), torch.device("cpu"))
+    assert asked == [pinned] * 4

@@ -63,7 +63,7 @@ CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
         "npu",
         "CANN",
         "warning",
-        "the CANN that is named",
+        "the CANN that is named beside this one",
     ),
     (A2.having(commands={"npu-smi info": None, "npu-smi": None}), "npu", "npu-smi", "broken", "HDK"),
     (

@@ -181,8 +181,13 @@ def _assemble(
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return replace(
         batch,
-        input_ids_NT=batch.input_ids_NT.to(device, non_blocking=True),
-        position_ids_NT=batch.position_ids_NT.to(device, non_blocking=True),
-        predictors_K=batch.predictors_K.to(device, non_blocking=True),
-        targets_K=batch.targets_K.to(device, non_blocking=True),
+        input_ids_NT=_copied(batch.input_ids_NT, device),
+        position_ids_NT=_copied(batch.position_ids_NT, device),
+        predictors_K=_copied(batch.predictors_K, device),
+        targets_K=_copied(batch.targets_K, device),
     )
+
+
+def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Waits, unless the tensor lies in pinned memory: other memory may be used again before a copy has read it."""
+    return tensor.to(device, non_blocking=tensor.is_pinned())

@@ -1,4 +1,8 @@
-"""Operators without a kernel on the device, which run on the CPU with a copy there and back: found and counted."""
+"""Operators that do not run on the device's cores: found and counted.
+
+One without a kernel runs on the CPU, with a copy there and back. One whose kernel takes another type on the cores (AI
+Core) runs on the AI CPU, the device's own processor, which is slow too.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +32,25 @@ def has_kernel(name: str) -> bool:
     return exists and any(known(out, key) for key in (KEY, *COMPOSITE))
 
 
+# What runs on the AI CPU: torch_npu 2.13.0 says it itself of integers that are sorted, Ascend's profiler of float64.
+WIDE = (torch.float64, torch.complex128)
+SORTS = ("aten::sort", "aten::argsort", "aten::msort")
+INTEGERS = (torch.int32, torch.int64)
+# Nothing is computed by these, whatever the type.
+MOVES = ("aten::empty", "aten::_to_copy", "aten::copy_", "aten::clone", "aten::detach")
+
+
+def on_ai_cpu(name: str, views: bool, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether an operator on the device's tensors of these types is known to run on the AI CPU."""
+    if views or name.startswith(MOVES):
+        return False
+    if any(dtype in WIDE for dtype in dtypes):
+        return True
+    return name.split(".")[0] in SORTS and any(dtype in INTEGERS for dtype in dtypes[:1])
+
+
 class FallbackWatch(TorchDispatchMode):
-    """Counts the operators without a kernel that are called on the device's tensors while it is entered."""
+    """Counts what is called on the device's tensors, while it is entered, and does not run on its cores."""
 
     def __init__(self, device: str, *, allow: bool):
         super().__init__()
@@ -43,15 +64,22 @@ class FallbackWatch(TorchDispatchMode):
         name = func.name()
         if name not in self._known:
             self._known[name] = has_kernel(name)
-        if not self._known[name] and any(tensor.device.type == self.device for tensor in _tensors([*args, kwargs])):
-            self.counts[name] += 1
-            if not self.allow:
-                raise Refusal.at(
-                    "run.allow_fallback",
-                    f"the operator {name} has no kernel on this device and would run on the CPU",
-                    "set it to true to accept that, or use a version of the device's package that has the operator",
-                )
+        here = [tensor.dtype for tensor in _tensors([*args, kwargs]) if tensor.device.type == self.device]
+        if here and not self._known[name]:
+            self._count(name, f"the operator {name} has no kernel on this device and would run on the CPU")
+        elif here and on_ai_cpu(name, func.is_view, here):
+            words = f"the operator {name} runs on the device's AI CPU for {here[0]}, not on its cores"
+            self._count(f"{name} (AI CPU)", words)
         return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, why: str) -> None:
+        self.counts[name] += 1
+        if not self.allow:
+            raise Refusal.at(
+                "run.allow_fallback",
+                why,
+                "set it to true to accept that, or use a version of the device's package that has the operator",
+            )
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

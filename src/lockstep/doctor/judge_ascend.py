@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lockstep.doctor.cann import go_together
 from lockstep.doctor.facts import Facts
 from lockstep.doctor.finding import Finding, broken, warning
-from lockstep.doctor.stacks import canns_for, driver_for, same_cann
+from lockstep.doctor.stacks import cann_fits, canns_for, driver_for
 from lockstep.doctor.versions import older
 
 DOWNLOAD = "the driver and firmware package (HDK) of this device"
@@ -81,12 +81,17 @@ def cann_fits_torch_npu(facts: Facts, device: str) -> Iterator[Finding]:
     if device != "npu" or facts.cann is None or torch_npu is None:
         return
     named = canns_for(torch_npu)
-    if named and not same_cann(facts.cann.version, named):
-        yield warning(
-            "CANN",
-            f"torch_npu {torch_npu} is documented with CANN {' or '.join(named)}, this is {facts.cann.version}",
-            "install the CANN that is named, or the torch_npu of this CANN",
-        )
+    if not named or cann_fits(facts.cann.version, named):
+        return
+    # Between releases of one generation programs often still load; a generation back, symbols are missing.
+    floors = [each.removeprefix(">=") for each in named if each.startswith(">=")]
+    say = broken if any(older(facts.cann.version, floor.split(".")[0]) for floor in floors) else warning
+    words = [f"{each.removeprefix('>=')} or newer" if each.startswith(">=") else each for each in named]
+    yield say(
+        "CANN",
+        f"torch_npu {torch_npu} is known with CANN {', '.join(words)}, this is {facts.cann.version}",
+        "install the CANN that is named beside this one, and source its set_env.sh where lockstep runs",
+    )
 
 
 def driver_fits_cann(facts: Facts, device: str) -> Iterator[Finding]:
@@ -99,7 +104,7 @@ def driver_fits_cann(facts: Facts, device: str) -> Iterator[Finding]:
         say = warning if listed else broken
         yield say(
             "driver",
-            f"CANN {facts.cann.version} is documented with HDK {wanted}, this is {driver}",
+            f"CANN {facts.cann.version} is known with HDK {wanted} and newer, this is {driver}",
             f"install HDK {wanted} or newer, driver and firmware",
         )
     elif listed is False:

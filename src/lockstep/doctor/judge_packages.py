@@ -35,15 +35,32 @@ TRITON_BESIDE = "3.2.1"
 TRITON_OF_TRITON_ASCEND = ("3.2.0", "3.5.0")
 
 
+# The packages of an Ascend guide belong together, and with its engine and its CANN: none is upgraded among the others.
+NEW_ENVIRONMENT = (
+    "leave this environment as it is, it belongs to another program; in a checkout of lockstep: "
+    'python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[npu]"'
+)
+
+
 def core_is_there(facts: Facts, device: str) -> Iterator[Finding]:
+    apart = belongs_to_another(facts.packages, device)
     for name, least in MINIMUM.items():
         version = facts.packages.get(name)
         if version is None:
-            yield broken(name, "not installed", "in a checkout: pip install -c constraints.txt -e .")
-        elif older(version, least):
             yield broken(
-                name, f"lockstep needs {name} >= {least}", f"pip install -c constraints.txt -U '{name}>={least}'"
+                name,
+                "not installed",
+                NEW_ENVIRONMENT if apart else "in a checkout: pip install -c constraints.txt -e .",
             )
+        elif older(version, least):
+            remedy = NEW_ENVIRONMENT if apart else f"pip install -c constraints.txt -U '{name}>={least}'"
+            yield broken(name, f"lockstep needs {name} >= {least}", remedy)
+
+
+def belongs_to_another(packages: Mapping[str, str], device: str) -> bool:
+    """An environment for Ascend whose packages are too old for lockstep was made by another project's guide."""
+    ascend = device == "npu" or "torch_npu" in packages
+    return ascend and any(name in packages and older(packages[name], least) for name, least in MINIMUM.items())
 
 
 def torch_fits_torch_npu(facts: Facts, device: str) -> Iterator[Finding]:
@@ -61,7 +78,7 @@ def torch_mismatch(packages: Mapping[str, str], device: str) -> Finding | None:
         "torch_npu",
         "broken" if device == "npu" else "warning",
         f"torch_npu {torch_npu} is built for torch {release(torch_npu)}, and torch {torch} is installed",
-        _same_torch(release(torch), release(torch_npu)),
+        NEW_ENVIRONMENT if belongs_to_another(packages, device) else _same_torch(release(torch), release(torch_npu)),
     )
 
 
@@ -75,7 +92,9 @@ def torch_npu_can_load(facts: Facts, device: str) -> Iterator[Finding]:
     torch_npu = facts.packages.get("torch_npu")
     if torch_npu is None:
         if device == "npu":
-            yield broken("torch_npu", "not installed", 'in a checkout: pip install -c constraints.txt -e ".[npu]"')
+            here = 'in a checkout: pip install -c constraints.txt -e ".[npu]"'
+            remedy = NEW_ENVIRONMENT if belongs_to_another(facts.packages, device) else here
+            yield broken("torch_npu", "not installed", remedy)
         return
     if facts.cann is not None:
         return

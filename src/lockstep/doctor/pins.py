@@ -29,12 +29,12 @@ def _heading(stack: Stack) -> Iterator[str]:
     if stack.too_old_for_lockstep:
         least = ", ".join(f"{name} >= {version}" for name, version in MINIMUM.items())
         yield f"# Older than lockstep itself, which needs {least}:"
-        yield "# for the engine's own environment."
+        yield "# for the engine's own environment. lockstep goes into another one, with its extra [npu]."
     for label, words in (
         ("hardware", ", ".join(stack.hardware)),
         ("Python", stack.python.lstrip("=")),
         ("CANN", ", ".join(stack.cann)),
-        ("HDK (driver and firmware)", stack.hdk),
+        ("HDK (driver and firmware)", " to ".join(dict.fromkeys(stack.hdk))),
         ("engines", ", ".join(f"{name} {version}".strip() for name, version in stack.engines.items())),
         ("environment", " ".join(f"{name}={value}" for name, value in stack.variables.items())),
         ("must not be installed", ", ".join(stack.remove)),

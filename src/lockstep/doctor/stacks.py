@@ -41,7 +41,8 @@ class Stack:
     python: str = ""
     architecture: str = ""
     cann: tuple[str, ...] = ()
-    hdk: str = ""
+    hdk: tuple[str, ...] = ()
+    """The oldest and the newest driver release that are documented or were seen with this CANN."""
     remove: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -61,9 +62,9 @@ def known_stacks() -> dict[str, Stack]:
 
 
 def _stack(name: str, entry: dict[str, Any]) -> Stack:
-    steps = tuple(Step(step["say"], step["run"], step.get("in", "")) for step in entry.pop("steps"))
+    steps = tuple(Step(step["say"], step["run"], step.get("in", "")) for step in entry["steps"])
     lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
-    return Stack(name=name, steps=steps, **{**entry, **lists})
+    return Stack(**{**entry, **lists, "name": name, "steps": steps})
 
 
 def fitting(facts: Facts, device: str) -> Stack | None:
@@ -75,13 +76,16 @@ def fitting(facts: Facts, device: str) -> Stack | None:
 def _fits(stack: Stack, facts: Facts) -> bool:
     if stack.architecture or "torch" not in stack.packages:
         return False  # a remark on packages, not a whole stack
-    cann = not stack.cann or (facts.cann is not None and same_cann(facts.cann.version, stack.cann))
+    cann = not stack.cann or (facts.cann is not None and cann_fits(facts.cann.version, stack.cann))
     pins = {**stack.packages, **{name: f"=={version}" for name, version in stack.engines.items() if version}}
     return cann and all(name in facts.packages and satisfies(facts.packages[name], pin) for name, pin in pins.items())
 
 
-def same_cann(version: str, listed: tuple[str, ...]) -> bool:
-    return version.lower() in [each.lower() for each in listed]
+def cann_fits(version: str, listed: tuple[str, ...]) -> bool:
+    """Whether it is one of the listed versions, or not older than one that is listed as `>=X`."""
+    exact = [each.lower() for each in listed if not each.startswith(">=")]
+    floors = [each for each in listed if each.startswith(">=")]
+    return version.lower() in exact or any(satisfies(version, floor) for floor in floors)
 
 
 def canns_for(torch_npu: str) -> tuple[str, ...]:
@@ -92,6 +96,6 @@ def canns_for(torch_npu: str) -> tuple[str, ...]:
 
 
 def driver_for(cann: str) -> str | None:
-    """The HDK release that stacks name for this CANN."""
-    named = (stack.hdk for stack in known_stacks().values() if stack.hdk and same_cann(cann, stack.cann))
+    """The oldest HDK release that stacks name for this CANN."""
+    named = (stack.hdk[0] for stack in known_stacks().values() if stack.hdk and cann_fits(cann, stack.cann))
     return next(named, None)

@@ -7,13 +7,17 @@ the device. So a sample does not change with the batch it was drawn in, with sch
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 
 _MASK = 0xFFFFFFFF
 # Multipliers of the 32-bit finaliser of MurmurHash3, and an odd constant near 2^32 / golden ratio.
 _FIRST, _SECOND, _STRIDE = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
+# Seen to wrap in this project's own tests; another device is tried before it draws.
+WRAP = ("cpu", "cuda")
 
 
 def sequence_keys(seed: int, prompt: int, sample: int) -> tuple[int, int]:
@@ -28,15 +32,45 @@ def gumbel_noise(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: i
 
     `argmax(logits + noise)` is then a sample from softmax(logits).
     """
+    bits = device_bits(keys_B2, positions_B, vocabulary)
+    # 31 bits as a number in (0, 1) that is finest near 0, where the largest noise comes from.
+    share = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return share.neg_().log1p_().neg_().log_().neg_()
+
+
+def device_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """The noise's bits on the device of the keys; drawn on the host where that device computes others."""
+    if wraps(keys_B2.device):
+        return noise_bits(keys_B2, positions_B, vocabulary)
+    return noise_bits(keys_B2.cpu(), positions_B.cpu(), vocabulary).to(keys_B2.device)
+
+
+@cache
+def wraps(device: torch.device) -> bool:
+    """Whether products and sums of int32 wrap around at 32 bits there, as the hash needs: tried once a process."""
+    if device.type in WRAP:
+        return True
+    keys, positions = torch.tensor([[-(2**31), 2**31 - 1], [_FIRST >> 1, -1]], dtype=torch.int32), torch.tensor([0, 9])
+    wanted = noise_bits(keys, positions, 64)
+    try:
+        same = torch.equal(noise_bits(keys.to(device), positions.to(device), 64).cpu(), wanted)
+    except RuntimeError:
+        same = False
+    if not same:
+        warnings.warn(
+            f"integers of {device} do not wrap around: the noise of sampling is drawn on the host", stacklevel=4
+        )
+    return same
+
+
+def noise_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """32 bits (B, V) for each entry of the vocabulary, as int32."""
     step = positions_B.to(torch.int32)
     first = _mix(keys_B2[:, 0] + step * _signed(_STRIDE))
     second = _mix(keys_B2[:, 1] ^ step * _signed(_FIRST))
     entries = _mix(torch.arange(1, vocabulary + 1, dtype=torch.int32, device=keys_B2.device))
     bits = _mix(entries[None, :] ^ first[:, None])
-    bits = _mix(bits.add_(second[:, None]))
-    # 31 bits as a number in (0, 1) that is finest near 0, where the largest noise comes from.
-    share = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return share.neg_().log1p_().neg_().log_().neg_()
+    return _mix(bits.add_(second[:, None]))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Attention through torch_npu's fused operators: packed training, and one query a sequence over the paged cache.
 
-What they demand is taken from the operators' documentation in torch_npu 2.13.0. The plain-torch twins are in
-`varlen.py` and `paged.py`. Contract-tested on an emulated CANN, not yet run on Ascend hardware.
+What they demand is in `npu_limits.py`. The plain-torch twins are in `varlen.py` and `paged.py`.
+Contract-tested on an emulated CANN, not yet run on Ascend hardware.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ from functools import cache
 import torch
 
 from lockstep.kernels.layout import Layout
+from lockstep.kernels.npu_limits import decode_problem, fusion_problem
 
 # A causal mask of any size is given as this corner of it; True is masked out.
 CORNER = 2048
 RIGHT_DOWN_CAUSAL, BAND = 3, 4
 UNBOUNDED = 2**31 - 1
-# Bounds of the packed layout (TND): sequences and tokens of one call, size of a head.
-MOST_SEQUENCES, MOST_TOKENS, LARGEST_HEAD = 1024, 2**20, 768
-# Bounds of the paged cache: tokens of a block come in multiples of this, keys of a token are at most so wide.
-BLOCK_STEP, WIDEST = 16, 2**16
-MOST_SHARED = 64
 
 
 @cache
@@ -31,13 +27,7 @@ def corner(device: torch.device) -> torch.Tensor:
 
 
 def fusion_fits(query_THD: torch.Tensor, layout: Layout, dropout: float) -> bool:
-    tokens = layout.ends[-1]
-    return (
-        not dropout
-        and query_THD.shape[-1] <= LARGEST_HEAD
-        and len(layout.ends) <= MOST_SEQUENCES
-        and tokens <= MOST_TOKENS
-    )
+    return fusion_problem(query_THD, layout.ends, dropout) is None
 
 
 def fusion_attention(
@@ -68,16 +58,8 @@ def fusion_attention(
     )[0]
 
 
-def infer_fits(query_BHD: torch.Tensor, keys: torch.Tensor, block: int, window: int | None) -> bool:
-    """The operator has no fp32, and for a single query no window."""
-    groups, size = keys.shape[1:]
-    return (
-        query_BHD.dtype in (torch.float16, torch.bfloat16)
-        and window is None
-        and block % BLOCK_STEP == 0
-        and groups * size <= WIDEST
-        and query_BHD.shape[1] // groups <= MOST_SHARED
-    )
+def infer_fits(query_BHD: torch.Tensor, keys: torch.Tensor, block: int, window: int | None, longest: int) -> bool:
+    return decode_problem(query_BHD, keys, block, window, longest) is None
 
 
 def infer_decode(
@@ -95,7 +77,7 @@ def infer_decode(
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
     out, _ = torch_npu.npu_fused_infer_attention_score(
-        query_BHD.reshape(batch, 1, heads * size),
+        query_BHD.reshape(batch, 1, heads * size).contiguous(),
         keys.view(-1, block, groups * size),
         values.view(-1, block, groups * size),
         actual_seq_lengths_kv=list(lengths),

@@ -1,12 +1,12 @@
 """torch_npu's fused operators inside the modules of transformers, found by what a module computes, not by its name.
 
-A module that looks like a norm or a gated feed-forward is tried on a few numbers first; the fused operator takes its
-place only where both give the same. So no model is edited by hand, and one that differs stays as it is.
+A module that looks like a norm or a gated feed-forward is tried first, on numbers in its own type and width; the fused
+operator takes its place only where both give the same. So no model is edited by hand, and one that differs stays as it
+is. A call outside the operator's documented limits goes to the module's own forward.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from types import MethodType
@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-# Fused operators round in other places; anything beyond this is another function.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-ROTARY = "apply_rotary_pos_emb"
+from lockstep.kernels.npu_limits import norm_problem, swiglu_problem
+from lockstep.kernels.npu_probe import TOKENS, alike, drawn
+from lockstep.kernels.npu_rotary import FUNCTION, OPERATOR, plug_rotary
+
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def plug_in(model: nn.Module) -> list[str]:
@@ -28,12 +30,11 @@ def plug_in(model: nn.Module) -> list[str]:
             (_is_rms_norm, _rms_norm, "npu_rms_norm"),
             (_is_gated, _gated, "npu_swiglu"),
         ):
-            if fits(module) and _same(module, forward):
+            if fits(module) and _same(module, forward, name):
                 module.forward = MethodType(forward, module)
                 found[f"{type(module).__name__} by {name}"] += 1
-    for source in {type(module).__module__ for module in model.modules()}:
-        if _plug_rotary(sys.modules.get(source)):
-            found[f"{ROTARY} of {source.rsplit('.', 1)[-1]} by npu_rotary_mul"] += 1
+    for source in plug_rotary(model):
+        found[f"{FUNCTION} of {source} by {OPERATOR}"] += 1
     return [f"{count} x {what}" if count > 1 else what for what, count in sorted(found.items())]
 
 
@@ -51,6 +52,8 @@ def _epsilon(module: nn.Module) -> float | None:
 def _rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     import torch_npu
 
+    if norm_problem(hidden_states, self.weight) is not None:
+        return _own(self, hidden_states)
     return torch_npu.npu_rms_norm(hidden_states, self.weight, epsilon=_epsilon(self))[0]
 
 
@@ -63,70 +66,29 @@ def _gated(self: Any, x: torch.Tensor) -> torch.Tensor:
     import torch_npu
 
     both = torch.cat([self.gate_proj(x), self.up_proj(x)], dim=-1)
+    if swiglu_problem(both) is not None:
+        return _own(self, x)
     return self.down_proj(torch_npu.npu_swiglu(both, dim=-1))
 
 
-@torch.no_grad()
-def _same(module: nn.Module, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> bool:
-    """Whether the module's own forward gives what the fused one does, on a few rows drawn on the host."""
+def _own(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What the module's class computes, whatever has taken its forward's place."""
+    answer: torch.Tensor = type(module).forward(module, x)
+    return answer
+
+
+def _same(module: nn.Module, forward: Forward, operator: str) -> bool:
+    """Whether the module's own forward gives what the fused one does."""
     parameter = next(module.parameters())
     gate = getattr(module, "gate_proj", None)
     width: int = parameter.shape[-1] if gate is None else gate.in_features
-    rows = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0))
-    rows = rows.to(parameter.device, parameter.dtype)
+    rows = drawn(1, TOKENS, width, like=parameter)
+    if gate is None:
+        # Half of them so small that the epsilon decides.
+        rows[:, ::2] *= (_epsilon(module) or 0.0) ** 0.5
     training = module.training
     module.eval()
     try:
-        own, fused = module(rows), forward(module, rows)
-    except (TypeError, RuntimeError):
-        return False
+        return alike(type(module).__name__, operator, lambda: [_own(module, rows)], lambda: [forward(module, rows)])
     finally:
         module.train(training)
-    return _close(own, fused)
-
-
-def _close(own: torch.Tensor, fused: torch.Tensor) -> bool:
-    tolerance = TOLERANCE[own.dtype]
-    largest = float(own.abs().max())
-    return own.shape == fused.shape and float((own - fused).abs().max()) <= tolerance * max(1.0, largest)
-
-
-def _plug_rotary(source: Any) -> bool:
-    """The function that every attention of a modelling file calls; on tensors of other devices it stays what it was."""
-    own = getattr(source, ROTARY, None)
-    if own is None or getattr(own, "fused", False):
-        return False
-
-    def fused(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **more: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if q.device.type != "npu" or rest or set(more) - {"unsqueeze_dim"}:
-            return own(q, k, cos, sin, *rest, **more)
-        return _rotate(q, k, cos, sin, **more)
-
-    if not _rotates_alike(own):
-        return False
-    fused.fused = True  # type: ignore[attr-defined]
-    setattr(source, ROTARY, fused)
-    return True
-
-
-def _rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch_npu
-
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return torch_npu.npu_rotary_mul(q, cos, sin), torch_npu.npu_rotary_mul(k, cos, sin)
-
-
-@torch.no_grad()
-def _rotates_alike(own: Callable[..., Any]) -> bool:
-    draw = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, heads, 3, 8, generator=draw).to("npu") for heads in (4, 2))
-    cos, sin = (torch.randn(1, 3, 8, generator=draw).to("npu") for _ in range(2))
-    try:
-        wanted, found = own(q, k, cos, sin), _rotate(q, k, cos, sin)
-    except (TypeError, RuntimeError, ValueError):
-        return False
-    return all(_close(a, b) for a, b in zip(wanted, found, strict=True))

@@ -126,10 +126,12 @@ def decode_attention(
         blocks = step.table_BM, step.lengths_B, step.cache.block
         return paged_decode(query_BHD, keys, values, *blocks, scale, window, softcap, sinks_H)
     plain = softcap is None and sinks_H is None
-    if step.kernel == "npu_infer" and plain and infer_fits(query_BHD, keys, step.cache.block, window):
-        return infer_decode(query_BHD, keys, values, step.table_BM, step.lengths(), step.cache.block, scale)
+    block = step.cache.block
+    longest = step.table_BM.shape[1] * block
+    if step.kernel == "npu_infer" and plain and infer_fits(query_BHD, keys, block, window, longest):
+        return infer_decode(query_BHD, keys, values, step.table_BM, step.lengths(), block, scale)
     mask = step.mask(window, query_BHD.dtype)
-    return _masked_decode(query_BHD, keys, values, step.table_BM, step.cache.block, scale, mask, softcap, sinks_H)
+    return _masked_decode(query_BHD, keys, values, step.table_BM, block, scale, mask, softcap, sinks_H)
 
 
 def gathered_decode(

@@ -8,6 +8,13 @@ namespace emulator {
 
 namespace {
 
+// g++ before 13 knows Arm's name of the type only.
+#if defined(__aarch64__)
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
+
 // A bfloat16 is the upper half of a float.
 struct Bfloat16 {
   uint16_t bits;
@@ -63,7 +70,7 @@ void reduce_slots<Bfloat16>(Segment& segment, void* out, size_t bytes, HcclReduc
 HcclResult reduce_piece(Segment& segment, void* out, size_t bytes, HcclDataType type, HcclReduceOp op) {
   switch (type) {
     case HCCL_DATA_TYPE_FP32: reduce_slots<float>(segment, out, bytes, op); break;
-    case HCCL_DATA_TYPE_FP16: reduce_slots<_Float16>(segment, out, bytes, op); break;
+    case HCCL_DATA_TYPE_FP16: reduce_slots<Half>(segment, out, bytes, op); break;
     case HCCL_DATA_TYPE_BFP16: reduce_slots<Bfloat16>(segment, out, bytes, op); break;
     case HCCL_DATA_TYPE_INT64: reduce_slots<int64_t>(segment, out, bytes, op); break;
     case HCCL_DATA_TYPE_INT32: reduce_slots<int32_t>(segment, out, bytes, op); break;

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from ascend_emulator.kernels.reference import NotInReference
+from ascend_emulator.kernels.reference import NotInReference, limit
 
 UNLIMITED = 2147483647
 COMPRESSED = 2048  # the fixed side of the triangle that modes 2, 3 and 4 take instead of a whole mask
@@ -47,6 +47,15 @@ class Masking:
         if self.mask is None or self.sparse_mode not in (0, 1):
             return self
         return Masking(self.mask[..., :queries, :keys], self.sparse_mode, self.before, self.after)
+
+    def require_whole(self, name: str, queries: int, keys: int) -> None:
+        """Modes 0 and 1 take the whole mask, and the compressed triangle is none: its rows are of another length."""
+        assert self.mask is not None
+        limit(
+            name,
+            tuple(self.mask.shape[-2:]) == (queries, keys),
+            f"sparse_mode {self.sparse_mode} takes the whole mask of {queries} x {keys}, got {tuple(self.mask.shape)}",
+        )
 
     def _require_triangle(self) -> None:
         """The device would compute something else without it, and say nothing."""

@@ -18,7 +18,7 @@ from ascend_emulator.kernels.attention import (
     softmax_weights,
     to_heads_first,
 )
-from ascend_emulator.kernels.reference import NotInReference, reference, refuse
+from ascend_emulator.kernels.reference import NotInReference, limit, reference, refuse
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _COPIES = 8  # the device keeps each softmax statistic eight times over
@@ -128,7 +128,7 @@ def fusion_attention_grad(
 
 
 def check_arguments(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> None:
-    """The documented conditions that a wrong call breaks most easily."""
+    """The documented conditions."""
     dtypes = {query.dtype, key.dtype, value.dtype}
     if len(dtypes) > 1 or query.dtype not in _DTYPES:
         raise RuntimeError(f"npu_fusion_attention: query, key and value need one floating type, got {dtypes}")
@@ -139,6 +139,36 @@ def check_arguments(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         raise NotInReference(f"the emulated attention has no layout {call.layout!r}")
     if heads_at is not None and query.shape[heads_at] != call.heads:
         raise RuntimeError(f"npu_fusion_attention: head_num {call.heads}, but query is {tuple(query.shape)}")
+    _check_sizes(query, key, value, call)
+
+
+def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> None:
+    name = "npu_fusion_attention"
+    limit(name, 1 <= call.heads <= 256, f"{call.heads} heads: 1 to 256")
+    size = query.shape[-1] // (call.heads if call.layout in ("BSH", "SBH") else 1)
+    limit(name, 1 <= size <= 768, f"head size {size}: 1 to 768")
+    if call.layout in ("BSH", "SBH"):
+        limit(name, key.shape[-1] % size == 0, f"keys {key.shape[-1]} wide for heads of {size}")
+        groups = key.shape[-1] // size
+    else:
+        limit(name, key.shape[-1] == size >= value.shape[-1], "queries and keys of one head size, values of no larger")
+        groups = key.shape[{"BNSD": 1, "BSND": 2, "TND": 1}[call.layout]]
+    limit(name, groups > 0 and call.heads % groups == 0, f"{call.heads} query heads to {groups} key heads")
+    if call.layout == "TND":
+        limit(name, len(call.query_ends or []) <= 1024, f"{len(call.query_ends or [])} sequences: at most 1024")
+        limit(name, max(query.shape[0], key.shape[0]) <= 2**20, f"{query.shape[0]} tokens: at most 1M")
+    if call.masking.mask is not None and call.masking.sparse_mode in (0, 1):
+        spans = _spans(query, key, call)
+        rows, columns = (max(span[side].stop - span[side].start for span in spans) for side in (0, 1))
+        call.masking.require_whole(name, rows, columns)
+
+
+def _spans(query: torch.Tensor, key: torch.Tensor, call: Call) -> list[tuple[slice, slice]]:
+    """Queries and keys of each sequence; of all sequences at once where they are not packed."""
+    if call.layout == "TND":
+        return call.packed()
+    length_at = {"BNSD": 2, "BSND": 1, "BSH": 1, "SBH": 0}[call.layout]
+    return [(slice(0, query.shape[length_at]), slice(0, key.shape[length_at]))]
 
 
 def _heads_first(

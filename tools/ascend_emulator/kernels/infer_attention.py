@@ -15,7 +15,7 @@ from ascend_emulator.kernels.infer_call import Call, attend
 from ascend_emulator.kernels.reference import NotInReference, reference, refuse
 
 
-@reference("npu_fused_infer_attention_score")
+@reference("npu_fused_infer_attention_score", contiguous=(0, 1, 2))
 def fused_infer_attention_score(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -55,7 +55,7 @@ def fused_infer_attention_score(
     return out, log_sums if softmax_lse_flag else torch.empty(0)
 
 
-@reference("npu_fused_infer_attention_score_v2")
+@reference("npu_fused_infer_attention_score_v2", contiguous=(0, 1, 2))
 def fused_infer_attention_score_v2(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -17,7 +17,7 @@ from ascend_emulator.kernels.attention import (
     to_heads_first,
 )
 from ascend_emulator.kernels.pages import PROMPT_MULTIPLE, SINGLE_TOKEN_MULTIPLE, Pages
-from ascend_emulator.kernels.reference import NotInReference
+from ascend_emulator.kernels.reference import NotInReference, limit
 
 _LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND")
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -76,6 +76,20 @@ def check_arguments(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     heads_at = {"BNSD": 1, "BSND": 2, "TND": 1}.get(call.input_layout)
     if heads_at is not None and query.shape[heads_at] != call.heads:
         raise RuntimeError(f"{call.name}: {call.heads} heads, but query is {tuple(query.shape)}")
+    _check_sizes(query, key, call)
+
+
+def _check_sizes(query: torch.Tensor, key: torch.Tensor, call: Call) -> None:
+    limit(call.name, 1 <= call.heads <= 256, f"{call.heads} heads: at most 256")
+    size = query.shape[-1] // (call.heads if call.input_layout == "BSH" else 1)
+    limit(call.name, size <= 512, f"head size {size}: at most 512")
+    limit(call.name, query.shape[0] <= 2**16 or call.packed, f"{query.shape[0]} sequences: at most 65536")
+    limit(call.name, max(call.key_lengths or [0]) <= 2**18, f"{max(call.key_lengths or [0])} keys: at most 262144")
+    if call.block_table is not None:
+        limit(
+            call.name, key.dim() == 4 or key.shape[-1] <= 65535, f"keys of a token {key.shape[-1]} wide: at most 65535"
+        )
+        limit(call.name, key.numel() < 2**31, f"a cache of {key.numel()} elements: an int32 counts them")
 
 
 def query_sequences(query: torch.Tensor, call: Call) -> list[torch.Tensor]:

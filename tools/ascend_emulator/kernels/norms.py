@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ascend_emulator.kernels.reference import reference
+from ascend_emulator.kernels.reference import limit, reference
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @reference("npu_rms_norm")
 def rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
     """The normed input, and one over its root mean square, which the gradient uses."""
+    limit("npu_rms_norm", x.dtype in _DTYPES and gamma.dtype == x.dtype, f"types {x.dtype} and {gamma.dtype}")
+    limit("npu_rms_norm", 2 <= x.dim() <= 8, f"{x.dim()} dimensions: 2 to 8")
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (wide * inverse * gamma.float()).to(x.dtype), inverse

@@ -25,17 +25,20 @@ class NotInReference(NotImplementedError):
 
 @dataclass(frozen=True)
 class Reference:
-    """What an operator computes, and the positions of the arguments that it writes to."""
+    """What an operator computes, the arguments that it writes to, and those that must be contiguous, by position."""
 
     function: Callable[..., Any]
     written: tuple[int, ...] = ()
+    contiguous: tuple[int, ...] = ()
 
 
-def reference(name: str, written: tuple[int, ...] = ()) -> Callable[[Function], Function]:
+def reference(
+    name: str, written: tuple[int, ...] = (), contiguous: tuple[int, ...] = ()
+) -> Callable[[Function], Function]:
     """Marks a function as what npu::NAME computes."""
 
     def mark(function: Function) -> Function:
-        _references[name] = Reference(function, written)
+        _references[name] = Reference(function, written, contiguous)
         return function
 
     return mark
@@ -56,6 +59,8 @@ def kernel_of(name: str, entry: Reference) -> Callable[..., Any]:
     def kernel(*arguments: Any, **named: Any) -> Any:
         calls[name] += 1
         device = common_device(name, [*arguments, *named.values()])
+        for position in entry.contiguous:
+            limit(name, arguments[position].is_contiguous(), f"argument {position} is not contiguous")
         on_host = [_to_host(value) for value in arguments]
         answer = entry.function(*on_host, **{key: _to_host(value) for key, value in named.items()})
         for position in entry.written:
@@ -77,6 +82,12 @@ def common_device(name: str, values: list[Any]) -> torch.device:
         if tensor.device != device:
             raise RuntimeError(f"{name}: expected all tensors to be on {device}, found one on {tensor.device}")
     return device
+
+
+def limit(name: str, kept: bool, words: str) -> None:
+    """Stops where a documented limit is not kept: the device would fail, or compute something else."""
+    if not kept:
+        raise RuntimeError(f"{name}: outside the documented limits: {words}")
 
 
 def refuse(name: str, **unknown: Any) -> None:

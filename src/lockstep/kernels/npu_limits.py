@@ -1,0 +1,103 @@
+"""What torch_npu 2.13.0 documents of its fused operators' limits, asked before one of them is chosen.
+
+Each function says what about a call is outside the documents, or None. They look at shapes and types alone, never at
+numbers on the device, so asking costs no wait. The one limit on numbers, that of the rotary embedding, is settled where
+they are made: see `npu_rotary.py`. Not yet run on Ascend hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+HALF = (torch.float16, torch.bfloat16)
+FLOATING = (*HALF, torch.float32)
+
+MOST_HEADS = 256
+
+# npu_fusion_attention, packed (TND): sequences and tokens of one call, size of a head.
+MOST_SEQUENCES, MOST_TOKENS, LARGEST_HEAD = 1024, 2**20, 768
+
+# npu_fused_infer_attention_score, one query a sequence over pages.
+MOST_ROWS, MOST_KEYS, LARGEST_DECODE_HEAD = 2**16, 2**18, 512
+BLOCK_STEP, LARGEST_BLOCK = 16, 512
+WIDEST, MOST_SHARED, MOST_ELEMENTS = 2**16 - 1, 64, 2**31 - 1
+
+# npu_rotary_mul: the head size is even and below the first, batch and heads are each below the second.
+ROTARY_HEAD, ROTARY_ROWS, ROTARY_TRAINED = 896, 1000, 1024
+
+MOST_DIMENSIONS = 8
+
+
+def _first(*problems: tuple[bool, str]) -> str | None:
+    return next((words for wrong, words in problems if wrong), None)
+
+
+def fusion_problem(query_THD: torch.Tensor, ends: Sequence[int], dropout: float) -> str | None:
+    _, heads, size = query_THD.shape
+    return _first(
+        (query_THD.dtype not in FLOATING, f"type {query_THD.dtype}"),
+        (bool(dropout), "dropout"),
+        (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS}"),
+        (size > LARGEST_HEAD, f"heads of {size}, at most {LARGEST_HEAD}"),
+        (len(ends) > MOST_SEQUENCES, f"{len(ends)} sequences, at most {MOST_SEQUENCES}"),
+        (ends[-1] > MOST_TOKENS, f"{ends[-1]} tokens, at most {MOST_TOKENS}"),
+    )
+
+
+def decode_problem(
+    query_BHD: torch.Tensor, keys: torch.Tensor, block: int, window: int | None, longest: int
+) -> str | None:
+    """`keys` are the cache's slots (slot, head, size); `longest` is the most keys that a sequence can have."""
+    batch, heads, size = query_BHD.shape
+    groups = keys.shape[1]
+    return _first(
+        # The operator has no fp32, and for a single query no window.
+        (query_BHD.dtype not in HALF, f"type {query_BHD.dtype}"),
+        (keys.dtype != query_BHD.dtype, f"a cache of {keys.dtype} for queries of {query_BHD.dtype}"),
+        (window is not None, "a sliding window"),
+        (block % BLOCK_STEP != 0, f"blocks of {block} tokens, no multiple of {BLOCK_STEP}"),
+        (block > LARGEST_BLOCK, f"blocks of {block} tokens, at most {LARGEST_BLOCK}"),
+        (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS}"),
+        (size > LARGEST_DECODE_HEAD, f"heads of {size}, at most {LARGEST_DECODE_HEAD}"),
+        (heads > MOST_SHARED * groups, f"{heads // groups} query heads to a key head, at most {MOST_SHARED}"),
+        (groups * size > WIDEST, f"keys of a token {groups * size} wide, at most {WIDEST}"),
+        (batch > MOST_ROWS, f"{batch} sequences, at most {MOST_ROWS}"),
+        (longest > MOST_KEYS, f"{longest} keys a sequence, at most {MOST_KEYS}"),
+        (keys.numel() > MOST_ELEMENTS, f"a cache of {keys.numel()} elements a layer, at most {MOST_ELEMENTS}"),
+    )
+
+
+def rotary_problem(x_BNSD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str | None:
+    """`cos` and `sin` as the operator gets them: 11SD or B1SD for an input of BNSD."""
+    if x_BNSD.dim() != 4 or cos.dim() != 4:
+        return f"{x_BNSD.dim()} dimensions, not 4"
+    batch, heads, tokens, size = x_BNSD.shape
+    trained = cos.requires_grad or sin.requires_grad
+    return _first(
+        (x_BNSD.dtype not in FLOATING, f"type {x_BNSD.dtype}"),
+        (not x_BNSD.dtype == cos.dtype == sin.dtype, f"angles of {cos.dtype} for an input of {x_BNSD.dtype}"),
+        (size % 2 != 0 or size >= ROTARY_HEAD, f"heads of {size}: even and below {ROTARY_HEAD}"),
+        (batch >= ROTARY_ROWS or heads >= ROTARY_ROWS, f"{batch} rows, {heads} heads: each below {ROTARY_ROWS}"),
+        (trained and batch * heads > ROTARY_TRAINED, f"trained angles of {batch * heads} heads"),
+        (
+            cos.shape != sin.shape or tuple(cos.shape) not in {(1, 1, tokens, size), (batch, 1, tokens, size)},
+            f"angles of {tuple(cos.shape)} for an input of {tuple(x_BNSD.shape)}",
+        ),
+    )
+
+
+def norm_problem(x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    return _first(
+        (x.dtype not in FLOATING, f"type {x.dtype}"),
+        (x.dtype != weight.dtype, f"a weight of {weight.dtype} for an input of {x.dtype}"),
+        (not 2 <= x.dim() <= MOST_DIMENSIONS, f"{x.dim()} dimensions: 2 to {MOST_DIMENSIONS}"),
+    )
+
+
+def swiglu_problem(x: torch.Tensor) -> str | None:
+    return _first(
+        (x.dtype not in FLOATING, f"type {x.dtype}"),
+        (not 1 <= x.dim() <= MOST_DIMENSIONS, f"{x.dim()} dimensions: 1 to {MOST_DIMENSIONS}"),
+    )

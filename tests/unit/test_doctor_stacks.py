@@ -1,0 +1,125 @@
+"""The known stacks: each names its CANN and driver, each is recognised, and an old one is never upgraded in place."""
+
+from __future__ import annotations
+
+import pytest
+from recorded_machine import A2, INSTALL_INFO, RecordedMachine, output
+
+from lockstep.doctor.check import examine
+from lockstep.doctor.finding import Finding
+from lockstep.doctor.pins import pins_text
+from lockstep.doctor.rows import Row
+from lockstep.doctor.stacks import Stack, cann_fits, driver_for, known_stacks
+from lockstep.doctor.versions import older
+
+ASCEND = [stack for stack in known_stacks().values() if stack.device == "npu"]
+OLD = [stack for stack in ASCEND if stack.too_old_for_lockstep]
+
+
+def machine_of(stack: Stack) -> RecordedMachine:
+    """A machine on which the stack's guide was followed to the letter."""
+    versions = {name: pin.lstrip("=>") for name, pin in stack.packages.items()}
+    engines = {name: version for name, version in stack.engines.items() if version}
+    python = stack.python.lstrip("=>") or "3.10"
+    return A2.having(
+        python=f"{python}.1" if not older(python, "3.10") else "3.10.1",
+        files={INSTALL_INFO: f"version={stack.cann[0].lstrip('>=')}\n"},
+        # What the guide does not pin is what its other packages bring: of their time, so too old for lockstep.
+        packages={"transformers": "4.51.3", "peft": "0.15.2", **versions, **engines},
+    )
+
+
+def rows_of(machine: RecordedMachine) -> dict[str, Row]:
+    return {row.name: row for row in examine(machine, "npu").rows}
+
+
+@pytest.mark.parametrize("stack", ASCEND, ids=lambda stack: stack.name)
+def test_every_ascend_stack_names_its_cann_and_its_range_of_drivers(stack: Stack) -> None:
+    assert stack.cann
+    oldest, newest = stack.hdk
+    assert not older(newest, oldest)
+    text = pins_text(stack)
+    assert f"# CANN: {', '.join(stack.cann)}\n" in text
+    assert f"# HDK (driver and firmware): {oldest}" in text
+    # Another stack may have seen an older driver with the same CANN.
+    known = driver_for(stack.cann[0].lstrip(">="))
+    assert known is not None
+    assert not older(oldest, known)
+
+
+@pytest.mark.parametrize("stack", OLD, ids=lambda stack: stack.name)
+def test_the_machine_of_a_guide_is_recognised(stack: Stack) -> None:
+    value = rows_of(machine_of(stack))["known stack"].value
+    assert value is not None
+    assert value.startswith(f"{stack.name}: ")
+
+
+@pytest.mark.parametrize(
+    ("cann", "packages", "name"),
+    [
+        ("8.0.RC3", {"torch": "2.3.1", "torch_npu": "2.3.1.post2"}, "ascend-torch-2.3"),
+        (
+            "8.0.0",
+            {"torch": "2.5.1", "torch_npu": "2.5.1.dev20250320", "transformers": "4.49.0", "vllm": "0.7.3"},
+            "ascend-transformers-4.49",
+        ),
+        (
+            "8.2.RC1",
+            {"torch": "2.7.1", "torch_npu": "2.7.1", "vllm": "0.9.1+empty", "vllm-ascend": "0.9.1"},
+            "ascend-vllm-0.9.1",
+        ),
+    ],
+)
+def test_stacks_of_the_guides_as_pip_shows_them(cann: str, packages: dict[str, str], name: str) -> None:
+    machine = A2.having(files={INSTALL_INFO: f"version={cann}\n"}, packages=packages)
+    rows = rows_of(machine)
+    assert (rows["known stack"].value or "").startswith(f"{name}: ")
+    assert rows["CANN"].verdict == "ok"
+
+
+def remedies(rows: dict[str, Row]) -> list[Finding]:
+    return [finding for name in ("torch", "torch_npu", "transformers", "peft") for finding in rows[name].findings]
+
+
+@pytest.mark.parametrize("stack", OLD, ids=lambda stack: stack.name)
+@pytest.mark.parametrize("without", [(), ("torch_npu",), ("peft",)], ids=["whole", "no torch_npu", "no peft"])
+def test_an_old_stack_is_left_alone(stack: Stack, without: tuple[str, ...]) -> None:
+    found = remedies(rows_of(machine_of(stack).having(packages=dict.fromkeys(without))))
+    assert {finding.row for finding in found} >= {"torch", "transformers", "peft", *without}
+    for finding in found:
+        assert finding.verdict == "broken"
+        assert "leave this environment as it is" in finding.remedy
+        assert 'python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[npu]"' in finding.remedy
+        assert "-U" not in finding.remedy
+
+
+def test_two_old_packages_that_do_not_fit_are_left_alone_too() -> None:
+    found = remedies(rows_of(A2.having(packages={"torch": "2.5.1", "torch_npu": "2.3.1.post2"})))
+    assert all("leave this environment as it is" in finding.remedy for finding in found)
+    assert any("built for torch 2.3.1" in finding.why for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("cann", "verdict"),
+    [("8.1.RC1", "broken"), ("8.5.0", "broken"), ("9.0.0", "warning"), ("9.1.0", "ok"), ("9.2.0", "ok")],
+)
+def test_the_cann_of_lockstep_s_own_stack(cann: str, verdict: str) -> None:
+    rows = rows_of(A2.having(files={INSTALL_INFO: f"version={cann}\n"}))
+    assert rows["CANN"].verdict == verdict
+    assert (rows["known stack"].value is not None) == (verdict == "ok")
+
+
+def test_torch_npu_2_13_on_cann_8_1_is_not_green() -> None:
+    machine = A2.having(files={INSTALL_INFO: output("install-8.1.RC1.info")})
+    report = examine(machine, "npu")
+    assert not report.healthy
+    finding = next(row for row in report.rows if row.name == "CANN").findings[0]
+    assert finding.why == "torch_npu 2.13.0 is known with CANN 9.1.0 or newer, this is 8.1.RC1"
+    assert "beside this one" in finding.remedy
+
+
+def test_listed_cann_versions() -> None:
+    assert cann_fits("8.1.rc1", ("8.0.0", "8.1.RC1"))
+    assert not cann_fits("8.2.RC1", ("8.1.RC1",))
+    assert cann_fits("9.2.0", (">=9.1.0",))
+    assert not cann_fits("9.1.RC1", (">=9.1.0",))
