@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3Config, LlamaConfig, MistralConfig, MixtralConfig, PhimoeConfig
+from transformers import Gemma3Config, LlamaConfig, MistralConfig, MixtralConfig, Phi4MultimodalConfig, PhimoeConfig
 
 from lockstep.device.select import select
 from lockstep.errors import Refusal
@@ -17,7 +17,7 @@ from lockstep.kernels import attention, paged, varlen
 from lockstep.model import verified
 from lockstep.model.check import Unfit, check_architecture
 from lockstep.model.miniature import LIMIT, miniature_config
-from lockstep.model.placeholders import refuse_placeholders
+from lockstep.model.placeholders import placeholder_ids, refuse_placeholders
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.rollout.trial import check_engine_architecture
 from lockstep.types import Origin
@@ -166,4 +166,7 @@ def test_rows_with_a_token_that_means_a_picture_are_refused_by_name() -> None:
     (problem,) = refuse_placeholders(config, rows)
     assert problem.where == "rows.jsonl row 3"
     assert "token 7" in problem.why
+    # Also where a part of the model names it.
+    nested = Phi4MultimodalConfig(vision_config={"image_token_id": 7})
+    assert 7 in placeholder_ids(nested)
     assert not refuse_placeholders(LlamaConfig(), rows)

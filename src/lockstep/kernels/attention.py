@@ -82,7 +82,7 @@ def _refuse_more(
     name = type(module).__name__
     if mask is not None:
         raise BeyondCausal(f"{name} makes a mask of its own")
-    if is_causal is False:
+    if (module.is_causal if is_causal is None and hasattr(module, "is_causal") else is_causal) is False:
         raise BeyondCausal(f"{name} attends in both directions")
     unknown = sorted(key for key, value in extra.items() if value is not None and key not in SAYS_NOTHING)
     if unknown:

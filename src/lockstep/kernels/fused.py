@@ -11,6 +11,9 @@ from torch import nn
 
 from lockstep.kernels import npu_modules
 
+# Packages that bring kernels of their own, where they are installed.
+KERNEL_PACKAGES = ("triton", "torch_npu")
+
 FUSED: dict[str, Callable[[nn.Module], list[str]]] = {"npu_fusion": npu_modules.plug_in}
 
 

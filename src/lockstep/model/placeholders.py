@@ -15,9 +15,13 @@ _NAMES = re.compile(r"(image|video|audio|vision|speech)_token_(id|index)")
 def placeholder_ids(config: Any) -> dict[int, str]:
     """Token ids that mean no word, with the configuration's key of each."""
     found = {}
-    for name, value in config.to_dict().items():
-        if _NAMES.fullmatch(str(name)) and isinstance(value, int):
-            found[value] = str(name)
+    parts = [config.to_dict()]
+    while parts:
+        for name, value in parts.pop().items():
+            if isinstance(value, dict):
+                parts.append(value)
+            elif _NAMES.fullmatch(str(name)) and isinstance(value, int):
+                found[value] = str(name)
     return found
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ import torch
 import transformers
 
 import lockstep
+from lockstep.kernels.fused import KERNEL_PACKAGES
 
 # The folders whose code decides what a model computes.
-CODE = ("kernels", "model", "rollout")
+CODE = ("device", "kernels", "model", "rollout")
 
 
 def fingerprint(config: Any, *more: str) -> str:
     """Of an architecture as these packages and this code run it; the weights and their place are no part of it."""
     data = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
-    versions = [torch.__version__, transformers.__version__, _code()]
+    versions = [torch.__version__, transformers.__version__, *map(_version, KERNEL_PACKAGES), _code()]
     text = json.dumps([data, versions, more], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -53,6 +55,13 @@ def _folder() -> Path:
     own = os.environ.get("LOCKSTEP_CACHE")
     home = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
     return home / "models"
+
+
+@cache
+def _version(package: str) -> str | None:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
 
 
 @cache
