@@ -94,7 +94,8 @@ def _metric_lines(metric: Metric) -> list[str]:
 def _power(power: Power) -> str:
     if power.noise_sd == 0:
         return "no noise: any difference would be seen"
-    late = f"a collapse of {power.collapse:.2g} in the last {power.collapse_steps:,} steps"
+    steps = f"{power.collapse_steps:,} steps" if power.collapse_steps > 1 else "step"
+    late = f"a collapse of {power.collapse:.2g} in the last {steps}"
     latest = f", one of {DEEP} noise sd as late as step {power.latest_step}" if power.latest_step is not None else ""
     return f"seen with 95 %: a drift of {power.drift:.2g}, {late}{latest}"
 
