@@ -262,9 +262,14 @@ def test_a_module_that_does_not_say_its_heads_keeps_its_rotation() -> None:
 
 
 def test_a_probe_without_a_problem_says_nothing() -> None:
+    """It draws from a generator of its own, too: a run's random numbers are those of a run without probes."""
+    model = small().to(NPU)
+    state = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plug_in(small().to(NPU))
+        replaced = plug_in(model)
+    assert any("npu_rotary_mul" in line for line in replaced)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # ---- what reaches the operators ----
