@@ -103,7 +103,11 @@ run() {
 parity=pass
 replay() {
     state="in step"
-    "$python" -m lockstep replay "runs/$1-cpu" --device npu >"$out/parity/$1.txt" 2>&1 || state="NOT in step" parity=FAIL
+    # A replay validates nothing, and a recipe that asks for it would be refused.
+    "$python" -m lockstep replay "runs/$1-cpu" --device npu val.every=null >"$out/parity/$1.txt" 2>&1 || {
+        state="NOT in step"
+        parity=FAIL
+    }
     for file in runs/"$1"-cpu/replays/*/replay.json; do
         [ ! -f "$file" ] || cp "$file" "$out/parity/$1.json"
     done

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -22,6 +24,8 @@ import lockstep
 from hang import HANG
 from lockstep.kernels import npu_attention, npu_modules, npu_rotary
 from lockstep.kernels.layout import make_layout
+
+from .processes import python
 
 pytestmark = pytest.mark.ascend
 
@@ -272,3 +276,31 @@ def test_without_a_device_there_is_no_evidence(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no Ascend device" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "emulated", "said"),
+    [(["--trial"], "", "--trial needs the emulator around it"), (["--quick"], "npu", "unknown words: --quick")],
+)
+def test_a_trial_of_the_evidence_needs_the_emulator(tmp_path: Path, words: list[str], emulated: str, said: str) -> None:
+    script = ROOT / "tools" / "ascend_evidence.sh"
+    environment = {**os.environ, "LOCKSTEP_EMULATED": emulated}
+    command = ["sh", str(script), *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG, check=False
+    )
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_evidence_says_first_how_long_it_takes_and_how_many_tests_there_are() -> None:
+    text = (ROOT / "tools" / "ascend_evidence.sh").read_text(encoding="utf-8")
+    assert text.index("It takes about an hour") < text.index('say "1. the machine"')
+    listed = python(
+        "-m", "pytest", "--collect-only", "-q", "-m", "ascend_hardware", ROOT / "tests/ascend/test_hardware.py"
+    )
+    (count,) = re.findall(r"^(\d+) tests collected", listed.stdout, re.MULTILINE)
+    assert f"ascend_hardware, {count} of them" in text
+    for page in ("ascend.md", "ascend.zh.md"):
+        assert count in (ROOT / "docs" / page).read_text(encoding="utf-8")

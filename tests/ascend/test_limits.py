@@ -15,6 +15,8 @@ from ascend_emulator import report
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.npu_attention import corner
 from lockstep.kernels.npu_modules import plug_in
+from lockstep.kernels.npu_probe import alike
+from lockstep.kernels.npu_rotary import plug_rotary
 from lockstep.kernels.paged import DecodePass, KVCache, decode_attention, gathered_decode
 from lockstep.kernels.varlen import varlen_attention
 
@@ -248,10 +250,26 @@ def test_an_operator_that_gives_other_numbers_is_left_out_with_a_message(monkeyp
     assert not any("npu_swiglu" in line for line in replaced)
 
 
+def test_answers_of_another_number_are_another_function() -> None:
+    one = torch.ones(2, device=NPU)
+    assert alike("this", "that", lambda: [one, one], lambda: [one, one])
+    with pytest.warns(UserWarning, match="this stays plain torch: that failed on a trial"):
+        assert not alike("this", "that", lambda: [one, one], lambda: [one])
+
+
+def test_a_module_that_does_not_say_its_heads_keeps_its_rotation() -> None:
+    assert plug_rotary(torch.nn.Linear(4, 4).to(NPU)) == []
+
+
 def test_a_probe_without_a_problem_says_nothing() -> None:
+    """It draws from a generator of its own, too: a run's random numbers are those of a run without probes."""
+    model = small().to(NPU)
+    state = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plug_in(small().to(NPU))
+        replaced = plug_in(model)
+    assert any("npu_rotary_mul" in line for line in replaced)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # ---- what reaches the operators ----
