@@ -19,6 +19,7 @@ from lockstep.errors import Refusal, first_line
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
 from lockstep.kernels.masks import BeyondCausal
+from lockstep.kernels.wide_products import prepare_products
 from lockstep.model.decoder import OUTSIDE
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise
 from lockstep.model.policy import Policy, Scoring
@@ -182,6 +183,7 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
 
 def check_architecture(config: Any, path: str, dtype: torch.dtype, kernel: str, device: torch.device) -> None:
     """Refuse a folder whose architecture we would train wrongly; needs no weights, and is remembered."""
+    prepare_products(dtype)
     key = fingerprint(config, "train", str(dtype), kernel, device.type)
     if is_verified(key):
         return

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from lockstep.errors import Problem, Refusal, first_line, shortened
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
+from lockstep.kernels.wide_products import prepare_products
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, unsupported
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.pretrained import pretrained
@@ -57,6 +58,7 @@ def kernel_of(settings: Model, kernel: str) -> str:
 def load_transformers(kind: Any, path: str, dtype: str, **more: Any) -> tuple[Any, dict[str, Any]]:
     """A model of an Auto class with our attention, and what transformers says about the loading."""
     register_attention()
+    prepare_products(DTYPES[dtype])
     config = load_config(path)
     for name, value in more.items():
         setattr(config, name, value)

@@ -1,0 +1,91 @@
+"""bf16 products on a CPU that has no instruction for them.
+
+There torch multiplies bf16 matrices element by element, some two hundred times slower than in fp32, after oneDNN has
+refused them and has been given up for the rest of the process, which changes how later fp32 products round. A product
+in fp32 that is rounded once at its end is what chips with bf16 units compute, so that is what runs here instead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+_FUNCTIONAL = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+_INTO = ("mm", "bmm", "addmm", "baddbmm")
+_IN_PLACE = ("addmm_", "baddbmm_")
+
+
+def prepare_products(dtype: torch.dtype) -> None:
+    """Called before a model of this dtype runs; does nothing where the host multiplies bf16 by itself."""
+    if dtype is torch.bfloat16 and not _has_bf16():
+        _install()
+
+
+def _has_bf16() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@cache
+def _install() -> torch.library.Library:
+    """Once a process; the operators keep this form for as long as the result lives, which the cache sees to."""
+    library = torch.library.Library("aten", "IMPL")
+    wide = {name: _wide(torch.library.get_kernel(f"aten::{name}", "CPU")) for name in _FUNCTIONAL}
+    wide |= {f"{name}.out": _into(torch.library.get_kernel(f"aten::{name}.out", "CPU"), wide[name]) for name in _INTO}
+    wide |= {name: _in_place(torch.library.get_kernel(f"aten::{name}", "CPU"), wide[name[:-1]]) for name in _IN_PLACE}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        for name, run in wide.items():
+            library.impl(name, run, "CPU", with_keyset=True, allow_override=True)
+    return library
+
+
+def _wide(kernel: Any) -> Callable[..., Any]:
+    def run(keys: Any, *arguments: Any, **named: Any) -> Any:
+        if not _is_bf16(arguments[0]):
+            return kernel.call_boxed(keys, *arguments, **named)
+        widened = {name: _widened(value) for name, value in named.items()}
+        result = kernel.call_boxed(keys, *(_widened(value) for value in arguments), **widened)
+        if isinstance(result, torch.Tensor):
+            return result.bfloat16()
+        # Attention's normalisers, which come second of two, are fp32 for bf16 queries too; its three gradients are not.
+        return tuple(part if len(result) == 2 and index else part.bfloat16() for index, part in enumerate(result))
+
+    return run
+
+
+def _into(kernel: Any, functional: Callable[..., Any]) -> Callable[..., Any]:
+    def run(keys: Any, *arguments: Any, out: torch.Tensor, **named: Any) -> torch.Tensor:
+        if not _is_bf16(arguments[0]):
+            return kernel.call_boxed(keys, *arguments, out=out, **named)
+        result = functional(keys, *arguments, **named)
+        return out.resize_(result.shape).copy_(result)
+
+    return run
+
+
+def _in_place(kernel: Any, functional: Callable[..., Any]) -> Callable[..., Any]:
+    def run(keys: Any, target: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        if not _is_bf16(target):
+            return kernel.call_boxed(keys, target, *arguments, **named)
+        return target.copy_(functional(keys, target, *arguments, **named))
+
+    return run
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if _is_bf16(value) else value
+
+
+def _is_bf16(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16
