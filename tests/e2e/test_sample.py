@@ -13,11 +13,11 @@ from test_torchrun import torchrun
 
 from conftest import REWARD, lockstep, question_rows, write_jsonl
 from kills import Moment, interrupted, killed
+from lockstep.commands.sample import Job, sample_responses
 from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
 from lockstep.errors import Refusal
 from lockstep.recipe.online import Reward
-from lockstep.train.sample import Job, sample_responses
 from lockstep.types import Sampling
 
 Rows = list[dict[str, object]]

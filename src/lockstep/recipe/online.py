@@ -9,7 +9,7 @@ from pydantic import Field
 from lockstep.recipe.section import Section
 
 
-class Rollout(Section):
+class RolloutSettings(Section):
     engine: Literal["native", "hf"] = Field(
         "native", description="`native` is the built-in engine, `hf` plain `generate`: slow, for comparison."
     )

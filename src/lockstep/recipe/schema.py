@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModel
-from lockstep.recipe.online import Algorithm, Critic, Reward, Rollout
+from lockstep.recipe.online import Algorithm, Critic, Reward, RolloutSettings
 from lockstep.recipe.section import Section
 from lockstep.recipe.tape import Tape
 
@@ -261,7 +261,7 @@ class Recipe(Section):
     data: Data
     batch: Batch = Field(default_factory=Batch)
     optim: Optim = Field(default_factory=Optim)
-    rollout: Rollout = Field(default_factory=Rollout)
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     reward: Reward = Field(default_factory=Reward)
     algorithm: Algorithm = Field(default_factory=Algorithm)
     critic: Critic = Field(default_factory=Critic)

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from lockstep.kernels.noise import sequence_keys
 from lockstep.rollout.ending import why_ended
+from lockstep.rollout.engine import SharedWeights
 from lockstep.rollout.native.sampler import choose
 from lockstep.types import Completion, Request, Sampling
 
@@ -21,8 +22,10 @@ from lockstep.types import Completion, Request, Sampling
 BATCH = 64
 
 
-class HfEngine:
+class HfEngine(SharedWeights):
     """`opened` gives the model ready for `generate`; `decode` turns token ids into text, for stop strings."""
+
+    instead = "use another model: the trainer cannot score what this one generates"
 
     def __init__(
         self, opened: Callable[[], AbstractContextManager[PreTrainedModel]], decode: Callable[[list[int]], str]

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.parity.checklist.bench import Item
 from lockstep.parity.replay.checks import Check, finite, worst_place
-from lockstep.parity.replay.script import by_place
+from lockstep.parity.replay.loop import by_place
 from lockstep.parity.replay.stages import Side, responses
 from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.format import StepRecord

@@ -10,7 +10,7 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.run.progress import Console
 from lockstep.run.screen import Screen
 from lockstep.train.plan import MemoryPlan, refuse_misfit
-from lockstep.train.setup import prepare, prepare_online
+from lockstep.train.prepare import prepare, prepare_online
 
 
 def show_plan(recipe: Recipe, devices: int) -> None:

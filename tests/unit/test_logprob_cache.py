@@ -18,9 +18,9 @@ from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
 from lockstep.run.progress import Console
-from lockstep.train import consult, offline, tables
+from lockstep.train import caching, logprob_cache, offline
+from lockstep.train.logprob_cache import MANIFEST, Columns, Shape, fingerprint, open_cache
 from lockstep.train.offline import train_offline
-from lockstep.train.tables import MANIFEST, Columns, Shape, fingerprint, open_table
 from lockstep.types import Example, Item, Origin, Probe, Ranking
 from preference_rows import write_recipe
 
@@ -52,13 +52,13 @@ class Computed:
         return {"logprobs": numbers, "ids": torch.stack([numbers, -numbers], -1).int()}
 
 
-def opened(parent: Path, compute: Computed, identity: dict[str, Any] | None = None) -> tables.Table:
-    return open_table(parent, "reference", identity or {"a": 1}, SHAPES, ITEMS, compute, World(), lambda rows: None)
+def opened(parent: Path, compute: Computed, identity: dict[str, Any] | None = None) -> logprob_cache.LogprobCache:
+    return open_cache(parent, "reference", identity or {"a": 1}, SHAPES, ITEMS, compute, World(), lambda rows: None)
 
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "GROUP", 3)
+    monkeypatch.setattr(logprob_cache, "GROUP", 3)
 
 
 def test_every_target_finds_its_number_in_any_order(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def refusing(*_: Any) -> Any:
 def test_a_second_run_does_not_load_the_reference(recipe_of, tmp_path: Path, monkeypatch) -> None:
     words = ["preference.precompute=true"]
     train_offline(recipe_of("dpo", *words), Console.silent())
-    monkeypatch.setattr(consult, "load_reference", refusing)
+    monkeypatch.setattr(caching, "load_reference", refusing)
     train_offline(recipe_of("dpo", *words, "run.name=second"), Console.silent())
     # Another method, rate and micro-batch size ask the reference for the same.
     train_offline(
@@ -215,7 +215,7 @@ def test_a_teachers_table_depends_on_its_words_and_temperature(recipe_of, tmp_pa
         words = ["distill.top_k=4", *words]
         train_offline(recipe_of("distill", *common, f"run.name=n{number}", *words), Console.silent())
         assert made(tmp_path) == number + 1
-    monkeypatch.setattr(consult, "load_teacher", refusing)
+    monkeypatch.setattr(caching, "load_teacher", refusing)
     # The divergence and its weight are the student's affair.
     words = ["distill.top_k=4", "distill.divergence=jsd", "distill.coefficient=0.9", "run.name=again"]
     train_offline(recipe_of("distill", *common, *words), Console.silent())

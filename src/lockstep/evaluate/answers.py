@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-
-from torch import nn
+from collections.abc import Callable, Sequence
 
 from lockstep.types import Failure, Question, Rollout
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train()
 
 
 def answer_metrics(

@@ -7,23 +7,24 @@ from pathlib import Path
 
 from rich.table import Table
 
+from lockstep.commands.eval_rows import kind_of, score_rows
+from lockstep.commands.options import refuse_options
 from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
 from lockstep.errors import Refusal
+from lockstep.evaluate.answers import answer_metrics
 from lockstep.model.load import load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import joined
 from lockstep.reward.rule_judge import RuleJudge
 from lockstep.reward.rules import rule_for
+from lockstep.rollout.generator import Generator
+from lockstep.rollout.questions import encode_questions, validation_keys
 from lockstep.run.folder import refuse_unwritable
 from lockstep.run.progress import Console
+from lockstep.run.samples import sample_line
 from lockstep.run.screen import Screen, shown
-from lockstep.train.answering import Answerer, refuse_options
-from lockstep.train.answers import answers, encode_questions
-from lockstep.train.evaluate import answer_metrics
-from lockstep.train.samples import sample_line
-from lockstep.train.score_rows import kind_of, score_rows
 from lockstep.types import Rollout, Sampling
 
 
@@ -75,21 +76,13 @@ def score_model(
         for source in sorted({question.data_source for question in questions}):
             rule_for(source)
         tokenizer = load_tokenizer(folder)
-        answerer = Answerer.open(folder, tokenizer, dtype, device, world)
-        sampling = Sampling(max_new_tokens, temperature, stop_ids=answerer.stop_ids, seed=seed)
+        generator = Generator.load(folder, tokenizer, dtype, device, world)
+        sampling = Sampling(max_new_tokens, temperature, stop_ids=generator.stop_ids, seed=seed)
         prompts, judge = encode_questions(tokenizer, questions), RuleJudge()
+        keys = validation_keys(len(prompts))
         with console.task("Answering", len(questions) * n) as task:
-            given = answers(
-                answerer.policy,
-                answerer.engine,
-                judge,
-                prompts,
-                n,
-                sampling,
-                world,
-                answerer.device,
-                answerer.decode,
-                lambda done: task.advance(done * world.size),
+            given = generator.generate(
+                prompts, keys, n, sampling, judge, advance=lambda done: task.advance(done * world.size)
             )
         metrics = answer_metrics(given, judge.answer_of, n)
         if world.main:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ from lockstep.data.dataset import Loader
 from lockstep.errors import Refusal
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
-from lockstep.train.take import Taken, take_experience
+from lockstep.rollout.generator import Generator
+from lockstep.train.rollouts import Rollouts, take_rollouts
 from lockstep.types import Completion, Failure, Prompt, Question, Request, Sampling, Score
 
 PROMPT_TOKENS = 3
@@ -63,6 +63,20 @@ class Scripted:
     def flush(self) -> None:
         pass
 
+    def sync(self, weights: Any) -> None:
+        """It has none."""
+
+
+class ScriptedGenerator(Generator):
+    """The real one with a scripted engine; texts are token ids."""
+
+    def __init__(self, policy: Policy, engine: Scripted):
+        self.policy, self.engine, self.world, self.device = policy, engine, World(), torch.device("cpu")  # type: ignore[assignment]
+        self.stop_ids = (0,)
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
 
 @pytest.fixture(scope="module")
 def policy(tiny_folder: Path) -> Policy:
@@ -76,29 +90,21 @@ def take(
     position: int = 0,
     lengths: dict[Any, int] | None = None,
     **keys: Any,
-) -> tuple[Taken, Scripted]:
+) -> tuple[Rollouts, Scripted]:
     rows = sorted({key if isinstance(key, int) else key[0] for key in script})
     recipe = recipe_of(
         **{"rollout__n": 2, "batch__prompts": 2, "reward__max_failures": 1.0, "rollout__max_tokens": 10, **keys}
     )
     scripted = Scripted(script, lengths or {})
-    session: Any = SimpleNamespace(
-        carried={"position": float(position)},
-        speaking=SimpleNamespace(
-            policy=policy, engine=scripted, stop_ids=[0], decode=lambda ids: " ".join(map(str, ids))
-        ),
-        world=World(),
-        torch_device=torch.device("cpu"),
-        phases=untimed,
-    )
     prompts = [Prompt(question(row), [row] * PROMPT_TOKENS) for row in rows]
     loader: Loader[Prompt] = Loader(
         [prompts], None, rows_per_update=recipe.batch.prompts, seed=0, shuffle=False, total_rows=None
     )
-    return take_experience(loader, session, scripted, recipe), scripted  # type: ignore[arg-type]
+    generator = ScriptedGenerator(policy, scripted)
+    return take_rollouts(loader, position, generator, scripted, recipe, untimed), scripted  # type: ignore[arg-type]
 
 
-def prompts_of(taken: Taken) -> list[int]:
+def prompts_of(taken: Rollouts) -> list[int]:
     """The prompt of each group, by place."""
     return list({r.place: r.prompt.question.origin.row for r in taken.experience.rollouts}.values())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lockstep.commands.sample_parts import fingerprint_of
 from lockstep.errors import Problem, Refusal
 from lockstep.model.resolve import model_folder
 from lockstep.recipe.online import Reward
@@ -16,7 +17,6 @@ from lockstep.reward.function import located
 from lockstep.reward.rules import DEFAULT_RULES, RULES
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.run.progress import Console
-from lockstep.train.sample_parts import fingerprint_of
 from lockstep.types import Failure, Prompt, Rollout
 
 # How a reward's key in a recipe is called on the command line.

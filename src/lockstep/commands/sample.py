@@ -12,6 +12,9 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from lockstep.commands.options import refuse_options
+from lockstep.commands.sample_parts import Parts, fingerprint_of, sample_row
+from lockstep.commands.sample_rewards import identity_of, opened_scorer, refuse_failures
 from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
@@ -19,14 +22,11 @@ from lockstep.errors import Interrupted, Problem, Refusal, shortened
 from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
-from lockstep.recipe.online import Reward, Rollout
+from lockstep.recipe.online import Reward, RolloutSettings
 from lockstep.reward.scorer import Scorer
-from lockstep.rollout.collect import collect
+from lockstep.rollout.generator import Generator
+from lockstep.rollout.questions import encode_questions
 from lockstep.run.progress import Console
-from lockstep.train.answering import Answerer, refuse_options
-from lockstep.train.answers import encode_questions
-from lockstep.train.judging import identity_of, opened_scorer, refuse_failures
-from lockstep.train.sample_parts import Parts, fingerprint_of, sample_row
 from lockstep.types import Prompt, Sampling
 
 
@@ -72,9 +72,10 @@ def sample_responses(job: Job, device_name: str) -> None:
             parts.check()
         with opened_scorer(job.reward, prompts, device.torch_device(world.local_rank), console) as scorer:
             # Chunks follow each other with the same weights: cache and captured passes serve them all.
-            answerer = Answerer.open(folder, tokenizer, job.dtype, device, world, Rollout(free_cache=False))
+            settings = RolloutSettings(free_cache=False)
+            generator = Generator.load(folder, tokenizer, job.dtype, device, world, settings)
             with parts.held() if world.main else nullcontext():
-                pace = _sample(job, prompts, answerer, scorer, parts, world, console)
+                pace = _sample(job, prompts, generator, scorer, parts, world, console)
                 if world.main:
                     parts.merge(_chunks(job, prompts))
                     console.banner(f"{job.model} on {job.data}", summary(job.out, pace))
@@ -126,7 +127,7 @@ def _chunks(job: Job, prompts: Sequence[Prompt]) -> int:
 def _sample(
     job: Job,
     prompts: Sequence[Prompt],
-    answerer: Answerer,
+    generator: Generator,
     scorer: Scorer,
     parts: Parts,
     world: World,
@@ -138,7 +139,7 @@ def _sample(
     done = world.gather(parts.finished(chunks) if world.main else set[int]())[0]
     if done:
         console.say(f"{parts.folder} holds {len(done)} of {chunks} chunks; going on")
-    sampling = replace(job.sampling, stop_ids=answerer.stop_ids)
+    sampling = replace(job.sampling, stop_ids=generator.stop_ids)
     spans = {
         number: range(number * job.chunk, min((number + 1) * job.chunk, len(prompts)))
         for number in range(chunks)
@@ -149,17 +150,13 @@ def _sample(
         with console.task("Sampling", job.n * sum(map(len, spans.values()))) as task:
             for number, span in spans.items():
                 start = time.perf_counter()
-                made = collect(
-                    answerer.engine,
-                    scorer,
+                made = generator.generate(
                     [prompts[row] for row in span],
                     list(span),
                     job.n,
                     sampling,
-                    world,
-                    answerer.decode,
-                    lambda phase: nullcontext(),
-                    lambda done: task.advance(done * world.size),
+                    scorer,
+                    advance=lambda done: task.advance(done * world.size),
                 )
                 pace.seconds += time.perf_counter() - start
                 pace.tokens += sum(len(rollout.ids) for rollout in made)

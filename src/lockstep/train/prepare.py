@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -71,6 +71,7 @@ class Checked:
 class Prepared(Checked):
     """An offline run: rows."""
 
+    tokens_metric: ClassVar[str] = "train/tokens"
     train: Dataset[Any]
     val: Dataset[Any] | None
     batches: BatchPlan
@@ -88,11 +89,16 @@ class Prepared(Checked):
     def fingerprints(self) -> dict[str, Any]:
         return self.data(self.train, self.val)
 
+    def rows_seen(self, step: int, carried: Mapping[str, float]) -> int:
+        return min(step * self.recipe.batch.rows_per_update, self.batches.total_rows)
+
 
 @dataclass(frozen=True)
 class PreparedOnline(Checked):
     """An online run: prompts."""
 
+    tokens_metric: ClassVar[str] = "perf/total_num_tokens"
+    remarks: ClassVar[list[str]] = []
     train: PromptSet
     batches: OnlinePlan
 
@@ -103,6 +109,9 @@ class PreparedOnline(Checked):
     @property
     def fingerprints(self) -> dict[str, Any]:
         return self.data(self.train)
+
+    def rows_seen(self, step: int, carried: Mapping[str, float]) -> int:
+        return int(carried["position"])
 
 
 class Collector:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from lockstep.data.read import RowSet
 from lockstep.data.updates import Update, even_groups
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
+from lockstep.evaluate.rows import GROUP, measure
 from lockstep.methods import METHODS
 from lockstep.model.heads import load_value_model
 from lockstep.model.load import load_config, load_policy, load_tokenizer
@@ -26,13 +26,10 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.schema import Model
 from lockstep.reward.process import PROCESS, read_words
 from lockstep.run.progress import Console
-from lockstep.train.consult import Packing
-from lockstep.train.held_out import GROUP, measure
-from lockstep.train.roles import over_targets
-from lockstep.train.setup import shared_and_moving
-from lockstep.types import Item, MicroBatch, Steps
+from lockstep.train.models import Models, Packing
+from lockstep.train.prepare import shared_and_moving
+from lockstep.types import Item, Steps
 
-T = TypeVar("T", bound=Item)
 TOKENS = 8192
 
 
@@ -43,35 +40,6 @@ def kind_of(folder: str, rows: RowSet) -> str | None:
     if any(name.endswith("ForSequenceClassification") for name in load_config(folder).architectures or []):
         return "rm"
     return "dpo" if {"chosen", "rejected"} <= set(rows.columns) else None
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A model and, for pairs, a reference, which nobody trains."""
-
-    packing: Packing
-    module: nn.Module
-    reference: Policy | None
-    place: torch.device
-    longest: int
-
-    def arrange(self, items: Sequence[T]) -> Update[T]:
-        return self.packing(items)
-
-    def logprobs(self, update: Update[Any]) -> torch.Tensor:
-        return self._of(self.module, update)
-
-    def reference_logprobs(self, update: Update[Any]) -> torch.Tensor:
-        assert self.reference is not None
-        return self._of(self.reference, update)
-
-    def taught(self, update: Update[Any]) -> list[MicroBatch]:
-        raise NotImplementedError("no teacher is compared with here")
-
-    def _of(self, module: nn.Module, update: Update[Any]) -> torch.Tensor:
-        return over_targets(
-            module, update.batches, update.targets, self.packing.world, self.place, lambda scores: scores.logprobs_K
-        )
 
 
 def score_rows(
@@ -100,9 +68,9 @@ def score_rows(
     for note in found.notes:
         console.say(note)
     items = found.items[:rows]
-    place = device.torch_device(world.local_rank)
-    module = _load(recipe, folder, device, place)
-    standard = None if reference is None else _load(recipe, reference, device, place)
+    torch_device = device.torch_device(world.local_rank)
+    module = _load(recipe, folder, device, torch_device)
+    standard = None if reference is None else _load(recipe, reference, device, torch_device)
     assert standard is None or isinstance(standard, Policy)
     longest = max(len(example) for example in found.examples)
     tokens = max(TOKENS, 2 * longest * max(len(i.examples) for i in items))
@@ -110,8 +78,8 @@ def score_rows(
     # Padded rows share no beginning, so each of their sequences has positions of its own.
     padded = bool(shared_and_moving(found, *configs))
     packing = Packing(world, None if padded else tokens, max(1, tokens // longest // 2) if padded else None, 0)
-    models = _Asked(packing, module, standard, place, longest)
-    metrics = measure(module, items, METHODS[recipe.method].objective(recipe), models, world, place)
+    models = Models(module, packing, torch_device, reference=standard, longest=longest)
+    metrics = measure(items, METHODS[recipe.method].objective(recipe), models)
     del metrics["loss"]  # of settings that nobody chose
     if out is not None:
         lines = [line for group in even_groups(items, GROUP) for line in _lines(method, group, models)]
@@ -134,18 +102,18 @@ def _recipe(method: str, folder: str, data: str, dtype: str, reference: str | No
     return Recipe.model_validate(values)
 
 
-def _load(recipe: Recipe, folder: str, device: Device, place: torch.device) -> nn.Module:
+def _load(recipe: Recipe, folder: str, device: Device, torch_device: torch.device) -> nn.Module:
     settings = Model(path=folder, dtype=recipe.model.dtype)
     if METHODS[recipe.method].model == "value":
-        return load_value_model(settings, folder, place, device.attention, 0, key="MODEL")
-    return load_policy(settings, place, device.attention, seed=0)
+        return load_value_model(settings, folder, torch_device, device.attention, 0, key="MODEL")
+    return load_policy(settings, torch_device, device.attention, seed=0)
 
 
-def _lines(method: str, items: Sequence[Item], models: _Asked) -> list[dict[str, Any]]:
+def _lines(method: str, items: Sequence[Item], models: Models) -> list[dict[str, Any]]:
     """A line for each row: the scores of its responses, or the probability that each step is good."""
-    update, world = models.arrange(items), models.packing.world
+    update = models.arrange(items)
     if method == "rm":
-        scores_S = over_targets(models.module, update.batches, update.targets, world, models.place, lambda v: v)
+        scores_S = models.over_targets(models.module, update, lambda values: values)
     elif method == "prm":
         return _step_lines(items, models.logprobs(update))
     else:

@@ -20,8 +20,8 @@ from lockstep.types import Message, Origin, Request, Sampling
 _HERE = Origin("the prompt", 0)
 
 
-class Talker:
-    """A loaded model that answers."""
+class Conversation:
+    """A loaded model that answers. Any language model that transformers generates from will do: none is trained."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Talker:
         return self.tokenizer.decode(completion.ids, skip_special_tokens=True)
 
 
-def converse(talker: Talker, first: str | None) -> None:
+def converse(conversation: Conversation, first: str | None) -> None:
     """Turn by turn until the input ends or an empty line is given."""
-    messages = list(talker.opening)
+    messages = list(conversation.opening)
     said = first
     while True:
         if said is None:
@@ -90,7 +90,7 @@ def converse(talker: Talker, first: str | None) -> None:
         if not said:
             return
         messages.append({"role": "user", "content": said})
-        reply = talker.reply(messages)
+        reply = conversation.reply(messages)
         write(f"model> {reply}")
         messages.append({"role": "assistant", "content": reply})
         said = None

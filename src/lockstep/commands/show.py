@@ -11,7 +11,7 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.run.output import visible
 from lockstep.run.progress import Console
 from lockstep.run.screen import Screen, shown
-from lockstep.train.setup import prepare, prepare_online
+from lockstep.train.prepare import prepare, prepare_online
 from lockstep.types import Example, Item, Judged, Probe, Ranking, Steps
 
 TRAINED, CONTEXT = "bold green", "dim"

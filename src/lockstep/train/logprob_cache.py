@@ -1,6 +1,6 @@
 """Numbers for every target of a data set, computed once by a frozen model and kept on disk.
 
-A table is found again by its fingerprint: the model's files, the rows as tokens (which hold the template's part too)
+A cache is found again by its fingerprint: the model's files, the rows as tokens (which hold the template's part too)
 and what was asked. It is a folder of plain `.npy` files with a `manifest.json`, written aside and renamed.
 """
 
@@ -21,8 +21,8 @@ import torch
 from lockstep.data.updates import Update, even_groups
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
+from lockstep.run.checkpoint import require_disk
 from lockstep.run.folder import sync_path
-from lockstep.train.checkpoint import require_disk
 from lockstep.types import Example, Item
 
 MANIFEST = "manifest.json"
@@ -34,7 +34,7 @@ Columns = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """A column of a table: its type, and how many numbers it has for a target (0: one, without an axis of its own)."""
+    """A column of a cache: its type, and how many numbers it has for a target (0: one, without an axis of its own)."""
 
     dtype: str
     width: int = 0
@@ -43,7 +43,7 @@ class Shape:
         return (targets, self.width) if self.width else (targets,)
 
 
-class Table:
+class LogprobCache:
     """The numbers of the targets of known examples, read from disk as they are needed."""
 
     def __init__(self, folder: Path, names: Sequence[str], examples: Sequence[Example]):
@@ -56,7 +56,7 @@ class Table:
         return id(example) in self._starts
 
     def rows(self, update: Update[Any]) -> np.ndarray:
-        """Where the targets of an update stand in the table."""
+        """Where the targets of an update stand in the cache."""
         spans = [np.arange(self._starts[id(e)], self._starts[id(e)] + e.targets) for e in update.examples]
         return np.concatenate(spans)
 
@@ -65,11 +65,11 @@ class Table:
 
 
 def fingerprint(path: str, examples: Sequence[Example], asked: dict[str, Any]) -> dict[str, Any]:
-    """What a table depends on."""
+    """What a cache depends on."""
     return {"model": _model_digest(path), "rows": _rows_digest(examples), "asked": asked}
 
 
-def open_table(
+def open_cache(
     parent: Path,
     kind: str,
     identity: dict[str, Any],
@@ -78,8 +78,8 @@ def open_table(
     compute: Callable[[Sequence[Item]], Columns],
     world: World,
     advance: Callable[[int], None],
-) -> Table:
-    """The table of these rows, from disk or computed now. `compute` gives the columns of some rows on every rank."""
+) -> LogprobCache:
+    """The cache of these rows, from disk or computed now. `compute` gives the columns of some rows on every rank."""
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = parent / f"{kind}-{digest[:16]}"
     examples = [example for item in items for example in item.examples]
@@ -94,7 +94,7 @@ def open_table(
             for _ in parts:
                 pass  # a rank's share of each part goes to the one that writes
         world.barrier()
-    return Table(folder, list(shapes), examples)
+    return LogprobCache(folder, list(shapes), examples)
 
 
 def _is_whole(folder: Path, shapes: dict[str, Shape], targets: int) -> bool:

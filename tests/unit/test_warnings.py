@@ -1,17 +1,17 @@
-"""Signs of trouble: at which number each is said, in which words, and how often."""
+"""Warnings of trouble: at which number each is said, in which words, and how often."""
 
 from __future__ import annotations
 
 import pytest
 from test_experience import recipe_of
 
-from lockstep.train.signs import QUIET, Signs
+from lockstep.train.warnings import QUIET, Warnings
 
 FINE = {"critic/mixed_groups": 0.5, "actor/entropy": 1.0}
 
 
-def read(signs: Signs, **metrics: float) -> list[str]:
-    return list(signs.read({**FINE, **{name.replace("__", "/"): value for name, value in metrics.items()}}))
+def read(warnings: Warnings, **metrics: float) -> list[str]:
+    return list(warnings.read({**FINE, **{name.replace("__", "/"): value for name, value in metrics.items()}}))
 
 
 @pytest.mark.parametrize(
@@ -30,31 +30,31 @@ def read(signs: Signs, **metrics: float) -> list[str]:
 def test_a_sign_shows_beyond_its_threshold_and_says_what_it_means(
     name: str, quiet: float, loud: float, words: list[str]
 ) -> None:
-    signs = Signs(recipe_of())
-    assert read(signs, **{name: quiet}) == []
-    (said,) = read(signs, **{name: loud})
+    warnings = Warnings(recipe_of())
+    assert read(warnings, **{name: quiet}) == []
+    (said,) = read(warnings, **{name: loud})
     assert all(word in said for word in words)
 
 
 def test_entropy_is_measured_against_where_it_began() -> None:
-    signs = Signs(recipe_of())
-    assert read(signs, actor__entropy=2.0) == []
-    assert read(signs, actor__entropy=0.1) == []
-    (said,) = read(signs, actor__entropy=0.0999)
+    warnings = Warnings(recipe_of())
+    assert read(warnings, actor__entropy=2.0) == []
+    assert read(warnings, actor__entropy=0.1) == []
+    (said,) = read(warnings, actor__entropy=0.0999)
     assert "a twentieth of where it began" in said
 
 
 def test_entropy_begins_with_the_first_step_that_has_one() -> None:
     """Steps in which only the critic learns have no entropy."""
-    signs = Signs(recipe_of())
-    assert list(signs.read({"critic/mixed_groups": 1.0})) == []
-    assert read(signs, actor__entropy=1.0) == []
-    assert len(read(signs, actor__entropy=0.04)) == 1
+    warnings = Warnings(recipe_of())
+    assert list(warnings.read({"critic/mixed_groups": 1.0})) == []
+    assert read(warnings, actor__entropy=1.0) == []
+    assert len(read(warnings, actor__entropy=0.04)) == 1
 
 
 def test_equal_rewards_mean_nothing_where_there_are_no_groups() -> None:
-    signs = Signs(recipe_of(method="ppo"))
-    assert read(signs, critic__mixed_groups=0.0) == []
+    warnings = Warnings(recipe_of(method="ppo"))
+    assert read(warnings, critic__mixed_groups=0.0) == []
 
 
 @pytest.mark.parametrize(
@@ -70,33 +70,33 @@ def test_equal_rewards_mean_nothing_where_there_are_no_groups() -> None:
 def test_equal_rewards_mean_nothing_where_a_teacher_alone_is_followed(keys: dict[str, str], warned: bool) -> None:
     """Distillation without rewards learns from the teacher; with rewards, from each response by itself."""
     recipe = recipe_of(method="on_policy_distill", rollout__n=4, algorithm__kl__reference="teacher", **keys)
-    assert bool(read(Signs(recipe), critic__mixed_groups=0.0)) is warned
+    assert bool(read(Warnings(recipe), critic__mixed_groups=0.0)) is warned
 
 
 @pytest.mark.parametrize(("advantage", "warned"), [("rloo", True), ("reinforce", False), ("reinforce_pp", False)])
 def test_equal_rewards_teach_nothing_where_a_group_is_compared(advantage: str, warned: bool) -> None:
-    signs = Signs(recipe_of(algorithm__advantage=advantage, rollout__n=4))
-    assert bool(read(signs, critic__mixed_groups=0.0)) is warned
+    warnings = Warnings(recipe_of(algorithm__advantage=advantage, rollout__n=4))
+    assert bool(read(warnings, critic__mixed_groups=0.0)) is warned
 
 
 def test_a_sign_is_quiet_while_it_lasts() -> None:
-    signs = Signs(recipe_of())
-    said = [read(signs, actor__ppo_kl=1.0) for _ in range(3 * QUIET)]
+    warnings = Warnings(recipe_of())
+    said = [read(warnings, actor__ppo_kl=1.0) for _ in range(3 * QUIET)]
     assert [len(each) for each in said] == [1] + [0] * (3 * QUIET - 1)
 
 
 @pytest.mark.parametrize(("away", "again"), [(QUIET - 1, 0), (QUIET, 1), (QUIET + 1, 1)])
 def test_a_sign_comes_again_after_it_was_away(away: int, again: int) -> None:
-    signs = Signs(recipe_of())
+    warnings = Warnings(recipe_of())
     for _ in range(2 * QUIET):
-        read(signs, actor__ppo_kl=1.0)
+        read(warnings, actor__ppo_kl=1.0)
     for _ in range(away):
-        assert read(signs) == []
-    assert len(read(signs, actor__ppo_kl=1.0)) == again
+        assert read(warnings) == []
+    assert len(read(warnings, actor__ppo_kl=1.0)) == again
 
 
-def test_signs_are_remembered_apart() -> None:
-    signs = Signs(recipe_of())
-    assert len(read(signs, actor__ppo_kl=1.0)) == 1
-    assert len(read(signs, actor__ppo_kl=1.0, actor__pg_clipfrac=0.9)) == 1
-    assert len(read(signs, actor__kl=2.0, response_length__clip_ratio=0.9)) == 2
+def test_warnings_are_remembered_apart() -> None:
+    warnings = Warnings(recipe_of())
+    assert len(read(warnings, actor__ppo_kl=1.0)) == 1
+    assert len(read(warnings, actor__ppo_kl=1.0, actor__pg_clipfrac=0.9)) == 1
+    assert len(read(warnings, actor__kl=2.0, response_length__clip_ratio=0.9)) == 2
