@@ -7,7 +7,6 @@ die at hour nine of a truncated last file.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import zlib
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from lockstep.data.problems import Problems
 from lockstep.data.rowset import ArrowPart, FileInfo, LineOrigin, Part, RowSet, TextPart
 from lockstep.data.schema import Group, disagreements, group_rows, kind_of_arrow, merged
 from lockstep.data.text import Parsed, parse
+from lockstep.run.files import checksum
 from lockstep.types import Origin
 
 __all__ = ["FileInfo", "LineOrigin", "RowSet", "read_rows"]
@@ -110,13 +110,9 @@ def _check_agreement(parts: list[Part], problems: Problems) -> None:
 
 def _examine(path: Path) -> tuple[int, str, bool]:
     """(bytes, sha256, whether it is a git-LFS pointer) of the file as it lies on disk."""
-    digest, size, head = hashlib.sha256(), 0, b""
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            head = head or block[: len(_LFS_POINTER)]
-            digest.update(block)
-            size += len(block)
-    return size, digest.hexdigest(), head == _LFS_POINTER
+        head = file.read(len(_LFS_POINTER))
+    return path.stat().st_size, checksum(path), head == _LFS_POINTER
 
 
 def _unpacked(file: DataFile, problems: Problems) -> bytes | None:

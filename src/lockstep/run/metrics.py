@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal, unwritten
-from lockstep.run.folder import atomic_write_text, sync_path
+from lockstep.run.files import atomic_write_text, sync_path
 
 
 class MetricsLog:

@@ -16,6 +16,7 @@ from lockstep.data.questions import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
 from lockstep.errors import Interrupted, Problem, Refusal, shortened
+from lockstep.model.fingerprint import model_files
 from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
@@ -26,7 +27,7 @@ from lockstep.run.progress import Console
 from lockstep.train.answering import Answerer, refuse_options
 from lockstep.train.answers import encode_questions
 from lockstep.train.judging import identity_of, opened_scorer, refuse_failures
-from lockstep.train.sample_parts import Parts, fingerprint_of, sample_row
+from lockstep.train.sample_parts import Parts, sample_row
 from lockstep.types import Prompt, Sampling
 
 
@@ -85,7 +86,7 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
     """All that a response or its reward depends on. Limits, devices and processes do not change them."""
     sampling = job.sampling
     return {
-        "MODEL": fingerprint_of(folder),
+        "MODEL": model_files(folder),
         "DATA": data,
         "--n": job.n,
         "--temperature": sampling.temperature,

@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.data.prepare.scored import CUT, EMPTY, NO_SCORE, Group, Response, read_scored
 from lockstep.data.prepare.write import write_parquet
 from lockstep.errors import Problem, Refusal
+from lockstep.run.files import replace_text
 from lockstep.types import Message, Row
 
 KINDS = ("pairs", "sft", "kto")
@@ -244,6 +245,4 @@ def _remedy(counts: Counts) -> str:
 
 def _write_jsonl(out: Path, rows: Sequence[dict[str, Any]]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".writing-{out.name}")
-    aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    aside.replace(out)
+    replace_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

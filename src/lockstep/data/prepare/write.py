@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal
+from lockstep.run.files import written_aside
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -15,6 +16,5 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     if path.parent.exists() and not path.parent.is_dir():
         raise Refusal.at(str(path.parent), "is a file, not a folder", "give another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".writing-{path.name}")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
-    aside.replace(path)
+    with written_aside(path) as aside:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
