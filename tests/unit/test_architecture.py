@@ -308,7 +308,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "mlflow": ("run/trackers/mlflow.py",),
     "swanlab": ("run/trackers/swanlab.py",),
     "tensorboard": ("run/trackers/tensorboard.py", "parity/compare/logs/tensorboard.py"),
-    "datasets": ("data/hub.py",),
+    "datasets": ("data/read.py",),
     "gguf": ("model/gguf.py",),
     "ray": ("parallel/launch.py", "parallel/ray.py"),
     "vllm": ("rollout/vllm.py",),
@@ -365,7 +365,7 @@ def test_optional_packages_are_imported_by_their_adapters_only() -> None:
         ),
         ({"kernels/npu_norm.py": "def f():\n    import torch_npu\n"}, []),
         ({"train/a.py": "def f():\n    from trl import x\n"}, ["imports trl; allowed in no file of the package"]),
-        ({"data/read.py": "def f():\n    import_module('datasets')\n"}, ["imports datasets; allowed in data/hub.py"]),
+        ({"data/mix.py": "def f():\n    import_module('datasets')\n"}, ["imports datasets; allowed in data/read.py"]),
         ({"data/read.py": "from lockstep.data.datasets import x\nfrom .gguf import y\nimport rays\n"}, []),
     ],
 )

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.data.chat import encode_spans, render_chat
-from lockstep.data.examples import Columns, Encoder, find_columns, fit, last_trained
+from lockstep.data.columns import ColumnFinder
+from lockstep.data.encoding import last_trained
+from lockstep.data.examples import Columns, Encoder, find_columns
+from lockstep.data.fit import fit
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.schema import Data, Source
@@ -210,14 +213,14 @@ def test_overlong_rows(tokenizer):
     ],
 )
 def test_well_known_columns_are_found(available, expected):
-    assert str(find_columns(Source(path="x"), Data(train=["x"]), available)) == expected
+    assert str(find_columns(ColumnFinder(Source(path="x"), Data(train=["x"]), available))) == expected
 
 
 def test_settings_come_before_names_and_the_source_before_the_recipe():
     data = Data(train=["x"], prompt_key="extra_info.question", response_key="extra_info.answer")
-    assert str(find_columns(Source(path="x"), data, ["messages", "extra_info"])).startswith(
+    assert str(find_columns(ColumnFinder(Source(path="x"), data, ["messages", "extra_info"]))).startswith(
         "prompt_response (extra_info.q"
     )
-    assert str(find_columns(Source(path="x", shape="text"), data, ["text"])) == "text (text)"
+    assert str(find_columns(ColumnFinder(Source(path="x", shape="text"), data, ["text"]))) == "text (text)"
     with pytest.raises(Refusal, match="cannot tell which columns"):
-        find_columns(Source(path="x"), Data(train=["x"]), ["a", "b"])
+        find_columns(ColumnFinder(Source(path="x"), Data(train=["x"]), ["a", "b"]))

@@ -44,11 +44,16 @@ def test_nothing_stays_of_what_failed_or_was_killed(tmp_path: Path) -> None:
     left = tmp_path / ".writing-folder"
     left.mkdir()
     (left / "half").touch()
-    with pytest.raises(KeyboardInterrupt), written_aside(tmp_path / "folder") as aside:
-        assert not aside.exists()
-        aside.mkdir()
-        (aside / "file").touch()
-        raise KeyboardInterrupt
+
+    def write() -> None:
+        with written_aside(tmp_path / "folder") as aside:
+            assert not aside.exists()
+            aside.mkdir()
+            (aside / "file").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,10 +8,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.chat import check_messages, encode_spans, render_chat, special_ids
-from lockstep.data.fields import lookup
 from lockstep.errors import Refusal
 from lockstep.recipe.schema import Data
-from lockstep.types import Example, Message, Origin, Row
+from lockstep.types import Example, Message, Origin
 
 
 class Encoding:
@@ -105,11 +104,3 @@ def last_trained(example: Example) -> int:
 
 def as_chat(prompt: Any) -> list[Any]:
     return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-
-
-def filled(row: Row, key: str, origin: Origin) -> Any:
-    """The value at `key`, which must hold something."""
-    value = lookup(row, key, origin)
-    if value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
-        raise Refusal.at(str(origin), f"{key} is empty", "remove the row or fill it in")
-    return value

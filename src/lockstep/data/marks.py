@@ -19,9 +19,9 @@ class Marks:
     """The placeholder and the judging words, each one token."""
 
     placeholder: str
-    place: int
+    placeholder_id: int
     tokens: tuple[str, ...]
-    words: tuple[int, ...]
+    token_ids: tuple[int, ...]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, placeholder: str, tokens: Sequence[str]) -> Marks:
@@ -37,12 +37,12 @@ class Marks:
             for (key, text), found in zip(texts, ids, strict=True)
             if len(found) != 1
         ]
-        words = tuple(found[0] for found in ids[1:] if found)
-        if not problems and len(set(words)) < len(words):
+        token_ids = tuple(found[0] for found in ids[1:] if found)
+        if not problems and len(set(token_ids)) < len(token_ids):
             problems.append(Problem("prm.tokens", f"{', '.join(tokens)} are not all different", "name each word once"))
         if problems:
             raise Refusal(problems)
-        return cls(placeholder, ids[0][0], tuple(tokens), words)
+        return cls(placeholder, ids[0][0], tuple(tokens), token_ids)
 
 
 def parse_labels(value: Any, key: str, marks: Marks, origin: Origin) -> list[tuple[float, ...]]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lockstep.doctor.facts import Facts
-from lockstep.doctor.finding import Finding, broken, warning
-from lockstep.doctor.machine import AUTOLOAD
-from lockstep.doctor.packages import MINIMUM
-from lockstep.doctor.versions import older, release
+from lockstep.doctor.facts import MINIMUM, Facts, Finding, Judgement, broken, installed_packages, warning
+from lockstep.doctor.machine import AUTOLOAD, Machine
+from lockstep.doctor.stacks import older, release
+from lockstep.errors import Problem
 
 # What does not work on an Ascend device, and what does instead.
 INSTEAD = {
@@ -181,7 +180,13 @@ def torch_is_for_the_device(facts: Facts, device: str) -> Iterator[Finding]:
         yield broken("torch", f"{torch} is a CPU build", "pip uninstall torch, then install the plain one")
 
 
-JUDGEMENTS = (
+def unfit_packages(device: str, machine: Machine) -> list[Problem]:
+    """Packages that do not go together on the device of a run: refused before the first step."""
+    finding = torch_mismatch(installed_packages(machine), device) if device == "npu" else None
+    return [] if finding is None else [Problem(f"package {finding.row}", finding.why, finding.remedy)]
+
+
+JUDGEMENTS: tuple[Judgement, ...] = (
     core_is_there,
     torch_is_for_the_device,
     torch_fits_torch_npu,

@@ -59,14 +59,14 @@ class ProcessModel:
         lengths = [len(row) for row in rows]
         with sequences(own_positions(self.model), lengths, ids.shape, None, packed=False):
             hidden = self.model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        head, words = output_head(self.model), torch.tensor(self.writer.marks.words, device=self.device)
+        head, judging = output_head(self.model), torch.tensor(self.writer.marks.token_ids, device=self.device)
         # Only the judging words compete, so only their rows of the head are needed.
-        bias = None if head.bias_V is None else head.bias_V[words]
-        head = head._replace(weight_VH=head.weight_VH[words], bias_V=bias)
+        bias = None if head.bias_V is None else head.bias_V[judging]
+        head = head._replace(weight_VH=head.weight_VH[judging], bias_V=bias)
         verdicts = []
         for row, states in zip(rows, hidden, strict=True):
-            places = torch.tensor(self.writer.places(row), device=self.device)
-            verdicts.append(good_probability(head.logits(states[places]).float()).tolist())
+            positions = torch.tensor(self.writer.positions(row), device=self.device)
+            verdicts.append(good_probability(head.logits(states[positions]).float()).tolist())
         return verdicts
 
 
@@ -134,7 +134,7 @@ class ProcessPart:
             _, ids = writer.chat([*question.prompt, {"role": "assistant", "content": answer}], question.origin)
         except Refusal as refusal:
             return settled(Failure(self.name, str(refusal.problems[0])))
-        if len(writer.places(ids)) != len(steps):
+        if len(writer.positions(ids)) != len(steps):
             return settled(
                 Failure(self.name, f"the placeholder {writer.marks.placeholder!r} stands in the text itself")
             )

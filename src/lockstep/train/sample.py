@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lockstep.data.questions import read_questions
+from lockstep.data.prompts import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
 from lockstep.errors import Interrupted, Problem, Refusal, shortened

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from lockstep.data.questions import read_questions
+from lockstep.data.prompts import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
 from lockstep.errors import Refusal
