@@ -228,6 +228,12 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+def test_every_folder_says_what_lives_there() -> None:
+    folders = [path.parent for path in HOUSE.rglob("*.py")]
+    silent = {folder for folder in folders if not ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))}
+    assert not silent
+
+
 def test_imports_go_down_the_layers() -> None:
     violations = layer_violations(HOUSE)
     assert not violations, listing(violations)

@@ -9,7 +9,7 @@ import pytest
 from lockstep.data.chat import encode_spans, render_chat
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.encoding import last_trained
-from lockstep.data.examples import Columns, Encoder, find_columns
+from lockstep.data.examples import Encoder, SupervisedColumns, find_columns
 from lockstep.data.fit import fit
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
@@ -50,7 +50,7 @@ def trained_text(tokenizer, example) -> list[str]:
 
 def encode(tokenizer, **data):
     settings = {"train": ["x.jsonl"], **data}
-    return Encoder(tokenizer, Columns("messages", messages="messages"), Data(**settings))
+    return Encoder(tokenizer, SupervisedColumns("messages", messages="messages"), Data(**settings))
 
 
 @pytest.mark.parametrize("template", [None, BARE])
@@ -146,7 +146,7 @@ def test_broken_chats_are_refused_with_the_row(tokenizer, messages, reason):
 
 def pair(tokenizer, **data):
     return Encoder(
-        tokenizer, Columns("prompt_response", prompt="extra.q", response="extra.a"), Data(train=["x"], **data)
+        tokenizer, SupervisedColumns("prompt_response", prompt="extra.q", response="extra.a"), Data(train=["x"], **data)
     )
 
 
@@ -168,7 +168,7 @@ def test_a_chat_prompt_with_a_text_response(tokenizer):
 
 
 def test_plain_text_trains_every_token_but_the_first(tokenizer):
-    encoder = Encoder(tokenizer, Columns("text", text="text"), Data(train=["x"]))
+    encoder = Encoder(tokenizer, SupervisedColumns("text", text="text"), Data(train=["x"]))
     example = encoder({"text": "abc"}, ORIGIN)
     assert list(example.trained) == [1, 1, 1, 1]
     assert example.targets == 3
@@ -182,7 +182,7 @@ def test_two_bos_tokens_are_refused(tokenizer):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
     )
-    encoder = Encoder(tokenizer, Columns("text", text="text"), Data(train=["x"]))
+    encoder = Encoder(tokenizer, SupervisedColumns("text", text="text"), Data(train=["x"]))
     assert encoder({"text": "abc"}, ORIGIN).ids[0] == bos
     with pytest.raises(Refusal, match="starts with two"):
         encoder({"text": "<|im_start|>abc"}, ORIGIN)

@@ -17,7 +17,7 @@ from conftest import lockstep
 from lockstep.doctor import ascend, facts
 from lockstep.doctor.check import examine
 from lockstep.doctor.facts import MINIMUM, PYTHON, choose_device, gather
-from lockstep.doctor.machine import Answer, ThisMachine
+from lockstep.doctor.machine import CommandOutput, ThisMachine
 from lockstep.doctor.report import as_json, plain_lines, table_lines
 from lockstep.doctor.stacks import FILE, known_stacks, older, pins_text, release, satisfies, stack_named
 from lockstep.errors import Refusal
@@ -60,8 +60,8 @@ def test_board() -> None:
 
 
 def test_boards_are_asked_for_by_card() -> None:
-    answers = {f"npu-smi info -t board -i {card}": Answer(0, f"Firmware Version : 7.{card}") for card in (0, 2)}
-    machine = CPU.having(commands={"npu-smi info": Answer(0, output("npu-smi-25.3.rc1-A3.txt")), **answers})
+    answers = {f"npu-smi info -t board -i {card}": CommandOutput(0, f"Firmware Version : 7.{card}") for card in (0, 2)}
+    machine = CPU.having(commands={"npu-smi info": CommandOutput(0, output("npu-smi-25.3.rc1-A3.txt")), **answers})
     assert {card: board.firmware for card, board in ascend.ask_npu_smi(machine).boards.items()} == {0: "7.0", 2: "7.2"}
 
 
@@ -126,7 +126,7 @@ def test_nvidia() -> None:
     found = facts.ask_nvidia_smi(H200)
     assert (found.driver, found.gpus) == ("580.159.04", (facts.Gpu("NVIDIA H200", 143771),))
     failing = CPU.having(
-        commands={"nvidia-smi": Answer(9, "Failed to initialize NVML: Driver/library version mismatch")}
+        commands={"nvidia-smi": CommandOutput(9, "Failed to initialize NVML: Driver/library version mismatch")}
     )
     assert facts.ask_nvidia_smi(failing).message.endswith("version mismatch")
 

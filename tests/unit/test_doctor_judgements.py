@@ -11,14 +11,14 @@ from recorded_machine import A2, CPU, DRIVER, GIB, H200, INSTALL_INFO, TOOLKIT, 
 
 from lockstep.doctor.check import examine
 from lockstep.doctor.judge_packages import unfit_packages
-from lockstep.doctor.machine import Answer, Disk
+from lockstep.doctor.machine import CommandOutput, Disk
 
 CACHE = "/home/me/.cache/torch_extensions/py311_cpu/cpu_adam"
 NOSET = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
 
 
 def sick(text: str, **changes: Any) -> RecordedMachine:
-    return A2.having(commands={"npu-smi info": Answer(0, text)}, **changes)
+    return A2.having(commands={"npu-smi info": CommandOutput(0, text)}, **changes)
 
 
 CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
@@ -74,7 +74,7 @@ CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
         "mount",
     ),
     (
-        A2.having(commands={"npu-smi info": Answer(1, output("npu-smi-failed.txt"))}),
+        A2.having(commands={"npu-smi info": CommandOutput(1, output("npu-smi-failed.txt"))}),
         "npu",
         "npu-smi",
         "broken",
@@ -130,7 +130,7 @@ CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
         "release notes",
     ),
     (
-        A2.having(commands={"npu-smi": Answer(0, output("board-23.0.5.txt").replace(": OK", ": NOK"))}),
+        A2.having(commands={"npu-smi": CommandOutput(0, output("board-23.0.5.txt").replace(": OK", ": NOK"))}),
         "npu",
         "firmware",
         "broken",

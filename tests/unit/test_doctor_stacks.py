@@ -6,7 +6,7 @@ import pytest
 from recorded_machine import A2, INSTALL_INFO, RecordedMachine, output
 
 from lockstep.doctor.check import examine
-from lockstep.doctor.facts import Finding
+from lockstep.doctor.facts import Diagnosis
 from lockstep.doctor.report import Fact
 from lockstep.doctor.stacks import Stack, cann_fits, driver_for, known_stacks, older, pins_text
 
@@ -75,7 +75,7 @@ def test_stacks_of_the_guides_as_pip_shows_them(cann: str, packages: dict[str, s
     assert rows["CANN"].verdict == "ok"
 
 
-def remedies(rows: dict[str, Fact]) -> list[Finding]:
+def remedies(rows: dict[str, Fact]) -> list[Diagnosis]:
     return [finding for name in ("torch", "torch_npu", "transformers", "peft") for finding in rows[name].findings]
 
 

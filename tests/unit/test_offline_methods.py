@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lockstep.errors import Refusal
-from lockstep.kernels.divergence import Comparison
+from lockstep.kernels.divergence import TeacherDivergence
 from lockstep.methods import METHODS
 from lockstep.model.heads import load_value_model
 from lockstep.model.load import load_policy
@@ -393,7 +393,7 @@ def test_distill_compares_whole_distributions(
                 apart.append(temperature**2 * divergence_of(p, q, kind, mix))
                 likelihood.append(-float(logits[i - 1].log_softmax(-1)[example.ids[i]]))
     recipe = recipe_of("distill", "distill.teacher=unused", "distill.coefficient=0.8")
-    policy = policy_of(tiny_folder, Scoring(comparison=Comparison(kind, mix, temperature)))
+    policy = policy_of(tiny_folder, Scoring(comparison=TeacherDivergence(kind, mix, temperature)))
     models = models_of(policy, cut)
     models.teacher = Teacher(policy_of(other_folder)).eval()
     found = measured(recipe, ROWS, models)

@@ -118,10 +118,10 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
     text reaches over a border, the pieces between the borders are tokenised by themselves.
     """
     encoded = tokenizer(spans.text, add_special_tokens=False, return_offsets_mapping=True)
-    places = [_place(start, end, spans.trained) for start, end in encoded["offset_mapping"]]
-    split = any(place is None for place in places)
+    inside = [_inside(start, end, spans.trained) for start, end in encoded["offset_mapping"]]
+    split = any(within is None for within in inside)
     if not split:
-        ids, trained = encoded["input_ids"], [bool(place) for place in places]
+        ids, trained = encoded["input_ids"], [bool(within) for within in inside]
     else:
         ids, trained = [], []
         borders = [0, *[border for span in spans.trained for border in span], len(spans.text)]
@@ -134,7 +134,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
     return Example(array("q", ids), bytes(trained), origin), split
 
 
-def _place(start: int, end: int, spans: tuple[tuple[int, int], ...]) -> bool | None:
+def _inside(start: int, end: int, spans: tuple[tuple[int, int], ...]) -> bool | None:
     """True inside a span, False outside all, None across a border."""
     for first, last in spans:
         if start >= first and end <= last:

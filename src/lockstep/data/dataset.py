@@ -57,7 +57,7 @@ class RowCounts:
 
 
 @dataclass
-class Counts(RowCounts):
+class TrainedCounts(RowCounts):
     """Of rows that are trained."""
 
     trained_tokens: int = 0
@@ -98,7 +98,7 @@ class LoadedRows(Generic[T]):
 class Dataset(LoadedRows[ItemT]):
     """The items of an offline method."""
 
-    counts: Counts = field(default_factory=Counts)
+    counts: TrainedCounts = field(default_factory=TrainedCounts)
     end_tokens: set[int] = field(default_factory=set)
 
     @property

@@ -29,7 +29,7 @@ TEXT_COLUMNS = ("text", "content")
 
 
 @dataclass(frozen=True)
-class Columns:
+class SupervisedColumns:
     """Where the parts of a row are. Empty strings where a shape does not use them."""
 
     shape: str
@@ -43,7 +43,7 @@ class Columns:
         return f"{self.shape} ({keys})"
 
 
-def find_columns(finder: ColumnFinder) -> Columns:
+def find_columns(finder: ColumnFinder) -> SupervisedColumns:
     """The source's own settings, then the recipe's, then the well-known names."""
     data = finder.data
     shape = finder.source.shape or (None if data.shape == "auto" else data.shape)
@@ -56,12 +56,12 @@ def find_columns(finder: ColumnFinder) -> Columns:
     if shape is None:
         shape = "messages" if chat else "prompt_response" if pair else "text" if plain else None
     if shape == "messages" and (messages or chat):
-        return Columns(shape, messages=messages or chat)
+        return SupervisedColumns(shape, messages=messages or chat)
     if shape == "prompt_response" and (pair or (prompt and response)):
         known = pair or ("", "")
-        return Columns(shape, prompt=prompt or known[0], response=response or known[1])
+        return SupervisedColumns(shape, prompt=prompt or known[0], response=response or known[1])
     if shape == "text" and (text or plain):
-        return Columns(shape, text=text or plain)
+        return SupervisedColumns(shape, text=text or plain)
     wanted = {
         "messages": "data.messages_key",
         "prompt_response": "data.prompt_key and data.response_key",
@@ -74,7 +74,7 @@ def find_columns(finder: ColumnFinder) -> Columns:
 class Encoder:
     """Turns the rows of one source into examples with one tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: Columns, data: Data):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: SupervisedColumns, data: Data):
         self.encoding = Encoding(tokenizer, data)
         self.columns = columns
         self.split_rows = 0

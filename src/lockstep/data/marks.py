@@ -1,4 +1,4 @@
-"""The words that judge a step, where they are asked for, and a row's labels in them."""
+"""The tokens that judge a step, where they are asked for, and a row's labels in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.types import Origin
 
 @dataclass(frozen=True)
 class Marks:
-    """The placeholder and the judging words, each one token."""
+    """The placeholder and the judging tokens, each a single one."""
 
     placeholder: str
     placeholder_id: int
@@ -46,9 +46,9 @@ class Marks:
 
 
 def parse_labels(value: Any, key: str, marks: Marks, origin: Origin) -> list[tuple[float, ...]]:
-    """The wanted distribution over the words at each step, of a list or of one written as JSON.
+    """The wanted distribution over the judging tokens at each step, of a list or of one written as JSON.
 
-    A word is certain. A number (with two words) is the first word's probability: true, 1, 0.8.
+    A token is certain. A number (with two tokens) is the first one's probability: true, 1, 0.8.
     """
     if isinstance(value, str):
         try:

@@ -25,11 +25,11 @@ from lockstep.data.formats import Parsed, parse, read_parquet
 from lockstep.data.rowset import (
     ArrowFile,
     FileInfo,
-    Group,
     LineOrigin,
     Problems,
     RowFile,
     RowSet,
+    ShapeGroup,
     TextFile,
     disagreements,
     group_rows,
@@ -128,7 +128,7 @@ def _say(parsed: Parsed, number: int) -> str:
 def _check_agreement(parts: list[RowFile], problems: Problems) -> None:
     if len(parts) < 2:
         return
-    groups = [Group(part.shape, [number]) for number, part in enumerate(parts)]
+    groups = [ShapeGroup(part.shape, [number]) for number, part in enumerate(parts)]
     for number, why in disagreements(groups, lambda number: parts[number].info.name):
         remedy = "files read together need the same columns; give different data as sources of its own"
         problems.add(parts[number].info.name, why, remedy)

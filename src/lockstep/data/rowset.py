@@ -22,7 +22,7 @@ import pyarrow as pa
 from lockstep.errors import Problem, Refusal
 from lockstep.types import Origin, Row
 
-Shape = Mapping[str, str]
+ColumnKinds = Mapping[str, str]
 
 NULL = "null"
 SHOWN = 10
@@ -87,7 +87,7 @@ class RowFile(Protocol):
     @property
     def info(self) -> FileInfo: ...
     @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> ColumnKinds: ...
     def row(self, number: int) -> Row: ...
     def origin(self, number: int) -> Origin: ...
     def __iter__(self) -> Iterator[Row]: ...
@@ -98,7 +98,7 @@ class TextFile:
     """Rows of a text file, parsed. `lines` holds each row's line, or nothing where rows are not lines."""
 
     info: FileInfo
-    shape: Shape
+    shape: ColumnKinds
     rows: Sequence[Row]
     lines: Sequence[int] | None
 
@@ -121,7 +121,7 @@ class ArrowFile:
     group anew for each jump would cost more than the training step. It also finds damaged pages before training.
     """
 
-    def __init__(self, info: FileInfo, shape: Shape, batches: Sequence[pa.RecordBatch]) -> None:
+    def __init__(self, info: FileInfo, shape: ColumnKinds, batches: Sequence[pa.RecordBatch]) -> None:
         self.info = info
         self.shape = shape
         self._batches = list(batches)
@@ -218,26 +218,26 @@ def kind_of_arrow(kind: pa.DataType) -> str:
 
 
 @dataclass
-class Group:
+class ShapeGroup:
     """Members (rows of a file, or files of a set) that have the same shape."""
 
-    shape: Shape
+    shape: ColumnKinds
     members: list[int] = field(default_factory=list)
 
 
-def group_rows(rows: Iterable[Row]) -> list[Group]:
+def group_rows(rows: Iterable[Row]) -> list[ShapeGroup]:
     """Rows by shape, in order of first appearance. There are few shapes, so this stays cheap for many rows."""
-    groups: dict[tuple[Any, ...], Group] = {}
+    groups: dict[tuple[Any, ...], ShapeGroup] = {}
     for number, row in enumerate(rows):
         signature = (*row, *map(type, row.values()))
         group = groups.get(signature)
         if group is None:
-            group = groups[signature] = Group({key: kind_of(value) for key, value in row.items()})
+            group = groups[signature] = ShapeGroup({key: kind_of(value) for key, value in row.items()})
         group.members.append(number)
     return list(groups.values())
 
 
-def merged(groups: Sequence[Group]) -> dict[str, str]:
+def merged(groups: Sequence[ShapeGroup]) -> dict[str, str]:
     """The one shape of groups that agree: a column is null only where it is null in all of them."""
     shape: dict[str, str] = {}
     for group in groups:
@@ -247,7 +247,7 @@ def merged(groups: Sequence[Group]) -> dict[str, str]:
     return shape
 
 
-def disagreements(groups: Sequence[Group], name: Callable[[int], str]) -> list[tuple[int, str]]:
+def disagreements(groups: Sequence[ShapeGroup], name: Callable[[int], str]) -> list[tuple[int, str]]:
     """(member, what is wrong with it) for each member that differs from what most members have, in order.
 
     The majority is the norm, not the first member: one odd first row would otherwise accuse all the others.
@@ -278,7 +278,7 @@ class _Usual:
     member: int
 
 
-def _usual_columns(groups: Sequence[Group]) -> Group:
+def _usual_columns(groups: Sequence[ShapeGroup]) -> ShapeGroup:
     votes: Counter[frozenset[str]] = Counter()
     for group in groups:
         votes[frozenset(group.shape)] += len(group.members)
@@ -286,7 +286,7 @@ def _usual_columns(groups: Sequence[Group]) -> Group:
     return next(group for group in groups if group.shape.keys() == winner)
 
 
-def _usual_kind(groups: Sequence[Group], column: str) -> _Usual | None:
+def _usual_kind(groups: Sequence[ShapeGroup], column: str) -> _Usual | None:
     votes: Counter[str] = Counter()
     for group in groups:
         kind = group.shape.get(column, NULL)

@@ -80,7 +80,7 @@ class StepWriter:
 
 
 class StepRows:
-    """The rows of one source as judged steps. Of `tokens`, the words that judge a step, the first is the good one."""
+    """The rows of one source as judged steps. Of `tokens`, which judge a step, the first is the good one."""
 
     split_rows = 0
 

@@ -116,8 +116,8 @@ def find_toolkit(machine: Machine) -> Installation | None:
         text = machine.read(f"{folder}/version.cfg")
         if text is not None and (version := running_version(text)) is not None:
             return Installation(version, folder)
-        for place in ("version.info", "runtime/version.info", "compiler/version.info"):
-            text = machine.read(f"{folder}/{place}")
+        for file in ("version.info", "runtime/version.info", "compiler/version.info"):
+            text = machine.read(f"{folder}/{file}")
             if text is not None and (found := installation_in(text, folder)) is not None:
                 return found
     return None

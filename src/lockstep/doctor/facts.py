@@ -91,12 +91,12 @@ def find_extensions(machine: Machine) -> tuple[Extension, ...]:
     # With TORCH_EXTENSIONS_DIR the builds lie in it directly, otherwise in a folder for each Python.
     for pattern in (f"{root}/*/lock", f"{root}/*/*/lock", f"{root}/*/*.so", f"{root}/*/*/*.so"):
         for path in machine.matching(pattern):
-            place = PurePosixPath(path)
-            folder = str(place.parent)
+            written_path = PurePosixPath(path)
+            folder = str(written_path.parent)
             written = machine.modified(path)
             stale = written is not None and torch_installed is not None and written < torch_installed
             before = found.get(folder, Extension(folder, False, False))
-            is_lock = place.name == "lock"
+            is_lock = written_path.name == "lock"
             found[folder] = Extension(
                 folder, before.locked or is_lock, before.older_than_torch or (stale and not is_lock)
             )
@@ -198,7 +198,7 @@ Verdict = Literal["ok", "absent", "warning", "broken"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """Something wrong with `row`: why, and what to do."""
 
     row: str
@@ -208,12 +208,12 @@ class Finding:
 
 
 # The facts and the chosen device, to what is wrong.
-Judgement = Callable[[Facts, str], Iterator[Finding]]
+Examination = Callable[[Facts, str], Iterator[Diagnosis]]
 
 
-def warning(row: str, why: str, remedy: str) -> Finding:
-    return Finding(row, "warning", why, remedy)
+def warning(row: str, why: str, remedy: str) -> Diagnosis:
+    return Diagnosis(row, "warning", why, remedy)
 
 
-def broken(row: str, why: str, remedy: str) -> Finding:
-    return Finding(row, "broken", why, remedy)
+def broken(row: str, why: str, remedy: str) -> Diagnosis:
+    return Diagnosis(row, "broken", why, remedy)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lockstep.doctor.ascend import go_together
-from lockstep.doctor.facts import PYTHON, Facts, Finding, Judgement, broken, warning
+from lockstep.doctor.facts import PYTHON, Diagnosis, Examination, Facts, broken, warning
 from lockstep.doctor.stacks import cann_fits, canns_for, driver_for, older, release
 
 GIB = 2**30
 
 
-def python_is_supported(facts: Facts, device: str) -> Iterator[Finding]:
+def python_is_supported(facts: Facts, device: str) -> Iterator[Diagnosis]:
     minor = ".".join(facts.python.split(".")[:2])
     oldest, newest = PYTHON
     if older(minor, oldest) or older(newest, minor):
@@ -22,12 +22,12 @@ def python_is_supported(facts: Facts, device: str) -> Iterator[Finding]:
         )
 
 
-def compiler_for_kernels(facts: Facts, device: str) -> Iterator[Finding]:
+def compiler_for_kernels(facts: Facts, device: str) -> Iterator[Diagnosis]:
     if device == "cuda" and facts.compiler is None:
         yield warning("compiler", "no gcc: Triton compiles a small launcher with it", "install gcc")
 
 
-def disk_has_room(facts: Facts, device: str) -> Iterator[Finding]:
+def disk_has_room(facts: Facts, device: str) -> Iterator[Diagnosis]:
     free, total = facts.disk.free, facts.disk.total
     where = f"{free / GIB:.1f} GiB of {total / GIB:.0f} GiB are free in this folder"
     if free < GIB:
@@ -38,7 +38,7 @@ def disk_has_room(facts: Facts, device: str) -> Iterator[Finding]:
         )
 
 
-def extensions_are_fresh(facts: Facts, device: str) -> Iterator[Finding]:
+def extensions_are_fresh(facts: Facts, device: str) -> Iterator[Diagnosis]:
     for extension in facts.extensions:
         if extension.locked:
             yield warning(
@@ -57,7 +57,7 @@ def extensions_are_fresh(facts: Facts, device: str) -> Iterator[Finding]:
 DOWNLOAD = "the driver and firmware package (HDK) of this device"
 
 
-def devices_answer(facts: Facts, device: str) -> Iterator[Finding]:
+def devices_answer(facts: Facts, device: str) -> Iterator[Diagnosis]:
     if device != "npu":
         return
     if facts.npu.state == "absent" and not facts.npu_nodes:
@@ -80,7 +80,7 @@ def devices_answer(facts: Facts, device: str) -> Iterator[Finding]:
         )
 
 
-def devices_are_healthy(facts: Facts, device: str) -> Iterator[Finding]:
+def devices_are_healthy(facts: Facts, device: str) -> Iterator[Diagnosis]:
     if device != "npu":
         return
     for number, chip in enumerate(facts.npu.chips):
@@ -94,7 +94,7 @@ def devices_are_healthy(facts: Facts, device: str) -> Iterator[Finding]:
         )
 
 
-def cann_is_loaded(facts: Facts, device: str) -> Iterator[Finding]:
+def cann_is_loaded(facts: Facts, device: str) -> Iterator[Diagnosis]:
     if device != "npu":
         return
     if facts.cann is None:
@@ -120,7 +120,7 @@ def _set_env(folder: str) -> str:
     return folder.removesuffix("/latest") + "/set_env.sh"
 
 
-def cann_fits_torch_npu(facts: Facts, device: str) -> Iterator[Finding]:
+def cann_fits_torch_npu(facts: Facts, device: str) -> Iterator[Diagnosis]:
     torch_npu = facts.packages.get("torch_npu")
     if device != "npu" or facts.cann is None or torch_npu is None:
         return
@@ -130,15 +130,15 @@ def cann_fits_torch_npu(facts: Facts, device: str) -> Iterator[Finding]:
     # Between releases of one generation programs often still load; a generation back, symbols are missing.
     floors = [each.removeprefix(">=") for each in named if each.startswith(">=")]
     say = broken if any(older(facts.cann.version, floor.split(".")[0]) for floor in floors) else warning
-    words = [f"{each.removeprefix('>=')} or newer" if each.startswith(">=") else each for each in named]
+    versions = [f"{each.removeprefix('>=')} or newer" if each.startswith(">=") else each for each in named]
     yield say(
         "CANN",
-        f"torch_npu {torch_npu} is known with CANN {', '.join(words)}, this is {facts.cann.version}",
+        f"torch_npu {torch_npu} is known with CANN {', '.join(versions)}, this is {facts.cann.version}",
         "install the CANN that is named beside this one, and source its set_env.sh where lockstep runs",
     )
 
 
-def driver_fits_cann(facts: Facts, device: str) -> Iterator[Finding]:
+def driver_fits_cann(facts: Facts, device: str) -> Iterator[Diagnosis]:
     driver = driver_version(facts)
     if device != "npu" or facts.cann is None or driver is None:
         return
@@ -165,7 +165,7 @@ def driver_version(facts: Facts) -> str | None:
     return facts.driver.version if facts.driver is not None else None
 
 
-def firmware_fits_driver(facts: Facts, device: str) -> Iterator[Finding]:
+def firmware_fits_driver(facts: Facts, device: str) -> Iterator[Diagnosis]:
     if device != "npu":
         return
     for card, board in facts.npu.boards.items():
@@ -187,7 +187,7 @@ LAST_PORT, PORTS = 65535, 16
 """HCCL listens on this many ports from its first one on."""
 
 
-def nvidia_answers(facts: Facts, device: str) -> Iterator[Finding]:
+def nvidia_answers(facts: Facts, device: str) -> Iterator[Diagnosis]:
     if device != "cuda":
         return
     if facts.nvidia.state == "absent":
@@ -204,14 +204,14 @@ def nvidia_answers(facts: Facts, device: str) -> Iterator[Finding]:
         )
 
 
-def ray_sets_devices(facts: Facts, device: str) -> Iterator[Finding]:
+def ray_sets_devices(facts: Facts, device: str) -> Iterator[Diagnosis]:
     if device == "npu" and facts.variables.get(NOSET, "0") not in ("", "0"):
         yield warning(
             NOSET, "Ray then gives every worker all devices: invalid device, or all on the first one", f"unset {NOSET}"
         )
 
 
-def visible_devices_exist(facts: Facts, device: str) -> Iterator[Finding]:
+def visible_devices_exist(facts: Facts, device: str) -> Iterator[Diagnosis]:
     count = {"npu": facts.npu_count, "cuda": len(facts.nvidia.gpus)}.get(device, 0)
     variable = VISIBLE.get(device, "")
     named = facts.variables.get(variable)
@@ -237,7 +237,7 @@ def visible_devices_exist(facts: Facts, device: str) -> Iterator[Finding]:
     # Other words are names of devices (GPU-...), which only the driver can tell.
 
 
-def segments_can_sleep(facts: Facts, device: str) -> Iterator[Finding]:
+def segments_can_sleep(facts: Facts, device: str) -> Iterator[Diagnosis]:
     if "vllm" not in facts.packages:
         return
     for variable in expandable(facts.variables, device):
@@ -255,7 +255,7 @@ def expandable(variables: Mapping[str, str], device: str) -> Iterator[str]:
             yield variable
 
 
-def weights_keep_their_layout(facts: Facts, device: str) -> Iterator[Finding]:
+def weights_keep_their_layout(facts: Facts, device: str) -> Iterator[Diagnosis]:
     if device == "npu" and "vllm-ascend" in facts.packages and facts.variables.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0":
         yield warning(
             "VLLM_ASCEND_ENABLE_NZ",
@@ -264,7 +264,7 @@ def weights_keep_their_layout(facts: Facts, device: str) -> Iterator[Finding]:
         )
 
 
-def ports_are_valid(facts: Facts, device: str) -> Iterator[Finding]:
+def ports_are_valid(facts: Facts, device: str) -> Iterator[Diagnosis]:
     first = facts.variables.get("HCCL_IF_BASE_PORT")
     if device != "npu" or first is None:
         return
@@ -276,7 +276,7 @@ def ports_are_valid(facts: Facts, device: str) -> Iterator[Finding]:
         )
 
 
-def not_blocking(facts: Facts, device: str) -> Iterator[Finding]:
+def not_blocking(facts: Facts, device: str) -> Iterator[Diagnosis]:
     if device == "npu" and facts.variables.get("ASCEND_LAUNCH_BLOCKING") == "1":
         yield warning(
             "ASCEND_LAUNCH_BLOCKING",
@@ -285,8 +285,8 @@ def not_blocking(facts: Facts, device: str) -> Iterator[Finding]:
         )
 
 
-SYSTEM: tuple[Judgement, ...] = (python_is_supported, compiler_for_kernels, disk_has_room, extensions_are_fresh)
-DEVICES: tuple[Judgement, ...] = (
+SYSTEM: tuple[Examination, ...] = (python_is_supported, compiler_for_kernels, disk_has_room, extensions_are_fresh)
+DEVICES: tuple[Examination, ...] = (
     devices_answer,
     devices_are_healthy,
     cann_is_loaded,

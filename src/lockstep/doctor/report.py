@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from lockstep.doctor.facts import CORE, OTHERS, Facts, Finding, Verdict
+from lockstep.doctor.facts import CORE, OTHERS, Diagnosis, Facts, Verdict
 from lockstep.doctor.judge_machine import GIB, driver_version, names_cann
 from lockstep.doctor.stacks import fitting
 
@@ -21,7 +21,7 @@ class Fact:
     group: str
     name: str
     value: str | None
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Diagnosis, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -31,7 +31,7 @@ class Fact:
         return "ok" if self.value is not None else "absent"
 
 
-def make_rows(facts: Facts, device: str, findings: Sequence[Finding]) -> list[Fact]:
+def make_rows(facts: Facts, device: str, findings: Sequence[Diagnosis]) -> list[Fact]:
     rows = [Fact(group, name, value) for group, name, value in _entries(facts, device)]
     named = {row.name for row in rows}
     # A finding on something that is absent and not listed has its row too.
@@ -182,8 +182,8 @@ def _show_table(report: Report) -> None:
 
 def table_lines(report: Report, width: int) -> Iterator[Text]:
     names = min(max(len(row.name) for row in report.rows), 20)
-    for place, row in enumerate(report.rows):
-        if place == 0 or report.rows[place - 1].group != row.group:
+    for index, row in enumerate(report.rows):
+        if index == 0 or report.rows[index - 1].group != row.group:
             yield Text(row.group, style="bold")
         yield from _row_lines(row, names, width)
     for row in report.rows:
@@ -208,8 +208,8 @@ def _row_lines(row: Fact, names: int, width: int) -> Iterator[Text]:
 
 
 def _marked(mark: str, style: str, text: str, width: int) -> Iterator[Text]:
-    for place, line in enumerate(_wrapped(text, width - len(mark) - 1)):
-        yield Text.assemble((mark if place == 0 else " " * len(mark), style), f" {line}")
+    for index, line in enumerate(_wrapped(text, width - len(mark) - 1)):
+        yield Text.assemble((mark if index == 0 else " " * len(mark), style), f" {line}")
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -154,7 +154,7 @@ def _heading(stack: Stack) -> Iterator[str]:
         least = ", ".join(f"{name} >= {version}" for name, version in MINIMUM.items())
         yield f"# Older than lockstep itself, which needs {least}:"
         yield "# for the engine's own environment. lockstep goes into another one, with its extra [npu]."
-    for label, words in (
+    for label, value in (
         ("hardware", ", ".join(stack.hardware)),
         ("Python", stack.python.lstrip("=")),
         ("CANN", ", ".join(stack.cann)),
@@ -163,8 +163,8 @@ def _heading(stack: Stack) -> Iterator[str]:
         ("environment", " ".join(f"{name}={value}" for name, value in stack.variables.items())),
         ("must not be installed", ", ".join(stack.remove)),
     ):
-        if words:
-            yield f"# {label}: {words}"
+        if value:
+            yield f"# {label}: {value}"
     for note in stack.notes:
         yield f"# note: {note}"
 

@@ -48,7 +48,7 @@ def check(recipe: Recipe, rows: Dataset[Judged], key: str) -> tuple[list[Problem
     return problems, [note] if note else []
 
 
-class Judgement:
+class JudgedResponses:
     def __init__(self, recipe: Recipe):
         settings = recipe.preference
         self.free = settings.reference_free

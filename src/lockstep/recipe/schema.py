@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModel
+from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.online import Algorithm, Critic, Reward, Rollout
 from lockstep.recipe.section import Section
 from lockstep.recipe.tape import Tape
@@ -204,13 +204,13 @@ class Val(Section):
     temperature: float = Field(0.0, ge=0, description="0 answers greedily.")
 
 
-class Checkpoint(Section):
+class CheckpointSettings(Section):
     every: int | None = Field(None, ge=1, description="Steps between checkpoints. Default: only at the end.")
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
     keep_best: int = Field(0, ge=0, description="Checkpoints with the lowest `val/loss` kept besides.")
 
 
-class Log(Section):
+class LogSettings(Section):
     every: int = Field(1, ge=1, description="Steps between console lines when the output is not a terminal.")
     track: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = Field(
         default_factory=list, description="Trackers besides `metrics.jsonl`; they come with the `[track]` extra."
@@ -219,7 +219,7 @@ class Log(Section):
     samples: int = Field(4, ge=0, description="Online: responses stored in `samples.jsonl` each step.")
 
 
-Method = Literal[
+MethodName = Literal[
     "sft",
     "rm",
     "prm",
@@ -250,7 +250,9 @@ Method = Literal[
 class Recipe(Section):
     """A whole run."""
 
-    method: Method = Field("sft", description="What is trained, and how; `lockstep recipes METHOD` shows its defaults.")
+    method: MethodName = Field(
+        "sft", description="What is trained, and how; `lockstep recipes METHOD` shows its defaults."
+    )
     device: str = Field(
         "auto",
         description="Where it runs: a device's name, or `auto` for the first that can be used. A named device that is "
@@ -266,10 +268,10 @@ class Recipe(Section):
     algorithm: Algorithm = Field(default_factory=Algorithm)
     critic: Critic = Field(default_factory=Critic)
     preference: Preference = Field(default_factory=Preference)
-    rm: RewardModel = Field(default_factory=RewardModel)
+    rm: RewardModelSettings = Field(default_factory=RewardModelSettings)
     prm: ProcessReward = Field(default_factory=ProcessReward)
     distill: Distill = Field(default_factory=Distill)
     val: Val = Field(default_factory=Val)
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    log: Log = Field(default_factory=Log)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    log: LogSettings = Field(default_factory=LogSettings)
     tape: Annotated[Tape, BeforeValidator(_as_tape)] = Field(default_factory=Tape)

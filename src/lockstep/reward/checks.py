@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe.online import Reward
 from lockstep.reward.function import FunctionPart
-from lockstep.reward.parts import Outcome, settled
+from lockstep.reward.parts import PartOutcome, settled
 from lockstep.reward.rules import Rule, rule_for
 from lockstep.types import Failure, Question
 
@@ -42,7 +42,7 @@ class RulePart:
     def rule(self, source: str) -> Rule:
         return rule_for(source, self._settings.rules)
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         rule = self.rule(question.data_source)
         if rule.isolated is not None:
             return self._process(rule.name, rule.isolated).submit(question, text)
@@ -59,12 +59,12 @@ class RulePart:
         for part in self._isolated.values():
             part.close()
 
-    def _process(self, name: str, place: str) -> FunctionPart:
+    def _process(self, name: str, reference: str) -> FunctionPart:
         with self._lock:
             if name not in self._isolated:
                 output = self._output and self._output.with_name(f"{name}-{self._output.name}")
                 self._isolated[name] = FunctionPart(
-                    place, self._settings, name=self.name, key="reward.rules", output=output
+                    reference, self._settings, name=self.name, key="reward.rules", output=output
                 )
             return self._isolated[name]
 
@@ -78,12 +78,12 @@ class FormatPart:
         try:
             self._pattern = re.compile(expression, re.DOTALL)
         except re.error as error:
-            place = "" if error.pos is None else f" at character {error.pos + 1}"
+            where = "" if error.pos is None else f" at character {error.pos + 1}"
             raise Refusal.at(
-                "reward.format", f"{expression!r} is not a regular expression: {error.msg}{place}", "mend it"
+                "reward.format", f"{expression!r} is not a regular expression: {error.msg}{where}", "mend it"
             ) from error
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         return settled({self.name: 1.0 if self._pattern.fullmatch(text) else 0.0})
 
     def flush(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.reward.boxed import boxed_example
-from lockstep.reward.parts import Outcome, Part
+from lockstep.reward.parts import PartOutcome, RewardPart
 from lockstep.reward.rules import Rule
 from lockstep.types import Failure, Question
 
@@ -24,8 +24,8 @@ class _Trial:
 
     question: Question
     tried: list[str]
-    empty: Future[Outcome]
-    right: list[Future[Outcome]]
+    empty: Future[PartOutcome]
+    right: list[Future[PartOutcome]]
 
     def scores(self, name: str) -> tuple[float, dict[str, float]]:
         """Of the empty answer, and by text of the others; once all are there and none has failed."""
@@ -44,7 +44,7 @@ class Tried:
 
 
 def dry_run(
-    parts: Sequence[Part],
+    parts: Sequence[RewardPart],
     questions: Sequence[Question],
     rule_of: Callable[[str], Rule | None],
     weights: Mapping[str, float],
@@ -97,7 +97,7 @@ def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | N
     return shortened(problems, "rows")
 
 
-def _try(part: Part, question: Question, rule: Rule | None) -> _Trial:
+def _try(part: RewardPart, question: Question, rule: Rule | None) -> _Trial:
     tried = right_answers(part.name, question, rule)
     return _Trial(question, tried, part.submit(question, ""), [part.submit(question, text) for text in tried])
 

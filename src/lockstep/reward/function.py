@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep.errors import Refusal
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import Given, Raised
-from lockstep.reward.parts import Outcome, promised
+from lockstep.reward.parts import PartOutcome, promised
 from lockstep.reward.pool import Pool
 from lockstep.reward.worker_process import Target
 from lockstep.types import Failure, Question
@@ -17,13 +17,13 @@ from lockstep.types import Failure, Question
 class FunctionPart:
     """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response, in processes.
 
-    `name` is the part that the scores and failures count for; `place` is `path/to/file.py:name`, named by `key`.
+    `name` is the part that the scores and failures count for; `reference` is `path/to/file.py:name`, named by `key`.
     The last lines that process N prints are kept in `output`-N.log, once the folder above is there.
     """
 
     def __init__(
         self,
-        place: str,
+        reference: str,
         settings: Reward,
         *,
         name: str = "function",
@@ -31,11 +31,11 @@ class FunctionPart:
         output: Path | None = None,
     ):
         self.name = name
-        path, function = located(place, key)
+        path, function = located(reference, key)
         target = Target(str(path), function, settings.time_limit, settings.memory_limit_gb, output, key)
         self._pool = Pool(target, settings.workers)
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         call = {
             "data_source": question.data_source,
             "solution_str": text,
@@ -52,17 +52,17 @@ class FunctionPart:
     def close(self) -> None:
         self._pool.close()
 
-    def _outcome(self, answer: Given | Raised) -> Outcome:
+    def _outcome(self, answer: Given | Raised) -> PartOutcome:
         if isinstance(answer, Raised):
             return Failure(self.name, answer.why, answer.log)
         return {self.name: answer.score, **{f"{self.name}/{key}": value for key, value in answer.more.items()}}
 
 
-def located(place: str, key: str) -> tuple[Path, str]:
+def located(reference: str, key: str) -> tuple[Path, str]:
     """File and name of `path/to/file.py:name`; refused where there is no such file."""
-    path, _, name = place.rpartition(":")
+    path, _, name = reference.rpartition(":")
     if not path or not name.isidentifier():
-        raise Refusal.at(key, f"{place!r} does not name a function", "write path/to/file.py:name")
+        raise Refusal.at(key, f"{reference!r} does not name a function", "write path/to/file.py:name")
     file = Path(path).expanduser().absolute()
     if not file.is_file():
         raise Refusal.at(key, f"there is no file {path}", "give the path from the folder that you start in")

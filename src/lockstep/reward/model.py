@@ -19,7 +19,7 @@ from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
 from lockstep.model.tokenizer import tokenizer_of
-from lockstep.reward.parts import Outcome, promised, settled
+from lockstep.reward.parts import PartOutcome, promised, settled
 from lockstep.types import Failure, Question
 
 STATS = "score_stats.json"
@@ -154,9 +154,9 @@ class ModelPart:
     def __init__(self, path: str, device: torch.device):
         self._reward_model = load_reward_model(path, device)
         self._lock = threading.Lock()
-        self._waiting: list[tuple[list[int], Future[Outcome]]] = []
+        self._waiting: list[tuple[list[int], Future[PartOutcome]]] = []
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         try:
             ids = self._reward_model.encode(question, text)
         except TemplateError as error:
@@ -180,7 +180,7 @@ class ModelPart:
         for _, future in self._taken():
             future.set_result(Failure(self.name, "the run was ending before it was scored"))
 
-    def _taken(self) -> list[tuple[list[int], Future[Outcome]]]:
+    def _taken(self) -> list[tuple[list[int], Future[PartOutcome]]]:
         with self._lock:
             waiting, self._waiting = self._waiting, []
         return waiting

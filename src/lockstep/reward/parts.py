@@ -8,11 +8,11 @@ from typing import Protocol
 
 from lockstep.types import Failure, Question
 
-Outcome = dict[str, float] | Failure
+PartOutcome = dict[str, float] | Failure
 """What a part gave for one response: its score under its own name, with further numbers to log; or no score."""
 
 
-class Stepwise(dict[str, float]):
+class StepOutcome(dict[str, float]):
     """An outcome whose score was earned step by step: (end of the step in the text, its share)."""
 
     def __init__(self, parts: dict[str, float], steps: Sequence[tuple[int, float]]):
@@ -20,12 +20,12 @@ class Stepwise(dict[str, float]):
         self.steps = tuple(steps)
 
 
-class Part(Protocol):
+class RewardPart(Protocol):
     """One of the rewards that are added up."""
 
     name: str
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         """Returns at once. The future never raises."""
 
     def flush(self) -> None:
@@ -35,15 +35,15 @@ class Part(Protocol):
         """Give back what the part holds; what was not scored becomes a failure."""
 
 
-def promised() -> Future[Outcome]:
+def promised() -> Future[PartOutcome]:
     """A future that cannot be cancelled: whoever made the promise keeps it."""
-    future: Future[Outcome] = Future()
+    future: Future[PartOutcome] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
-def settled(outcome: Outcome) -> Future[Outcome]:
+def settled(outcome: PartOutcome) -> Future[PartOutcome]:
     """A future that is over already."""
-    future: Future[Outcome] = Future()
+    future: Future[PartOutcome] = Future()
     future.set_result(outcome)
     return future

@@ -27,10 +27,10 @@ from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
 from lockstep.model.tokenizer import tokenizer_of
 from lockstep.reward.model import BATCH_TOKENS, batches
-from lockstep.reward.parts import Outcome, Stepwise, promised, settled
+from lockstep.reward.parts import PartOutcome, StepOutcome, promised, settled
 from lockstep.types import Failure, Question
 
-# Beside the weights of a process reward model: the words it was trained with.
+# Beside the weights of a process reward model: the tokens it judges with.
 PROCESS = "process_reward.json"
 
 
@@ -60,7 +60,7 @@ class ProcessModel:
         with sequences(own_positions(self.model), lengths, ids.shape, None, packed=False):
             hidden = self.model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         head, judging = output_head(self.model), torch.tensor(self.writer.marks.token_ids, device=self.device)
-        # Only the judging words compete, so only their rows of the head are needed.
+        # Only the judging tokens compete, so only their rows of the head are needed.
         bias = None if head.bias_V is None else head.bias_V[judging]
         head = head._replace(weight_VH=head.weight_VH[judging], bias_V=bias)
         verdicts = []
@@ -71,7 +71,7 @@ class ProcessModel:
 
 
 def load_process_model(path: str, device: torch.device, key: str = "reward.process") -> ProcessModel:
-    """The folder's model in the precision it is stored in, with the words that it was trained with."""
+    """The folder's model in the precision it is stored in, with the tokens that it judges with."""
     where, folder = f"{key} {path}", Path(model_folder(path))
     if not (folder / PROCESS).is_file():
         raise Refusal.at(
@@ -79,9 +79,9 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
             f"is no process reward model: it has no {PROCESS}",
             'train one with method prm, or write it: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
         )
-    words = read_words(folder)
+    trained_with = read_judging(folder)
     tokenizer = tokenizer_of(str(folder), where)
-    marks = Marks.of(tokenizer, words["placeholder"], words["tokens"])
+    marks = Marks.of(tokenizer, trained_with["placeholder"], trained_with["tokens"])
     model = pretrained(AutoModelForCausalLM, str(folder), where, "its weights", dtype="auto")
     if not tokenizer.chat_template:
         raise Refusal.at(where, "its tokenizer has no chat template", "put a chat_template.jinja into its folder")
@@ -90,17 +90,17 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
     return ProcessModel(model, StepWriter(tokenizer, marks), device, context)
 
 
-def read_words(folder: Path) -> dict[str, Any]:
-    """The words that a process reward model was trained with: its `placeholder`, and its judging `tokens`."""
+def read_judging(folder: Path) -> dict[str, Any]:
+    """What a process reward model was trained with: its `placeholder`, and its judging `tokens`."""
     file, remedy = folder / PROCESS, 'it holds {"placeholder": TEXT, "tokens": [GOOD, BAD]}'
     try:
-        words: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        texts = [words["placeholder"], *words["tokens"]]
+        trained_with: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        texts = [trained_with["placeholder"], *trained_with["tokens"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refusal.at(str(file), f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy) from error
-    if not isinstance(words["tokens"], list) or not all(isinstance(text, str) for text in texts):
+    if not isinstance(trained_with["tokens"], list) or not all(isinstance(text, str) for text in texts):
         raise Refusal.at(str(file), "its placeholder and tokens are not all texts", remedy)
-    return words
+    return trained_with
 
 
 def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
@@ -122,12 +122,12 @@ class ProcessPart:
         self._model = load_process_model(path, device)
         self._separator = separator
         self._lock = threading.Lock()
-        self._waiting: list[tuple[list[int], list[int], Future[Outcome]]] = []
+        self._waiting: list[tuple[list[int], list[int], Future[PartOutcome]]] = []
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         steps = steps_of(text, self._separator)
         if not steps:
-            return settled(Stepwise({self.name: 0.0}, ()))
+            return settled(StepOutcome({self.name: 0.0}, ()))
         writer = self._model.writer
         answer = writer.marked([step for step, _ in steps])
         try:
@@ -155,13 +155,13 @@ class ProcessPart:
                 continue
             parts = {self.name: mean, f"{self.name}_worst": min(found)}
             shares = [probability / len(found) for probability in found]
-            future.set_result(Stepwise(parts, list(zip(ends, shares, strict=True))))
+            future.set_result(StepOutcome(parts, list(zip(ends, shares, strict=True))))
 
     def close(self) -> None:
         for _, _, future in self._taken():
             future.set_result(Failure(self.name, "the run was ending before it was scored"))
 
-    def _taken(self) -> list[tuple[list[int], list[int], Future[Outcome]]]:
+    def _taken(self) -> list[tuple[list[int], list[int], Future[PartOutcome]]]:
         with self._lock:
             waiting, self._waiting = self._waiting, []
         return waiting

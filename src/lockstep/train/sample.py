@@ -49,7 +49,7 @@ class Job:
 
 
 @dataclass
-class Pace:
+class SamplingPace:
     """What this process, and the others beside it, produced."""
 
     tokens: int = 0
@@ -132,7 +132,7 @@ def _sample(
     parts: Parts,
     world: World,
     console: Console,
-) -> Pace:
+) -> SamplingPace:
     """Answer the chunks that are not on disk yet. A question's noise is keyed by its row, so chunks do not matter."""
     chunks = _chunks(job, prompts)
     # Rank 0 alone looks: it alone writes.
@@ -145,7 +145,7 @@ def _sample(
         for number in range(chunks)
         if number not in done
     }
-    pace = Pace()
+    pace = SamplingPace()
     try:
         with console.task("Sampling", job.n * sum(map(len, spans.values()))) as task:
             for number, span in spans.items():
@@ -172,7 +172,7 @@ def _sample(
     return pace
 
 
-def summary(out: Path, pace: Pace) -> list[tuple[str, str]]:
+def summary(out: Path, pace: SamplingPace) -> list[tuple[str, str]]:
     """The file in numbers. Rewards are over the responses that have one."""
     table = pq.ParquetFile(out).read(["question", "reward", "stop", "tokens"])
     scored = table.filter(pc.is_valid(table["reward"]))

@@ -22,7 +22,7 @@ LARGEST_VAL_SHARE = 0.2
 
 
 # A sign and the numbers it joins.
-Question = tuple[str, tuple[int, ...]]
+ArithmeticQuestion = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def write_arithmetic(
     return counts
 
 
-def _one_digit(number: int) -> Question:
+def _one_digit(number: int) -> ArithmeticQuestion:
     if number < 100:
         return "+", divmod(number, 10)
     a, rest = divmod(number - 100, 100)
@@ -81,7 +81,7 @@ def _two_digit(number: int) -> tuple[int, int]:
     return 10 + a, 10 + b
 
 
-def _three_digit(number: int) -> Question:
+def _three_digit(number: int) -> ArithmeticQuestion:
     if number < 900 * 900:
         a, b = divmod(number, 900)
         return "+", (100 + a, 100 + b)
@@ -92,7 +92,7 @@ def _three_digit(number: int) -> Question:
 
 
 # How many questions a level has, and which is the one of a number.
-LEVELS: dict[int, tuple[int, Callable[[int], Question]]] = {
+LEVELS: dict[int, tuple[int, Callable[[int], ArithmeticQuestion]]] = {
     1: (1100, _one_digit),
     2: (90 * 90, lambda number: ("+", _two_digit(number))),
     3: (900 * 900 + 900 * 899 // 2, _three_digit),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.prepare.scored import CUT, EMPTY, NO_SCORE, Group, Response, read_scored
+from lockstep.data.prepare.scored import CUT, EMPTY, NO_SCORE, Response, ScoredQuestion, read_scored
 from lockstep.data.prepare.write import write_parquet
 from lockstep.errors import Problem, Refusal
 from lockstep.run.files import replace_text
@@ -29,7 +29,7 @@ CLOSE = "margin below --min-margin"
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What is taken of a question. `threshold` None is the mean of the question's rewards."""
 
     kind: str = "pairs"
@@ -49,7 +49,7 @@ def choice_of(
     threshold: str | None = None,
     length_tie: str | None = None,
     keep_cut: bool = False,
-) -> Choice:
+) -> Selection:
     """The options of the command, those of another kind refused: none is passed over in silence."""
     if kind not in KINDS:
         raise Refusal.at("--kind", f"{kind!r} is not one of {', '.join(KINDS)}")
@@ -69,7 +69,7 @@ def choice_of(
     ]
     if problems:
         raise Refusal(problems)
-    return Choice(
+    return Selection(
         kind,
         per_prompt or 1,
         min_margin or 0.0,
@@ -80,20 +80,20 @@ def choice_of(
     )
 
 
-def _threshold(words: str) -> float | None:
-    if words == "mean":
+def _threshold(given: str) -> float | None:
+    if given == "mean":
         return None
     try:
-        value = float(words)
+        value = float(given)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise Refusal.at("--threshold", f"{words!r} is not a number", "give a number, or mean")
+        raise Refusal.at("--threshold", f"{given!r} is not a number", "give a number, or mean")
     return value
 
 
 @dataclass
-class Counts:
+class SelectionCounts:
     """What became of the questions and responses: `left_out` counts questions, `unused` responses, by reason."""
 
     questions: int = 0
@@ -114,14 +114,14 @@ class Counts:
         return [(name, f"{count:,}") for name, count in [*lines, ("rows written", self.rows)]]
 
 
-def write_pairs(samples: str, out: Path, choice: Choice) -> Counts:
+def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
     """Read the responses behind `samples`, write the rows chosen to `out` (.parquet or .jsonl), count both."""
     if out.suffix not in (".parquet", ".jsonl"):
         raise Refusal.at(str(out), "does not say which format to write", "end it in .parquet or .jsonl")
     if out.exists():
         raise Refusal.at(str(out), "exists already", "choose another name, or remove it")
     scored = read_scored(samples, keep_cut=choice.keep_cut)
-    counts = Counts(len(scored.groups), scored.responses, unused=scored.unused)
+    counts = SelectionCounts(len(scored.groups), scored.responses, unused=scored.unused)
     rows = list(chosen_rows(scored.groups, choice, counts))
     if not rows:
         raise Refusal.at(samples, f"gives no row of kind {choice.kind}: {_why_none(counts)}", _remedy(counts))
@@ -132,9 +132,11 @@ def write_pairs(samples: str, out: Path, choice: Choice) -> Counts:
     return counts
 
 
-def chosen_rows(groups: Sequence[Group], choice: Choice, counts: Counts) -> Iterator[Row]:
+def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: SelectionCounts) -> Iterator[Row]:
     """The rows of every question in order; `counts` learns what was taken and what was not."""
-    make: Callable[[Group, Choice], list[Row] | str] = {"pairs": _pairs, "sft": _best, "kto": _verdicts}[choice.kind]
+    make: Callable[[ScoredQuestion, Selection], list[Row] | str] = {"pairs": _pairs, "sft": _best, "kto": _verdicts}[
+        choice.kind
+    ]
     for group in groups:
         made = make(group, choice)
         counts.ties += group.tied
@@ -146,7 +148,7 @@ def chosen_rows(groups: Sequence[Group], choice: Choice, counts: Counts) -> Iter
         yield from made
 
 
-def _best(group: Group, choice: Choice) -> list[Row] | str:
+def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
     """The best different responses that reach the least reward; why there is none otherwise."""
     ranked = _distinct(_ranked(group.responses, choice.length_tie, best_first=True))
     if not ranked:
@@ -155,7 +157,7 @@ def _best(group: Group, choice: Choice) -> list[Row] | str:
     return [{"messages": [*group.prompt, *_turn(r)], "reward": r.reward} for r in good] or BELOW
 
 
-def _pairs(group: Group, choice: Choice) -> list[Row] | str:
+def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
     """Best against worst, then the next of either end; no text stands in two places. Otherwise why there is none."""
     if group.tied:
         return EQUAL
@@ -190,7 +192,7 @@ def _pairs(group: Group, choice: Choice) -> list[Row] | str:
     return made
 
 
-def _verdicts(group: Group, choice: Choice) -> list[Row] | str:
+def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
     """Each different response with a label: whether its reward reaches the threshold, or the question's mean."""
     if not group.responses:
         return NOTHING
@@ -222,12 +224,12 @@ def _turn(response: Response) -> list[Message]:
     return [{"role": "assistant", "content": response.text}]
 
 
-def _why_none(counts: Counts) -> str:
+def _why_none(counts: SelectionCounts) -> str:
     questions = [f"{count:,} questions: {reason}" for reason, count in counts.left_out.items()]
     return "; ".join([*questions, *(f"{count:,} responses {reason}" for reason, count in counts.unused.items())])
 
 
-def _remedy(counts: Counts) -> str:
+def _remedy(counts: SelectionCounts) -> str:
     """For the reason that cost most questions; where responses were already missing, for the reason of that."""
     reason = counts.left_out.most_common(1)[0][0]
     if reason in (NOTHING, TOO_FEW) and counts.unused:
