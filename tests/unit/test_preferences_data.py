@@ -11,7 +11,7 @@ import pytest
 from conftest import write_jsonl
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.completions import ResponseEncoder
-from lockstep.data.dataset import load_dataset
+from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.dialogue import divide
 from lockstep.data.encoding import Encoding
 from lockstep.data.preferences import RankingRows
@@ -56,7 +56,7 @@ def load(tmp_path: Path):
         path = write_jsonl(tmp_path / "pairs.jsonl", list(rows))
         sources = [Source(path=str(path), **(source or {}))]
         settings = Data(train=[str(path)], **data)
-        return load_dataset(partial(RankingRows, read=read, several=several), sources, settings, tokenizer, limit)
+        return load_rows(Dataset, partial(RankingRows, read=read, several=several), sources, settings, tokenizer, limit)
 
     return load
 

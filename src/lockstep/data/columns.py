@@ -63,7 +63,7 @@ def filled(row: Row, key: str, origin: Origin) -> Any:
     """The value at `key`, which must hold something."""
     value = lookup(row, key, origin)
     if value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
-        raise Refusal.at(str(origin), f"{key} is empty", "remove the row or fill it in")
+        raise Refusal.at(origin, f"{key} is empty", "remove the row or fill it in")
     return value
 
 
@@ -102,7 +102,7 @@ def _missing(row: Row, key: str, reached: str, value: Any, origin: Origin) -> Re
     else:
         held = f"{inside} is {'null' if value is None else 'a ' + type(value).__name__}, with nothing inside"
     near = _nearest(row, key)
-    return Refusal.at(str(origin), f"has no {key!r}: {held}", f"did you mean {near!r}?" if near else "")
+    return Refusal.at(origin, f"has no {key!r}: {held}", f"did you mean {near!r}?" if near else "")
 
 
 def _listed(keys: list[str]) -> str:

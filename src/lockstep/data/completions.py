@@ -39,7 +39,7 @@ class ResponseEncoder:
             examples, split = [self._apart(spans, origin) for spans in rendered], True
         if not _begin_alike(examples):
             raise Refusal.at(
-                str(origin),
+                origin,
                 "the chat template renders the prompt differently for each response",
                 "use a template that renders a prompt alike whatever follows",
             )
@@ -63,7 +63,7 @@ class ResponseEncoder:
             spans = Spans(whole.text, whole.trained[-turns:])
         if not spans.text.startswith(before) or str(answer[0]["content"]).strip() not in spans.text[len(before) :]:
             raise Refusal.at(
-                str(origin),
+                origin,
                 "the chat template does not render the response as it is after the prompt it would generate from",
                 "mend the template, or use one that neither drops nor changes assistant turns",
             )

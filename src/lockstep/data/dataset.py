@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.mix import Mixture
 from lockstep.data.read import RowSet, read_rows
-from lockstep.errors import Problem, Refusal, shortened
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.schema import Data, Source
 from lockstep.types import Example, Item, Origin, Row
 
@@ -55,6 +55,9 @@ class RowCounts:
         self.tokens += sum(kept.lengths)
         self.longest = max(self.longest, *kept.lengths)
 
+    def split_by(self, reader: RowReader[Any]) -> None:
+        """Rows that a reader had to tokenise in pieces; of prompts there are none."""
+
 
 @dataclass
 class TrainedCounts(RowCounts):
@@ -69,6 +72,9 @@ class TrainedCounts(RowCounts):
     def add(self, kept: Kept[Any]) -> None:
         super().add(kept)
         self.trained_tokens += kept.trained
+
+    def split_by(self, reader: RowReader[Any]) -> None:
+        self.split += reader.split_rows
 
 
 @dataclass
@@ -124,57 +130,41 @@ class RowReader(Protocol[T]):
         ...
 
 
+LoadedT = TypeVar("LoadedT", bound=LoadedRows[Any])
 # Opens the rows of one source, whose columns are still to be found, within a limit of tokens.
 OpenRows = Callable[[ColumnFinder, PreTrainedTokenizerBase, int], RowReader[T]]
 
 
-def load_dataset(
-    open_rows: OpenRows[ItemT],
+def load_rows(
+    kind: type[LoadedT],
+    open_rows: OpenRows[Any],
     sources: Sequence[Source],
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
     limit: int,
     advance: Callable[[int], None] = lambda rows: None,
     opened: Sequence[RowSet] | None = None,
-) -> Dataset[ItemT]:
-    """The rows of an offline method."""
-    dataset: Dataset[ItemT] = Dataset()
-    readers = read_sources(dataset, open_rows, sources, data, tokenizer, limit, advance, opened)
-    dataset.counts.split = sum(reader.split_rows for reader in readers)
-    return dataset
-
-
-def read_sources(
-    loaded: LoadedRows[T],
-    open_rows: OpenRows[T],
-    sources: Sequence[Source],
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    advance: Callable[[int], None],
-    opened: Sequence[RowSet] | None,
-) -> list[RowReader[T]]:
+) -> LoadedT:
     """Read and encode every row before anything is trained; all bad rows are told together."""
     rowsets = opened if opened is not None else [read_rows(source.path) for source in sources]
-    loaded.weights = [source.weight for source in sources if source.weight is not None] or None
-    loaded.fingerprints = [rows.described() for rows in rowsets]
-    readers: list[RowReader[T]] = []
+    weights = [source.weight for source in sources if source.weight is not None]
+    loaded = kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):
-        readers.append(open_rows(ColumnFinder(source, data, rows.columns), tokenizer, limit))
+        reader = open_rows(ColumnFinder(source, data, rows.columns), tokenizer, limit)
         loaded.sources.append([])
-        problems += _read_source(rows, readers[-1], loaded, advance)
-        loaded.notes.append(f"{source.path}: {len(rows):,} rows as {readers[-1].found()}")
+        problems += _read_source(rows, reader, loaded, advance)
+        loaded.counts.split_by(reader)
+        loaded.notes.append(f"{source.path}: {len(rows):,} rows as {reader.found()}")
         if rows.ignored:
             loaded.notes.append(f"{source.path}: not read: {', '.join(rows.ignored)}")
-    if problems:
-        raise Refusal(shortened(problems, "rows"))
+    refuse_all(problems, "rows")
     for source, items in zip(sources, loaded.sources, strict=True):
         if not items:
             raise Refusal.at(
                 source.path, f"all {loaded.WHAT} are over {limit} tokens and were dropped", f"raise {loaded.LIMIT}"
             )
-    return readers
+    return loaded
 
 
 def _read_source(

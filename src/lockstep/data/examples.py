@@ -117,7 +117,7 @@ class Encoder:
 
     def _text(self, value: Any, key: str, origin: Origin) -> str:
         if not isinstance(value, str):
-            raise Refusal.at(str(origin), f"{key} is {type(value).__name__}, not text")
+            raise Refusal.at(origin, f"{key} is {type(value).__name__}, not text")
         return value
 
 

@@ -26,7 +26,7 @@ def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | 
 
 def too_long(origin: Origin, what: str, limit: int) -> Refusal:
     return Refusal.at(
-        str(origin),
+        origin,
         f"{what} tokens, over data.max_tokens={limit}",
         "raise data.max_tokens, or set data.overlong to drop, truncate_left or truncate_right",
     )
@@ -42,7 +42,7 @@ def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained tok
         return example
     short = example.cut(span)
     if not short.targets:
-        raise Refusal.at(str(example.origin), f"{overlong} to {limit} tokens leaves no {needed}", _DROP)
+        raise Refusal.at(example.origin, f"{overlong} to {limit} tokens leaves no {needed}", _DROP)
     return short
 
 
@@ -64,15 +64,13 @@ def fit_responses(
         prompt = prompt_length(examples[0])
         if span.start >= prompt:
             raise Refusal.at(
-                str(origin),
-                f"{name} alone has {longest - prompt} tokens and leaves nothing of {limit} to the prompt",
-                _DROP,
+                origin, f"{name} alone has {longest - prompt} tokens and leaves nothing of {limit} to the prompt", _DROP
             )
         return [example.cut(span) for example in examples]
     short = [example.cut(span) for example in examples]
     for name, example in zip(names, short, strict=True):
         if not example.targets:
-            raise Refusal.at(str(origin), f"truncate_right to {limit} tokens leaves nothing of {name}", _DROP)
+            raise Refusal.at(origin, f"truncate_right to {limit} tokens leaves nothing of {name}", _DROP)
     refuse_equal(short, names, f" once cut to {limit} tokens")
     return short
 
@@ -89,5 +87,5 @@ def refuse_equal(examples: Sequence[Example], names: Sequence[str], after: str =
         twin = first.setdefault(tuple(example.ids), name)
         if twin != name:
             raise Refusal.at(
-                str(example.origin), f"{twin} and {name} are identical{after}", _DROP if after else "remove the row"
+                example.origin, f"{twin} and {name} are identical{after}", _DROP if after else "remove the row"
             )

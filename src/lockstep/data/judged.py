@@ -108,9 +108,7 @@ def verdict(row: Row, key: str, origin: Origin) -> bool:
     else:
         found = VERDICTS.get(label) if isinstance(label, bool | int | float) else None
     if found is None:
-        raise Refusal.at(
-            str(origin), f"{key} is {label!r}, which is no verdict", "write true or false, 1 or 0, or 1 or -1"
-        )
+        raise Refusal.at(origin, f"{key} is {label!r}, which is no verdict", "write true or false, 1 or 0, or 1 or -1")
     return found
 
 
@@ -121,7 +119,7 @@ def _answered(row: Row, columns: JudgedColumns, origin: Origin) -> tuple[Any, An
     chat = as_turns(filled(row, columns.messages, origin), columns.messages, origin)
     if isinstance(chat, str) or len(chat) < 2 or chat[-1]["role"] != "assistant":
         raise Refusal.at(
-            str(origin),
+            origin,
             f"{columns.messages} must be a chat of a prompt and the assistant's turn that is judged",
             "mend or remove the row",
         )

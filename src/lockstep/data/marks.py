@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.types import Origin
 
 
@@ -40,8 +40,7 @@ class Marks:
         token_ids = tuple(found[0] for found in ids[1:] if found)
         if not problems and len(set(token_ids)) < len(token_ids):
             problems.append(Problem("prm.tokens", f"{', '.join(tokens)} are not all different", "name each word once"))
-        if problems:
-            raise Refusal(problems)
+        refuse_all(problems)
         return cls(placeholder, ids[0][0], tuple(tokens), token_ids)
 
 
@@ -55,10 +54,10 @@ def parse_labels(value: Any, key: str, marks: Marks, origin: Origin) -> list[tup
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise Refusal.at(
-                str(origin), f"{key} is text, but not a JSON list: {error.msg}", 'write it as ["+", "-"] or [1, 0]'
+                origin, f"{key} is text, but not a JSON list: {error.msg}", 'write it as ["+", "-"] or [1, 0]'
             ) from error
     if not isinstance(value, list) or not value:
-        raise Refusal.at(str(origin), f"{key} must be a list with a label for each step", "mend or remove the row")
+        raise Refusal.at(origin, f"{key} must be a list with a label for each step", "mend or remove the row")
     return [_distribution(label, number, key, marks, origin) for number, label in enumerate(value, 1)]
 
 
@@ -69,7 +68,7 @@ def _distribution(label: Any, number: int, key: str, marks: Marks, origin: Origi
         return (float(label), 1.0 - label)
     numbers = ", or numbers from 0 to 1 (the probability of the first)" if len(marks.tokens) == 2 else ""
     raise Refusal.at(
-        str(origin),
+        origin,
         f"label {number} of {key} is {label!r}",
         f"labels are the words of prm.tokens ({', '.join(marks.tokens)}){numbers}",
     )

@@ -17,7 +17,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, refuse_all
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -147,8 +147,7 @@ def _shares(total: int, weights: list[float]) -> list[int]:
         for source, count in enumerate(counts)
         if count == 0
     ]
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)
     return counts
 
 
@@ -161,5 +160,4 @@ def _check(sizes: list[int], weights: list[float] | None) -> None:
     for source, weight in enumerate(weights or []):
         if not (weight > 0 and math.isfinite(weight)):
             problems.append(Problem(f"mixing weight of source {source}", f"{weight} is not a positive number"))
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)

@@ -80,7 +80,7 @@ class RankingRows:
         names, responses = responses_of(row, columns, origin)
         if len(responses) > 2 and not self.several:
             raise Refusal.at(
-                str(origin), f"has {len(responses)} responses, and this method compares two", "write it as pairs"
+                origin, f"has {len(responses)} responses, and this method compares two", "write it as pairs"
             )
         margin = _margin(row, columns, origin, used=self.read == "score")
         prompt = filled(row, columns.prompt, origin) if columns.prompt else None
@@ -122,7 +122,7 @@ def responses_of(row: Row, columns: RankingColumns, origin: Origin) -> tuple[lis
     responses = lookup(row, columns.responses, origin)
     if not isinstance(responses, list) or len(responses) < 2:
         raise Refusal.at(
-            str(origin), f"{columns.responses} must be a list of two or more responses", "mend or remove the row"
+            origin, f"{columns.responses} must be a list of two or more responses", "mend or remove the row"
         )
     names = [f"{columns.responses}.{i}" for i in range(len(responses))]
     if not columns.scores:
@@ -138,7 +138,7 @@ def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
     better, worse = (lookup(row, key, origin) for key in columns.scores_of_pair)
     if _is_number(better) and _is_number(worse) and better < worse:
         raise Refusal.at(
-            str(origin),
+            origin,
             f"{columns.scores_of_pair[0]} {better} is below {columns.scores_of_pair[1]} {worse}: the sides are swapped",
             "swap the responses, or mend the scores",
         )
@@ -147,12 +147,12 @@ def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
 def _best_first(row: Row, columns: RankingColumns, count: int, origin: Origin) -> list[int]:
     scores = lookup(row, columns.scores, origin)
     if not isinstance(scores, list) or not all(_is_number(score) and math.isfinite(score) for score in scores):
-        raise Refusal.at(str(origin), f"{columns.scores} must be a list of finite numbers", "mend or remove the row")
+        raise Refusal.at(origin, f"{columns.scores} must be a list of finite numbers", "mend or remove the row")
     if len(scores) != count:
-        raise Refusal.at(str(origin), f"has {count} responses and {len(scores)} scores", "give each response its score")
+        raise Refusal.at(origin, f"has {count} responses and {len(scores)} scores", "give each response its score")
     if len(set(scores)) < count:
         raise Refusal.at(
-            str(origin),
+            origin,
             f"{columns.scores} holds equal scores, which do not say which response is better",
             "keep one of the responses with equal scores",
         )
@@ -169,14 +169,14 @@ def _margin(row: Row, columns: RankingColumns, origin: Origin, *, used: bool) ->
         margin = better - worse
     if margin < 0 or not math.isfinite(margin):
         raise Refusal.at(
-            str(origin), f"a margin of {margin} asks that the rejected response wins", "swap the responses or mend it"
+            origin, f"a margin of {margin} asks that the rejected response wins", "swap the responses or mend it"
         )
     return margin
 
 
 def _finite(value: Any, key: str, origin: Origin) -> float:
     if not _is_number(value) or not math.isfinite(value):
-        raise Refusal.at(str(origin), f"{key} is {value!r}, not a finite number", "mend or remove the row")
+        raise Refusal.at(origin, f"{key} is {value!r}, not a finite number", "mend or remove the row")
     return float(value)
 
 

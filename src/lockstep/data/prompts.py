@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.chat import render_prompt
 from lockstep.data.columns import ColumnFinder, lookup
-from lockstep.data.dataset import Kept, LoadedRows, RowCounts, read_sources
+from lockstep.data.dataset import Kept, LoadedRows, RowCounts, load_rows
 from lockstep.data.fit import kept_span
 from lockstep.data.read import RowSet
-from lockstep.errors import Problem, Refusal, shortened
-from lockstep.recipe.schema import Data, Source
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.types import Message, Origin, Prompt, Question, Row
 
 
@@ -27,8 +27,7 @@ def read_questions(rows: RowSet, limit: int | None = None) -> list[Question]:
             questions.append(question_of(rows[i], rows.origin(i)))
         except Refusal as refusal:
             problems += refusal.problems
-    if problems:
-        raise Refusal(shortened(problems, "rows"))
+    refuse_all(problems, "rows")
     return questions
 
 
@@ -37,9 +36,9 @@ def question_of(row: Row, origin: Origin) -> Question:
     source, prompt = lookup(row, "data_source", origin), lookup(row, "prompt", origin)
     truth = lookup(row, "reward_model.ground_truth", origin)
     if not isinstance(prompt, list) or not prompt:
-        raise Refusal.at(str(origin), "prompt is not a list of chat messages")
+        raise Refusal.at(origin, "prompt is not a list of chat messages")
     if truth is None or not str(truth).strip():
-        raise Refusal.at(str(origin), "reward_model.ground_truth is empty")
+        raise Refusal.at(origin, "reward_model.ground_truth is empty")
     extra = row.get("extra_info")
     return Question(str(source), prompt, str(truth), origin, extra if isinstance(extra, dict) else {})
 
@@ -69,20 +68,6 @@ class PromptSet(LoadedRows[Prompt]):
         return [prompt.question for prompt in self.items]
 
 
-def load_prompts(
-    sources: Sequence[Source],
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    advance: Callable[[int], None] = lambda rows: None,
-    opened: Sequence[RowSet] | None = None,
-) -> PromptSet:
-    """The prompts of an online run, all encoded before anything is generated."""
-    prompts = PromptSet()
-    read_sources(prompts, PromptRows, sources, data, tokenizer, limit, advance, opened)
-    return prompts
-
-
 class PromptRows:
     """The rows of one source as prompts."""
 
@@ -100,25 +85,26 @@ class PromptRows:
         return "prompts"
 
 
+load_prompts = partial(load_rows, PromptSet, PromptRows)
+
+
 def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question) -> None:
     """Refuse what a template would answer with an error of its own, or render as something else than was meant."""
     if not tokenizer.chat_template:
         raise Refusal.at(
-            str(question.origin),
+            question.origin,
             "the prompt is a chat, but the tokenizer has no chat template",
             "use a model whose tokenizer has one, or put a chat_template.jinja into its folder",
         )
     for number, message in enumerate(question.prompt, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refusal.at(
-                str(question.origin), f"message {number} of the prompt has no role", "write it as {role, content}"
+                question.origin, f"message {number} of the prompt has no role", "write it as {role, content}"
             )
         content = message.get("content")
         if not isinstance(content, str) or not content.strip():
             raise Refusal.at(
-                str(question.origin),
-                f"message {number} ({message['role']}) is empty or not text",
-                "mend or remove the row",
+                question.origin, f"message {number} ({message['role']}) is empty or not text", "mend or remove the row"
             )
 
 
@@ -134,9 +120,9 @@ def fit_prompt(
     """The prompt within the limit, as `data.overlong` says; None when it is dropped. Its end is never cut."""
     ids = prompt_ids(tokenizer, question)
     if not ids:
-        raise Refusal.at(str(question.origin), "the prompt has no tokens", "mend or remove the row")
+        raise Refusal.at(question.origin, "the prompt has no tokens", "mend or remove the row")
     over = Refusal.at(
-        str(question.origin),
+        question.origin,
         f"the prompt has {len(ids)} tokens, over the limit of {limit}",
         "raise data.max_prompt_tokens, or set data.overlong to drop or truncate_left",
     )

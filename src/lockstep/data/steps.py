@@ -132,10 +132,10 @@ class StepRows:
         steps = filled(row, self.columns.steps, origin)
         if not isinstance(steps, list) or not all(isinstance(step, str) and step.strip() for step in steps):
             raise Refusal.at(
-                str(origin), f"{self.columns.steps} must be a list of texts, none empty", "mend or remove the row"
+                origin, f"{self.columns.steps} must be a list of texts, none empty", "mend or remove the row"
             )
         if len(steps) != labels:
-            raise Refusal.at(str(origin), f"has {len(steps)} steps and {labels} labels", "give each step its label")
+            raise Refusal.at(origin, f"has {len(steps)} steps and {labels} labels", "give each step its label")
         prompt = as_turns(filled(row, self.columns.prompt, origin), self.columns.prompt, origin)
         answer = self.writer.marked(steps)
         if self.encoding.templated or isinstance(prompt, list):
@@ -153,20 +153,18 @@ class StepRows:
         held = text.count(placeholder)
         if not held:
             raise Refusal.at(
-                str(origin),
-                f"the text holds no placeholder {placeholder!r}",
-                "set prm.placeholder to what the rows use",
+                origin, f"the text holds no placeholder {placeholder!r}", "set prm.placeholder to what the rows use"
             )
         if held != found:
             raise Refusal.at(
-                str(origin),
+                origin,
                 f"the text holds the placeholder {placeholder!r} {held} times, but its token {found} times: it merges "
                 "with its neighbours",
                 "put a space or a line break around it, or add it to the tokenizer as a token of its own",
             )
         if held != labels:
             raise Refusal.at(
-                str(origin),
+                origin,
                 f"has {held} placeholders {placeholder!r} and {labels} labels",
                 "give each placeholder its label",
             )

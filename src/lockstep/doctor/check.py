@@ -34,5 +34,5 @@ def run_doctor(device: str | None, json_wanted: bool, pins: str | None) -> int:
 
 
 def judge(facts: Facts, device: str) -> list[Diagnosis]:
-    judgements = (*judge_machine.SYSTEM, *judge_packages.JUDGEMENTS, *judge_machine.DEVICES)
+    judgements = (*judge_packages.JUDGEMENTS, *judge_machine.ON_ANY, *judge_machine.ON.get(device, ()))
     return [finding for judgement in judgements for finding in judgement(facts, device)]

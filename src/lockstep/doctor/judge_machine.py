@@ -23,7 +23,7 @@ def python_is_supported(facts: Facts, device: str) -> Iterator[Diagnosis]:
 
 
 def compiler_for_kernels(facts: Facts, device: str) -> Iterator[Diagnosis]:
-    if device == "cuda" and facts.compiler is None:
+    if facts.compiler is None:
         yield warning("compiler", "no gcc: Triton compiles a small launcher with it", "install gcc")
 
 
@@ -58,8 +58,6 @@ DOWNLOAD = "the driver and firmware package (HDK) of this device"
 
 
 def devices_answer(facts: Facts, device: str) -> Iterator[Diagnosis]:
-    if device != "npu":
-        return
     if facts.npu.state == "absent" and not facts.npu_nodes:
         yield broken(
             "npu-smi",
@@ -81,8 +79,6 @@ def devices_answer(facts: Facts, device: str) -> Iterator[Diagnosis]:
 
 
 def devices_are_healthy(facts: Facts, device: str) -> Iterator[Diagnosis]:
-    if device != "npu":
-        return
     for number, chip in enumerate(facts.npu.chips):
         if chip.health.lower() == "ok":
             continue
@@ -95,8 +91,6 @@ def devices_are_healthy(facts: Facts, device: str) -> Iterator[Diagnosis]:
 
 
 def cann_is_loaded(facts: Facts, device: str) -> Iterator[Diagnosis]:
-    if device != "npu":
-        return
     if facts.cann is None:
         yield broken("CANN", "not found", "install the toolkit and the kernels of this device, and source set_env.sh")
     elif not _loader_knows(facts, facts.cann.path):
@@ -122,7 +116,7 @@ def _set_env(folder: str) -> str:
 
 def cann_fits_torch_npu(facts: Facts, device: str) -> Iterator[Diagnosis]:
     torch_npu = facts.packages.get("torch_npu")
-    if device != "npu" or facts.cann is None or torch_npu is None:
+    if facts.cann is None or torch_npu is None:
         return
     named = canns_for(torch_npu)
     if not named or cann_fits(facts.cann.version, named):
@@ -140,7 +134,7 @@ def cann_fits_torch_npu(facts: Facts, device: str) -> Iterator[Diagnosis]:
 
 def driver_fits_cann(facts: Facts, device: str) -> Iterator[Diagnosis]:
     driver = driver_version(facts)
-    if device != "npu" or facts.cann is None or driver is None:
+    if facts.cann is None or driver is None:
         return
     wanted = driver_for(facts.cann.version)
     listed = go_together(facts.cann, facts.driver) if facts.driver is not None else None
@@ -166,8 +160,6 @@ def driver_version(facts: Facts) -> str | None:
 
 
 def firmware_fits_driver(facts: Facts, device: str) -> Iterator[Diagnosis]:
-    if device != "npu":
-        return
     for card, board in facts.npu.boards.items():
         if board.compatibility not in (None, "OK"):
             yield broken(
@@ -188,8 +180,6 @@ LAST_PORT, PORTS = 65535, 16
 
 
 def nvidia_answers(facts: Facts, device: str) -> Iterator[Diagnosis]:
-    if device != "cuda":
-        return
     if facts.nvidia.state == "absent":
         yield broken(
             "nvidia-smi",
@@ -205,7 +195,7 @@ def nvidia_answers(facts: Facts, device: str) -> Iterator[Diagnosis]:
 
 
 def ray_sets_devices(facts: Facts, device: str) -> Iterator[Diagnosis]:
-    if device == "npu" and facts.variables.get(NOSET, "0") not in ("", "0"):
+    if facts.variables.get(NOSET, "0") not in ("", "0"):
         yield warning(
             NOSET, "Ray then gives every worker all devices: invalid device, or all on the first one", f"unset {NOSET}"
         )
@@ -256,7 +246,7 @@ def expandable(variables: Mapping[str, str], device: str) -> Iterator[str]:
 
 
 def weights_keep_their_layout(facts: Facts, device: str) -> Iterator[Diagnosis]:
-    if device == "npu" and "vllm-ascend" in facts.packages and facts.variables.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0":
+    if "vllm-ascend" in facts.packages and facts.variables.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0":
         yield warning(
             "VLLM_ASCEND_ENABLE_NZ",
             "weights in the NZ layout move, and an update of the policy then misses the copies that the engine uses",
@@ -266,7 +256,7 @@ def weights_keep_their_layout(facts: Facts, device: str) -> Iterator[Diagnosis]:
 
 def ports_are_valid(facts: Facts, device: str) -> Iterator[Diagnosis]:
     first = facts.variables.get("HCCL_IF_BASE_PORT")
-    if device != "npu" or first is None:
+    if first is None:
         return
     if not first.isdigit() or not 1024 <= int(first) <= LAST_PORT - PORTS + 1:
         yield broken(
@@ -277,7 +267,7 @@ def ports_are_valid(facts: Facts, device: str) -> Iterator[Diagnosis]:
 
 
 def not_blocking(facts: Facts, device: str) -> Iterator[Diagnosis]:
-    if device == "npu" and facts.variables.get("ASCEND_LAUNCH_BLOCKING") == "1":
+    if facts.variables.get("ASCEND_LAUNCH_BLOCKING") == "1":
         yield warning(
             "ASCEND_LAUNCH_BLOCKING",
             "every kernel is waited for: good for finding an error, slow for training",
@@ -285,19 +275,25 @@ def not_blocking(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-SYSTEM: tuple[Examination, ...] = (python_is_supported, compiler_for_kernels, disk_has_room, extensions_are_fresh)
-DEVICES: tuple[Examination, ...] = (
-    devices_answer,
-    devices_are_healthy,
-    cann_is_loaded,
-    cann_fits_torch_npu,
-    driver_fits_cann,
-    firmware_fits_driver,
-    nvidia_answers,
-    ray_sets_devices,
+ON_ANY: tuple[Examination, ...] = (
+    python_is_supported,
+    disk_has_room,
+    extensions_are_fresh,
     visible_devices_exist,
     segments_can_sleep,
-    weights_keep_their_layout,
-    ports_are_valid,
-    not_blocking,
 )
+ON: dict[str, tuple[Examination, ...]] = {
+    "cuda": (compiler_for_kernels, nvidia_answers),
+    "npu": (
+        devices_answer,
+        devices_are_healthy,
+        cann_is_loaded,
+        cann_fits_torch_npu,
+        driver_fits_cann,
+        firmware_fits_driver,
+        ray_sets_devices,
+        weights_keep_their_layout,
+        ports_are_valid,
+        not_blocking,
+    ),
+}

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched, row_logratios, row_means
 from lockstep.algorithms.reduce import sum_by
-from lockstep.data.dataset import Dataset, load_dataset
+from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.judged import JudgedRows
 from lockstep.data.updates import Update
 from lockstep.errors import Problem, Refusal
@@ -20,7 +20,7 @@ from lockstep.types import Example, Judged, MicroBatch, Sums
 
 
 def reader(recipe: Recipe) -> Reader[Judged]:
-    return partial(load_dataset, JudgedRows)
+    return partial(load_rows, Dataset, JudgedRows)
 
 
 def check(recipe: Recipe, rows: Dataset[Judged], key: str) -> tuple[list[Problem], list[str]]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from lockstep.algorithms.process import step_loss
-from lockstep.data.dataset import load_dataset
+from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.steps import StepRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
@@ -18,7 +18,7 @@ from lockstep.types import MicroBatch, Steps, Sums
 
 
 def reader(recipe: Recipe) -> Reader[Steps]:
-    return partial(load_dataset, partial(StepRows, placeholder=recipe.prm.placeholder, tokens=recipe.prm.tokens))
+    return partial(load_rows, Dataset, partial(StepRows, placeholder=recipe.prm.placeholder, tokens=recipe.prm.tokens))
 
 
 class Stepwise(Plain):

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from lockstep.algorithms.ranking import ranking_loss
-from lockstep.data.dataset import load_dataset
+from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.preferences import RankingRows
 from lockstep.data.updates import Update
 from lockstep.methods.base import Models, Reader, Task
@@ -17,7 +17,7 @@ from lockstep.types import MicroBatch, Ranking, Sums
 
 
 def reader(recipe: Recipe) -> Reader[Ranking]:
-    return partial(load_dataset, partial(RankingRows, read="score", several=True))
+    return partial(load_rows, Dataset, partial(RankingRows, read="score", several=True))
 
 
 class Ranked:

@@ -103,9 +103,9 @@ def _working(settings: Model, adapter: bool) -> torch.dtype:
 
 def _refuse_taken(out: Path, replace: bool) -> None:
     if out.exists() and not out.is_dir():
-        raise Refusal.at(str(out), "is a file, not a folder", "choose a new folder")
+        raise Refusal.at(out, "is a file, not a folder", "choose a new folder")
     if out.exists() and any(out.iterdir()) and not replace:
-        raise Refusal.at(str(out), "is not empty", "choose a new folder")
+        raise Refusal.at(out, "is not empty", "choose a new folder")
 
 
 @contextmanager

@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.online import Reward
 from lockstep.reward.function import FunctionPart
-from lockstep.reward.parts import PartOutcome, settled
+from lockstep.reward.parts import PartOutcome, RewardPart, settled
 from lockstep.reward.rules import Rule, rule_for
 from lockstep.types import Failure, Question
 
 
-class RulePart:
+class RulePart(RewardPart):
     """Each response is checked by the rule of its data source: at once, or in a process where a check may hang."""
 
     name = "rule"
@@ -33,8 +33,7 @@ class RulePart:
                 rules.append(self.rule(source))
             except Refusal as refusal:
                 problems += refusal.problems
-        if problems:
-            raise Refusal(problems)
+        refuse_all(problems)
         for rule in rules:
             if rule.isolated is not None:
                 self._process(rule.name, rule.isolated)
@@ -52,9 +51,6 @@ class RulePart:
             # The row is at fault (a ground truth that no answer can match), not the response.
             return settled(Failure(self.name, f"{question.origin}: {refusal.problems[0]}"))
 
-    def flush(self) -> None:
-        """Nothing waits for company here."""
-
     def close(self) -> None:
         for part in self._isolated.values():
             part.close()
@@ -69,7 +65,7 @@ class RulePart:
             return self._isolated[name]
 
 
-class FormatPart:
+class FormatPart(RewardPart):
     """1 where the whole response matches the expression (a point matches line breaks too), else 0."""
 
     name = "format"
@@ -85,9 +81,3 @@ class FormatPart:
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         return settled({self.name: 1.0 if self._pattern.fullmatch(text) else 0.0})
-
-    def flush(self) -> None:
-        """Nothing waits for company here."""
-
-    def close(self) -> None:
-        """Nothing is held."""

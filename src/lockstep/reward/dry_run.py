@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from lockstep.errors import Problem, Refusal, shortened
+from lockstep.errors import Problem, refuse_all, shortened
 from lockstep.reward.boxed import boxed_example
 from lockstep.reward.parts import PartOutcome, RewardPart
 from lockstep.reward.rules import Rule
@@ -70,8 +70,7 @@ def dry_run(
         line, found = _judged(name, source, tried, say_source=len(sources) > 1)
         lines.append(line)
         problems += found
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)
     counting = {name: weight for name, weight in weights.items() if weight and name in KNOWING}
     said = [_upside_down(source, [trials[name, source] for name in counting], counting) for source in sources]
     return Tried(lines, [warning for warning in said if warning])

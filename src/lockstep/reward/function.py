@@ -8,13 +8,13 @@ from pathlib import Path
 from lockstep.errors import Refusal
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import Given, Raised
-from lockstep.reward.parts import PartOutcome, promised
+from lockstep.reward.parts import PartOutcome, RewardPart, promised
 from lockstep.reward.pool import Pool
 from lockstep.reward.worker_process import Target
 from lockstep.types import Failure, Question
 
 
-class FunctionPart:
+class FunctionPart(RewardPart):
     """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response, in processes.
 
     `name` is the part that the scores and failures count for; `reference` is `path/to/file.py:name`, named by `key`.
@@ -46,9 +46,6 @@ class FunctionPart:
         self._pool.submit(call).add_done_callback(lambda done: future.set_result(self._outcome(done.result())))
         return future
 
-    def flush(self) -> None:
-        """Nothing waits for company here."""
-
     def close(self) -> None:
         self._pool.close()
 
@@ -58,11 +55,11 @@ class FunctionPart:
         return {self.name: answer.score, **{f"{self.name}/{key}": value for key, value in answer.more.items()}}
 
 
-def located(reference: str, key: str) -> tuple[Path, str]:
+def located(place: str, key: str) -> tuple[Path, str]:
     """File and name of `path/to/file.py:name`; refused where there is no such file."""
-    path, _, name = reference.rpartition(":")
+    path, _, name = place.rpartition(":")
     if not path or not name.isidentifier():
-        raise Refusal.at(key, f"{reference!r} does not name a function", "write path/to/file.py:name")
+        raise Refusal.at(key, f"{place!r} does not name a function", "write path/to/file.py:name")
     file = Path(path).expanduser().absolute()
     if not file.is_file():
         raise Refusal.at(key, f"there is no file {path}", "give the path from the folder that you start in")

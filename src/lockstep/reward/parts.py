@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 from lockstep.types import Failure, Question
 
@@ -20,18 +20,19 @@ class StepOutcome(dict[str, float]):
         self.steps = tuple(steps)
 
 
-class RewardPart(Protocol):
+class RewardPart(ABC):
     """One of the rewards that are added up."""
 
     name: str
 
+    @abstractmethod
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         """Returns at once. The future never raises."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - most parts make nothing wait
         """Send or score everything that waits for company."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - some parts hold nothing
         """Give back what the part holds; what was not scored becomes a failure."""
 
 

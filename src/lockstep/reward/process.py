@@ -7,7 +7,7 @@ that a response earns the mean, and more steps are not worth more by themselves.
 from __future__ import annotations
 
 import json
-import threading
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,13 +21,12 @@ from lockstep.algorithms.process import good_probability
 from lockstep.data.marks import Marks
 from lockstep.data.steps import StepWriter
 from lockstep.errors import Refusal, first_line
-from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.model.output_head import output_head
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
 from lockstep.model.tokenizer import tokenizer_of
-from lockstep.reward.model import BATCH_TOKENS, batches
-from lockstep.reward.parts import PartOutcome, StepOutcome, promised, settled
+from lockstep.reward.batched import BatchedPart, Waiting, in_batches, padded
+from lockstep.reward.parts import PartOutcome, StepOutcome, settled
 from lockstep.types import Failure, Question
 
 # Beside the weights of a process reward model: the tokens it judges with.
@@ -46,19 +45,11 @@ class ProcessModel:
     @torch.no_grad()
     def judge(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each encoded row the probability that each of its steps is good, in order."""
-        found: list[list[float]] = [[] for _ in rows]
-        for members in batches([len(row) for row in rows], BATCH_TOKENS):
-            for i, verdicts in zip(members, self._forward([rows[i] for i in members]), strict=True):
-                found[i] = verdicts
-        return found
+        return in_batches(rows, self._forward)
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        longest = max(map(len, rows))
-        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self.device)
-        lengths = [len(row) for row in rows]
-        with sequences(own_positions(self.model), lengths, ids.shape, None, packed=False):
-            hidden = self.model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        with padded(self.model, rows, 0, self.device) as inputs:
+            hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state
         head, judging = output_head(self.model), torch.tensor(self.writer.marks.token_ids, device=self.device)
         # Only the judging tokens compete, so only their rows of the head are needed.
         bias = None if head.bias_V is None else head.bias_V[judging]
@@ -97,9 +88,9 @@ def read_judging(folder: Path) -> dict[str, Any]:
         trained_with: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         texts = [trained_with["placeholder"], *trained_with["tokens"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refusal.at(str(file), f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy) from error
+        raise Refusal.at(file, f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy) from error
     if not isinstance(trained_with["tokens"], list) or not all(isinstance(text, str) for text in texts):
-        raise Refusal.at(str(file), "its placeholder and tokens are not all texts", remedy)
+        raise Refusal.at(file, "its placeholder and tokens are not all texts", remedy)
     return trained_with
 
 
@@ -113,16 +104,13 @@ def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
     return steps
 
 
-class ProcessPart:
-    """Responses wait until `flush`, which judges them all in the caller's thread."""
-
+class ProcessPart(BatchedPart):
     name = "process"
 
     def __init__(self, path: str, separator: str, device: torch.device):
         self._model = load_process_model(path, device)
         self._separator = separator
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[list[int], list[int], Future[PartOutcome]]] = []
+        super().__init__(self._model.context)
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         steps = steps_of(text, self._separator)
@@ -135,33 +123,17 @@ class ProcessPart:
         except Refusal as refusal:
             return settled(Failure(self.name, str(refusal.problems[0])))
         if len(writer.positions(ids)) != len(steps):
-            return settled(
-                Failure(self.name, f"the placeholder {writer.marks.placeholder!r} stands in the text itself")
-            )
-        if self._model.context is not None and len(ids) > self._model.context:
-            return settled(Failure(self.name, f"{len(ids)} tokens are more than its context of {self._model.context}"))
-        future = promised()
-        with self._lock:
-            self._waiting.append((ids, [end for _, end in steps], future))
-        return future
+            why = f"the placeholder {writer.marks.placeholder!r} stands in the text itself"
+            return settled(Failure(self.name, why))
+        return self.wait(ids, [end for _, end in steps])
 
-    def flush(self) -> None:
-        waiting = self._taken()
-        verdicts = self._model.judge([ids for ids, _, _ in waiting])
-        for (_, ends, future), found in zip(waiting, verdicts, strict=True):
-            mean = sum(found) / len(found)
-            if not abs(mean) < float("inf"):
-                future.set_result(Failure(self.name, f"the score is {mean}"))
-                continue
-            parts = {self.name: mean, f"{self.name}_worst": min(found)}
-            shares = [probability / len(found) for probability in found]
-            future.set_result(StepOutcome(parts, list(zip(ends, shares, strict=True))))
+    def outcomes(self, waiting: Sequence[Waiting]) -> list[PartOutcome]:
+        verdicts = self._model.judge([entry.ids for entry in waiting])
+        return [self._outcome(entry.ends, found) for entry, found in zip(waiting, verdicts, strict=True)]
 
-    def close(self) -> None:
-        for _, _, future in self._taken():
-            future.set_result(Failure(self.name, "the run was ending before it was scored"))
-
-    def _taken(self) -> list[tuple[list[int], list[int], Future[PartOutcome]]]:
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-        return waiting
+    def _outcome(self, ends: Sequence[int], found: Sequence[float]) -> PartOutcome:
+        mean = sum(found) / len(found)
+        if not math.isfinite(mean):
+            return Failure(self.name, f"the score is {mean}")
+        shares = [probability / len(found) for probability in found]
+        return StepOutcome({self.name: mean, f"{self.name}_worst": min(found)}, list(zip(ends, shares, strict=True)))

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, refuse_all
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import number
 from lockstep.reward.endpoints import LEFT_OUT, Endpoint, Endpoints
 from lockstep.reward.exchange import MOST_BYTES, HttpAnswer, TooLong, Trouble, open_client, post, short
-from lockstep.reward.parts import PartOutcome, promised, settled
+from lockstep.reward.parts import PartOutcome, RewardPart, promised, settled
 from lockstep.types import Failure, Question
 
 # Batches under way at once: enough to keep an endpoint busy while another batch travels.
@@ -51,7 +51,7 @@ class _Final(Exception):
     """An answer that another try would not change."""
 
 
-class RemotePart:
+class RemotePart(RewardPart):
     """Gathers responses to batches in the order they come; a thread with an event loop sends them.
 
     Every future that was handed out is settled: by its batch, by `close`, or by the end of the thread.
@@ -257,8 +257,7 @@ def _checked(addresses: str | Sequence[str]) -> list[str]:
     ]
     if not found:
         problems.append(Problem("reward.remote", "names no endpoint", "write http://host:port/path"))
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)
     return found
 
 

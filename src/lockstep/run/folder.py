@@ -138,9 +138,9 @@ def read_object(path: Path, remedy: str = "restore the file") -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise Refusal.at(str(path), f"cannot be read: {error}", remedy) from error
+        raise Refusal.at(path, f"cannot be read: {error}", remedy) from error
     if not isinstance(values, dict):
-        raise Refusal.at(str(path), f"holds {type(values).__name__}, not a JSON object", remedy)
+        raise Refusal.at(path, f"holds {type(values).__name__}, not a JSON object", remedy)
     return values
 
 

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lockstep.errors import Refusal
-from lockstep.run.files import ASIDE, replace_text, written_aside
+from lockstep.run.files import replace_text, written_aside
 
 VERSION = 1
 MANIFEST = "tape.json"
@@ -82,7 +82,7 @@ class TapeFolder:
             return
         for file in self.path.iterdir():
             number = re.match(r"(?:step|weights)_(\d{6})\.", file.name)
-            if file.name.startswith(ASIDE) or (number and int(number[1]) > step):
+            if file.name.startswith(".writing-") or (number and int(number[1]) > step):
                 file.unlink()
 
     def write_manifest(self, values: dict[str, Any]) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lockstep.data.prepare.scored import CUT, EMPTY, NO_SCORE, Response, ScoredQuestion, read_scored
-from lockstep.data.prepare.write import write_parquet
-from lockstep.errors import Problem, Refusal
-from lockstep.run.files import replace_text
-from lockstep.types import Message, Row
+from lockstep.data.prepare.write import answered, write_rows
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.types import Row
 
 KINDS = ("pairs", "sft", "kto")
 TIES = ("first", "shortest")
@@ -67,8 +64,7 @@ def choice_of(
         for option, (value, kinds) in given.items()
         if value is not None and kind not in kinds
     ]
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)
     return Selection(
         kind,
         per_prompt or 1,
@@ -117,18 +113,15 @@ class SelectionCounts:
 def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
     """Read the responses behind `samples`, write the rows chosen to `out` (.parquet or .jsonl), count both."""
     if out.suffix not in (".parquet", ".jsonl"):
-        raise Refusal.at(str(out), "does not say which format to write", "end it in .parquet or .jsonl")
+        raise Refusal.at(out, "does not say which format to write", "end it in .parquet or .jsonl")
     if out.exists():
-        raise Refusal.at(str(out), "exists already", "choose another name, or remove it")
+        raise Refusal.at(out, "exists already", "choose another name, or remove it")
     scored = read_scored(samples, keep_cut=choice.keep_cut)
     counts = SelectionCounts(len(scored.groups), scored.responses, unused=scored.unused)
     rows = list(chosen_rows(scored.groups, choice, counts))
     if not rows:
         raise Refusal.at(samples, f"gives no row of kind {choice.kind}: {_why_none(counts)}", _remedy(counts))
-    if out.suffix == ".parquet":
-        write_parquet(out, rows)
-    else:
-        _write_jsonl(out, rows)
+    write_rows(out, rows)
     return counts
 
 
@@ -154,7 +147,7 @@ def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
     if not ranked:
         return NOTHING
     good = [response for response in ranked if response.reward >= choice.min_reward][: choice.per_prompt]
-    return [{"messages": [*group.prompt, *_turn(r)], "reward": r.reward} for r in good] or BELOW
+    return [{"messages": [*group.prompt, *answered(r.text)], "reward": r.reward} for r in good] or BELOW
 
 
 def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
@@ -182,8 +175,8 @@ def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
         made.append(
             {
                 "prompt": group.prompt,
-                "chosen": _turn(chosen),
-                "rejected": _turn(rejected),
+                "chosen": answered(chosen.text),
+                "rejected": answered(rejected.text),
                 "margin": margin,
                 "score_chosen": chosen.reward,
                 "score_rejected": rejected.reward,
@@ -202,7 +195,7 @@ def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
             return EQUAL
         threshold = math.fsum(response.reward for response in group.responses) / len(group.responses)
     return [
-        {"prompt": group.prompt, "completion": _turn(r), "label": r.reward >= threshold, "reward": r.reward}
+        {"prompt": group.prompt, "completion": answered(r.text), "label": r.reward >= threshold, "reward": r.reward}
         for r in _distinct(group.responses)
     ]
 
@@ -218,10 +211,6 @@ def _distinct(responses: Sequence[Response]) -> list[Response]:
     for response in responses:
         kept.setdefault(response.text, response)
     return list(kept.values())
-
-
-def _turn(response: Response) -> list[Message]:
-    return [{"role": "assistant", "content": response.text}]
 
 
 def _why_none(counts: SelectionCounts) -> str:
@@ -243,8 +232,3 @@ def _remedy(counts: SelectionCounts) -> str:
         CUT: "raise --max-new-tokens of `lockstep sample`, or use them too with --keep-cut",
         EMPTY: "sample from a model that answers",
     }[reason]
-
-
-def _write_jsonl(out: Path, rows: Sequence[dict[str, Any]]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

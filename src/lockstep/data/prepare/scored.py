@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from lockstep.data.read import read_rows
-from lockstep.errors import Problem, Refusal, shortened
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.types import Message, Row
 
 COLUMNS = ("question", "prompt", "response", "reward", "stop", "tokens")
@@ -68,8 +68,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
             unused[reason] += 1
         else:
             group.responses.append(Response(row["response"], float(row["reward"]), row["tokens"]))
-    if problems:
-        raise Refusal(shortened(problems, "rows"))
+    refuse_all(problems, "rows")
     return Scored(list(groups.values()), len(rows), unused)
 
 

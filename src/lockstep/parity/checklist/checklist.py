@@ -20,8 +20,7 @@ from lockstep.parity.replay.replay import free_name, replayed_recipe, run_script
 from lockstep.parity.replay.script import Replay
 from lockstep.parity.replay.stages import Side
 from lockstep.parity.replay.tolerance import tolerance_of
-from lockstep.run.files import atomic_write_text
-from lockstep.run.folder import RunFolder
+from lockstep.run.folder import RunFolder, atomic_write_text
 from lockstep.run.metrics import rewind_lines
 from lockstep.run.progress import Console
 from lockstep.tape.format import StepRecord, TapeFolder
