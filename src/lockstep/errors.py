@@ -27,8 +27,15 @@ class Refusal(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     @classmethod
-    def at(cls, where: str, why: str, remedy: str = "") -> Refusal:
-        return cls([Problem(where, why, remedy)])
+    def at(cls, where: object, why: str, remedy: str = "") -> Refusal:
+        """Of one problem; `where` is shown as text."""
+        return cls([Problem(str(where), why, remedy)])
+
+
+def refuse_all(problems: Sequence[Problem], what: str = "") -> None:
+    """Refuse where there is any; of many problems with `what` the first are told and the others counted."""
+    if problems:
+        raise Refusal(shortened(problems, what) if what else problems)
 
 
 def shortened(problems: Sequence[Problem], what: str, most: int = 10) -> list[Problem]:
@@ -79,7 +86,7 @@ def unwritten(path: object, error: Exception, remedy: str = "") -> Refusal:
     """The refusal for a file that could not be written."""
     why = (error.strerror if isinstance(error, OSError) else None) or str(error)
     usual = _MACHINE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
-    return Refusal.at(str(path), f"could not be written: {why}", "; ".join(part for part in (usual, remedy) if part))
+    return Refusal.at(path, f"could not be written: {why}", "; ".join(part for part in (usual, remedy) if part))
 
 
 class Interrupted(Exception):

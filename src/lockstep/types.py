@@ -6,11 +6,12 @@ Tensor shapes carry a suffix: N micro-batch rows, T positions, K trained tokens 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
 Message = dict[str, Any]
 Row = dict[str, Any]
@@ -43,7 +44,7 @@ class Example:
         return (self,)
 
     def asked(self) -> list[tuple[int, int]]:
-        """(place, word): at which places the model is asked for which words. The first token has nothing before it."""
+        """(position, token id) of each question to the model. The first token has nothing before it."""
         return [(i - 1, self.ids[i]) for i in range(1, len(self.ids)) if self.trained[i]]
 
     @property
@@ -51,23 +52,32 @@ class Example:
         """How many tokens are really predicted."""
         return sum(self.trained[1:])
 
+    def cut(self, span: slice) -> Self:
+        """The tokens of the span alone."""
+        return replace(self, ids=self.ids[span], trained=self.trained[span])
+
 
 @dataclass(frozen=True)
 class Probe(Example):
-    """A row that is judged, not learned by heart: at each of `places` the model is asked for each of `words`.
+    """A row that is judged, not learned by heart: at each of `positions` the model is asked for each of `token_ids`.
 
-    A model with one number for a token has no words; then `words` only says that there is one answer a place.
+    A model with one number for a token has no vocabulary; then `token_ids` only says that there is one answer a
+    position.
     """
 
-    places: Sequence[int] = ()
-    words: Sequence[int] = (0,)
+    positions: Sequence[int] = ()
+    token_ids: Sequence[int] = (0,)
 
     def asked(self) -> list[tuple[int, int]]:
-        return [(place, word) for place in self.places for word in self.words]
+        return [(position, token) for position in self.positions for token in self.token_ids]
 
     @property
     def targets(self) -> int:
-        return len(self.places) * len(self.words)
+        return len(self.positions) * len(self.token_ids)
+
+    def cut(self, span: slice) -> Self:
+        kept = tuple(position - span.start for position in self.positions if span.start <= position < span.stop)
+        return replace(super().cut(span), positions=kept)
 
 
 class Item(Protocol):
@@ -116,7 +126,7 @@ class Judged(Single):
 
 @dataclass(frozen=True)
 class Steps(Single):
-    """A solution with a verdict on each step: `labels[i]` is the wanted distribution over the words at place i."""
+    """A solution with a verdict on each step: `labels[i]` is the wanted distribution over the token ids at step i."""
 
     example: Probe
     labels: tuple[tuple[float, ...], ...]

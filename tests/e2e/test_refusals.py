@@ -16,6 +16,7 @@ from conftest import chat_rows, write_jsonl
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.files import checksum
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
@@ -78,7 +79,7 @@ def test_a_loss_that_is_not_finite_names_rows_and_keeps_the_checkpoint(recipe_fi
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["model.safetensors"] = {
         "bytes": (path / "model.safetensors").stat().st_size,
-        "sha256": checkpoints._sha256(path / "model.safetensors"),
+        "sha256": checksum(path / "model.safetensors"),
     }
     (path / "manifest.json").write_text(json.dumps(manifest))
     before[path / "model.safetensors"] = (path / "model.safetensors").stat().st_mtime_ns

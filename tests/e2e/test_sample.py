@@ -14,7 +14,7 @@ from test_torchrun import torchrun
 from conftest import REWARD, lockstep, question_rows, write_jsonl
 from kills import Moment, interrupted, killed
 from lockstep.commands.sample import Job, sample_responses
-from lockstep.data.questions import read_questions
+from lockstep.data.prompts import read_questions
 from lockstep.data.read import read_rows
 from lockstep.errors import Refusal
 from lockstep.recipe.online import Reward

@@ -76,11 +76,11 @@ def gradients(tiny_folder: Path, kernel: str, packed: bool, micro: int, chunk: i
 
 def encoded(tokenizer) -> list:
     from conftest import chat_rows
-    from lockstep.data.examples import Columns, Encoder
+    from lockstep.data.examples import Encoder, SupervisedColumns
     from lockstep.recipe.schema import Data
     from lockstep.types import Origin
 
-    encoder = Encoder(tokenizer, Columns("messages", messages="messages"), Data(train=["unused"]))
+    encoder = Encoder(tokenizer, SupervisedColumns("messages", messages="messages"), Data(train=["unused"]))
     return [encoder(row, Origin("rows", i)) for i, row in enumerate(chat_rows(8))]
 
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from lockstep.doctor.machine import Answer, Disk
+from lockstep.doctor.machine import CommandOutput, Disk
 
 OUTPUTS = Path(__file__).parent / "doctor_outputs"
 TOOLKIT = "/usr/local/Ascend/ascend-toolkit/latest"
@@ -25,7 +25,7 @@ def output(name: str) -> str:
 
 @dataclass(frozen=True)
 class RecordedMachine:
-    commands: Mapping[str, Answer] = field(default_factory=dict)
+    commands: Mapping[str, CommandOutput] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class RecordedMachine:
     system: str = "Ubuntu 22.04.5 LTS, kernel 5.10"
     space: Disk = ROOMY
 
-    def run(self, *command: str) -> Answer | None:
+    def run(self, *command: str) -> CommandOutput | None:
         return self.commands.get(" ".join(command)) or self.commands.get(command[0])
 
     def read(self, path: str) -> str | None:
@@ -78,13 +78,13 @@ def _glob(path: str, pattern: str) -> bool:
 
 
 CPU = RecordedMachine(
-    commands={"gcc": Answer(0, "gcc (Debian 12.2.0-14+deb12u1) 12.2.0\nCopyright")},
+    commands={"gcc": CommandOutput(0, "gcc (Debian 12.2.0-14+deb12u1) 12.2.0\nCopyright")},
     packages={"torch": "2.13.0+cpu", "transformers": "5.22.2", "peft": "0.21.2"},
     architecture="x86_64",
 )
 
 H200 = CPU.having(
-    commands={"nvidia-smi": Answer(0, output("nvidia-smi-580.csv"))},
+    commands={"nvidia-smi": CommandOutput(0, output("nvidia-smi-580.csv"))},
     packages={"torch": "2.11.0", "transformers": "5.17.0", "peft": "0.21.0", "triton": "3.6.0"},
 )
 
@@ -93,8 +93,8 @@ A2 = CPU.having(
     architecture="aarch64",
     commands={
         # The table of an older driver under the number of the one that lockstep's stack names.
-        "npu-smi info": Answer(0, output("npu-smi-23.0.3.txt").replace("23.0.3", "26.0.rc1")),
-        "npu-smi": Answer(0, output("board-23.0.5.txt")),
+        "npu-smi info": CommandOutput(0, output("npu-smi-23.0.3.txt").replace("23.0.3", "26.0.rc1")),
+        "npu-smi": CommandOutput(0, output("board-23.0.5.txt")),
     },
     files={INSTALL_INFO: "package_name=Ascend-cann-toolkit\nversion=9.1.0\n"},
     packages={"torch_npu": "2.13.0"},

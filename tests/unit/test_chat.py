@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.data.chat import encode_spans, render_chat
-from lockstep.data.examples import Columns, Encoder, find_columns, fit, last_trained
+from lockstep.data.columns import ColumnFinder
+from lockstep.data.encoding import last_trained
+from lockstep.data.examples import Encoder, SupervisedColumns, find_columns
+from lockstep.data.fit import fit
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.schema import Data, Source
@@ -47,7 +50,7 @@ def trained_text(tokenizer, example) -> list[str]:
 
 def encode(tokenizer, **data):
     settings = {"train": ["x.jsonl"], **data}
-    return Encoder(tokenizer, Columns("messages", messages="messages"), Data(**settings))
+    return Encoder(tokenizer, SupervisedColumns("messages", messages="messages"), Data(**settings))
 
 
 @pytest.mark.parametrize("template", [None, BARE])
@@ -143,7 +146,7 @@ def test_broken_chats_are_refused_with_the_row(tokenizer, messages, reason):
 
 def pair(tokenizer, **data):
     return Encoder(
-        tokenizer, Columns("prompt_response", prompt="extra.q", response="extra.a"), Data(train=["x"], **data)
+        tokenizer, SupervisedColumns("prompt_response", prompt="extra.q", response="extra.a"), Data(train=["x"], **data)
     )
 
 
@@ -165,7 +168,7 @@ def test_a_chat_prompt_with_a_text_response(tokenizer):
 
 
 def test_plain_text_trains_every_token_but_the_first(tokenizer):
-    encoder = Encoder(tokenizer, Columns("text", text="text"), Data(train=["x"]))
+    encoder = Encoder(tokenizer, SupervisedColumns("text", text="text"), Data(train=["x"]))
     example = encoder({"text": "abc"}, ORIGIN)
     assert list(example.trained) == [1, 1, 1, 1]
     assert example.targets == 3
@@ -179,7 +182,7 @@ def test_two_bos_tokens_are_refused(tokenizer):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
     )
-    encoder = Encoder(tokenizer, Columns("text", text="text"), Data(train=["x"]))
+    encoder = Encoder(tokenizer, SupervisedColumns("text", text="text"), Data(train=["x"]))
     assert encoder({"text": "abc"}, ORIGIN).ids[0] == bos
     with pytest.raises(Refusal, match="starts with two"):
         encoder({"text": "<|im_start|>abc"}, ORIGIN)
@@ -210,14 +213,14 @@ def test_overlong_rows(tokenizer):
     ],
 )
 def test_well_known_columns_are_found(available, expected):
-    assert str(find_columns(Source(path="x"), Data(train=["x"]), available)) == expected
+    assert str(find_columns(ColumnFinder(Source(path="x"), Data(train=["x"]), available))) == expected
 
 
 def test_settings_come_before_names_and_the_source_before_the_recipe():
     data = Data(train=["x"], prompt_key="extra_info.question", response_key="extra_info.answer")
-    assert str(find_columns(Source(path="x"), data, ["messages", "extra_info"])).startswith(
+    assert str(find_columns(ColumnFinder(Source(path="x"), data, ["messages", "extra_info"]))).startswith(
         "prompt_response (extra_info.q"
     )
-    assert str(find_columns(Source(path="x", shape="text"), data, ["text"])) == "text (text)"
+    assert str(find_columns(ColumnFinder(Source(path="x", shape="text"), data, ["text"]))) == "text (text)"
     with pytest.raises(Refusal, match="cannot tell which columns"):
-        find_columns(Source(path="x"), Data(train=["x"]), ["a", "b"])
+        find_columns(ColumnFinder(Source(path="x"), Data(train=["x"]), ["a", "b"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.kernels.divergence import Comparison, Likeliest, Whole, compared_scores, likeliest
+from lockstep.kernels.divergence import Likeliest, TeacherDivergence, Whole, compared_scores, likeliest
 from lockstep.kernels.logprob import Head
 
 PLACES, HIDDEN, WORDS = 23, 12, 40
@@ -61,7 +61,7 @@ def test_scores_and_gradients_equal_those_of_whole_logits(kind, mix, temperature
         Head(weight, extra),
         targets,
         taught,
-        Comparison(kind, mix, temperature),
+        TeacherDivergence(kind, mix, temperature),
         chunk_bytes=4 * WORDS * positions,
     )
     inputs = [tensor for tensor in (hidden, weight, extra) if tensor is not None]
@@ -84,7 +84,7 @@ def test_the_same_distribution_is_no_distance_apart() -> None:
     hidden, weight, _, targets = student()
     taught = Whole(hidden.detach(), Head(weight.detach()))
     for kind in ("forward", "reverse", "jsd"):
-        scores = compared_scores(hidden, Head(weight), targets, taught, Comparison(kind))
+        scores = compared_scores(hidden, Head(weight), targets, taught, TeacherDivergence(kind))
         assert scores.divergences_K is not None
         assert scores.divergences_K.abs().max() < 1e-6
         # Its smallest value: no way leads down from there.
@@ -117,7 +117,7 @@ def test_a_teacher_of_few_words_compares_folded_distributions(kind, mix, positio
         Head(weight),
         targets,
         top,
-        Comparison(kind, mix, temperature),
+        TeacherDivergence(kind, mix, temperature),
         chunk_bytes=4 * WORDS * positions,
     )
     q = distributions(taught, temperature)
@@ -140,7 +140,7 @@ def test_a_teacher_of_few_words_compares_folded_distributions(kind, mix, positio
 def test_all_words_are_the_whole_distribution(kind, mix) -> None:
     hidden, weight, _, targets = student()
     taught = teacher()
-    comparison = Comparison(kind, mix, 1.3)
+    comparison = TeacherDivergence(kind, mix, 1.3)
     whole = compared_scores(hidden, Head(weight), targets, taught, comparison).divergences_K
     top = compared_scores(hidden, Head(weight), targets, likeliest(taught, WORDS, 1.3), comparison).divergences_K
     assert whole is not None
@@ -156,7 +156,7 @@ def test_no_position_at_all() -> None:
         Whole(torch.zeros(0, 7), Head(torch.randn(WORDS, 7))),
         Likeliest(torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 4)),
     ):
-        scores = compared_scores(hidden, Head(weight), none, taught, Comparison("forward"))
+        scores = compared_scores(hidden, Head(weight), none, taught, TeacherDivergence("forward"))
         assert scores.divergences_K is not None
         assert scores.logprobs_K.shape == scores.divergences_K.shape == (0,)
     assert likeliest(Whole(torch.zeros(0, 7), Head(torch.randn(WORDS, 7))), 3, 1.0).ids_Kk.shape == (0, 3)

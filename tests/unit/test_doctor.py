@@ -14,15 +14,12 @@ import yaml
 from recorded_machine import A2, CPU, DRIVER, FIRMWARE, H200, INSTALL_INFO, TOOLKIT, RecordedMachine, output
 
 from conftest import lockstep
-from lockstep.doctor import cann, npu_smi, nvidia
+from lockstep.doctor import ascend, facts
 from lockstep.doctor.check import examine
-from lockstep.doctor.facts import choose_device, gather
-from lockstep.doctor.machine import Answer, ThisMachine
-from lockstep.doctor.packages import MINIMUM, PYTHON
-from lockstep.doctor.pins import pins_text, stack_named
+from lockstep.doctor.facts import MINIMUM, PYTHON, choose_device, gather
+from lockstep.doctor.machine import CommandOutput, ThisMachine
 from lockstep.doctor.report import as_json, plain_lines, table_lines
-from lockstep.doctor.stacks import FILE, STATUSES, known_stacks
-from lockstep.doctor.versions import older, release, satisfies
+from lockstep.doctor.stacks import FILE, known_stacks, older, pins_text, release, satisfies, stack_named
 from lockstep.errors import Refusal
 
 ROOT = Path(__file__).parents[2]
@@ -51,21 +48,21 @@ NOSET = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
 )
 def test_npu_smi_of_every_version(file: str, driver: str | None, chips: list[tuple[int, str, int]]) -> None:
     text = output(file)
-    assert npu_smi.driver_in(text) == driver
-    assert [(chip.card, chip.name, chip.memory_mb) for chip in npu_smi.chips_in(text)] == chips
-    assert {chip.health for chip in npu_smi.chips_in(text)} <= {"OK"}
+    assert ascend.driver_in(text) == driver
+    assert [(chip.card, chip.name, chip.memory_mb) for chip in ascend.chips_in(text)] == chips
+    assert {chip.health for chip in ascend.chips_in(text)} <= {"OK"}
 
 
 def test_board() -> None:
-    assert npu_smi.board_in(output("board-23.0.5.txt")) == npu_smi.Board("23.0.5", "7.1.0.7.220", "OK")
-    assert npu_smi.board_in(output("board-25.5.1.txt")) == npu_smi.Board("25.5.1", "7.8.0.6.201", "OK")
-    assert npu_smi.board_in("") == npu_smi.Board(None, None, None)
+    assert ascend.board_in(output("board-23.0.5.txt")) == ascend.Board("23.0.5", "7.1.0.7.220", "OK")
+    assert ascend.board_in(output("board-25.5.1.txt")) == ascend.Board("25.5.1", "7.8.0.6.201", "OK")
+    assert ascend.board_in("") == ascend.Board(None, None, None)
 
 
 def test_boards_are_asked_for_by_card() -> None:
-    answers = {f"npu-smi info -t board -i {card}": Answer(0, f"Firmware Version : 7.{card}") for card in (0, 2)}
-    machine = CPU.having(commands={"npu-smi info": Answer(0, output("npu-smi-25.3.rc1-A3.txt")), **answers})
-    assert {card: board.firmware for card, board in npu_smi.ask(machine).boards.items()} == {0: "7.0", 2: "7.2"}
+    answers = {f"npu-smi info -t board -i {card}": CommandOutput(0, f"Firmware Version : 7.{card}") for card in (0, 2)}
+    machine = CPU.having(commands={"npu-smi info": CommandOutput(0, output("npu-smi-25.3.rc1-A3.txt")), **answers})
+    assert {card: board.firmware for card, board in ascend.ask_npu_smi(machine).boards.items()} == {0: "7.0", 2: "7.2"}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +79,7 @@ def test_boards_are_asked_for_by_card() -> None:
 )
 def test_cann_is_found_in_all_its_places(files: dict[str, str], found: str | None) -> None:
     machine = RecordedMachine(files=files, variables={"ASCEND_HOME_PATH": "/opt/cann/"})
-    toolkit = cann.find_toolkit(machine)
+    toolkit = ascend.find_toolkit(machine)
     assert (toolkit.version if toolkit else None) == found
 
 
@@ -90,7 +87,7 @@ def test_the_toolkit_of_the_environment_comes_first() -> None:
     other = "/opt/cann/aarch64-linux/ascend_toolkit_install.info"
     files = {other: output("install-8.0.RC3.info"), INSTALL_INFO: output("install-8.1.RC1.info")}
     for variable, version in (("ASCEND_HOME_PATH", "8.0.RC3"), ("ASCEND_TOOLKIT_HOME", "8.0.RC3"), ("HOME", "8.1.RC1")):
-        toolkit = cann.find_toolkit(RecordedMachine(files=files, variables={variable: "/opt/cann"}))
+        toolkit = ascend.find_toolkit(RecordedMachine(files=files, variables={variable: "/opt/cann"}))
         assert toolkit is not None
         assert toolkit.version == version
 
@@ -99,7 +96,7 @@ def test_driver_and_firmware_files() -> None:
     machine = RecordedMachine(
         files={DRIVER: output("driver-24.1.rc1.info"), FIRMWARE: output("firmware-25.0.rc1.1.info")}
     )
-    driver, firmware = cann.find_driver(machine), cann.find_firmware(machine)
+    driver, firmware = ascend.find_driver(machine), ascend.find_firmware(machine)
     assert driver is not None
     assert firmware is not None
     assert (driver.version, driver.inner, firmware.version) == ("24.1.rc1", "V100R001C15", "7.7.0.1.231")
@@ -115,23 +112,23 @@ def test_driver_and_firmware_files() -> None:
     ],
 )
 def test_compatibility_lists(toolkit: str, driver: str, together: bool) -> None:
-    one = cann.installation_in(output(toolkit), "")
-    other = cann.installation_in(output(driver), "")
+    one = ascend.installation_in(output(toolkit), "")
+    other = ascend.installation_in(output(driver), "")
     assert one is not None
     assert other is not None
-    assert cann.go_together(one, other) is together
-    assert cann.go_together(cann.Installation("9.0.0", ""), cann.Installation("26.0.rc1", "")) is None
-    stranger = cann.Installation("1", "", "V100R001C99", (("V100R001C98", "V100R001C99"),))
-    assert cann.go_together(one, stranger) is False
+    assert ascend.go_together(one, other) is together
+    assert ascend.go_together(ascend.Installation("9.0.0", ""), ascend.Installation("26.0.rc1", "")) is None
+    stranger = ascend.Installation("1", "", "V100R001C99", (("V100R001C98", "V100R001C99"),))
+    assert ascend.go_together(one, stranger) is False
 
 
 def test_nvidia() -> None:
-    found = nvidia.ask(H200)
-    assert (found.driver, found.gpus) == ("580.159.04", (nvidia.Gpu("NVIDIA H200", 143771),))
+    found = facts.ask_nvidia_smi(H200)
+    assert (found.driver, found.gpus) == ("580.159.04", (facts.Gpu("NVIDIA H200", 143771),))
     failing = CPU.having(
-        commands={"nvidia-smi": Answer(9, "Failed to initialize NVML: Driver/library version mismatch")}
+        commands={"nvidia-smi": CommandOutput(9, "Failed to initialize NVML: Driver/library version mismatch")}
     )
-    assert nvidia.ask(failing).message.endswith("version mismatch")
+    assert facts.ask_nvidia_smi(failing).message.endswith("version mismatch")
 
 
 def test_versions() -> None:
@@ -208,7 +205,7 @@ def test_the_table_fits_80_columns() -> None:
 def test_every_stack_can_be_printed() -> None:
     assert list(known_stacks()) == list(yaml.safe_load(FILE.read_text(encoding="utf-8")))
     for stack in known_stacks().values():
-        assert stack.status in STATUSES
+        assert stack.status in ("documented upstream", "contract-tested here", "run here")
         assert stack.source
         text = pins_text(stack)
         asked = [line for line in text.splitlines() if line and not line.startswith("#")]

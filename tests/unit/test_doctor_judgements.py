@@ -10,15 +10,15 @@ import pytest
 from recorded_machine import A2, CPU, DRIVER, GIB, H200, INSTALL_INFO, TOOLKIT, RecordedMachine, output
 
 from lockstep.doctor.check import examine
-from lockstep.doctor.conflicts import conflicts
-from lockstep.doctor.machine import Answer, Disk
+from lockstep.doctor.judge_packages import unfit_packages
+from lockstep.doctor.machine import CommandOutput, Disk
 
 CACHE = "/home/me/.cache/torch_extensions/py311_cpu/cpu_adam"
 NOSET = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
 
 
 def sick(text: str, **changes: Any) -> RecordedMachine:
-    return A2.having(commands={"npu-smi info": Answer(0, text)}, **changes)
+    return A2.having(commands={"npu-smi info": CommandOutput(0, text)}, **changes)
 
 
 CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
@@ -74,7 +74,7 @@ CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
         "mount",
     ),
     (
-        A2.having(commands={"npu-smi info": Answer(1, output("npu-smi-failed.txt"))}),
+        A2.having(commands={"npu-smi info": CommandOutput(1, output("npu-smi-failed.txt"))}),
         "npu",
         "npu-smi",
         "broken",
@@ -130,7 +130,7 @@ CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
         "release notes",
     ),
     (
-        A2.having(commands={"npu-smi": Answer(0, output("board-23.0.5.txt").replace(": OK", ": NOK"))}),
+        A2.having(commands={"npu-smi": CommandOutput(0, output("board-23.0.5.txt").replace(": OK", ": NOK"))}),
         "npu",
         "firmware",
         "broken",
@@ -213,58 +213,16 @@ def test_a_card_that_was_left_out_of_the_container_is_not_named() -> None:
     assert found.findings[0].why == "there is no device 1: the 1 here are 0 to 0"
 
 
-# Conflicts of a run ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "where", "remedy"),
-    [
-        ({"model": {"attention": "flash_attention_2"}}, "model.attention", "fused attention"),
-        ({"model.attn_implementation": "flash_attn"}, "model.attn_implementation", "fused attention"),
-        ({"model": {"use_liger": True}}, "model.use_liger", "nothing to do"),
-        ({"model": {"load_in_4bit": True}}, "model.load_in_4bit", "model.lora"),
-        ({"optim": {"optimizer": "paged_adamw_8bit"}}, "optim.optimizer", "model.lora"),
-        ({"ds_tensor_parallel_size": 2}, "ds_tensor_parallel_size", "torchrun"),
-        ({"rollout": {"enable_hybrid_engine": True}}, "rollout.enable_hybrid_engine", "rollout.engine: native"),
-        ({"actor": {"use_torch_compile": True}}, "actor.use_torch_compile", "leave it off"),
-    ],
-)
-def test_conflicts_on_ascend(settings: dict[str, Any], where: str, remedy: str) -> None:
-    (problem,) = conflicts("npu", settings, A2)
-    assert problem.where == where
-    assert remedy in problem.remedy
-    assert conflicts("cuda", settings, H200) == []
-
-
-def test_settings_that_only_sound_alike() -> None:
-    settings = {
-        "run": {"name": "liger", "folder": "flash_attn"},
-        "model": {"attention": "auto", "use_liger": False, "load_in_4bit": "no"},
-        "ds_tensor_parallel_size": 1,
-        "rollout": {"engine": "native", "free_cache": True},
-    }
-    machine = A2.having(variables={"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"})
-    assert conflicts("npu", settings, machine) == []
+# Refused before a run -------------------------------------------------------------------------------------------------
 
 
 def test_a_torch_npu_of_another_torch_is_refused() -> None:
     machine = A2.having(packages={"torch_npu": "2.10.0.post4"})
-    (problem,) = conflicts("npu", {}, machine)
+    (problem,) = unfit_packages("npu", machine)
     assert problem.where == "package torch_npu"
     assert problem.remedy == "pip install torch_npu==2.13.0 (a candidate or post-release of it will do)"
-    assert conflicts("cpu", {}, machine) == []
-
-
-@pytest.mark.parametrize(
-    ("device", "variable"), [("npu", "PYTORCH_NPU_ALLOC_CONF"), ("cuda", "PYTORCH_CUDA_ALLOC_CONF")]
-)
-@pytest.mark.parametrize("settings", [{"rollout": {"engine": "vllm"}}, {"vllm_enable_sleep": True}])
-def test_sleep_mode_and_expandable_segments(device: str, variable: str, settings: dict[str, Any]) -> None:
-    machine = A2.having(variables={variable: "expandable_segments:True"})
-    (problem,) = conflicts(device, settings, machine)
-    assert problem.where == f"environment variable {variable}"
-    assert conflicts("cpu", settings, machine) == []
-    assert conflicts(device, {"rollout": {"engine": "vllm", "free_cache": False}}, machine) == []
+    assert unfit_packages("cpu", machine) == []
+    assert unfit_packages("npu", A2) == []
 
 
 def test_the_home_of_the_toolkit_is_shown() -> None:

@@ -6,11 +6,9 @@ import pytest
 from recorded_machine import A2, INSTALL_INFO, RecordedMachine, output
 
 from lockstep.doctor.check import examine
-from lockstep.doctor.finding import Finding
-from lockstep.doctor.pins import pins_text
-from lockstep.doctor.rows import Row
-from lockstep.doctor.stacks import Stack, cann_fits, driver_for, known_stacks
-from lockstep.doctor.versions import older
+from lockstep.doctor.facts import Diagnosis
+from lockstep.doctor.report import Fact
+from lockstep.doctor.stacks import Stack, cann_fits, driver_for, known_stacks, older, pins_text
 
 ASCEND = [stack for stack in known_stacks().values() if stack.device == "npu"]
 OLD = [stack for stack in ASCEND if stack.too_old_for_lockstep]
@@ -29,7 +27,7 @@ def machine_of(stack: Stack) -> RecordedMachine:
     )
 
 
-def rows_of(machine: RecordedMachine) -> dict[str, Row]:
+def rows_of(machine: RecordedMachine) -> dict[str, Fact]:
     return {row.name: row for row in examine(machine, "npu").rows}
 
 
@@ -77,7 +75,7 @@ def test_stacks_of_the_guides_as_pip_shows_them(cann: str, packages: dict[str, s
     assert rows["CANN"].verdict == "ok"
 
 
-def remedies(rows: dict[str, Row]) -> list[Finding]:
+def remedies(rows: dict[str, Fact]) -> list[Diagnosis]:
     return [finding for name in ("torch", "torch_npu", "transformers", "peft") for finding in rows[name].findings]
 
 

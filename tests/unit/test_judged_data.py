@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from conftest import write_jsonl
-from lockstep.data.judged import load_judged
+from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.judged import JudgedRows
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.schema import Data, Source
@@ -27,7 +28,9 @@ def tokenizer(tiny_folder: Path):
 def load(tmp_path: Path):
     def load(tokenizer, *rows, limit=500, **data):
         path = write_jsonl(tmp_path / "judged.jsonl", list(rows))
-        return load_judged([Source(path=str(path))], Data(train=[str(path)], **data), tokenizer, limit)
+        return load_rows(
+            Dataset, JudgedRows, [Source(path=str(path))], Data(train=[str(path)], **data), tokenizer, limit
+        )
 
     return load
 

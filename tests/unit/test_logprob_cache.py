@@ -138,9 +138,9 @@ def test_the_fingerprint_holds_weights_rows_and_what_was_asked(tiny_folder: Path
         # Another token, the same tokens with another one trained, and the same tokens read elsewhere.
         fingerprint(str(model), [row(0, 1, 3, trained=2), *EXAMPLES[1:]], {"dtype": "fp32"}),
         fingerprint(str(model), [row(0, 1, 2, trained=1), *EXAMPLES[1:]], {"dtype": "fp32"}),
-        fingerprint(str(model), [Probe([0, 1, 2], bytes(3), ORIGIN, places=(2,)), *EXAMPLES[1:]], {"dtype": "fp32"}),
+        fingerprint(str(model), [Probe([0, 1, 2], bytes(3), ORIGIN, positions=(2,)), *EXAMPLES[1:]], {"dtype": "fp32"}),
         # Word 2 asked after token 0; and the same numbers as four tokens of which nothing is asked.
-        fingerprint(str(model), [Probe([1, 2], bytes(2), ORIGIN, places=(0,), words=(2,))], {"dtype": "fp32"}),
+        fingerprint(str(model), [Probe([1, 2], bytes(2), ORIGIN, positions=(0,), token_ids=(2,))], {"dtype": "fp32"}),
         fingerprint(str(model), [Probe([1, 2, 0, 2], bytes(4), ORIGIN)], {"dtype": "fp32"}),
     ]
     weights = bytearray((model / "model.safetensors").read_bytes())

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lockstep.errors import Refusal
 from lockstep.evaluate import rows as evaluate_rows
-from lockstep.kernels.divergence import Comparison
+from lockstep.kernels.divergence import TeacherDivergence
 from lockstep.methods import METHODS
 from lockstep.model.heads import load_value_model
 from lockstep.model.load import load_policy
@@ -260,7 +260,7 @@ def test_kto_refuses_an_update_of_one_answer_alone(tiny_folder: Path, other_fold
 
 
 def scored(example: Example) -> Probe:
-    return Probe(example.ids, bytes(len(example)), example.origin, places=(len(example) - 1,))
+    return Probe(example.ids, bytes(len(example)), example.origin, positions=(len(example) - 1,))
 
 
 RANKINGS = [
@@ -322,7 +322,7 @@ GOOD, BAD, PLACE = 43, 45, 64
 
 def judged_steps(ids: Sequence[int], *labels: tuple[float, ...]) -> Steps:
     places = tuple(i for i, token in enumerate(ids) if token == PLACE)
-    probe = Probe(list(ids), bytes(len(ids)), Origin("rows.jsonl", 0), places=places, words=(GOOD, BAD))
+    probe = Probe(list(ids), bytes(len(ids)), Origin("rows.jsonl", 0), positions=places, token_ids=(GOOD, BAD))
     return Steps(probe, labels)
 
 
@@ -339,7 +339,7 @@ def test_prm_reads_the_judging_words_where_the_placeholder_stands(tiny_folder: P
     losses, good, right, wished = [], [], [], []
     for item in STEPS:
         logits = own.logits(item.example.ids)
-        for place, (wanted_good, wanted_bad) in zip(item.example.places, item.labels, strict=True):
+        for place, (wanted_good, wanted_bad) in zip(item.example.positions, item.labels, strict=True):
             # Only the two words take part: the rest of the vocabulary is out of the softmax.
             chance = sigmoid(float(logits[place, GOOD] - logits[place, BAD]))
             losses.append(-wanted_good * math.log(chance) - wanted_bad * math.log(1 - chance))
@@ -388,7 +388,7 @@ def test_distill_compares_whole_distributions(
                 apart.append(temperature**2 * divergence_of(p, q, kind, mix))
                 likelihood.append(-float(logits[i - 1].log_softmax(-1)[example.ids[i]]))
     recipe = recipe_of("distill", "distill.teacher=unused", "distill.coefficient=0.8")
-    policy = policy_of(tiny_folder, Scoring(comparison=Comparison(kind, mix, temperature)))
+    policy = policy_of(tiny_folder, Scoring(comparison=TeacherDivergence(kind, mix, temperature)))
     models = models_of(policy, cut)
     models.teacher = Teacher(policy_of(other_folder)).eval()
     found = measured(recipe, ROWS, models)

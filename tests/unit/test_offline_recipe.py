@@ -17,7 +17,7 @@ from lockstep.errors import Problem, Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.load import dump_recipe
 from lockstep.recipe.methods import OFFLINE, PREFERENCE_READS, READS, reference_folder, reference_kind
-from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModel
+from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Source
 from lockstep.run.progress import Console
@@ -72,7 +72,7 @@ def only(problems: list[Problem]) -> Problem:
 
 
 def test_every_key_of_the_offline_sections_is_tried_here() -> None:
-    sections = {"preference": Preference, "rm": RewardModel, "prm": ProcessReward, "distill": Distill}
+    sections = {"preference": Preference, "rm": RewardModelSettings, "prm": ProcessReward, "distill": Distill}
     known = {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields}
     assert known == {key for key in OTHERS if key.split(".")[0] in sections}
     assert "n" in RolloutSettings.model_fields

@@ -19,7 +19,7 @@ from lockstep.recipe.checks import RATIO_FREE
 from lockstep.recipe.load import dump_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE, READS
 from lockstep.recipe.online import Algorithm
-from lockstep.recipe.schema import Method
+from lockstep.recipe.schema import MethodName
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def at(recipe: Any, key: str) -> Any:
 
 def test_every_method_is_in_one_table() -> None:
     assert [*OFFLINE, *ONLINE] == list(dict.fromkeys([*OFFLINE, *ONLINE]))
-    assert {*OFFLINE, *ONLINE} == set(get_args(Method)) == set(READS)
+    assert {*OFFLINE, *ONLINE} == set(get_args(MethodName)) == set(READS)
 
 
 def needs(method: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from conftest import write_jsonl
-from lockstep.data.prepare.pairs import Choice, Counts, choice_of, write_pairs
+from lockstep.data.prepare.pairs import Selection, SelectionCounts, choice_of, write_pairs
 from lockstep.data.read import read_rows
 from lockstep.errors import Refusal
 
@@ -35,7 +35,9 @@ def rows_of(*questions: list[Sample], stop: str = "token") -> list[dict[str, obj
     ]
 
 
-def made(folder: Path, rows: list[dict[str, object]], choice: Choice) -> tuple[list[dict[str, object]], Counts]:
+def made(
+    folder: Path, rows: list[dict[str, object]], choice: Selection
+) -> tuple[list[dict[str, object]], SelectionCounts]:
     out = folder / "out.jsonl"
     counts = write_pairs(str(write_jsonl(folder / "samples.jsonl", rows)), out, choice)
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()], counts
@@ -50,7 +52,7 @@ def said(row: dict[str, object]) -> str:
 
 
 def test_best_against_worst(tmp_path: Path) -> None:
-    rows, counts = made(tmp_path, rows_of([("b", 0.5), ("a", 1.0), ("c", 0.25)], [("d", 1.0), ("e", 1.0)]), Choice())
+    rows, counts = made(tmp_path, rows_of([("b", 0.5), ("a", 1.0), ("c", 0.25)], [("d", 1.0), ("e", 1.0)]), Selection())
     assert rows == [
         {
             "prompt": [{"role": "user", "content": "question 0"}],
@@ -68,22 +70,22 @@ def test_best_against_worst(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choice", "wanted"),
     [
-        (Choice(per_prompt=1), [("a", "f", 1.0)]),
-        (Choice(per_prompt=9), [("a", "f", 1.0), ("b", "e", 0.5), ("c", "d", 0.25)]),
+        (Selection(per_prompt=1), [("a", "f", 1.0)]),
+        (Selection(per_prompt=9), [("a", "f", 1.0), ("b", "e", 0.5), ("c", "d", 0.25)]),
         # At least the margin: half is enough for a half.
-        (Choice(per_prompt=9, min_margin=0.5), [("a", "f", 1.0), ("b", "e", 0.5)]),
-        (Choice(per_prompt=9, min_margin=0.6), [("a", "f", 1.0)]),
-        (Choice(per_prompt=9, min_reward=0.75), [("a", "f", 1.0), ("b", "e", 0.5)]),
+        (Selection(per_prompt=9, min_margin=0.5), [("a", "f", 1.0), ("b", "e", 0.5)]),
+        (Selection(per_prompt=9, min_margin=0.6), [("a", "f", 1.0)]),
+        (Selection(per_prompt=9, min_reward=0.75), [("a", "f", 1.0), ("b", "e", 0.5)]),
     ],
 )
-def test_several_pairs_go_inwards(tmp_path: Path, choice: Choice, wanted: list[tuple[str, str, float]]) -> None:
+def test_several_pairs_go_inwards(tmp_path: Path, choice: Selection, wanted: list[tuple[str, str, float]]) -> None:
     samples: list[Sample] = [("c", 0.5), ("f", 0.0), ("a", 1.0), ("e", 0.25), ("d", 0.25), ("b", 0.75)]
     rows, _ = made(tmp_path, rows_of(samples), choice)
     assert texts(rows) == wanted
 
 
 def test_a_pair_of_equal_rewards_is_never_made(tmp_path: Path) -> None:
-    rows, _ = made(tmp_path, rows_of([("a", 1.0), ("b", 0.5), ("c", 0.5), ("d", 0.0)]), Choice(per_prompt=9))
+    rows, _ = made(tmp_path, rows_of([("a", 1.0), ("b", 0.5), ("c", 0.5), ("d", 0.0)]), Selection(per_prompt=9))
     assert texts(rows) == [("a", "d", 1.0)]
 
 
@@ -92,14 +94,14 @@ def test_of_equal_rewards_the_first_or_the_shortest_is_taken(
     tmp_path: Path, tie: str, wanted: tuple[str, str, float]
 ) -> None:
     samples: list[Sample] = [("long one", 1.0), ("worse one", 0.0), ("b", 0.0), ("a", 1.0)]
-    rows, _ = made(tmp_path, rows_of(samples), Choice(length_tie=tie))
+    rows, _ = made(tmp_path, rows_of(samples), Selection(length_tie=tie))
     assert texts(rows) == [wanted]
 
 
 def test_identical_texts_never_make_a_pair(tmp_path: Path) -> None:
     """A reward that is not the same for the same text: the next worst is taken, and no text stands twice."""
     samples: list[Sample] = [("same", 1.0), ("same", 0.0), ("other", 0.25)]
-    rows, _ = made(tmp_path, rows_of(samples), Choice(per_prompt=9))
+    rows, _ = made(tmp_path, rows_of(samples), Selection(per_prompt=9))
     assert texts(rows) == [("same", "other", 0.75)]
 
 
@@ -109,7 +111,7 @@ def test_best_of_n(tmp_path: Path) -> None:
         [("d", 0.25), ("e", 0.0)],
         [("f", 0.5)],
     ]
-    rows, counts = made(tmp_path, rows_of(*questions), Choice("sft", per_prompt=2, min_reward=0.5))
+    rows, counts = made(tmp_path, rows_of(*questions), Selection("sft", per_prompt=2, min_reward=0.5))
     assert [(said(row), row["reward"]) for row in rows] == [("a", 1.0), ("c", 0.75), ("f", 0.5)]
     assert rows[0]["messages"] == [
         {"role": "user", "content": "question 0"},
@@ -132,7 +134,7 @@ def test_labels(tmp_path: Path, threshold: float | None, labels: dict[str, bool]
     rows, _ = made(
         tmp_path,
         rows_of([("a", 1.0), ("b", 0.5), ("c", 0.0)], [("d", 0.5), ("e", 0.5), ("d", 0.5)]),
-        Choice("kto", threshold=threshold),
+        Selection("kto", threshold=threshold),
     )
     assert {row["completion"][0]["content"]: row["label"] for row in rows} == labels  # type: ignore[index]
     assert len(rows) == len(labels)
@@ -144,13 +146,13 @@ def test_what_cannot_be_used_is_counted_by_reason(tmp_path: Path) -> None:
         *rows_of([("a", 1.0), ("b", 0.0), ("  ", 2.0), ("x", None)]),
         *rows_of([("cut", 3.0), ("cut too", -1.0)], stop="length"),
     ]
-    pairs, counts = made(tmp_path, rows, Choice())
+    pairs, counts = made(tmp_path, rows, Selection())
     assert texts(pairs) == [("a", "b", 1.0)]
     assert counts.unused == {"empty": 1, "without a score": 1, "cut off at the length limit": 2}
     assert ("  left out: cut off at the length limit", "2") in counts.table()
     assert ("rows written", "1") in counts.table()
     (tmp_path / "out.jsonl").unlink()
-    kept, counts = made(tmp_path, rows, Choice(keep_cut=True))
+    kept, counts = made(tmp_path, rows, Selection(keep_cut=True))
     assert texts(kept) == [("cut", "cut too", 4.0)]
     assert counts.unused == {"empty": 1, "without a score": 1}
 
@@ -160,7 +162,7 @@ def test_files_of_one_question_are_taken_together_and_others_apart(tmp_path: Pat
     two[1]["prompt"] = [{"role": "user", "content": "question 1 of other data"}]
     write_jsonl(tmp_path / "s1.jsonl", one)
     write_jsonl(tmp_path / "s2.jsonl", two)
-    counts = write_pairs(str(tmp_path / "s*.jsonl"), tmp_path / "pairs.parquet", Choice())
+    counts = write_pairs(str(tmp_path / "s*.jsonl"), tmp_path / "pairs.parquet", Selection())
     (row,) = pq.read_table(tmp_path / "pairs.parquet").to_pylist()
     assert texts([row]) == [("a", "c", 1.0)]
     assert (counts.questions, counts.left_out["fewer than two different responses"]) == (3, 2)
@@ -170,19 +172,19 @@ def test_files_of_one_question_are_taken_together_and_others_apart(tmp_path: Pat
 @pytest.mark.parametrize(
     ("rows", "choice", "said"),
     [
-        (rows_of([("a", 1.0), ("b", 1.0)]), Choice(), ["1 questions: all rewards equal", "--n"]),
-        (rows_of([("a", 1.0), ("b", 0.5)]), Choice(min_margin=0.6), ["lower --min-margin"]),
-        (rows_of([("a", 0.1)]), Choice("sft", min_reward=1.0), ["lower --min-reward"]),
-        (rows_of([("a", 1.0)], stop="length"), Choice("sft"), ["1 responses cut off", "--keep-cut"]),
-        (rows_of([("a", None), ("b", None)]), Choice("kto"), ["2 responses without a score", "`failure`"]),
-        ([{"prompt": [], "response": "a"}], Choice(), ["lacks the columns question, reward, stop, tokens"]),
-        ([{**rows_of([("a", 1.0)])[0], "prompt": ["hello"]}], Choice(), ["line 1", "chat messages"]),
-        ([{**rows_of([("a", 1.0)])[0], "reward": "high"}], Choice(), ["line 1", "'high'"]),
-        ([{**rows_of([("a", 1.0)])[0], "response": None}], Choice(), ["line 1", "not text"]),
+        (rows_of([("a", 1.0), ("b", 1.0)]), Selection(), ["1 questions: all rewards equal", "--n"]),
+        (rows_of([("a", 1.0), ("b", 0.5)]), Selection(min_margin=0.6), ["lower --min-margin"]),
+        (rows_of([("a", 0.1)]), Selection("sft", min_reward=1.0), ["lower --min-reward"]),
+        (rows_of([("a", 1.0)], stop="length"), Selection("sft"), ["1 responses cut off", "--keep-cut"]),
+        (rows_of([("a", None), ("b", None)]), Selection("kto"), ["2 responses without a score", "`failure`"]),
+        ([{"prompt": [], "response": "a"}], Selection(), ["lacks the columns question, reward, stop, tokens"]),
+        ([{**rows_of([("a", 1.0)])[0], "prompt": ["hello"]}], Selection(), ["line 1", "chat messages"]),
+        ([{**rows_of([("a", 1.0)])[0], "reward": "high"}], Selection(), ["line 1", "'high'"]),
+        ([{**rows_of([("a", 1.0)])[0], "response": None}], Selection(), ["line 1", "not text"]),
     ],
 )
 def test_nothing_to_write_is_refused_with_the_reason(
-    tmp_path: Path, rows: list[dict[str, object]], choice: Choice, said: list[str]
+    tmp_path: Path, rows: list[dict[str, object]], choice: Selection, said: list[str]
 ) -> None:
     with pytest.raises(Refusal) as refused:
         made(tmp_path, rows, choice)
@@ -194,11 +196,11 @@ def test_an_out_that_is_there_or_has_no_format_is_refused(tmp_path: Path) -> Non
     samples = write_jsonl(tmp_path / "samples.jsonl", rows_of([("a", 1.0), ("b", 0.0)]))
     for name, words in (("samples.jsonl", "exists already"), ("out.csv", ".parquet or .jsonl")):
         with pytest.raises(Refusal, match=words):
-            write_pairs(str(samples), tmp_path / name, Choice())
+            write_pairs(str(samples), tmp_path / name, Selection())
 
 
 def test_options_of_another_kind_are_refused() -> None:
-    assert choice_of("pairs", 2, 0.5, 1.0, None, "shortest", True) == Choice(
+    assert choice_of("pairs", 2, 0.5, 1.0, None, "shortest", True) == Selection(
         "pairs", 2, 0.5, 1.0, 0.5, "shortest", True
     )
     assert choice_of("kto", threshold="mean").threshold is None

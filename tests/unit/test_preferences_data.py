@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from conftest import write_jsonl
+from lockstep.data.columns import ColumnFinder
 from lockstep.data.completions import ResponseEncoder
+from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.dialogue import divide
 from lockstep.data.encoding import Encoding
-from lockstep.data.preferences import load_rankings
+from lockstep.data.preferences import RankingRows
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.schema import Data, Source
@@ -53,7 +56,7 @@ def load(tmp_path: Path):
         path = write_jsonl(tmp_path / "pairs.jsonl", list(rows))
         sources = [Source(path=str(path), **(source or {}))]
         settings = Data(train=[str(path)], **data)
-        return load_rankings(sources, settings, tokenizer, limit, read=read, several=several)
+        return load_rows(Dataset, partial(RankingRows, read=read, several=several), sources, settings, tokenizer, limit)
 
     return load
 
@@ -345,11 +348,9 @@ def test_bad_rows_are_refused(tokenizer, load, row, reason, read):
     ],
 )
 def test_bad_margins_are_refused_where_they_are_used(tokenizer, extra, reason):
-    import lockstep.data.preferences as preferences
-
-    columns = preferences.find_ranking_columns(Source(path="x"), Data(train=["x"]), [*PAIR, *extra])
+    finder = ColumnFinder(Source(path="x"), Data(train=["x"]), [*PAIR, *extra])
     for read in ("score", "response"):
-        rows = preferences.RankingRows(tokenizer, columns, Data(train=["x"]), 99, read=read, several=False)
+        rows = RankingRows(finder, tokenizer, 99, read=read, several=False)
         if read == "response":
             assert rows(PAIR | extra, ORIGIN)[0].item.margin == 0
         else:

@@ -77,16 +77,15 @@ def test_the_prompt_is_what_a_trained_chat_has_before_its_answer(tokenizer: Any)
 
 @pytest.mark.parametrize("overlong", ["error", "drop", "truncate_left"])
 def test_a_prompt_exactly_at_the_limit_is_whole(tokenizer: Any, overlong: str) -> None:
-    counts = PromptCounts()
-    prompt = fit_prompt(asked(user("hello")), tokenizer, HELLO_TOKENS, overlong, counts)
-    assert prompt is not None
-    assert tokenizer.decode(prompt.ids) == HELLO
-    assert counts == PromptCounts(rows=1, tokens=HELLO_TOKENS, longest=HELLO_TOKENS)
+    kept = fit_prompt(asked(user("hello")), tokenizer, HELLO_TOKENS, overlong)
+    assert kept is not None
+    assert tokenizer.decode(kept.item.ids) == HELLO
+    assert (kept.lengths, kept.truncated) == ((HELLO_TOKENS,), False)
 
 
 def test_one_token_over_is_refused_by_row_with_a_remedy(tokenizer: Any) -> None:
     with pytest.raises(Refusal) as caught:
-        fit_prompt(asked(user("hello")), tokenizer, HELLO_TOKENS - 1, "error", PromptCounts())
+        fit_prompt(asked(user("hello")), tokenizer, HELLO_TOKENS - 1, "error")
     (problem,) = caught.value.problems
     assert problem.where == "rows.jsonl row 7"
     assert f"{HELLO_TOKENS} tokens, over the limit of {HELLO_TOKENS - 1}" in problem.why
@@ -94,18 +93,15 @@ def test_one_token_over_is_refused_by_row_with_a_remedy(tokenizer: Any) -> None:
     assert "truncate_left" in problem.remedy
 
 
-def test_one_token_over_is_dropped_and_counted(tokenizer: Any) -> None:
-    counts = PromptCounts()
-    assert fit_prompt(asked(user("hello")), tokenizer, HELLO_TOKENS - 1, "drop", counts) is None
-    assert counts == PromptCounts(dropped=1)
+def test_one_token_over_is_dropped(tokenizer: Any) -> None:
+    assert fit_prompt(asked(user("hello")), tokenizer, HELLO_TOKENS - 1, "drop") is None
 
 
-def test_one_token_over_loses_its_first_and_is_counted(tokenizer: Any) -> None:
-    counts, limit = PromptCounts(), HELLO_TOKENS - 1
-    prompt = fit_prompt(asked(user("hello")), tokenizer, limit, "truncate_left", counts)
-    assert prompt is not None
-    assert tokenizer.decode(prompt.ids) == HELLO.removeprefix("<|im_start|>")
-    assert counts == PromptCounts(rows=1, tokens=limit, longest=limit, truncated=1)
+def test_one_token_over_loses_its_first(tokenizer: Any) -> None:
+    kept = fit_prompt(asked(user("hello")), tokenizer, HELLO_TOKENS - 1, "truncate_left")
+    assert kept is not None
+    assert tokenizer.decode(kept.item.ids) == HELLO.removeprefix("<|im_start|>")
+    assert (kept.lengths, kept.truncated) == ((HELLO_TOKENS - 1,), True)
 
 
 def test_counts_over_several_rows(tokenizer: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.algorithms.ranking import PAIR_LOSSES, RANKINGS, pair_loss, ranking_loss
 from lockstep.errors import Refusal
-from lockstep.recipe.offline import RewardModel
+from lockstep.recipe.offline import RewardModelSettings
 
 # A pair with a margin, a ranking of three, a tied pair.
 SCORES = [2.0, 0.5, 1.0, 3.0, -1.0, 0.7, 0.7]
@@ -161,5 +161,5 @@ def test_unknown_names_are_refused():
 
 
 def test_the_recipe_knows_these_names():
-    assert set(PAIR_LOSSES) == set(get_args(RewardModel.model_fields["loss"].annotation))
-    assert set(RANKINGS) == set(get_args(RewardModel.model_fields["ranking"].annotation))
+    assert set(PAIR_LOSSES) == set(get_args(RewardModelSettings.model_fields["loss"].annotation))
+    assert set(RANKINGS) == set(get_args(RewardModelSettings.model_fields["ranking"].annotation))

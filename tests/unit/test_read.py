@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.hub import HubName, parse_hub_name
-from lockstep.data.read import FileInfo, LineOrigin, read_rows
+from lockstep.data.read import FileInfo, HubName, LineOrigin, parse_hub_name, read_rows
 from lockstep.errors import Problem, Refusal
 from lockstep.types import Origin
 

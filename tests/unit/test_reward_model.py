@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from lockstep.errors import Refusal
-from lockstep.reward import model as reward_model
-from lockstep.reward.model import ModelPart, batches, load_reward_model
+from lockstep.reward import batched
+from lockstep.reward.batched import batches
+from lockstep.reward.model import ModelPart, load_reward_model
 from lockstep.types import Failure, Origin, Question
 
 CPU = torch.device("cpu")
@@ -100,7 +101,7 @@ def test_scores_do_not_depend_on_the_company(folder, monkeypatch) -> None:
     random.Random(0).shuffle(shuffled)
     again = dict(zip([i for i, _ in shuffled], scores(part, [text for _, text in shuffled]), strict=True))
     assert [again[i] for i in range(len(TEXTS))] == pytest.approx(together, abs=1e-5)
-    monkeypatch.setattr(reward_model, "BATCH_TOKENS", 1)
+    monkeypatch.setattr(batched, "BATCH_TOKENS", 1)
     assert scores(part, TEXTS) == pytest.approx(together, abs=1e-5)
 
 

@@ -15,7 +15,7 @@ from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
 from lockstep.recipe.online import Reward
-from lockstep.reward.parts import Stepwise
+from lockstep.reward.parts import StepOutcome
 from lockstep.reward.process import PROCESS, ProcessPart, steps_of
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.collect import collect, token_at
@@ -48,7 +48,7 @@ def by_hand(folder: Path, steps: list[str]) -> list[float]:
     return found
 
 
-def settled(part: ProcessPart, *texts: str) -> list[Stepwise | Failure]:
+def settled(part: ProcessPart, *texts: str) -> list[StepOutcome | Failure]:
     futures = [part.submit(QUESTION, text) for text in texts]
     part.flush()
     return [future.result() for future in futures]  # type: ignore[misc]
@@ -66,14 +66,14 @@ def test_steps_end_where_their_text_ends() -> None:
 def test_each_step_earns_its_share_of_the_mean(folder: Path) -> None:
     part = ProcessPart(str(folder), "\n", CPU)
     first, second = settled(part, "2+3=5\n5+4=8", "2+4=6")
-    assert isinstance(first, Stepwise)
+    assert isinstance(first, StepOutcome)
     wanted = by_hand(folder, ["2+3=5", "5+4=8"])
     assert wanted[0] != pytest.approx(wanted[1], abs=1e-3)
     assert first["process"] == pytest.approx(sum(wanted) / 2, abs=1e-5)
     assert first["process_worst"] == pytest.approx(min(wanted), abs=1e-5)
     assert [end for end, _ in first.steps] == [5, 11]
     assert [share for _, share in first.steps] == pytest.approx([p / 2 for p in wanted], abs=1e-5)
-    assert isinstance(second, Stepwise)
+    assert isinstance(second, StepOutcome)
     assert second["process"] == pytest.approx(by_hand(folder, ["2+4=6"])[0], abs=1e-5)
 
 
@@ -82,7 +82,7 @@ def test_a_model_that_scales_its_logits_judges_by_scaled_ones(tmp_path: Path, fo
     scaled = write_model(tmp_path / "scaled", config, folder)
     (scaled / PROCESS).write_text((folder / PROCESS).read_text(encoding="utf-8"), encoding="utf-8")
     (found,) = settled(ProcessPart(str(scaled), "\n", CPU), "2+3=5")
-    assert isinstance(found, Stepwise)
+    assert isinstance(found, StepOutcome)
     (wanted,) = by_hand(scaled, ["2+3=5"])
     assert abs(wanted - 0.5) > 0.01
     assert found["process"] == pytest.approx(wanted, abs=1e-5)

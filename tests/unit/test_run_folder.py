@@ -12,7 +12,8 @@ import pytest
 import lockstep
 from lockstep.errors import Refusal
 from lockstep.run.environment import checkout_commit
-from lockstep.run.folder import RunFolder, atomic_write_text
+from lockstep.run.files import atomic_write_text
+from lockstep.run.folder import RunFolder
 
 HOLDER = """
 import os, sys

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lockstep.kernels.divergence import Comparison, Whole, compared_scores, likeliest
+from lockstep.kernels.divergence import TeacherDivergence, Whole, compared_scores, likeliest
 from lockstep.kernels.logprob import Head, plain_token_scores, row_gradients_, row_logprobs, token_scores
 from lockstep.kernels.truncate import LEFT_OUT, Truncation
 
@@ -159,7 +159,7 @@ def test_divergences_are_of_the_same_distributions(scale, softcap, kind) -> None
     torch.manual_seed(3)
     taught_hidden, taught_weight = torch.randn(PLACES, 7), torch.randn(WORDS, 7)
     teacher, temperature = Whole(taught_hidden, Head(taught_weight, None, 0.8, 1.5)), 1.3
-    comparison = Comparison(kind, 0.3, temperature)
+    comparison = TeacherDivergence(kind, 0.3, temperature)
     head = Head(weight, bias, scale, softcap)
     ours = compared_scores(hidden, head, targets(), teacher, comparison, chunk_bytes=4 * WORDS * 7)
     logits = logits_by_hand(hidden, weight, bias, scale, softcap)

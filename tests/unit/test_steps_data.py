@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from conftest import write_jsonl
-from lockstep.data.steps import load_steps
+from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.steps import StepRows
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.schema import Data, Source
@@ -28,7 +30,8 @@ def load(tmp_path: Path):
     def load(tokenizer, *rows, placeholder="~", tokens=("+", "-"), limit=500, **data):
         path = write_jsonl(tmp_path / "steps.jsonl", list(rows))
         settings = Data(train=[str(path)], **data)
-        return load_steps([Source(path=str(path))], settings, tokenizer, limit, placeholder=placeholder, tokens=tokens)
+        rows = partial(StepRows, placeholder=placeholder, tokens=tokens)
+        return load_rows(Dataset, rows, [Source(path=str(path))], settings, tokenizer, limit)
 
     return load
 
@@ -39,7 +42,7 @@ def test_a_text_is_judged_at_its_placeholders(tokenizer, load):
     # Bytes: "q? one " is 7, so the first is token 7; "\ntwo " is 5 more.
     assert list(steps.example.ids) == list(b"q? one ~\ntwo ~")
     assert isinstance(steps.example, Probe)
-    assert steps.example.places == (7, 13)
+    assert steps.example.positions == (7, 13)
     assert steps.example.asked() == [(7, PLUS), (7, MINUS), (13, PLUS), (13, MINUS)]
     assert steps.labels == ((1.0, 0.0), (0.0, 1.0))
     counts = dataset.counts
@@ -60,7 +63,7 @@ def test_a_text_is_judged_at_its_placeholders(tokenizer, load):
 )
 def test_names_and_kinds_of_labels(tokenizer, load, row):
     steps = load(tokenizer, row).items[0]
-    assert steps.example.places == (1, 3)
+    assert steps.example.positions == (1, 3)
     assert steps.labels == ((1.0, 0.0), (0.0, 1.0))
 
 
@@ -69,15 +72,15 @@ def test_soft_labels_and_more_words(tokenizer, load):
     assert soft.labels == ((0.75, 0.25), (0.5, 0.5))
     three = load(tokenizer, {"input": "a~b~", "label": ["0", "-"]}, tokens=["+", "-", "0"]).items[0]
     assert three.labels == ((0.0, 0.0, 1.0), (0.0, 1.0, 0.0))
-    assert three.example.words == (PLUS, MINUS, ord("0"))
+    assert three.example.token_ids == (PLUS, MINUS, ord("0"))
     with pytest.raises(Refusal, match=r"label 1 of label is 1\n.*words of prm.tokens \(\+, -, 0\)$"):
         load(tokenizer, {"input": "a~", "label": [1]}, tokens=["+", "-", "0"])
 
 
 def test_settings_name_the_columns(tokenizer, load):
     row = {"x": {"t": "a~"}, "input": "no", "v": [1]}
-    assert load(tokenizer, row, text_key="x.t", label_key="v").items[0].example.places == (1,)
-    assert load(tokenizer, row, prompt_key="x.t", label_key="v").items[0].example.places == (1,)
+    assert load(tokenizer, row, text_key="x.t", label_key="v").items[0].example.positions == (1,)
+    assert load(tokenizer, row, prompt_key="x.t", label_key="v").items[0].example.positions == (1,)
     listed = {"q": "Q", "completions": ["no"], "s": ["a", "b"], "labels": [1, 0]}
     steps = load(tokenizer, listed, prompt_key="q", steps_key="s", template="none").items[0]
     assert list(steps.example.ids) == list(b"Q\na~\nb~")
@@ -94,7 +97,7 @@ def test_steps_are_the_assistants_turn(tokenizer, load, prompt):
         "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1+1?<|im_end|>\n"
         "<|im_start|>assistant\n1+1=2~\n2+1=4~<|im_end|>\n"
     )
-    assert [chr(example.ids[place]) for place in example.places] == ["~", "~"]
+    assert [chr(example.ids[place]) for place in example.positions] == ["~", "~"]
     assert dataset.items[0].labels == ((1.0, 0.0), (0.0, 1.0))
     assert "prompts with a list of steps (prompt, completions; verdicts from labels)" in dataset.notes[0]
 
@@ -103,14 +106,14 @@ def test_steps_without_a_template_are_lines(tokenizer, load):
     tokenizer.chat_template = None
     example = load(tokenizer, ROW).items[0].example
     assert list(example.ids) == list(b"1+1+1?\n1+1=2~\n2+1=4~")
-    assert example.places == (12, 19)
+    assert example.positions == (12, 19)
 
 
 def test_a_chat_that_holds_placeholders(tokenizer, load):
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a~b~"}]
     example = load(tokenizer, {"input": chat, "label": [1, 1]}).items[0].example
     assert tokenizer.decode(list(example.ids)).endswith("assistant\na~b~<|im_end|>\n")
-    assert len(example.places) == 2
+    assert len(example.positions) == 2
 
 
 def words_tokenizer(*words: str):
@@ -128,7 +131,7 @@ def test_a_placeholder_that_must_be_a_word_gets_its_space(load):
     row = {"prompt": "q", "completions": ["a", "b"], "labels": [1, 0]}
     example = load(tokenizer, row, placeholder="ки").items[0].example
     assert list(example.ids) == [1, 2, 4, 3, 4]
-    assert example.places == (2, 4)
+    assert example.positions == (2, 4)
     with pytest.raises(Refusal, match="holds the placeholder 'ки' 2 times, but its token 1 times"):
         load(tokenizer, {"input": "q aки b ки", "label": [1, 0]}, placeholder="ки")
 
@@ -193,7 +196,7 @@ def test_two_opening_tokens_are_refused(tokenizer, load):
     )
     steps = load(tokenizer, {"input": "a~", "label": [1]}).items[0]
     assert list(steps.example.ids) == [bos, *b"a~"]
-    assert steps.example.places == (2,)
+    assert steps.example.positions == (2,)
     with pytest.raises(Refusal, match="line 1: starts with two"):
         load(tokenizer, {"input": "<|im_start|>a~", "label": [1]})
 
@@ -224,7 +227,7 @@ def test_cut_rows_keep_the_steps_that_remain(tokenizer, load, overlong, limit, t
     dataset = load(tokenizer, LONG, limit=limit, overlong=overlong)
     steps = dataset.items[0]
     assert bytes(list(steps.example.ids)).decode() == text
-    assert steps.example.places == places
+    assert steps.example.positions == places
     assert [label[0] for label in steps.labels] == firsts
     assert (dataset.counts.truncated, dataset.counts.longest) == (1, limit)
 

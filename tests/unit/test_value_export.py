@@ -33,7 +33,7 @@ SEQUENCES = [[257, 3, 1, 4, 1, 5], [257, 9, 2], [257, 6, 5, 3, 5, 8, 9, 7, 9, 10
 
 @torch.no_grad()
 def scores(model: ValueModel, sequences: list[list[int]]) -> list[float]:
-    rows = [Probe(ids, bytes(len(ids)), Origin("x", 0), places=(len(ids) - 1,)) for ids in sequences]
+    rows = [Probe(ids, bytes(len(ids)), Origin("x", 0), positions=(len(ids) - 1,)) for ids in sequences]
     return model.eval()(micro_batch(rows, packed=True, pad_id=0)).tolist()
 
 

@@ -1,6 +1,6 @@
-"""The distance of a student's next-word distribution from its teacher's, whole or cut to the teacher's likeliest words.
+"""The distance of a student's next-token distribution from its teacher's, whole or cut to the likeliest tokens.
 
-Shapes: R places, V words, k words kept at a place. All are log-probabilities.
+Shapes: R positions, V vocabulary, k tokens kept at a position. All are log-probabilities.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ LEAST_REST = -100.0
 
 
 def divergence(student_RV: torch.Tensor, teacher_RV: torch.Tensor, *, kind: str, mix: float = 0.5) -> torch.Tensor:
-    """The divergence at each place, in nats; the gradient goes wherever the inputs have one.
+    """The divergence at each position, in nats; the gradient goes wherever the inputs have one.
 
     - `forward`: KL(teacher, student).
     - `reverse`: KL(student, teacher). A word that the teacher gives probability 0 would be infinite; it adds the
       student's probability of it instead. (The generalised divergence of two sums that need not be equal, sum
-      p log(p/q) - p + q, over the other words: it is never negative, and the student still moves off such words.)
+      p log(p/q) - p + q, over the other tokens: it is never negative, and the student still moves off such tokens.)
     - `jsd`: mix KL(teacher, m) + (1 - mix) KL(student, m) with m = mix teacher + (1 - mix) student, the generalised
       Jensen-Shannon divergence of GKD (arXiv 2306.13649) with the paper's beta as `mix`.
 
@@ -42,7 +42,7 @@ def divergence(student_RV: torch.Tensor, teacher_RV: torch.Tensor, *, kind: str,
 
 
 def folded(logprobs_RV: torch.Tensor, ids_Rk: torch.Tensor) -> torch.Tensor:
-    """The chosen words (different ones at a place), and all the others together as one more word: R x (k + 1).
+    """The chosen tokens (different ones at a position), and all the others together as one more: R x (k + 1).
 
     The others are summed themselves, not as 1 less the chosen, so that a tiny rest and its gradient are right too.
     Where nothing is left (k = V, or it underflows) the rest is about -100, without a gradient.
@@ -53,5 +53,5 @@ def folded(logprobs_RV: torch.Tensor, ids_Rk: torch.Tensor) -> torch.Tensor:
 
 
 def _kl(p_RV: torch.Tensor, q_RV: torch.Tensor) -> torch.Tensor:
-    """The words' shares in KL(p, q)."""
+    """The tokens' shares in KL(p, q)."""
     return p_RV.exp() * (p_RV - q_RV)

@@ -118,8 +118,8 @@ def _runs(held: Sequence[Sequence[int]]) -> _Runs:
     numbers = [known.setdefault(tuple(tokens), len(known)) for tokens in held]
     twice = numbers + numbers
     ends = [len(twice)] * len(twice)
-    for place in range(len(twice) - 2, -1, -1):
-        ends[place] = ends[place + 1] if twice[place] == twice[place + 1] else place + 1
+    for index in range(len(twice) - 2, -1, -1):
+        ends[index] = ends[index + 1] if twice[index] == twice[index + 1] else index + 1
     return _Runs(numbers, ends)
 
 
@@ -135,12 +135,12 @@ def _stand_in(row: int, prompt: _Runs, completion: _Runs) -> int:
 def _next_other(row: int, differing: Sequence[_Runs]) -> int | None:
     """The next row that differs in all of these; runs of rows that do not are stepped over at once."""
     count = len(differing[0].numbers)
-    place = row + 1
-    while place < row + count:
-        ends = [runs.ends[place] for runs in differing if runs.numbers[place % count] == runs.numbers[row]]
+    index = row + 1
+    while index < row + count:
+        ends = [runs.ends[index] for runs in differing if runs.numbers[index % count] == runs.numbers[row]]
         if not ends:
-            return place % count
-        place = max(ends)
+            return index % count
+        index = max(ends)
     return None
 
 

@@ -79,10 +79,10 @@ def ranking_loss(
 
 
 def _pairs(ranking_S: torch.Tensor, sizes_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of each pair's better and worse response. One look at the vector for each distance in a ranking."""
+    """The positions of each pair's better and worse response. One look at the vector for each distance in a ranking."""
     longest = int(sizes_R.max()) if len(sizes_R) else 0
-    better = [(ranking_S[:-apart] == ranking_S[apart:]).nonzero()[:, 0] for apart in range(1, longest)]
-    worse = [places + apart for apart, places in enumerate(better, start=1)]
+    better = [(ranking_S[:-distance] == ranking_S[distance:]).nonzero()[:, 0] for distance in range(1, longest)]
+    worse = [positions + distance for distance, positions in enumerate(better, start=1)]
     none = ranking_S[:0]
     return torch.cat([none, *better]), torch.cat([none, *worse])
 
@@ -98,7 +98,7 @@ def _plackett_luce(
     scores_Rn = scores_S.new_zeros(count, longest).index_put((ranking_S, place_S), lowered_S)
     place_n = torch.arange(longest, device=scores_S.device)
     real_Rn = place_n < sizes_R[:, None]
-    # A padded place only sees itself: its term is 0, and no row of the sum is empty.
+    # A padded position only sees itself: its term is 0, and no row of the sum is empty.
     itself_nn = place_n[:, None] == place_n
     seen_Rnn = itself_nn | ((place_n >= place_n[:, None]) & real_Rn[:, None, :])
     left_Rn = torch.where(seen_Rnn, scores_Rn[:, None, :], float("-inf")).logsumexp(-1)

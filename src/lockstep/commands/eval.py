@@ -9,7 +9,7 @@ from rich.table import Table
 
 from lockstep.commands.eval_rows import kind_of, score_rows
 from lockstep.commands.options import refuse_options
-from lockstep.data.questions import read_questions
+from lockstep.data.prompts import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
 from lockstep.errors import Refusal

@@ -24,7 +24,7 @@ from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.recipe.schema import Model
-from lockstep.reward.process import PROCESS, read_words
+from lockstep.reward.process import PROCESS, read_judging
 from lockstep.run.progress import Console
 from lockstep.train.models import Models, Packing
 from lockstep.train.prepare import shared_and_moving
@@ -95,7 +95,7 @@ def _recipe(method: str, folder: str, data: str, dtype: str, reference: str | No
         "data": {"train": data, "require_end": False},
     }
     if method == "prm":
-        values["prm"] = read_words(Path(folder))
+        values["prm"] = read_judging(Path(folder))
     elif method == "dpo":
         # Without a reference, mean log-probabilities: sums would prefer whatever is shorter.
         values["preference"] = {"beta": 1.0} if reference else {"loss": "cpo", "beta": 1.0, "average": True}

@@ -13,12 +13,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lockstep.commands.options import refuse_options
-from lockstep.commands.sample_parts import Parts, fingerprint_of, sample_row
+from lockstep.commands.sample_parts import Parts, sample_row
 from lockstep.commands.sample_rewards import identity_of, opened_scorer, refuse_failures
-from lockstep.data.questions import read_questions
+from lockstep.data.prompts import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
 from lockstep.errors import Interrupted, Problem, Refusal, shortened
+from lockstep.model.fingerprint import model_files
 from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
@@ -48,7 +49,7 @@ class Job:
 
 
 @dataclass
-class Pace:
+class SamplingPace:
     """What this process, and the others beside it, produced."""
 
     tokens: int = 0
@@ -86,7 +87,7 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
     """All that a response or its reward depends on. Limits, devices and processes do not change them."""
     sampling = job.sampling
     return {
-        "MODEL": fingerprint_of(folder),
+        "MODEL": model_files(folder),
         "DATA": data,
         "--n": job.n,
         "--temperature": sampling.temperature,
@@ -132,7 +133,7 @@ def _sample(
     parts: Parts,
     world: World,
     console: Console,
-) -> Pace:
+) -> SamplingPace:
     """Answer the chunks that are not on disk yet. A question's noise is keyed by its row, so chunks do not matter."""
     chunks = _chunks(job, prompts)
     # Rank 0 alone looks: it alone writes.
@@ -145,7 +146,7 @@ def _sample(
         for number in range(chunks)
         if number not in done
     }
-    pace = Pace()
+    pace = SamplingPace()
     try:
         with console.task("Sampling", job.n * sum(map(len, spans.values()))) as task:
             for number, span in spans.items():
@@ -168,7 +169,7 @@ def _sample(
     return pace
 
 
-def summary(out: Path, pace: Pace) -> list[tuple[str, str]]:
+def summary(out: Path, pace: SamplingPace) -> list[tuple[str, str]]:
     """The file in numbers. Rewards are over the responses that have one."""
     table = pq.ParquetFile(out).read(["question", "reward", "stop", "tokens"])
     scored = table.filter(pc.is_valid(table["reward"]))

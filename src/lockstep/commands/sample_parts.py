@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.errors import Problem, Refusal, unwritten
-from lockstep.run.folder import RunFolder, atomic_write_text, read_object, sync_path
+from lockstep.run.files import atomic_write_text, written_aside
+from lockstep.run.folder import RunFolder, read_object
 from lockstep.train.resume import flatten
 from lockstep.types import Failure, Rollout
 
@@ -35,7 +35,6 @@ SCHEMA = pa.schema(
         ("sample", pa.int64()),
     ]
 )
-WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
@@ -57,19 +56,6 @@ def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
         "question": question,
         "sample": rollout.sample,
     }
-
-
-def fingerprint_of(folder: str) -> dict[str, str]:
-    """What tells a model from another: small files by content, weights by size and the time of their last change."""
-    files = sorted(path for path in Path(folder).iterdir() if path.is_file() and not path.name.startswith("."))
-    return {path.name: _identity(path) for path in files}
-
-
-def _identity(path: Path) -> str:
-    if path.suffix in WEIGHTS:
-        facts = path.stat()
-        return f"{facts.st_size} bytes, changed at {facts.st_mtime_ns / 1e9:.6f}"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Parts:
@@ -166,11 +152,8 @@ class Parts:
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A file to write aside; it takes the place of `path` when it is whole and on the disk."""
-    aside = path.with_name(f".writing-{path.name}")
     try:
-        yield aside
-        sync_path(aside)
-        aside.replace(path)
-        sync_path(path.parent)
+        with written_aside(path) as aside:
+            yield aside
     except OSError as error:
         raise unwritten(path, error, "the same command goes on from the finished chunks") from error

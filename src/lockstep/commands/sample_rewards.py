@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep.commands.sample_parts import fingerprint_of
 from lockstep.errors import Problem, Refusal
+from lockstep.model.fingerprint import model_files
 from lockstep.model.resolve import model_folder
 from lockstep.recipe.online import Reward
 from lockstep.reward.function import located
 from lockstep.reward.rules import DEFAULT_RULES, RULES
 from lockstep.reward.scorer import Scorer, active_weights
+from lockstep.run.files import checksum
 from lockstep.run.progress import Console
 from lockstep.types import Failure, Prompt, Rollout
 
@@ -37,7 +37,7 @@ def identity_of(reward: Reward) -> dict[str, Any]:
         "--rule": reward.rules,
         "--reward-function": _function(reward.function) if reward.function else None,
         # A path that is no folder is refused when the model is loaded.
-        "--reward-model": fingerprint_of(model) if model and Path(model).is_dir() else model,
+        "--reward-model": model_files(model) if model and Path(model).is_dir() else model,
         "--reward-remote": reward.remote,
         "--format": reward.format,
     }
@@ -45,7 +45,7 @@ def identity_of(reward: Reward) -> dict[str, Any]:
 
 def _function(place: str) -> dict[str, str]:
     file, name = located(place, "--reward-function")
-    return {"name": name, "file": hashlib.sha256(file.read_bytes()).hexdigest()}
+    return {"name": name, "file": checksum(file)}
 
 
 def opened_scorer(reward: Reward, prompts: Sequence[Prompt], place: torch.device, console: Console) -> Scorer:

@@ -87,7 +87,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, *, marks: bool)
     """The row's text by runs of tokens; without colours what is trained, or judged, stands in [[double brackets]]."""
     text = Text()
     start = 0
-    marked = set(example.places) if isinstance(example, Probe) else {place + 1 for place, _ in example.asked()}
+    marked = set(example.positions) if isinstance(example, Probe) else {position + 1 for position, _ in example.asked()}
     while start < len(example):
         end = start
         trained = start in marked

@@ -112,8 +112,8 @@ def micro_batch(
     batch = _packed(examples, shares or [0] * len(examples)) if packed else _padded(examples, pad_id)
     if starts is None:
         return batch
-    places = [torch.arange(start, start + e.targets) for start, e in zip(starts, examples, strict=True)]
-    return replace(batch, index_K=torch.cat(places))
+    indices = [torch.arange(start, start + e.targets) for start, e in zip(starts, examples, strict=True)]
+    return replace(batch, index_K=torch.cat(indices))
 
 
 def target_starts(examples: Sequence[Example]) -> list[int]:
@@ -136,9 +136,9 @@ def _packed(examples: Sequence[Example], shares: Sequence[int]) -> MicroBatch:
         positions.extend(range(share, len(example)))
         where = [*range(head, head + share), *range(start, start + len(example) - share)]
         line.extend(where)
-        for place, word in example.asked():
-            predictors.append(where[place])
-            targets.append(word)
+        for position, token_id in example.asked():
+            predictors.append(where[position])
+            targets.append(token_id)
     batch = _assemble([ids], [positions], examples, True, predictors, targets)
     return replace(batch, line_E=torch.tensor(line)) if any(shares) else batch
 
@@ -152,9 +152,9 @@ def _padded(examples: Sequence[Example], pad_id: int) -> MicroBatch:
     for row, example in enumerate(examples):
         ids.append([*example.ids, *[pad_id] * (width - len(example))])
         positions.append(list(range(width)))
-        for place, word in example.asked():
-            predictors.append(row * width + place)
-            targets.append(word)
+        for position, token_id in example.asked():
+            predictors.append(row * width + position)
+            targets.append(token_id)
     return _assemble(ids, positions, examples, False, predictors, targets)
 
 

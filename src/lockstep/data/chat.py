@@ -39,14 +39,14 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
     turns = [message for message in messages if message["role"] == "assistant"]
     if len(spans.trained) != len(turns):
         raise Refusal.at(
-            str(origin),
+            origin,
             f"the chat template renders {len(spans.trained)} of {len(turns)} assistant turns as trained text",
             "mend the template: each assistant turn needs its own generation markers",
         )
     for number, ((start, end), turn) in enumerate(zip(spans.trained, turns, strict=True), 1):
         if str(turn["content"]).strip() not in spans.text[start:end]:
             raise Refusal.at(
-                str(origin),
+                origin,
                 f"the chat template drops or changes assistant turn {number}",
                 "use a template that renders assistant content as it is (no stripped reasoning), or split the row",
             )
@@ -56,17 +56,15 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
 def check_messages(messages: list[Message], origin: Origin) -> None:
     """Refuse what is no chat with something to train."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise Refusal.at(
-            str(origin), "a chat is a list of {role, content} messages", "set data.messages_key or data.shape"
-        )
+        raise Refusal.at(origin, "a chat is a list of {role, content} messages", "set data.messages_key or data.shape")
     if not any(message["role"] == "assistant" for message in messages):
-        raise Refusal.at(str(origin), "the chat has no assistant turn, so there is nothing to train")
+        raise Refusal.at(origin, "the chat has no assistant turn, so there is nothing to train")
     if messages[0]["role"] == "assistant":
-        raise Refusal.at(str(origin), "empty prompt: the chat starts with the assistant")
+        raise Refusal.at(origin, "empty prompt: the chat starts with the assistant")
     for number, message in enumerate(messages, 1):
         content = message.get("content")
         if not isinstance(content, str) or not content.strip():
-            raise Refusal.at(str(origin), f"message {number} ({message['role']}) is empty or not text")
+            raise Refusal.at(origin, f"message {number} ({message['role']}) is empty or not text")
 
 
 def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin) -> Spans:
@@ -78,7 +76,7 @@ def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
             **tokenizer.special_tokens_map,
         )
     except TemplateError as error:
-        raise Refusal.at(str(origin), f"the chat template refuses this chat: {error}") from error
+        raise Refusal.at(origin, f"the chat template refuses this chat: {error}") from error
     return Spans(texts[0], tuple((start, end) for start, end in spans[0]))
 
 
@@ -92,7 +90,7 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], or
         after = render_prompt(tokenizer, messages[: i + 1], origin, open_turn=False)
         if not (text.startswith(after) and after.startswith(before)):
             raise Refusal.at(
-                str(origin),
+                origin,
                 f"the chat template renders message {i + 1} differently once later messages follow, "
                 "so its trained text cannot be found",
                 "add generation markers to the template, or keep only the last assistant turn in the row",
@@ -108,7 +106,7 @@ def render_prompt(
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_turn)
     except TemplateError as error:
-        raise Refusal.at(str(origin), f"the chat template refuses this chat: {error}") from error
+        raise Refusal.at(origin, f"the chat template refuses this chat: {error}") from error
 
 
 def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origin) -> tuple[Example, bool]:
@@ -118,10 +116,10 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
     text reaches over a border, the pieces between the borders are tokenised by themselves.
     """
     encoded = tokenizer(spans.text, add_special_tokens=False, return_offsets_mapping=True)
-    places = [_place(start, end, spans.trained) for start, end in encoded["offset_mapping"]]
-    split = any(place is None for place in places)
+    inside = [_inside(start, end, spans.trained) for start, end in encoded["offset_mapping"]]
+    split = any(within is None for within in inside)
     if not split:
-        ids, trained = encoded["input_ids"], [bool(place) for place in places]
+        ids, trained = encoded["input_ids"], [bool(within) for within in inside]
     else:
         ids, trained = [], []
         borders = [0, *[border for span in spans.trained for border in span], len(spans.text)]
@@ -134,7 +132,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
     return Example(array("q", ids), bytes(trained), origin), split
 
 
-def _place(start: int, end: int, spans: tuple[tuple[int, int], ...]) -> bool | None:
+def _inside(start: int, end: int, spans: tuple[tuple[int, int], ...]) -> bool | None:
     """True inside a span, False outside all, None across a border."""
     for first, last in spans:
         if start >= first and end <= last:

@@ -1,38 +1,118 @@
-"""Which column holds which part of a row, where no setting says so."""
+"""Which column holds which part of a row: where a setting says so, else by the names that other trainers use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
 
 from lockstep.errors import Refusal
 from lockstep.recipe.schema import Data, Source
+from lockstep.types import Origin, Row
 
 # Names that users of other trainers know, looked for in this order.
 PROMPTS = ("prompt", "question", "input", "instruction", "query")
 CHATS = ("messages", "conversations")
 
-
-def setting(source: Source, data: Data, key: str) -> str:
-    """The source's own setting, else the recipe's; empty when neither is given."""
-    return getattr(source, key) or getattr(data, key) or ""
+_LISTED = 20
 
 
-def column(source: Source, data: Data, key: str, known: Sequence[str], available: Sequence[str]) -> str:
-    """The column that `key` sets, else the first well-known name there is; empty when there is none."""
-    return setting(source, data, key) or next((name for name in known if name in available), "")
+@dataclass(frozen=True)
+class ColumnFinder:
+    """Finds the columns of one source: `available` are those that it has."""
 
+    source: Source
+    data: Data
+    available: Sequence[str]
 
-def prompt_column(source: Source, data: Data, available: Sequence[str]) -> str:
-    """Where the shared beginning of the responses is: a prompt, or a chat that they continue. Empty when nowhere."""
-    given = setting(source, data, "prompt_key") or setting(source, data, "messages_key")
-    if not given and "prompt" not in available and {"instruction", "input"} <= set(available):
-        raise Refusal.at(
-            source.path,
-            "has an instruction and an input column, and one of them would be left out of the prompt",
-            "name the prompt's column with data.prompt_key",
+    def setting(self, key: str) -> str:
+        """The source's own setting, else the recipe's; empty when neither is given."""
+        return getattr(self.source, key) or getattr(self.data, key) or ""
+
+    def known(self, names: Sequence[str]) -> str:
+        """The first of the names that is a column; empty when none is."""
+        return next((name for name in names if name in self.available), "")
+
+    def known_pair(self, pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+        """The first of the pairs whose names are both columns."""
+        return next((pair for pair in pairs if set(pair) <= set(self.available)), None)
+
+    def find(self, key: str, names: Sequence[str]) -> str:
+        """The column that `key` sets, else the first well-known name there is; empty when there is none."""
+        return self.setting(key) or self.known(names)
+
+    def prompt(self) -> str:
+        """Where the shared beginning of the responses is: a prompt, or a chat that they continue. Empty: nowhere."""
+        given = self.setting("prompt_key") or self.setting("messages_key")
+        if not given and "prompt" not in self.available and {"instruction", "input"} <= set(self.available):
+            raise Refusal.at(
+                self.source.path,
+                "has an instruction and an input column, and one of them would be left out of the prompt",
+                "name the prompt's column with data.prompt_key",
+            )
+        return given or self.known((*PROMPTS, *CHATS))
+
+    def unknown(self, what: str, remedy: str) -> Refusal:
+        return Refusal.at(
+            self.source.path, f"cannot tell which columns {what}; it has {', '.join(self.available)}", remedy
         )
-    return given or next((name for name in (*PROMPTS, *CHATS) if name in available), "")
 
 
-def unknown_columns(source: Source, what: str, available: Sequence[str], remedy: str) -> Refusal:
-    return Refusal.at(source.path, f"cannot tell which columns hold {what}; it has {', '.join(available)}", remedy)
+def filled(row: Row, key: str, origin: Origin) -> Any:
+    """The value at `key`, which must hold something."""
+    value = lookup(row, key, origin)
+    if value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
+        raise Refusal.at(origin, f"{key} is empty", "remove the row or fill it in")
+    return value
+
+
+def lookup(row: Row, key: str, origin: Origin) -> Any:
+    """The value at `key`; dots go into objects and lists: "extra_info.question", "choices.0".
+
+    A column whose own name holds dots wins over a path."""
+    value: Any = row
+    parts = key.split(".")
+    done = 0
+    while done < len(parts):
+        taken = _step(value, parts[done:])
+        if taken is None:
+            raise _missing(row, key, ".".join(parts[:done]), value, origin)
+        done += taken
+        name = ".".join(parts[done - taken : done])
+        value = value[int(name)] if isinstance(value, list) else value[name]
+    return value
+
+
+def _step(value: Any, parts: list[str]) -> int | None:
+    """How many of the parts name something directly inside `value`: the most that do, None if none do."""
+    if isinstance(value, dict):
+        return next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in value), None)
+    if isinstance(value, list) and parts[0].isascii() and parts[0].isdecimal():
+        return 1 if int(parts[0]) < len(value) else None
+    return None
+
+
+def _missing(row: Row, key: str, reached: str, value: Any, origin: Origin) -> Refusal:
+    inside = f"{reached!r}" if reached else "the row"
+    if isinstance(value, dict):
+        held = f"{inside} has the keys {_listed(list(value))}" if value else f"{inside} has no keys"
+    elif isinstance(value, list):
+        held = f"{inside} is a list of {len(value)}"
+    else:
+        held = f"{inside} is {'null' if value is None else 'a ' + type(value).__name__}, with nothing inside"
+    near = _nearest(row, key)
+    return Refusal.at(origin, f"has no {key!r}: {held}", f"did you mean {near!r}?" if near else "")
+
+
+def _listed(keys: list[str]) -> str:
+    more = len(keys) - _LISTED
+    return ", ".join(map(repr, keys[:_LISTED])) + (f" and {more} more" if more > 0 else "")
+
+
+def _nearest(row: Row, key: str) -> str | None:
+    """The likeliest meant path: one that ends in the same name (a forgotten parent), else one spelled alike."""
+    paths = list(row)
+    paths += [f"{column}.{inner}" for column, value in row.items() if isinstance(value, dict) for inner in value]
+    same_end = [path for path in paths if path.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    return next(iter(same_end or get_close_matches(key, paths, n=1)), None)

@@ -1,4 +1,4 @@
-"""The responses to one prompt as tokens that begin alike; cut to the limit they still do."""
+"""The responses to one prompt as tokens that begin alike."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lockstep.data.chat import Spans, check_messages, encode_spans, has_markers, render_chat, render_prompt
 from lockstep.data.dialogue import Turns
 from lockstep.data.encoding import Encoding, as_chat
+from lockstep.data.fit import prompt_length
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
 
@@ -38,7 +39,7 @@ class ResponseEncoder:
             examples, split = [self._apart(spans, origin) for spans in rendered], True
         if not _begin_alike(examples):
             raise Refusal.at(
-                str(origin),
+                origin,
                 "the chat template renders the prompt differently for each response",
                 "use a template that renders a prompt alike whatever follows",
             )
@@ -62,7 +63,7 @@ class ResponseEncoder:
             spans = Spans(whole.text, whole.trained[-turns:])
         if not spans.text.startswith(before) or str(answer[0]["content"]).strip() not in spans.text[len(before) :]:
             raise Refusal.at(
-                str(origin),
+                origin,
                 "the chat template does not render the response as it is after the prompt it would generate from",
                 "mend the template, or use one that neither drops nor changes assistant turns",
             )
@@ -74,68 +75,6 @@ class ResponseEncoder:
         moved = Spans(spans.text[border:], tuple((start - border, end - border) for start, end in spans.trained))
         answer, _ = encode_spans(tokenizer, moved, origin)
         return Example(array("q", [*prompt, *answer.ids]), bytes([*[0] * len(prompt), *answer.trained]), origin)
-
-
-def prompt_length(example: Example) -> int:
-    """Tokens before the response."""
-    return example.trained.index(1)
-
-
-def refuse_equal(examples: Sequence[Example], names: Sequence[str], after: str = "") -> None:
-    """Refuse responses that are the same tokens: there is nothing to prefer."""
-    first: dict[tuple[int, ...], str] = {}
-    for name, example in zip(names, examples, strict=True):
-        twin = first.setdefault(tuple(example.ids), name)
-        if twin != name:
-            raise Refusal.at(
-                str(example.origin),
-                f"{twin} and {name} are identical{after}",
-                "raise data.max_tokens or drop the row" if after else "remove the row",
-            )
-
-
-def fit_responses(
-    examples: Sequence[Example], names: Sequence[str], limit: int, overlong: str
-) -> Sequence[Example] | None:
-    """Responses to one prompt within `limit` tokens each, by the policy `overlong`; None when they are dropped.
-
-    From the left the prompt alone is cut, for all responses at the same place; from the right each response.
-    """
-    longest = max(len(example) for example in examples)
-    if longest <= limit:
-        return examples
-    if overlong == "drop":
-        return None
-    origin, name = examples[0].origin, names[[len(example) for example in examples].index(longest)]
-    if overlong == "error":
-        raise Refusal.at(
-            str(origin),
-            f"prompt and {name} have {longest} tokens, over data.max_tokens={limit}",
-            "raise data.max_tokens, or set data.overlong to drop, truncate_left or truncate_right",
-        )
-    if overlong == "truncate_left":
-        excess, prompt = longest - limit, prompt_length(examples[0])
-        if excess >= prompt:
-            raise Refusal.at(
-                str(origin),
-                f"{name} alone has {longest - prompt} tokens and leaves nothing of {limit} to the prompt",
-                "raise data.max_tokens or drop the row",
-            )
-        return [_slice(example, slice(excess, None)) for example in examples]
-    short = [_slice(example, slice(0, limit)) for example in examples]
-    for name, example in zip(names, short, strict=True):
-        if not example.targets:
-            raise Refusal.at(
-                str(origin),
-                f"truncate_right to {limit} tokens leaves nothing of {name}",
-                "raise data.max_tokens or drop the row",
-            )
-    refuse_equal(short, names, f" once cut to {limit} tokens")
-    return short
-
-
-def _slice(example: Example, kept: slice) -> Example:
-    return Example(example.ids[kept], example.trained[kept], example.origin)
 
 
 def _answer(response: Turns) -> list[Message]:

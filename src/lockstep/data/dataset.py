@@ -4,19 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.examples import Encoder, find_columns, fit, last_trained
+from lockstep.data.columns import ColumnFinder
 from lockstep.data.mix import Mixture
 from lockstep.data.read import RowSet, read_rows
-from lockstep.errors import Problem, Refusal, shortened
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.schema import Data, Source
 from lockstep.types import Example, Item, Origin, Row
 
 T = TypeVar("T")
 ItemT = TypeVar("ItemT", bound=Item)
+
+
+@dataclass(frozen=True)
+class Kept(Generic[T]):
+    """An item within the limit: the tokens of its sequences, how many are trained, and those that end a response."""
+
+    item: T
+    lengths: tuple[int, ...]
+    trained: int = 0
+    truncated: bool = False
+    ends: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, item: Any, truncated: bool, ends: tuple[int, ...] = ()) -> Kept[T]:
+        examples = item.examples
+        trained = sum(example.targets for example in examples)
+        return cls(item, tuple(len(example) for example in examples), trained, truncated, ends)
 
 
 @dataclass
@@ -32,9 +49,18 @@ class RowCounts:
     def metrics(self) -> dict[str, float]:
         return {f"data/{name}": float(value) for name, value in vars(self).items()}
 
+    def add(self, kept: Kept[Any]) -> None:
+        self.rows += 1
+        self.truncated += kept.truncated
+        self.tokens += sum(kept.lengths)
+        self.longest = max(self.longest, *kept.lengths)
+
+    def split_by(self, reader: RowReader[Any]) -> None:
+        """Rows that a reader had to tokenise in pieces; of prompts there are none."""
+
 
 @dataclass
-class Counts(RowCounts):
+class TrainedCounts(RowCounts):
     """Of rows that are trained."""
 
     trained_tokens: int = 0
@@ -43,158 +69,124 @@ class Counts(RowCounts):
     def sentence(self) -> str:
         return f"{self.tokens:,}, of which {self.trained_tokens:,} trained; longest row {self.longest}"
 
+    def add(self, kept: Kept[Any]) -> None:
+        super().add(kept)
+        self.trained_tokens += kept.trained
+
+    def split_by(self, reader: RowReader[Any]) -> None:
+        self.split += reader.split_rows
+
 
 @dataclass
-class Dataset(Generic[ItemT]):
-    """The items of a method by source, and where they came from."""
+class LoadedRows(Generic[T]):
+    """What was read of some sources: the items by source, and where they came from."""
 
-    sources: list[list[ItemT]]
-    weights: list[float] | None
-    fingerprints: list[dict[str, object]]
+    WHAT: ClassVar[str] = "rows"
+    LIMIT: ClassVar[str] = "data.max_tokens"
+
+    sources: list[list[T]] = field(default_factory=list)
+    weights: list[float] | None = None
+    fingerprints: list[dict[str, object]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    counts: Counts = field(default_factory=Counts)
-    end_tokens: set[int] = field(default_factory=set)
+    counts: RowCounts = field(default_factory=RowCounts)
 
     @property
-    def items(self) -> list[ItemT]:
+    def items(self) -> list[T]:
         return [item for source in self.sources for item in source]
+
+    def add(self, kept: Kept[T]) -> None:
+        """To the last source."""
+        self.sources[-1].append(kept.item)
+        self.counts.add(kept)
+
+
+@dataclass
+class Dataset(LoadedRows[ItemT]):
+    """The items of an offline method."""
+
+    counts: TrainedCounts = field(default_factory=TrainedCounts)
+    end_tokens: set[int] = field(default_factory=set)
 
     @property
     def examples(self) -> list[Example]:
         """Every sequence of every item."""
         return [example for item in self.items for example in item.examples]
 
-
-@dataclass(frozen=True)
-class Kept(Generic[ItemT]):
-    """An item within the limit, and the tokens at which the responses it trains end."""
-
-    item: ItemT
-    truncated: bool = False
-    ends: tuple[int, ...] = ()
+    def add(self, kept: Kept[ItemT]) -> None:
+        super().add(kept)
+        self.end_tokens.update(kept.ends)
 
 
-class Reader(Protocol[ItemT]):
+class RowReader(Protocol[T]):
     """The rows of one source as items, within the limit: a row may give several, and None is one that is dropped."""
 
     @property
     def split_rows(self) -> int: ...
 
-    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[ItemT] | None]: ...
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[T] | None]: ...
 
     def found(self) -> str:
         """What the rows were read as; asked when all are read."""
         ...
 
 
-def load_dataset(
+LoadedT = TypeVar("LoadedT", bound=LoadedRows[Any])
+# Opens the rows of one source, whose columns are still to be found, within a limit of tokens.
+OpenRows = Callable[[ColumnFinder, PreTrainedTokenizerBase, int], RowReader[T]]
+
+
+def load_rows(
+    kind: type[LoadedT],
+    open_rows: OpenRows[Any],
     sources: Sequence[Source],
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
     limit: int,
     advance: Callable[[int], None] = lambda rows: None,
     opened: Sequence[RowSet] | None = None,
-) -> Dataset[Example]:
-    """The rows of supervised training."""
-
-    def reader(source: Source, rows: RowSet) -> SupervisedRows:
-        columns = find_columns(source, data, list(rows.columns))
-        return SupervisedRows(Encoder(tokenizer, columns, data), limit, data.overlong)
-
-    return gather(sources, limit, advance, opened, reader)
-
-
-class SupervisedRows:
-    """One example a row."""
-
-    def __init__(self, encoder: Encoder, limit: int, overlong: str):
-        self.encoder, self.limit, self.overlong = encoder, limit, overlong
-
-    @property
-    def split_rows(self) -> int:
-        return self.encoder.split_rows
-
-    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
-        whole = self.encoder(row, origin)
-        example = fit(whole, self.limit, self.overlong)
-        if example is None:
-            return [None]
-        return [Kept(example, len(example) < len(whole), (last_trained(whole),))]
-
-    def found(self) -> str:
-        return str(self.encoder.columns)
-
-
-def gather(
-    sources: Sequence[Source],
-    limit: int,
-    advance: Callable[[int], None],
-    opened: Sequence[RowSet] | None,
-    open_reader: Callable[[Source, RowSet], Reader[ItemT]],
-) -> Dataset[ItemT]:
+) -> LoadedT:
     """Read and encode every row before anything is trained; all bad rows are told together."""
     rowsets = opened if opened is not None else [read_rows(source.path) for source in sources]
     weights = [source.weight for source in sources if source.weight is not None]
-    dataset: Dataset[ItemT] = Dataset([], weights or None, [fingerprint(rows) for rows in rowsets])
+    loaded = kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):
-        reader = open_reader(source, rows)
-        dataset.sources.append(_read_source(rows, reader, dataset, problems, advance))
-        dataset.notes.append(f"{source.path}: {len(rows):,} rows as {reader.found()}")
+        reader = open_rows(ColumnFinder(source, data, rows.columns), tokenizer, limit)
+        loaded.sources.append([])
+        problems += _read_source(rows, reader, loaded, advance)
+        loaded.counts.split_by(reader)
+        loaded.notes.append(f"{source.path}: {len(rows):,} rows as {reader.found()}")
         if rows.ignored:
-            dataset.notes.append(f"{source.path}: not read: {', '.join(rows.ignored)}")
-        dataset.counts.split += reader.split_rows
-    if problems:
-        raise Refusal(shortened(problems, "rows"))
-    for source, items in zip(sources, dataset.sources, strict=True):
+            loaded.notes.append(f"{source.path}: not read: {', '.join(rows.ignored)}")
+    refuse_all(problems, "rows")
+    for source, items in zip(sources, loaded.sources, strict=True):
         if not items:
-            raise Refusal.at(source.path, f"all rows are over {limit} tokens and were dropped", "raise data.max_tokens")
-    return dataset
-
-
-def fingerprint(rows: RowSet) -> dict[str, object]:
-    """What a resume compares: content, not names."""
-    return {
-        "fingerprint": rows.fingerprint,
-        "files": [{"name": f.name, "rows": f.rows, "bytes": f.bytes, "sha256": f.sha256} for f in rows.files],
-    }
+            raise Refusal.at(
+                source.path, f"all {loaded.WHAT} are over {limit} tokens and were dropped", f"raise {loaded.LIMIT}"
+            )
+    return loaded
 
 
 def _read_source(
-    rows: RowSet,
-    reader: Reader[ItemT],
-    dataset: Dataset[ItemT],
-    problems: list[Problem],
-    advance: Callable[[int], None],
-) -> list[ItemT]:
-    items: list[ItemT] = []
+    rows: RowSet, reader: RowReader[T], loaded: LoadedRows[T], advance: Callable[[int], None]
+) -> list[Problem]:
+    problems: list[Problem] = []
     for i in range(len(rows)):
         try:
             for kept in reader(rows[i], rows.origin(i)):
                 if kept is None:
-                    dataset.counts.dropped += 1
+                    loaded.counts.dropped += 1
                 else:
-                    _count(kept, dataset)
-                    items.append(kept.item)
+                    loaded.add(kept)
         except Refusal as refusal:
-            problems.extend(refusal.problems)
+            problems += refusal.problems
         finally:
             advance(1)
-    return items
-
-
-def _count(kept: Kept[ItemT], dataset: Dataset[ItemT]) -> None:
-    counts, examples = dataset.counts, kept.item.examples
-    counts.rows += 1
-    counts.truncated += kept.truncated
-    counts.tokens += sum(len(example) for example in examples)
-    counts.trained_tokens += sum(example.targets for example in examples)
-    counts.longest = max(counts.longest, *(len(example) for example in examples))
-    dataset.end_tokens.update(kept.ends)
+    return problems
 
 
 class Loader(Generic[T]):
-    """The rows of each update: a pure function of the seed and the place, so any position can be resumed.
+    """The rows of each update: a pure function of the seed and the position, so any position can be resumed.
 
     Updates run on over the end of an epoch; every row is visited once in each epoch, and only the very last
     update of a run with `total_rows` may be smaller.
@@ -224,14 +216,14 @@ class Loader(Generic[T]):
         return self.between(first, last if self.total_rows is None else min(last, self.total_rows))
 
     def between(self, first: int, last: int) -> list[T]:
-        """Rows at the places `first` to `last` of the endless list."""
+        """Rows at the positions `first` to `last` of the endless list."""
         return [self._row(i) for i in range(first, last)]
 
     def _row(self, index: int) -> T:
-        epoch, place = divmod(index, self.mixture.epoch_length)
+        epoch, position = divmod(index, self.mixture.epoch_length)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self.mixture.order(epoch)
-        source, row = self._order[place]
+        source, row = self._order[position]
         return self.sources[source][row]
 
 

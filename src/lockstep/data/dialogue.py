@@ -25,12 +25,10 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
     for name, response in zip(names, responses, strict=True):
         _refuse_empty(name, response, origin)
     if len({type(response) for response in responses}) > 1:
-        raise Refusal.at(
-            str(origin), f"{_listed(names)} are partly text and partly chats", "write all of them in one way"
-        )
+        raise Refusal.at(origin, f"{_listed(names)} are partly text and partly chats", "write all of them in one way")
     if prompt is None:
         if all(response == responses[0] for response in responses):
-            raise Refusal.at(str(origin), f"{_listed(names)} are identical", "remove the row")
+            raise Refusal.at(origin, f"{_listed(names)} are identical", "remove the row")
         shared = _shared_text if isinstance(responses[0], str) else _shared_turns
         beginning, rests = shared(responses, names, origin)
     elif isinstance(responses[0], str):
@@ -38,7 +36,7 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
     else:
         beginning, rests = _continued(as_turns(prompt, "the prompt", origin), responses, names, origin)
     if isinstance(beginning, list) and beginning[-1]["role"] == "assistant":
-        raise Refusal.at(str(origin), "the prompt ends with the assistant, who would answer itself", "mend the prompt")
+        raise Refusal.at(origin, "the prompt ends with the assistant, who would answer itself", "mend the prompt")
     for name, rest in zip(names, rests, strict=True):
         _refuse_no_answer(name, rest, origin)
     return beginning, rests
@@ -48,7 +46,7 @@ def as_turns(value: Any, name: str, origin: Origin) -> Turns:
     """A text or a list of messages, or a refusal."""
     if not isinstance(value, str) and not (isinstance(value, list) and all(_is_message(turn) for turn in value)):
         raise Refusal.at(
-            str(origin), f"{name} is neither text nor a list of {{role, content}} messages", "mend or remove the row"
+            origin, f"{name} is neither text nor a list of {{role, content}} messages", "mend or remove the row"
         )
     return value
 
@@ -60,18 +58,16 @@ def _is_message(turn: Any) -> bool:
 def _refuse_empty(name: str, response: Any, origin: Origin) -> None:
     as_turns(response, name, origin)
     if not response or (isinstance(response, str) and not response.strip()):
-        raise Refusal.at(str(origin), f"{name} is empty", "remove the row or fill it in")
+        raise Refusal.at(origin, f"{name} is empty", "remove the row or fill it in")
 
 
 def _refuse_no_answer(name: str, rest: Turns, origin: Origin) -> None:
     if isinstance(rest, str):
         if not rest.strip():
-            raise Refusal.at(str(origin), f"{name} has no answer after the prompt", "remove the row or fill it in")
+            raise Refusal.at(origin, f"{name} has no answer after the prompt", "remove the row or fill it in")
     elif not rest or rest[0]["role"] != "assistant" or rest[-1]["role"] != "assistant":
         raise Refusal.at(
-            str(origin),
-            f"{name} must go on after the prompt with the assistant and end with it",
-            "mend or remove the row",
+            origin, f"{name} must go on after the prompt with the assistant and end with it", "mend or remove the row"
         )
 
 
@@ -83,7 +79,7 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
         cut = _end_of_prompt(prompt, chat) if whole else 0
         if cut is None:
             raise Refusal.at(
-                str(origin),
+                origin,
                 f"{name} is a whole chat that does not begin with the prompt",
                 "the prompt belongs to another row, or mend the columns' settings (data.prompt_key)",
             )
@@ -114,7 +110,7 @@ def _shared_turns(chats: Sequence[list[Message]], names: Sequence[str], origin: 
     if cut == shortest:
         short = names[[len(chat) for chat in chats].index(shortest)]
         raise Refusal.at(
-            str(origin), f"{short} is only the beginning of the others, so it has no answer", "mend or remove the row"
+            origin, f"{short} is only the beginning of the others, so it has no answer", "mend or remove the row"
         )
     if not cut or any(chat[cut]["role"] != "assistant" for chat in chats):
         raise _different_prompts(names, origin)
@@ -147,7 +143,7 @@ def _said(chat: Sequence[Message]) -> list[Message]:
 
 def _different_prompts(names: Sequence[str], origin: Origin) -> Refusal:
     return Refusal.at(
-        str(origin),
+        origin,
         f"{_listed(names)} answer different prompts: they have no common beginning before their answers",
         "pair responses to one prompt, or name its column with data.prompt_key",
     )

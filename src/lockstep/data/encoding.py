@@ -8,10 +8,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.chat import check_messages, encode_spans, render_chat, special_ids
-from lockstep.data.fields import lookup
 from lockstep.errors import Refusal
 from lockstep.recipe.schema import Data
-from lockstep.types import Example, Message, Origin, Row
+from lockstep.types import Example, Message, Origin
 
 
 class Encoding:
@@ -59,7 +58,7 @@ class Encoding:
     def need_template(self, origin: Origin) -> None:
         if not self.tokenizer.chat_template:
             raise Refusal.at(
-                str(origin),
+                origin,
                 "the row holds a chat, but the tokenizer has no chat template",
                 "use a model whose tokenizer has one, or rows of plain text",
             )
@@ -68,21 +67,19 @@ class Encoding:
         if self.tokenizer.eos_token_id is not None:
             return [self.tokenizer.eos_token_id]
         if self.require_end:
-            raise Refusal.at(
-                str(origin), "the tokenizer has no eos token to train as the end", "set data.require_end=false"
-            )
+            raise Refusal.at(origin, "the tokenizer has no eos token to train as the end", "set data.require_end=false")
         return []
 
     def checked(self, example: Example) -> Example:
         """The example, unless it opens twice, trains nothing or does not learn to stop."""
         self.refuse_two_openings(example)
         if not example.targets:
-            raise Refusal.at(str(example.origin), "no token of the row is trained")
+            raise Refusal.at(example.origin, "no token of the row is trained")
         last = last_trained(example)
         if self.require_end and last not in self.special:
             token = self.tokenizer.decode([last])
             raise Refusal.at(
-                str(example.origin),
+                example.origin,
                 f"the last trained token is {token!r}, not an end token: the model would not learn to stop",
                 "use a chat template that ends assistant turns with the end token, or set data.require_end=false",
             )
@@ -92,7 +89,7 @@ class Encoding:
         bos = self.tokenizer.bos_token_id
         if bos is not None and list(example.ids[:2]) == [bos, bos]:
             raise Refusal.at(
-                str(example.origin),
+                example.origin,
                 f"starts with two {self.tokenizer.bos_token!r} tokens",
                 "the rows or the template already carry the BOS token; remove it from the rows",
             )
@@ -105,11 +102,3 @@ def last_trained(example: Example) -> int:
 
 def as_chat(prompt: Any) -> list[Any]:
     return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-
-
-def filled(row: Row, key: str, origin: Origin) -> Any:
-    """The value at `key`, which must hold something."""
-    value = lookup(row, key, origin)
-    if value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
-        raise Refusal.at(str(origin), f"{key} is empty", "remove the row or fill it in")
-    return value

@@ -1,21 +1,22 @@
-"""Rows into examples: which columns a source has, what of a row is trained, and what is refused."""
+"""Rows of supervised training: which columns a source has, what of a row is trained, and what is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.encoding import Encoding, as_chat, filled, last_trained
+from lockstep.data.columns import CHATS, ColumnFinder, filled
+from lockstep.data.dataset import Kept
+from lockstep.data.encoding import Encoding, as_chat, last_trained
+from lockstep.data.fit import fit
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Data, Source
+from lockstep.recipe.schema import Data
 from lockstep.types import Example, Origin, Row
 
-__all__ = ["Columns", "Encoder", "find_columns", "fit", "last_trained"]
-
 # Column names that users of other trainers know, looked for in this order when no key is set.
-CHAT_COLUMNS = ("messages", "conversations")
 PAIR_COLUMNS = (
     ("prompt", "response"),
     ("prompt", "completion"),
@@ -28,7 +29,7 @@ TEXT_COLUMNS = ("text", "content")
 
 
 @dataclass(frozen=True)
-class Columns:
+class SupervisedColumns:
     """Where the parts of a row are. Empty strings where a shape does not use them."""
 
     shape: str
@@ -42,45 +43,38 @@ class Columns:
         return f"{self.shape} ({keys})"
 
 
-def find_columns(source: Source, data: Data, available: list[str]) -> Columns:
+def find_columns(finder: ColumnFinder) -> SupervisedColumns:
     """The source's own settings, then the recipe's, then the well-known names."""
-    shape = source.shape or (None if data.shape == "auto" else data.shape)
-    messages = source.messages_key or data.messages_key
-    prompt = source.prompt_key or data.prompt_key
-    response = source.response_key or data.response_key
-    text = source.text_key or data.text_key
+    data = finder.data
+    shape = finder.source.shape or (None if data.shape == "auto" else data.shape)
+    keys = ("messages_key", "prompt_key", "response_key", "text_key")
+    messages, prompt, response, text = map(finder.setting, keys)
     if shape is None:
         shape = "messages" if messages else "prompt_response" if prompt or response else "text" if text else None
-    pair = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(available)), None)
-    chat = next((key for key in CHAT_COLUMNS if key in available), None)
-    plain = next((key for key in TEXT_COLUMNS if key in available), None)
+    chat, plain = finder.known(CHATS), finder.known(TEXT_COLUMNS)
+    pair = finder.known_pair(PAIR_COLUMNS)
     if shape is None:
         shape = "messages" if chat else "prompt_response" if pair else "text" if plain else None
     if shape == "messages" and (messages or chat):
-        return Columns(shape, messages=messages or chat or "")
+        return SupervisedColumns(shape, messages=messages or chat)
     if shape == "prompt_response" and (pair or (prompt and response)):
         known = pair or ("", "")
-        return Columns(shape, prompt=prompt or known[0], response=response or known[1])
+        return SupervisedColumns(shape, prompt=prompt or known[0], response=response or known[1])
     if shape == "text" and (text or plain):
-        return Columns(shape, text=text or plain or "")
+        return SupervisedColumns(shape, text=text or plain)
     wanted = {
         "messages": "data.messages_key",
         "prompt_response": "data.prompt_key and data.response_key",
         "text": "data.text_key",
     }
-    raise Refusal.at(
-        source.path,
-        f"cannot tell which columns to train on; it has {', '.join(available)}",
-        f"set {wanted[shape]}"
-        if shape
-        else "set data.shape and its keys, for example data.prompt_key and data.response_key",
-    )
+    general = "set data.shape and its keys, for example data.prompt_key and data.response_key"
+    raise finder.unknown("to train on", f"set {wanted[shape]}" if shape else general)
 
 
 class Encoder:
     """Turns the rows of one source into examples with one tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: Columns, data: Data):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: SupervisedColumns, data: Data):
         self.encoding = Encoding(tokenizer, data)
         self.columns = columns
         self.split_rows = 0
@@ -123,28 +117,27 @@ class Encoder:
 
     def _text(self, value: Any, key: str, origin: Origin) -> str:
         if not isinstance(value, str):
-            raise Refusal.at(str(origin), f"{key} is {type(value).__name__}, not text")
+            raise Refusal.at(origin, f"{key} is {type(value).__name__}, not text")
         return value
 
 
-def fit(example: Example, limit: int, overlong: str) -> Example | None:
-    """The example within `limit` tokens by the policy `overlong`; None when it is dropped."""
-    if len(example) <= limit:
-        return example
-    if overlong == "drop":
-        return None
-    if overlong == "error":
-        raise Refusal.at(
-            str(example.origin),
-            f"has {len(example)} tokens, over data.max_tokens={limit}",
-            "raise data.max_tokens, or set data.overlong to drop, truncate_left or truncate_right",
-        )
-    kept = slice(-limit, None) if overlong == "truncate_left" else slice(0, limit)
-    short = Example(example.ids[kept], example.trained[kept], example.origin)
-    if not short.targets:
-        raise Refusal.at(
-            str(example.origin),
-            f"{overlong} to {limit} tokens leaves no trained token",
-            "raise data.max_tokens or drop the row",
-        )
-    return short
+class SupervisedRows:
+    """One example a row."""
+
+    def __init__(self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int):
+        self.encoder = Encoder(tokenizer, find_columns(finder), finder.data)
+        self.limit, self.overlong = limit, finder.data.overlong
+
+    @property
+    def split_rows(self) -> int:
+        return self.encoder.split_rows
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
+        whole = self.encoder(row, origin)
+        example = fit(whole, self.limit, self.overlong)
+        if example is None:
+            return [None]
+        return [Kept.of(example, len(example) < len(whole), (last_trained(whole),))]
+
+    def found(self) -> str:
+        return str(self.encoder.columns)

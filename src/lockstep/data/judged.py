@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.columns import CHATS, PROMPTS, column, setting, unknown_columns
-from lockstep.data.completions import ResponseEncoder, fit_responses, refuse_equal
-from lockstep.data.dataset import Dataset, Kept, gather
+from lockstep.data.columns import CHATS, PROMPTS, ColumnFinder, filled, lookup
+from lockstep.data.completions import ResponseEncoder
+from lockstep.data.dataset import Kept
 from lockstep.data.dialogue import as_turns, divide
-from lockstep.data.encoding import Encoding, filled, last_trained
-from lockstep.data.fields import lookup
+from lockstep.data.encoding import Encoding, last_trained
+from lockstep.data.fit import fit_responses, refuse_equal
 from lockstep.data.preferences import RankingColumns, find_pair_columns, pair_names, responses_of
-from lockstep.data.read import RowSet
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Data, Source
 from lockstep.types import Example, Judged, Origin, Row
 
 RESPONSES = ("completion", "response", "output")
 # Every spelling that says clearly good or bad; 1 == 1.0 == True, so these cover the booleans too.
 VERDICTS: dict[Any, bool] = {1: True, 0: False, -1: False}
 SPELLED = {"true": True, "false": False, "1": True, "+1": True, "0": False, "-1": False}
-
-
-def load_judged(
-    sources: Sequence[Source],
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    advance: Callable[[int], None] = lambda rows: None,
-    opened: Sequence[RowSet] | None = None,
-) -> Dataset[Judged]:
-    """Rows of responses with a verdict each."""
-
-    def reader(source: Source, rows: RowSet) -> JudgedRows:
-        return JudgedRows(tokenizer, find_judged_columns(source, data, list(rows.columns)), data, limit)
-
-    return gather(sources, limit, advance, opened, reader)
 
 
 @dataclass(frozen=True)
@@ -52,38 +34,33 @@ class JudgedColumns:
     messages: str = ""
 
 
-def find_judged_columns(source: Source, data: Data, available: Sequence[str]) -> JudgedColumns | RankingColumns:
+def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
     """What the settings name, then responses with a label, chats with a label, pairs."""
-    label = column(source, data, "label_key", ("label",), available)
-    pair = find_pair_columns(source, data, available)
-    if pair and (not label or setting(source, data, "chosen_key")):
+    label = finder.find("label_key", ("label",))
+    pair = find_pair_columns(finder)
+    if pair and (not label or finder.setting("chosen_key")):
         return pair
     for key in ("chosen_key", "rejected_key"):
-        if setting(source, data, key):
-            raise unknown_columns(source, "the pairs", available, f"data.{key} and its other half must both be there")
-    prompt = column(source, data, "prompt_key", PROMPTS, available)
-    response = column(source, data, "response_key", RESPONSES, available)
-    messages = column(source, data, "messages_key", CHATS, available)
-    wants_chat = bool(setting(source, data, "messages_key")) and not setting(source, data, "response_key")
+        if finder.setting(key):
+            raise finder.unknown("hold the pairs", f"data.{key} and its other half must both be there")
+    prompt, response = finder.find("prompt_key", PROMPTS), finder.find("response_key", RESPONSES)
+    messages = finder.find("messages_key", CHATS)
+    wants_chat = bool(finder.setting("messages_key")) and not finder.setting("response_key")
     if label and prompt and response and not wants_chat:
         return JudgedColumns(label, prompt=prompt, response=response)
     if label and messages:
         return JudgedColumns(label, messages=messages)
     if pair:
         return pair
-    raise unknown_columns(
-        source, "the judged responses", available, "set data.prompt_key, data.response_key and data.label_key"
-    )
+    raise finder.unknown("hold the judged responses", "set data.prompt_key, data.response_key and data.label_key")
 
 
 class JudgedRows:
     """The rows of one source as judged responses, with a count of the verdicts."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, columns: JudgedColumns | RankingColumns, data: Data, limit: int
-    ):
-        self.columns, self.limit, self.overlong = columns, limit, data.overlong
-        self.encode = ResponseEncoder(Encoding(tokenizer, data))
+    def __init__(self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int):
+        self.columns, self.limit, self.overlong = find_judged_columns(finder), limit, finder.data.overlong
+        self.encode = ResponseEncoder(Encoding(tokenizer, finder.data))
         self.desirable = self.undesirable = 0
 
     @property
@@ -111,7 +88,7 @@ class JudgedRows:
         fitted = fit_responses([whole], [name], self.limit, self.overlong)
         if fitted is None:
             return None
-        return Kept(Judged(fitted[0], desirable), len(fitted[0]) < len(whole), (last_trained(whole),))
+        return Kept.of(Judged(fitted[0], desirable), len(fitted[0]) < len(whole), (last_trained(whole),))
 
     def found(self) -> str:
         columns = self.columns
@@ -131,9 +108,7 @@ def verdict(row: Row, key: str, origin: Origin) -> bool:
     else:
         found = VERDICTS.get(label) if isinstance(label, bool | int | float) else None
     if found is None:
-        raise Refusal.at(
-            str(origin), f"{key} is {label!r}, which is no verdict", "write true or false, 1 or 0, or 1 or -1"
-        )
+        raise Refusal.at(origin, f"{key} is {label!r}, which is no verdict", "write true or false, 1 or 0, or 1 or -1")
     return found
 
 
@@ -144,7 +119,7 @@ def _answered(row: Row, columns: JudgedColumns, origin: Origin) -> tuple[Any, An
     chat = as_turns(filled(row, columns.messages, origin), columns.messages, origin)
     if isinstance(chat, str) or len(chat) < 2 or chat[-1]["role"] != "assistant":
         raise Refusal.at(
-            str(origin),
+            origin,
             f"{columns.messages} must be a chat of a prompt and the assistant's turn that is judged",
             "mend or remove the row",
         )

@@ -1,4 +1,4 @@
-"""The words that judge a step, where they are asked for, and a row's labels in them."""
+"""The tokens that judge a step, where they are asked for, and a row's labels in them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.types import Origin
 
 
 @dataclass(frozen=True)
 class Marks:
-    """The placeholder and the judging words, each one token."""
+    """The placeholder and the judging tokens, each a single one."""
 
     placeholder: str
-    place: int
+    placeholder_id: int
     tokens: tuple[str, ...]
-    words: tuple[int, ...]
+    token_ids: tuple[int, ...]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, placeholder: str, tokens: Sequence[str]) -> Marks:
@@ -37,28 +37,27 @@ class Marks:
             for (key, text), found in zip(texts, ids, strict=True)
             if len(found) != 1
         ]
-        words = tuple(found[0] for found in ids[1:] if found)
-        if not problems and len(set(words)) < len(words):
+        token_ids = tuple(found[0] for found in ids[1:] if found)
+        if not problems and len(set(token_ids)) < len(token_ids):
             problems.append(Problem("prm.tokens", f"{', '.join(tokens)} are not all different", "name each word once"))
-        if problems:
-            raise Refusal(problems)
-        return cls(placeholder, ids[0][0], tuple(tokens), words)
+        refuse_all(problems)
+        return cls(placeholder, ids[0][0], tuple(tokens), token_ids)
 
 
 def parse_labels(value: Any, key: str, marks: Marks, origin: Origin) -> list[tuple[float, ...]]:
-    """The wanted distribution over the words at each step, of a list or of one written as JSON.
+    """The wanted distribution over the judging tokens at each step, of a list or of one written as JSON.
 
-    A word is certain. A number (with two words) is the first word's probability: true, 1, 0.8.
+    A token is certain. A number (with two tokens) is the first one's probability: true, 1, 0.8.
     """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise Refusal.at(
-                str(origin), f"{key} is text, but not a JSON list: {error.msg}", 'write it as ["+", "-"] or [1, 0]'
+                origin, f"{key} is text, but not a JSON list: {error.msg}", 'write it as ["+", "-"] or [1, 0]'
             ) from error
     if not isinstance(value, list) or not value:
-        raise Refusal.at(str(origin), f"{key} must be a list with a label for each step", "mend or remove the row")
+        raise Refusal.at(origin, f"{key} must be a list with a label for each step", "mend or remove the row")
     return [_distribution(label, number, key, marks, origin) for number, label in enumerate(value, 1)]
 
 
@@ -69,7 +68,7 @@ def _distribution(label: Any, number: int, key: str, marks: Marks, origin: Origi
         return (float(label), 1.0 - label)
     numbers = ", or numbers from 0 to 1 (the probability of the first)" if len(marks.tokens) == 2 else ""
     raise Refusal.at(
-        str(origin),
+        origin,
         f"label {number} of {key} is {label!r}",
         f"labels are the words of prm.tokens ({', '.join(marks.tokens)}){numbers}",
     )

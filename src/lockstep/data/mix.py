@@ -17,14 +17,14 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, refuse_all
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _ROWS, _SOURCE, _INTERLEAVE = 1, 2, 3  # what a stream is for; part of its key, so that no two uses share numbers
 
 
-class Order(Sequence[tuple[int, int]]):
+class RowOrder(Sequence[tuple[int, int]]):
     """(source, row) pairs kept as two arrays: an epoch of a million rows does not become a million tuples."""
 
     def __init__(self, sources: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
@@ -37,10 +37,10 @@ class Order(Sequence[tuple[int, int]]):
     @overload
     def __getitem__(self, index: int) -> tuple[int, int]: ...
     @overload
-    def __getitem__(self, index: slice) -> Order: ...
-    def __getitem__(self, index: int | slice) -> tuple[int, int] | Order:
+    def __getitem__(self, index: slice) -> RowOrder: ...
+    def __getitem__(self, index: int | slice) -> tuple[int, int] | RowOrder:
         if isinstance(index, slice):
-            return Order(self._sources[index], self._rows[index])
+            return RowOrder(self._sources[index], self._rows[index])
         return int(self._sources[index]), int(self._rows[index])
 
 
@@ -62,7 +62,7 @@ class Mixture:
         self.epoch_length: int = sum(sizes)
         self.counts: list[int] | None = None if weights is None else _shares(self.epoch_length, weights)
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int) -> RowOrder:
         """The (source, row) pairs of one epoch, counted from 0."""
         if epoch < 0:
             raise ValueError(f"epoch {epoch}")
@@ -70,26 +70,26 @@ class Mixture:
             return self._joined(epoch)
         return self._weighted(epoch, self.counts)
 
-    def _joined(self, epoch: int) -> Order:
+    def _joined(self, epoch: int) -> RowOrder:
         sources = np.repeat(np.arange(len(self.sizes)), self.sizes)
         rows = np.concatenate([np.arange(size) for size in self.sizes])
         if not self.shuffle:
-            return Order(sources, rows)
+            return RowOrder(sources, rows)
         visit = permutation(self.epoch_length, self.seed, _ROWS, epoch)
-        return Order(sources[visit], rows[visit])
+        return RowOrder(sources[visit], rows[visit])
 
-    def _weighted(self, epoch: int, counts: list[int]) -> Order:
+    def _weighted(self, epoch: int, counts: list[int]) -> RowOrder:
         sources = np.repeat(np.arange(len(counts)), counts)
         if self.shuffle:
             sources = sources[permutation(self.epoch_length, self.seed, _INTERLEAVE, epoch)]
         else:
             # Row k of n stands at (k + 1/2) / n of the epoch; the stable sort settles ties by source.
-            places = np.concatenate([(2 * np.arange(count) + 1) / (2 * count) for count in counts])
-            sources = sources[np.argsort(places, kind="stable")]
+            positions = np.concatenate([(2 * np.arange(count) + 1) / (2 * count) for count in counts])
+            sources = sources[np.argsort(positions, kind="stable")]
         rows = np.empty(self.epoch_length, dtype=np.int64)
         for source, count in enumerate(counts):
             rows[sources == source] = self._walk(source, epoch * count, count)
-        return Order(sources, rows)
+        return RowOrder(sources, rows)
 
     def _walk(self, source: int, start: int, count: int) -> npt.NDArray[np.int64]:
         """The `count` rows from position `start` of the source's endless chain of permutations."""
@@ -114,11 +114,11 @@ def _mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _fold(words: Sequence[int]) -> int:
+def _fold(numbers: Sequence[int]) -> int:
     """One 64-bit key from several integers; the order counts."""
     key = 0
-    for word in words:
-        key = _mix64(((key + _GOLDEN) ^ word) & _MASK)
+    for number in numbers:
+        key = _mix64(((key + _GOLDEN) ^ number) & _MASK)
     return key
 
 
@@ -147,8 +147,7 @@ def _shares(total: int, weights: list[float]) -> list[int]:
         for source, count in enumerate(counts)
         if count == 0
     ]
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)
     return counts
 
 
@@ -161,5 +160,4 @@ def _check(sizes: list[int], weights: list[float] | None) -> None:
     for source, weight in enumerate(weights or []):
         if not (weight > 0 and math.isfinite(weight)):
             problems.append(Problem(f"mixing weight of source {source}", f"{weight} is not a positive number"))
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)

@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.columns import column, prompt_column, setting, unknown_columns
-from lockstep.data.completions import ResponseEncoder, fit_responses, refuse_equal
-from lockstep.data.dataset import Dataset, Kept, gather
+from lockstep.data.columns import ColumnFinder, filled, lookup
+from lockstep.data.completions import ResponseEncoder
+from lockstep.data.dataset import Kept
 from lockstep.data.dialogue import divide
-from lockstep.data.encoding import Encoding, filled, last_trained
-from lockstep.data.fields import lookup
-from lockstep.data.read import RowSet
+from lockstep.data.encoding import Encoding, last_trained
+from lockstep.data.fit import fit_responses, refuse_equal
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Data, Source
 from lockstep.types import Example, Origin, Probe, Ranking, Row
 
 Read = Literal["response", "score"]
 SCORES_OF_PAIR = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
-
-
-def load_rankings(
-    sources: Sequence[Source],
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    advance: Callable[[int], None] = lambda rows: None,
-    opened: Sequence[RowSet] | None = None,
-    *,
-    read: Read,
-    several: bool,
-) -> Dataset[Ranking]:
-    """Rows of preferences. `read` is what the model gives of a response: its log-probability, token by token, or a
-    score at the last token of the text. Without `several` a row has two responses."""
-
-    def reader(source: Source, rows: RowSet) -> RankingRows:
-        columns = find_ranking_columns(source, data, list(rows.columns))
-        return RankingRows(tokenizer, columns, data, limit, read=read, several=several)
-
-    return gather(sources, limit, advance, opened, reader)
 
 
 @dataclass(frozen=True)
@@ -58,52 +35,41 @@ class RankingColumns:
     scores: str = ""
 
 
-def find_ranking_columns(source: Source, data: Data, available: Sequence[str]) -> RankingColumns:
+def find_ranking_columns(finder: ColumnFinder) -> RankingColumns:
     """Pairs where there are both sides of one (or a setting names one), else lists of responses."""
-    prompt = prompt_column(source, data, available)
-    pair = find_pair_columns(source, data, available)
-    responses = column(source, data, "responses_key", ("responses",), available)
-    wants_list = bool(setting(source, data, "responses_key")) and not setting(source, data, "chosen_key")
+    prompt = finder.prompt()
+    pair = find_pair_columns(finder)
+    responses = finder.find("responses_key", ("responses",))
+    wants_list = bool(finder.setting("responses_key")) and not finder.setting("chosen_key")
     if pair and not wants_list:
         return pair
     if responses:
-        scores = column(source, data, "scores_key", ("scores",), available)
-        return RankingColumns(prompt, responses=responses, scores=scores)
-    raise unknown_columns(
-        source,
-        "the preferences",
-        available,
+        return RankingColumns(prompt, responses=responses, scores=finder.find("scores_key", ("scores",)))
+    raise finder.unknown(
+        "hold the preferences",
         "set data.chosen_key and data.rejected_key, or data.responses_key, and data.prompt_key",
     )
 
 
-def find_pair_columns(source: Source, data: Data, available: Sequence[str]) -> RankingColumns | None:
+def find_pair_columns(finder: ColumnFinder) -> RankingColumns | None:
     """The columns of a pair, None where a side is missing."""
-    chosen = column(source, data, "chosen_key", ("chosen",), available)
-    rejected = column(source, data, "rejected_key", ("rejected",), available)
+    chosen, rejected = finder.find("chosen_key", ("chosen",)), finder.find("rejected_key", ("rejected",))
     if not (chosen and rejected):
         return None
-    margin = column(source, data, "margin_key", ("margin",), available)
-    scores = next((pair for pair in SCORES_OF_PAIR if set(pair) <= set(available)), None)
-    return RankingColumns(prompt_column(source, data, available), chosen, rejected, margin, scores)
+    margin, scores = finder.find("margin_key", ("margin",)), finder.known_pair(SCORES_OF_PAIR)
+    return RankingColumns(finder.prompt(), chosen, rejected, margin, scores)
 
 
 class RankingRows:
-    """The rows of one source as rankings."""
+    """The rows of one source as rankings. `read` is what the model gives of a response: its log-probability, token by
+    token, or a score at the last token of the text. Without `several` a row has two responses."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        columns: RankingColumns,
-        data: Data,
-        limit: int,
-        *,
-        read: Read,
-        several: bool,
+        self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int, *, read: Read, several: bool
     ):
-        self.columns, self.limit, self.overlong = columns, limit, data.overlong
+        self.columns, self.limit, self.overlong = find_ranking_columns(finder), limit, finder.data.overlong
         self.read, self.several = read, several
-        self.encode = ResponseEncoder(Encoding(tokenizer, data, learned=read == "response"))
+        self.encode = ResponseEncoder(Encoding(tokenizer, finder.data, learned=read == "response"))
 
     @property
     def split_rows(self) -> int:
@@ -114,7 +80,7 @@ class RankingRows:
         names, responses = responses_of(row, columns, origin)
         if len(responses) > 2 and not self.several:
             raise Refusal.at(
-                str(origin), f"has {len(responses)} responses, and this method compares two", "write it as pairs"
+                origin, f"has {len(responses)} responses, and this method compares two", "write it as pairs"
             )
         margin = _margin(row, columns, origin, used=self.read == "score")
         prompt = filled(row, columns.prompt, origin) if columns.prompt else None
@@ -126,8 +92,8 @@ class RankingRows:
             return [None]
         truncated = any(len(short) < len(long) for short, long in zip(fitted, whole, strict=True))
         if self.read == "score":
-            return [Kept(Ranking(tuple(map(_scored_at_the_end, fitted)), margin), truncated)]
-        return [Kept(Ranking(tuple(fitted)), truncated, tuple(map(last_trained, whole)))]
+            return [Kept.of(Ranking(tuple(map(_scored_at_the_end, fitted)), margin), truncated)]
+        return [Kept.of(Ranking(tuple(fitted)), truncated, tuple(map(last_trained, whole)))]
 
     def found(self) -> str:
         columns = self.columns
@@ -156,7 +122,7 @@ def responses_of(row: Row, columns: RankingColumns, origin: Origin) -> tuple[lis
     responses = lookup(row, columns.responses, origin)
     if not isinstance(responses, list) or len(responses) < 2:
         raise Refusal.at(
-            str(origin), f"{columns.responses} must be a list of two or more responses", "mend or remove the row"
+            origin, f"{columns.responses} must be a list of two or more responses", "mend or remove the row"
         )
     names = [f"{columns.responses}.{i}" for i in range(len(responses))]
     if not columns.scores:
@@ -172,7 +138,7 @@ def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
     better, worse = (lookup(row, key, origin) for key in columns.scores_of_pair)
     if _is_number(better) and _is_number(worse) and better < worse:
         raise Refusal.at(
-            str(origin),
+            origin,
             f"{columns.scores_of_pair[0]} {better} is below {columns.scores_of_pair[1]} {worse}: the sides are swapped",
             "swap the responses, or mend the scores",
         )
@@ -181,12 +147,12 @@ def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
 def _best_first(row: Row, columns: RankingColumns, count: int, origin: Origin) -> list[int]:
     scores = lookup(row, columns.scores, origin)
     if not isinstance(scores, list) or not all(_is_number(score) and math.isfinite(score) for score in scores):
-        raise Refusal.at(str(origin), f"{columns.scores} must be a list of finite numbers", "mend or remove the row")
+        raise Refusal.at(origin, f"{columns.scores} must be a list of finite numbers", "mend or remove the row")
     if len(scores) != count:
-        raise Refusal.at(str(origin), f"has {count} responses and {len(scores)} scores", "give each response its score")
+        raise Refusal.at(origin, f"has {count} responses and {len(scores)} scores", "give each response its score")
     if len(set(scores)) < count:
         raise Refusal.at(
-            str(origin),
+            origin,
             f"{columns.scores} holds equal scores, which do not say which response is better",
             "keep one of the responses with equal scores",
         )
@@ -203,14 +169,14 @@ def _margin(row: Row, columns: RankingColumns, origin: Origin, *, used: bool) ->
         margin = better - worse
     if margin < 0 or not math.isfinite(margin):
         raise Refusal.at(
-            str(origin), f"a margin of {margin} asks that the rejected response wins", "swap the responses or mend it"
+            origin, f"a margin of {margin} asks that the rejected response wins", "swap the responses or mend it"
         )
     return margin
 
 
 def _finite(value: Any, key: str, origin: Origin) -> float:
     if not _is_number(value) or not math.isfinite(value):
-        raise Refusal.at(str(origin), f"{key} is {value!r}, not a finite number", "mend or remove the row")
+        raise Refusal.at(origin, f"{key} is {value!r}, not a finite number", "mend or remove the row")
     return float(value)
 
 
@@ -219,4 +185,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _scored_at_the_end(example: Example) -> Probe:
-    return Probe(example.ids, bytes(len(example)), example.origin, places=(len(example) - 1,))
+    return Probe(example.ids, bytes(len(example)), example.origin, positions=(len(example) - 1,))

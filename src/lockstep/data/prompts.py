@@ -1,20 +1,46 @@
-"""The prompts of an online run: RL rows as token ids, with what was counted on the way."""
+"""RL rows: questions with a checkable answer, and the prompts of an online run as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.chat import render_prompt
-from lockstep.data.dataset import RowCounts, fingerprint
-from lockstep.data.questions import read_questions
-from lockstep.data.read import RowSet, read_rows
-from lockstep.errors import Problem, Refusal, shortened
-from lockstep.recipe.schema import Data, Source
-from lockstep.types import Message, Prompt, Question
+from lockstep.data.columns import ColumnFinder, lookup
+from lockstep.data.dataset import Kept, LoadedRows, RowCounts, load_rows
+from lockstep.data.fit import kept_span
+from lockstep.data.read import RowSet
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.types import Message, Origin, Prompt, Question, Row
+
+
+def read_questions(rows: RowSet, limit: int | None = None) -> list[Question]:
+    """The first `limit` rows (all by default); rows that do not fit the schema are refused together."""
+    questions: list[Question] = []
+    problems: list[Problem] = []
+    for i in range(len(rows) if limit is None else min(limit, len(rows))):
+        try:
+            questions.append(question_of(rows[i], rows.origin(i)))
+        except Refusal as refusal:
+            problems += refusal.problems
+    refuse_all(problems, "rows")
+    return questions
+
+
+def question_of(row: Row, origin: Origin) -> Question:
+    """A row of the RL schema."""
+    source, prompt = lookup(row, "data_source", origin), lookup(row, "prompt", origin)
+    truth = lookup(row, "reward_model.ground_truth", origin)
+    if not isinstance(prompt, list) or not prompt:
+        raise Refusal.at(origin, "prompt is not a list of chat messages")
+    if truth is None or not str(truth).strip():
+        raise Refusal.at(origin, "reward_model.ground_truth is empty")
+    extra = row.get("extra_info")
+    return Question(str(source), prompt, str(truth), origin, extra if isinstance(extra, dict) else {})
 
 
 class PromptCounts(RowCounts):
@@ -25,85 +51,60 @@ class PromptCounts(RowCounts):
 
 
 @dataclass
-class PromptSet:
-    """Prompts by source, and where they came from."""
+class PromptSet(LoadedRows[Prompt]):
+    """The prompts of an online run."""
 
-    sources: list[list[Prompt]]
-    weights: list[float] | None
-    fingerprints: list[dict[str, object]]
-    notes: list[str] = field(default_factory=list)
+    WHAT: ClassVar[str] = "prompts"
+    LIMIT: ClassVar[str] = "data.max_prompt_tokens"
+
     counts: PromptCounts = field(default_factory=PromptCounts)
 
     @property
     def data_sources(self) -> list[str]:
-        return sorted({prompt.question.data_source for source in self.sources for prompt in source})
+        return sorted({question.data_source for question in self.questions})
 
     @property
     def questions(self) -> list[Question]:
-        return [prompt.question for source in self.sources for prompt in source]
+        return [prompt.question for prompt in self.items]
 
 
-def load_prompts(
-    sources: Sequence[Source],
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    advance: Callable[[int], None] = lambda rows: None,
-    opened: Sequence[RowSet] | None = None,
-) -> PromptSet:
-    """Read and encode every prompt before anything is generated; all bad rows are told together."""
-    rowsets = opened if opened is not None else [read_rows(source.path) for source in sources]
-    weights = [source.weight for source in sources if source.weight is not None]
-    prompts = PromptSet([], weights or None, [fingerprint(rows) for rows in rowsets])
-    problems: list[Problem] = []
-    for source, rows in zip(sources, rowsets, strict=True):
-        kept: list[Prompt] = []
-        try:
-            questions = read_questions(rows)
-        except Refusal as refusal:
-            problems += refusal.problems
-            continue
-        for question in questions:
-            try:
-                check_prompt(tokenizer, question)
-                prompt = fit_prompt(with_system(question, data.system), tokenizer, limit, data.overlong, prompts.counts)
-            except Refusal as refusal:
-                problems += refusal.problems
-                continue
-            finally:
-                advance(1)
-            if prompt is not None:
-                kept.append(prompt)
-        prompts.sources.append(kept)
-        prompts.notes.append(f"{source.path}: {len(rows):,} rows as prompts")
-        if not kept and not problems:
-            problems.append(
-                Problem(source.path, f"all prompts are over {limit} tokens", "raise data.max_prompt_tokens")
-            )
-    if problems:
-        raise Refusal(shortened(problems, "rows"))
-    return prompts
+class PromptRows:
+    """The rows of one source as prompts."""
+
+    split_rows = 0
+
+    def __init__(self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int):
+        self.tokenizer, self.limit, self.data = tokenizer, limit, finder.data
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
+        question = question_of(row, origin)
+        check_prompt(self.tokenizer, question)
+        return [fit_prompt(with_system(question, self.data.system), self.tokenizer, self.limit, self.data.overlong)]
+
+    def found(self) -> str:
+        return "prompts"
+
+
+load_prompts = partial(load_rows, PromptSet, PromptRows)
 
 
 def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question) -> None:
     """Refuse what a template would answer with an error of its own, or render as something else than was meant."""
     if not tokenizer.chat_template:
         raise Refusal.at(
-            str(question.origin),
+            question.origin,
             "the prompt is a chat, but the tokenizer has no chat template",
             "use a model whose tokenizer has one, or put a chat_template.jinja into its folder",
         )
     for number, message in enumerate(question.prompt, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refusal.at(
-                str(question.origin), f"message {number} of the prompt has no role", "write it as {role, content}"
+                question.origin, f"message {number} of the prompt has no role", "write it as {role, content}"
             )
         content = message.get("content")
         if not isinstance(content, str) or not content.strip():
             raise Refusal.at(
-                str(question.origin),
-                f"message {number} ({message['role']}) is empty or not text",
-                "mend or remove the row",
+                question.origin, f"message {number} ({message['role']}) is empty or not text", "mend or remove the row"
             )
 
 
@@ -114,33 +115,26 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[i
 
 
 def fit_prompt(
-    question: Question, tokenizer: PreTrainedTokenizerBase, limit: int, overlong: str, counts: PromptCounts
-) -> Prompt | None:
-    """The prompt within the limit, as `data.overlong` says; None when it is dropped."""
+    question: Question, tokenizer: PreTrainedTokenizerBase, limit: int, overlong: str
+) -> Kept[Prompt] | None:
+    """The prompt within the limit, as `data.overlong` says; None when it is dropped. Its end is never cut."""
     ids = prompt_ids(tokenizer, question)
     if not ids:
-        raise Refusal.at(str(question.origin), "the prompt has no tokens", "mend or remove the row")
-    if len(ids) > limit:
-        if overlong == "drop":
-            counts.dropped += 1
-            return None
-        if overlong != "truncate_left":
-            raise Refusal.at(
-                str(question.origin),
-                f"the prompt has {len(ids)} tokens, over the limit of {limit}",
-                "raise data.max_prompt_tokens, or set data.overlong to drop or truncate_left",
-            )
-        counts.truncated += 1
-        ids = ids[-limit:]
-    counts.rows += 1
-    counts.tokens += len(ids)
-    counts.longest = max(counts.longest, len(ids))
-    return Prompt(question, ids)
+        raise Refusal.at(question.origin, "the prompt has no tokens", "mend or remove the row")
+    over = Refusal.at(
+        question.origin,
+        f"the prompt has {len(ids)} tokens, over the limit of {limit}",
+        "raise data.max_prompt_tokens, or set data.overlong to drop or truncate_left",
+    )
+    span = kept_span(len(ids), limit, "error" if overlong == "truncate_right" else overlong, over)
+    if span is None:
+        return None
+    kept = ids[span]
+    return Kept(Prompt(question, kept), (len(kept),), truncated=len(kept) < len(ids))
 
 
 def with_system(question: Question, system: str | None) -> Question:
     if system is None or any(message["role"] == "system" for message in question.prompt):
         return question
     opening: list[Message] = [{"role": "system", "content": system}]
-    values: dict[str, Any] = {**vars(question), "prompt": opening + question.prompt}
-    return Question(**values)
+    return replace(question, prompt=opening + question.prompt)

@@ -1,4 +1,4 @@
-"""Rows from files: parquet, jsonl, json, csv, a folder or pattern of them, or a data set of the hub.
+"""Rows from what a recipe names: a file, a folder or a pattern of files, or a data set of the hub.
 
 Everything is looked at before the first row is handed out, and all that is wrong is refused at once: a run must not
 die at hour nine of a truncated last file.
@@ -6,21 +6,47 @@ die at hour nine of a truncated last file.
 
 from __future__ import annotations
 
+import glob
 import gzip
 import hashlib
+import json
+import os
+import re
 import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
-from lockstep.data.hub import PREFIX, read_hub
-from lockstep.data.locate import DataFile, locate
-from lockstep.data.parquet import read_parquet
-from lockstep.data.problems import Problems
-from lockstep.data.rowset import ArrowPart, FileInfo, LineOrigin, Part, RowSet, TextPart
-from lockstep.data.schema import Group, disagreements, group_rows, kind_of_arrow, merged
-from lockstep.data.text import Parsed, parse
+import pyarrow as pa
+
+from lockstep.data.formats import Parsed, parse, read_parquet
+from lockstep.data.rowset import (
+    ArrowFile,
+    FileInfo,
+    LineOrigin,
+    Problems,
+    RowFile,
+    RowSet,
+    ShapeGroup,
+    TextFile,
+    disagreements,
+    group_rows,
+    kind_of_arrow,
+    merged,
+)
+from lockstep.errors import Refusal, missing_extra
+from lockstep.run.files import checksum
 from lockstep.types import Origin
 
 __all__ = ["FileInfo", "LineOrigin", "RowSet", "read_rows"]
+
+FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv"}
+SUPPORTED = ".parquet, .jsonl, .ndjson, .json, .csv (the text formats also with .gz)"
+HUB = "hub:"
+_FORM = "write hub:owner/name:config:split; the config may be left empty, as in hub:owner/name::train"
+
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -30,7 +56,7 @@ def read_rows(path: str, *, base: Path | None = None) -> RowSet:
 
     A relative path is looked up under `base` (the working folder if not given). Files are taken in order of name.
     """
-    if path.startswith(PREFIX):
+    if path.startswith(HUB):
         return read_hub(path)
     found = locate(path, base)
     problems = Problems(path)
@@ -40,7 +66,7 @@ def read_rows(path: str, *, base: Path | None = None) -> RowSet:
     return RowSet(parts, found.ignored)
 
 
-def _read_file(file: DataFile, problems: Problems) -> Part | None:
+def _read_file(file: DataFile, problems: Problems) -> RowFile | None:
     """The file's rows, or None with at least one problem added."""
     try:
         size, sha256, is_pointer = _examine(file.path)
@@ -57,7 +83,7 @@ def _read_file(file: DataFile, problems: Problems) -> Part | None:
     return None
 
 
-def _read_arrow(file: DataFile, size: int, sha256: str, problems: Problems) -> Part | None:
+def _read_arrow(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFile | None:
     before = problems.count
     batches = read_parquet(file.name, file.path, problems)
     if problems.count > before:
@@ -67,10 +93,10 @@ def _read_arrow(file: DataFile, size: int, sha256: str, problems: Problems) -> P
         problems.add(file.name, "has no rows")
         return None
     shape = {column.name: kind_of_arrow(column.type) for column in batches[0].schema}
-    return ArrowPart(FileInfo(file.name, rows, size, sha256), shape, batches)
+    return ArrowFile(FileInfo(file.name, rows, size, sha256), shape, batches)
 
 
-def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> Part | None:
+def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFile | None:
     before = problems.count
     data = _unpacked(file, problems)
     if data is None:
@@ -88,7 +114,7 @@ def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> Pa
         problems.add(file.name, "has rows without any column")
     if problems.count > before:
         return None
-    return TextPart(FileInfo(file.name, len(parsed.rows), size, sha256), merged(groups), parsed.rows, parsed.lines)
+    return TextFile(FileInfo(file.name, len(parsed.rows), size, sha256), merged(groups), parsed.rows, parsed.lines)
 
 
 def _origin(name: str, parsed: Parsed, number: int) -> Origin:
@@ -99,10 +125,10 @@ def _say(parsed: Parsed, number: int) -> str:
     return f"row {number}" if parsed.lines is None else f"line {parsed.lines[number]}"
 
 
-def _check_agreement(parts: list[Part], problems: Problems) -> None:
+def _check_agreement(parts: list[RowFile], problems: Problems) -> None:
     if len(parts) < 2:
         return
-    groups = [Group(part.shape, [number]) for number, part in enumerate(parts)]
+    groups = [ShapeGroup(part.shape, [number]) for number, part in enumerate(parts)]
     for number, why in disagreements(groups, lambda number: parts[number].info.name):
         remedy = "files read together need the same columns; give different data as sources of its own"
         problems.add(parts[number].info.name, why, remedy)
@@ -110,13 +136,9 @@ def _check_agreement(parts: list[Part], problems: Problems) -> None:
 
 def _examine(path: Path) -> tuple[int, str, bool]:
     """(bytes, sha256, whether it is a git-LFS pointer) of the file as it lies on disk."""
-    digest, size, head = hashlib.sha256(), 0, b""
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            head = head or block[: len(_LFS_POINTER)]
-            digest.update(block)
-            size += len(block)
-    return size, digest.hexdigest(), head == _LFS_POINTER
+        head = file.read(len(_LFS_POINTER))
+    return path.stat().st_size, checksum(path), head == _LFS_POINTER
 
 
 def _unpacked(file: DataFile, problems: Problems) -> bytes | None:
@@ -130,3 +152,142 @@ def _unpacked(file: DataFile, problems: Problems) -> bytes | None:
     except (gzip.BadGzipFile, zlib.error) as error:
         problems.add(file.name, f"is not a whole gzip file: {error}", "copy or download it again")
     return None
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """`name` is how messages call it (as given), `path` is where it is."""
+
+    name: str
+    path: Path
+    format: str
+
+
+@dataclass(frozen=True)
+class FoundFiles:
+    files: list[DataFile]
+    ignored: list[str]
+
+
+def format_of(name: str) -> str | None:
+    """The format that a file name promises, or None."""
+    lower = name.lower()
+    stem, packed = (lower[:-3], True) if lower.endswith(".gz") else (lower, False)
+    found = FORMATS.get(os.path.splitext(stem)[1])
+    return None if packed and found == "parquet" else found
+
+
+def locate(given: str, base: Path | None) -> FoundFiles:
+    """The data files behind `given`, sorted by name. A relative name is looked up under `base`."""
+    if not given.strip():
+        raise Refusal.at("data path", "is empty", "name a file, a folder, a glob pattern or hub:owner/name")
+    root = base or Path()
+    path = root / os.path.expanduser(given)
+    if path.is_dir():
+        return _sift(given, root, (os.path.join(given, entry) for entry in os.listdir(path)))
+    if path.exists():
+        format = format_of(given)
+        if format is None:
+            raise Refusal.at(given, "has a suffix that is not read", f"supported: {SUPPORTED}")
+        return FoundFiles([DataFile(given, path, format)], [])
+    if glob.has_magic(given):
+        matches = glob.glob(os.path.expanduser(given), root_dir=root, recursive=True)
+        if not matches:
+            raise Refusal.at(given, f"the pattern matches no file under {root.absolute()}")
+        return _sift(given, root, matches)
+    raise _missing(given, path)
+
+
+def _sift(given: str, root: Path, names: Iterable[str]) -> FoundFiles:
+    found = FoundFiles([], [])
+    for name in sorted(names):
+        path = root / os.path.expanduser(name)
+        format = format_of(name)
+        if path.is_dir():
+            found.ignored.append(os.path.join(name, ""))
+        elif format is None or path.name.startswith("."):
+            found.ignored.append(name)
+        else:
+            found.files.append(DataFile(name, path, format))
+    if not found.files:
+        beside = f"; ignored: {', '.join(found.ignored[:10])}" if found.ignored else ""
+        remedy = f"supported: {SUPPORTED}"
+        if any(name.endswith(os.sep) for name in found.ignored):
+            remedy += "; sub-folders are read with a pattern such as " + os.path.join(given, "**", "*.parquet")
+        raise Refusal.at(given, f"holds no data file{beside}", remedy)
+    return found
+
+
+def _missing(given: str, path: Path) -> Refusal:
+    """Names the first part of the path that does not exist, and what is there instead."""
+    missing, parent = path, path.parent
+    while not parent.exists() and parent != parent.parent:
+        missing, parent = parent, parent.parent
+    what = "does not exist" if missing == path else f"does not exist: there is no folder {missing.name!r}"
+    remedy = ""
+    if parent.is_dir():
+        near = get_close_matches(missing.name, os.listdir(parent), n=1, cutoff=0.5)
+        if near:
+            remedy = f"nearest name in {parent.absolute()}: {near[0]}"
+        else:
+            remedy = f"looked in {parent.absolute()}"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", given) and format_of(given) is None:
+        remedy += f"; for a data set of the hub write hub:{given}"
+    return Refusal.at(given, what, remedy)
+
+
+@dataclass(frozen=True)
+class HubName:
+    """`hub:name[:config[:split]]`, taken apart. A split may be a slice and hold colons itself: train[:100]."""
+
+    name: str
+    config: str | None
+    split: str | None
+
+
+def parse_hub_name(given: str) -> HubName:
+    name, config, split = [*given.removeprefix(HUB).split(":", 2), "", ""][:3]
+    if not name:
+        raise Refusal.at(given, "names no data set", _FORM)
+    return HubName(name, config or None, split or None)
+
+
+def read_hub(given: str) -> RowSet:
+    """The rows of one split of a hub data set, kept in Arrow."""
+    wanted = parse_hub_name(given)
+    try:
+        import datasets
+    except ImportError as error:
+        raise missing_extra("datasets", "hub", given) from error
+    try:
+        loaded = datasets.load_dataset(wanted.name, wanted.config, split=wanted.split)
+    except Exception as error:  # the package lets network, hub and parser errors of many libraries through
+        raise Refusal.at(given, f"cannot be loaded: {error}", _FORM) from error
+    if isinstance(loaded, dict):
+        if len(loaded) != 1:
+            # Taking the first would train on whatever happens to stand there, perhaps the test rows.
+            raise Refusal.at(given, f"has several splits: {', '.join(loaded)}", _FORM)
+        loaded = next(iter(loaded.values()))
+    table: pa.Table = loaded.with_format("arrow")[:]
+    if not len(table):
+        raise Refusal.at(given, "has no rows")
+    shape = {column.name: kind_of_arrow(column.type) for column in table.schema}
+    batches = table.to_batches()
+    return RowSet([ArrowFile(_info(given, batches), shape, batches)])
+
+
+def _info(given: str, batches: list[pa.RecordBatch]) -> FileInfo:
+    """Hashes the rows as JSON lines: the same rows hash alike however the package cached or chunked them."""
+    digest, size, rows = hashlib.sha256(), 0, 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, 1024):
+            for row in batch.slice(start, 1024).to_pylist():
+                line = json.dumps(row, sort_keys=True, default=_plain).encode() + b"\n"
+                digest.update(line)
+                size += len(line)
+        rows += batch.num_rows
+    return FileInfo(given, rows, size, digest.hexdigest())
+
+
+def _plain(value: Any) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)

@@ -1,21 +1,62 @@
-"""Rows of one source, readable in any order, each able to say where it came from."""
+"""Rows of one source, readable in any order, each able to say where it came from and what its columns are.
+
+Rows and files must have their columns in common, and for each column the kind of its values. Kinds are JSON's (string,
+number, boolean, list, object), also for Arrow columns, so that a parquet file and a jsonl file can be compared. Null
+agrees with every kind; integers and floats are one kind. Only the top level is compared: what a column must hold inside
+is the business of whoever reads that column.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 
-from lockstep.data.schema import Shape
+from lockstep.errors import Problem, Refusal
 from lockstep.types import Origin, Row
 
+ColumnKinds = Mapping[str, str]
+
+NULL = "null"
+SHOWN = 10
 _ROWS_AT_ONCE = 1024
+_KINDS = {
+    type(None): NULL,
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    str: "string",
+    list: "list",
+    dict: "object",
+}
+
+
+class Problems:
+    """Keeps the first problems in full and counts the rest: a broken file can have a million bad lines."""
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self.first: list[Problem] = []
+        self.count = 0
+
+    def add(self, where: object, why: str, remedy: str = "") -> None:
+        self.count += 1
+        if len(self.first) < SHOWN:
+            self.first.append(Problem(str(where), why, remedy))
+
+    def refuse(self) -> None:
+        """Raises the refusal if anything was found."""
+        if not self.count:
+            return
+        more = self.count - len(self.first)
+        raise Refusal(self.first + ([Problem(self.subject, f"and {more} more like these")] if more else []))
 
 
 @dataclass(frozen=True)
@@ -40,24 +81,24 @@ class FileInfo:
     sha256: str
 
 
-class Part(Protocol):
+class RowFile(Protocol):
     """The rows of one file. A row is handed out fresh each time, so that no caller can change another's data."""
 
     @property
     def info(self) -> FileInfo: ...
     @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> ColumnKinds: ...
     def row(self, number: int) -> Row: ...
     def origin(self, number: int) -> Origin: ...
     def __iter__(self) -> Iterator[Row]: ...
 
 
 @dataclass(frozen=True)
-class TextPart:
+class TextFile:
     """Rows of a text file, parsed. `lines` holds each row's line, or nothing where rows are not lines."""
 
     info: FileInfo
-    shape: Shape
+    shape: ColumnKinds
     rows: Sequence[Row]
     lines: Sequence[int] | None
 
@@ -73,14 +114,14 @@ class TextPart:
         return map(copy.deepcopy, self.rows)
 
 
-class ArrowPart:
+class ArrowFile:
     """Rows that stay in Arrow memory; only those asked for become Python objects.
 
     The columns are decoded once, when the file is opened: a shuffled epoch jumps between row groups, and decoding a
     group anew for each jump would cost more than the training step. It also finds damaged pages before training.
     """
 
-    def __init__(self, info: FileInfo, shape: Shape, batches: Sequence[pa.RecordBatch]) -> None:
+    def __init__(self, info: FileInfo, shape: ColumnKinds, batches: Sequence[pa.RecordBatch]) -> None:
         self.info = info
         self.shape = shape
         self._batches = list(batches)
@@ -105,7 +146,7 @@ class ArrowPart:
 class RowSet:
     """All rows of one source, files in order. `ignored` names what stood beside the data and was not read."""
 
-    def __init__(self, parts: Sequence[Part], ignored: Sequence[str] = ()) -> None:
+    def __init__(self, parts: Sequence[RowFile], ignored: Sequence[str] = ()) -> None:
         self._parts = list(parts)
         self._ends = list(accumulate(part.info.rows for part in self._parts))
         self.files: tuple[FileInfo, ...] = tuple(part.info for part in self._parts)
@@ -128,15 +169,130 @@ class RowSet:
         part, number = self._find(index)
         return part.origin(number)
 
+    def described(self) -> dict[str, object]:
+        """What a resume compares: content, not names."""
+        return {"fingerprint": self.fingerprint, "files": [asdict(file) for file in self.files]}
+
     @property
     def fingerprint(self) -> str:
         """One hash over the contents in order. Names are left out: a moved file is the same data."""
         return hashlib.sha256("\n".join(file.sha256 for file in self.files).encode()).hexdigest()
 
-    def _find(self, index: int) -> tuple[Part, int]:
+    def _find(self, index: int) -> tuple[RowFile, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         index %= len(self)
         which = bisect_right(self._ends, index)
         part = self._parts[which]
         return part, index - self._ends[which] + part.info.rows
+
+
+def kind_of(value: Any) -> str:
+    """The kind of a value that came out of JSON or csv."""
+    return _KINDS[type(value)]
+
+
+def a(kind: str) -> str:
+    """The kind with its article."""
+    return kind if kind == NULL else f"an {kind}" if kind == "object" else f"a {kind}"
+
+
+def kind_of_arrow(kind: pa.DataType) -> str:
+    """The JSON kind that values of an Arrow type have as Python objects; the Arrow name where JSON has none."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return kind_of_arrow(kind.value_type)
+    if types.is_null(kind):
+        return NULL
+    if types.is_boolean(kind):
+        return "boolean"
+    if types.is_integer(kind) or types.is_floating(kind):
+        return "number"
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        return "string"
+    if types.is_struct(kind):
+        return "object"
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return "list"
+    return str(kind)
+
+
+@dataclass
+class ShapeGroup:
+    """Members (rows of a file, or files of a set) that have the same shape."""
+
+    shape: ColumnKinds
+    members: list[int] = field(default_factory=list)
+
+
+def group_rows(rows: Iterable[Row]) -> list[ShapeGroup]:
+    """Rows by shape, in order of first appearance. There are few shapes, so this stays cheap for many rows."""
+    groups: dict[tuple[Any, ...], ShapeGroup] = {}
+    for number, row in enumerate(rows):
+        signature = (*row, *map(type, row.values()))
+        group = groups.get(signature)
+        if group is None:
+            group = groups[signature] = ShapeGroup({key: kind_of(value) for key, value in row.items()})
+        group.members.append(number)
+    return list(groups.values())
+
+
+def merged(groups: Sequence[ShapeGroup]) -> dict[str, str]:
+    """The one shape of groups that agree: a column is null only where it is null in all of them."""
+    shape: dict[str, str] = {}
+    for group in groups:
+        for column, kind in group.shape.items():
+            if shape.get(column, NULL) == NULL:
+                shape[column] = kind
+    return shape
+
+
+def disagreements(groups: Sequence[ShapeGroup], name: Callable[[int], str]) -> list[tuple[int, str]]:
+    """(member, what is wrong with it) for each member that differs from what most members have, in order.
+
+    The majority is the norm, not the first member: one odd first row would otherwise accuse all the others.
+    `name` says a member to the reader, because every complaint names one that has the norm.
+    """
+    norm = _usual_columns(groups)
+    kinds = {column: _usual_kind(groups, column) for column in norm.shape}
+    found = []
+    for group in groups:
+        complaints = [f"has the extra column {column!r}" for column in group.shape if column not in norm.shape]
+        complaints += [
+            f"lacks the column {column!r}, which {name(norm.members[0])} has"
+            for column in norm.shape
+            if column not in group.shape
+        ]
+        for column, usual in kinds.items():
+            kind = group.shape.get(column, NULL)
+            if usual is not None and kind not in (NULL, usual.kind):
+                complaints.append(f"column {column!r} is {a(kind)} here and {a(usual.kind)} in {name(usual.member)}")
+        if complaints:
+            found += [(member, "; ".join(complaints)) for member in group.members]
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class _Usual:
+    kind: str
+    member: int
+
+
+def _usual_columns(groups: Sequence[ShapeGroup]) -> ShapeGroup:
+    votes: Counter[frozenset[str]] = Counter()
+    for group in groups:
+        votes[frozenset(group.shape)] += len(group.members)
+    winner = votes.most_common(1)[0][0]
+    return next(group for group in groups if group.shape.keys() == winner)
+
+
+def _usual_kind(groups: Sequence[ShapeGroup], column: str) -> _Usual | None:
+    votes: Counter[str] = Counter()
+    for group in groups:
+        kind = group.shape.get(column, NULL)
+        if kind != NULL:
+            votes[kind] += len(group.members)
+    if not votes:
+        return None
+    winner = votes.most_common(1)[0][0]
+    return _Usual(winner, next(group.members[0] for group in groups if group.shape.get(column) == winner))

@@ -8,46 +8,24 @@ assistant's turn after the prompt as the user's, or without a chat template a li
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.chat import check_messages, render_prompt
-from lockstep.data.columns import column, prompt_column, setting, unknown_columns
-from lockstep.data.dataset import Dataset, Kept, gather
+from lockstep.data.columns import ColumnFinder, filled
+from lockstep.data.dataset import Kept
 from lockstep.data.dialogue import as_turns
-from lockstep.data.encoding import Encoding, as_chat, filled
+from lockstep.data.encoding import Encoding, as_chat
+from lockstep.data.fit import fit
 from lockstep.data.marks import Marks, parse_labels
-from lockstep.data.read import RowSet
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Data, Source
 from lockstep.types import Message, Origin, Probe, Row, Steps
 
 LABELS = ("label", "labels", "value", "values")
 TEXTS = ("input", "text", "prompt")
-
-
-def load_steps(
-    sources: Sequence[Source],
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    advance: Callable[[int], None] = lambda rows: None,
-    opened: Sequence[RowSet] | None = None,
-    *,
-    placeholder: str,
-    tokens: Sequence[str],
-) -> Dataset[Steps]:
-    """Rows of judged steps. Of `tokens`, the words that judge a step, the first is the good one."""
-    marks = Marks.of(tokenizer, placeholder, tokens)
-
-    def reader(source: Source, rows: RowSet) -> StepRows:
-        columns = find_step_columns(source, data, list(rows.columns))
-        return StepRows(tokenizer, columns, data, limit, marks)
-
-    return gather(sources, limit, advance, opened, reader)
 
 
 @dataclass(frozen=True)
@@ -60,23 +38,18 @@ class StepColumns:
     steps: str = ""
 
 
-def find_step_columns(source: Source, data: Data, available: Sequence[str]) -> StepColumns:
+def find_step_columns(finder: ColumnFinder) -> StepColumns:
     """A list of steps where there is one (`steps_key`, `completions`), else a text with placeholders."""
-    label = column(source, data, "label_key", LABELS, available)
-    steps = column(source, data, "steps_key", ("completions",), available)
-    prompt = prompt_column(source, data, available)
-    wants_text = bool(setting(source, data, "text_key")) and not setting(source, data, "steps_key")
+    label, steps = finder.find("label_key", LABELS), finder.find("steps_key", ("completions",))
+    prompt = finder.prompt()
+    wants_text = bool(finder.setting("text_key")) and not finder.setting("steps_key")
     if label and steps and prompt and not wants_text:
         return StepColumns(label, prompt=prompt, steps=steps)
-    given = setting(source, data, "text_key") or setting(source, data, "prompt_key")
-    text = given or next((name for name in TEXTS if name in available), "")
+    text = finder.setting("text_key") or finder.find("prompt_key", TEXTS)
     if label and text:
         return StepColumns(label, text=text)
-    raise unknown_columns(
-        source,
-        "the judged steps",
-        available,
-        "set data.label_key, and data.text_key or data.prompt_key and data.steps_key",
+    raise finder.unknown(
+        "hold the judged steps", "set data.label_key, and data.text_key or data.prompt_key and data.steps_key"
     )
 
 
@@ -86,7 +59,7 @@ class StepWriter:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Marks):
         self.tokenizer, self.marks = tokenizer, marks
         # Tokenizers that mark a word's beginning know the placeholder as a word, and need the space before it.
-        sticks = self._ids("x" + marks.placeholder)[-1] != marks.place
+        sticks = self._ids("x" + marks.placeholder)[-1] != marks.placeholder_id
         self.before_placeholder = " " if sticks else ""
 
     def marked(self, steps: Sequence[str]) -> str:
@@ -98,24 +71,33 @@ class StepWriter:
         text = render_prompt(self.tokenizer, messages, origin, open_turn=False)
         return text, self._ids(text)
 
-    def places(self, ids: Sequence[int]) -> list[int]:
+    def positions(self, ids: Sequence[int]) -> list[int]:
         """Where the steps are judged."""
-        return [place for place, token in enumerate(ids) if token == self.marks.place]
+        return [position for position, token in enumerate(ids) if token == self.marks.placeholder_id]
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 class StepRows:
-    """The rows of one source as judged steps."""
+    """The rows of one source as judged steps. Of `tokens`, which judge a step, the first is the good one."""
 
     split_rows = 0
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: StepColumns, data: Data, limit: int, marks: Marks):
-        self.columns, self.limit, self.overlong, self.marks = columns, limit, data.overlong, marks
-        self.encoding = Encoding(tokenizer, data, learned=False)
-        self.writer = StepWriter(tokenizer, marks)
-        if data.system and columns.text:
+    def __init__(
+        self,
+        finder: ColumnFinder,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int,
+        *,
+        placeholder: str,
+        tokens: Sequence[str],
+    ):
+        self.marks = Marks.of(tokenizer, placeholder, tokens)
+        self.columns, self.limit, self.overlong = find_step_columns(finder), limit, finder.data.overlong
+        self.encoding = Encoding(tokenizer, finder.data, learned=False)
+        self.writer = StepWriter(tokenizer, self.marks)
+        if finder.data.system and self.columns.text:
             raise Refusal.at("data.system", "rows of text with placeholders have no place for it", "remove it")
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Steps] | None]:
@@ -124,13 +106,15 @@ class StepRows:
             text, ids = self._from_steps(row, len(labels), origin)
         else:
             text, ids = self._from_text(filled(row, self.columns.text, origin), origin)
-        places = self.writer.places(ids)
-        self._refuse_mismatch(text, len(places), len(labels), origin)
-        probe = Probe(array("q", ids), bytes(len(ids)), origin, places=tuple(places), words=self.marks.words)
+        positions = self.writer.positions(ids)
+        self._refuse_mismatch(text, len(positions), len(labels), origin)
+        probe = Probe(
+            array("q", ids), bytes(len(ids)), origin, positions=tuple(positions), token_ids=self.marks.token_ids
+        )
         self.encoding.refuse_two_openings(probe)
         whole = Steps(probe, tuple(labels))
         fitted = fit_steps(whole, self.limit, self.overlong)
-        return [None] if fitted is None else [Kept(fitted, fitted is not whole)]
+        return [None] if fitted is None else [Kept.of(fitted, fitted is not whole)]
 
     def found(self) -> str:
         columns = self.columns
@@ -148,10 +132,10 @@ class StepRows:
         steps = filled(row, self.columns.steps, origin)
         if not isinstance(steps, list) or not all(isinstance(step, str) and step.strip() for step in steps):
             raise Refusal.at(
-                str(origin), f"{self.columns.steps} must be a list of texts, none empty", "mend or remove the row"
+                origin, f"{self.columns.steps} must be a list of texts, none empty", "mend or remove the row"
             )
         if len(steps) != labels:
-            raise Refusal.at(str(origin), f"has {len(steps)} steps and {labels} labels", "give each step its label")
+            raise Refusal.at(origin, f"has {len(steps)} steps and {labels} labels", "give each step its label")
         prompt = as_turns(filled(row, self.columns.prompt, origin), self.columns.prompt, origin)
         answer = self.writer.marked(steps)
         if self.encoding.templated or isinstance(prompt, list):
@@ -169,48 +153,28 @@ class StepRows:
         held = text.count(placeholder)
         if not held:
             raise Refusal.at(
-                str(origin),
-                f"the text holds no placeholder {placeholder!r}",
-                "set prm.placeholder to what the rows use",
+                origin, f"the text holds no placeholder {placeholder!r}", "set prm.placeholder to what the rows use"
             )
         if held != found:
             raise Refusal.at(
-                str(origin),
+                origin,
                 f"the text holds the placeholder {placeholder!r} {held} times, but its token {found} times: it merges "
                 "with its neighbours",
                 "put a space or a line break around it, or add it to the tokenizer as a token of its own",
             )
         if held != labels:
             raise Refusal.at(
-                str(origin),
+                origin,
                 f"has {held} placeholders {placeholder!r} and {labels} labels",
                 "give each placeholder its label",
             )
 
 
 def fit_steps(item: Steps, limit: int, overlong: str) -> Steps | None:
-    """The item within `limit` tokens by the policy `overlong`, with the steps that remain; None when it is dropped."""
-    example = item.example
-    excess = len(example) - limit
-    if excess <= 0:
-        return item
-    if overlong == "drop":
-        return None
-    if overlong == "error":
-        raise Refusal.at(
-            str(item.origin),
-            f"has {len(example)} tokens, over data.max_tokens={limit}",
-            "raise data.max_tokens, or set data.overlong to drop, truncate_left or truncate_right",
-        )
-    first = excess if overlong == "truncate_left" else 0
-    kept = [i for i, place in enumerate(example.places) if first <= place < first + limit]
-    if not kept:
-        raise Refusal.at(
-            str(item.origin),
-            f"{overlong} to {limit} tokens leaves no placeholder",
-            "raise data.max_tokens or drop the row",
-        )
-    places = tuple(example.places[i] - first for i in kept)
-    ids = example.ids[first : first + limit]
-    short = Probe(ids, bytes(len(ids)), item.origin, places=places, words=example.words)
-    return Steps(short, tuple(item.labels[i] for i in kept))
+    """The item within `limit` tokens, with the steps that remain; None when it is dropped."""
+    fitted = fit(item.example, limit, overlong, needed="placeholder")
+    if fitted is None or fitted is item.example:
+        return None if fitted is None else item
+    # One end alone is cut, and with it the steps there.
+    count = len(fitted.positions)
+    return Steps(fitted, item.labels[-count:] if overlong == "truncate_left" else item.labels[:count])

@@ -1,4 +1,4 @@
-"""The devices and the facts about each. Importing this package is cheap: nothing here pulls in torch."""
+"""The devices and the facts about each. For `kernels` and all above; importing it is cheap and pulls in no torch."""
 
 from lockstep.device import autoload, threads
 

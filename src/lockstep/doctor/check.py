@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from lockstep.doctor.facts import choose_device, gather
-from lockstep.doctor.judge import judge
+from lockstep.doctor import judge_machine, judge_packages
+from lockstep.doctor.facts import Diagnosis, Facts, choose_device, gather
 from lockstep.doctor.machine import Machine, ThisMachine
-from lockstep.doctor.pins import pins_text, stack_named
-from lockstep.doctor.report import Report, as_json, show
-from lockstep.doctor.rows import make_rows
+from lockstep.doctor.report import Report, as_json, make_rows, show
+from lockstep.doctor.stacks import pins_text, stack_named
 from lockstep.errors import Refusal
 
 DEVICES = ("npu", "cuda", "cpu")
@@ -32,3 +31,8 @@ def run_doctor(device: str | None, json_wanted: bool, pins: str | None) -> int:
     else:
         show(report)
     return 0 if report.healthy else 1
+
+
+def judge(facts: Facts, device: str) -> list[Diagnosis]:
+    judgements = (*judge_packages.JUDGEMENTS, *judge_machine.ON_ANY, *judge_machine.ON.get(device, ()))
+    return [finding for judgement in judgements for finding in judgement(facts, device)]

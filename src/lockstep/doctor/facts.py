@@ -1,14 +1,107 @@
-"""Everything that is judged, read once."""
+"""Everything that is judged, read once; and what a judgement says of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal
 
-from lockstep.doctor import npu_smi, nvidia, packages
-from lockstep.doctor.cann import Installation, find_driver, find_firmware, find_toolkit
-from lockstep.doctor.extensions import Extension, find_extensions
+from lockstep.doctor.ascend import Installation, NpuSmi, ask_npu_smi, find_driver, find_firmware, find_toolkit
 from lockstep.doctor.machine import Disk, Machine
+
+# What lockstep itself needs; a test holds this against pyproject.toml.
+MINIMUM = {"torch": "2.11", "transformers": "5.17", "peft": "0.21"}
+
+PYTHON = ("3.10", "3.13")
+"""The oldest and the newest Python that lockstep runs on."""
+
+# Shown also when absent.
+CORE = ("torch", "transformers", "peft")
+ASCEND = ("torch_npu",)
+# Shown when present. The names are those of the distributions.
+OTHERS = (
+    "vllm",
+    "vllm-ascend",
+    "sglang",
+    "ray",
+    "triton",
+    "triton-ascend",
+    "torch_memory_saver",
+    "tensordict",
+    "torchvision",
+    "timm",
+    "flash_attn",
+    "liger_kernel",
+    "bitsandbytes",
+    "deepspeed",
+    "nvidia-cuda-runtime",
+    "nvidia-cuda-runtime-cu12",
+)
+
+
+def installed_packages(machine: Machine) -> dict[str, str]:
+    names = (*CORE, *ASCEND, *OTHERS)
+    return {name: version for name in names if (version := machine.version(name)) is not None}
+
+
+QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory_mb: int | None
+
+
+@dataclass(frozen=True)
+class Nvidia:
+    state: Literal["absent", "failed", "works"]
+    message: str = ""
+    driver: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+
+def ask_nvidia_smi(machine: Machine) -> Nvidia:
+    answer = machine.run(*QUERY)
+    if answer is None:
+        return Nvidia("absent")
+    rows = [[cell.strip() for cell in row] for row in csv.reader(answer.text.splitlines())]
+    rows = [row for row in rows if len(row) == 3]
+    if answer.status != 0 or not rows:
+        lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
+        return Nvidia("failed", lines[-1] if lines else f"exit status {answer.status}")
+    gpus = tuple(Gpu(name, int(memory) if memory.isdigit() else None) for name, memory, _ in rows)
+    return Nvidia("works", driver=rows[0][2], gpus=gpus)
+
+
+@dataclass(frozen=True)
+class Extension:
+    folder: str
+    locked: bool
+    """A build left its lock: the next one waits for it, without a word and without an end."""
+    older_than_torch: bool
+
+
+def find_extensions(machine: Machine) -> tuple[Extension, ...]:
+    root = machine.variables.get("TORCH_EXTENSIONS_DIR") or f"{machine.home()}/.cache/torch_extensions"
+    torch_installed = machine.installed("torch")
+    found: dict[str, Extension] = {}
+    # With TORCH_EXTENSIONS_DIR the builds lie in it directly, otherwise in a folder for each Python.
+    for pattern in (f"{root}/*/lock", f"{root}/*/*/lock", f"{root}/*/*.so", f"{root}/*/*/*.so"):
+        for path in machine.matching(pattern):
+            written_path = PurePosixPath(path)
+            folder = str(written_path.parent)
+            written = machine.modified(path)
+            stale = written is not None and torch_installed is not None and written < torch_installed
+            before = found.get(folder, Extension(folder, False, False))
+            is_lock = written_path.name == "lock"
+            found[folder] = Extension(
+                folder, before.locked or is_lock, before.older_than_torch or (stale and not is_lock)
+            )
+    return tuple(found.values())
+
 
 # Variables that are shown when they are set: by their beginning, or by name.
 PREFIXES = ("ASCEND_", "HCCL_")
@@ -35,13 +128,13 @@ class Facts:
     compiler: str | None
     disk: Disk
     packages: Mapping[str, str]
-    npu: npu_smi.NpuSmi
+    npu: NpuSmi
     npu_nodes: int
     """Device files of Ascend devices that this machine or container has."""
     cann: Installation | None
     driver: Installation | None
     firmware: Installation | None
-    nvidia: nvidia.Nvidia
+    nvidia: Nvidia
     variables: Mapping[str, str]
     extensions: tuple[Extension, ...]
 
@@ -67,13 +160,13 @@ def gather(machine: Machine) -> Facts:
         python=machine.python,
         compiler=_compiler(machine),
         disk=machine.disk(),
-        packages=packages.installed(machine),
-        npu=npu_smi.ask(machine),
+        packages=installed_packages(machine),
+        npu=ask_npu_smi(machine),
         npu_nodes=len(machine.matching("/dev/davinci[0-9]*")),
         cann=find_toolkit(machine),
         driver=find_driver(machine),
         firmware=find_firmware(machine),
-        nvidia=nvidia.ask(machine),
+        nvidia=ask_nvidia_smi(machine),
         variables={
             name: value
             for name, value in sorted(machine.variables.items())
@@ -99,3 +192,28 @@ def choose_device(facts: Facts) -> tuple[str, str]:
     if facts.has_gpu:
         return "cpu", "auto: the NVIDIA devices of this machine need a CUDA build of torch"
     return "cpu", "auto: no accelerator found"
+
+
+Verdict = Literal["ok", "absent", "warning", "broken"]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Something wrong with `row`: why, and what to do."""
+
+    row: str
+    verdict: Literal["warning", "broken"]
+    why: str
+    remedy: str
+
+
+# The facts and the chosen device, to what is wrong.
+Examination = Callable[[Facts, str], Iterator[Diagnosis]]
+
+
+def warning(row: str, why: str, remedy: str) -> Diagnosis:
+    return Diagnosis(row, "warning", why, remedy)
+
+
+def broken(row: str, why: str, remedy: str) -> Diagnosis:
+    return Diagnosis(row, "broken", why, remedy)

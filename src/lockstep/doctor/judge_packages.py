@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lockstep.doctor.facts import Facts
-from lockstep.doctor.finding import Finding, broken, warning
-from lockstep.doctor.machine import AUTOLOAD
-from lockstep.doctor.packages import MINIMUM
-from lockstep.doctor.versions import older, release
+from lockstep.doctor.facts import MINIMUM, Diagnosis, Examination, Facts, broken, installed_packages, warning
+from lockstep.doctor.machine import AUTOLOAD, Machine
+from lockstep.doctor.stacks import older, release
+from lockstep.errors import Problem
 
 # What does not work on an Ascend device, and what does instead.
 INSTEAD = {
@@ -42,18 +41,18 @@ NEW_ENVIRONMENT = (
 )
 
 
-def core_is_there(facts: Facts, device: str) -> Iterator[Finding]:
-    apart = belongs_to_another(facts.packages, device)
+def core_is_there(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    foreign = belongs_to_another(facts.packages, device)
     for name, least in MINIMUM.items():
         version = facts.packages.get(name)
         if version is None:
             yield broken(
                 name,
                 "not installed",
-                NEW_ENVIRONMENT if apart else "in a checkout: pip install -c constraints.txt -e .",
+                NEW_ENVIRONMENT if foreign else "in a checkout: pip install -c constraints.txt -e .",
             )
         elif older(version, least):
-            remedy = NEW_ENVIRONMENT if apart else f"pip install -c constraints.txt -U '{name}>={least}'"
+            remedy = NEW_ENVIRONMENT if foreign else f"pip install -c constraints.txt -U '{name}>={least}'"
             yield broken(name, f"lockstep needs {name} >= {least}", remedy)
 
 
@@ -63,18 +62,18 @@ def belongs_to_another(packages: Mapping[str, str], device: str) -> bool:
     return ascend and any(name in packages and older(packages[name], least) for name, least in MINIMUM.items())
 
 
-def torch_fits_torch_npu(facts: Facts, device: str) -> Iterator[Finding]:
+def torch_fits_torch_npu(facts: Facts, device: str) -> Iterator[Diagnosis]:
     finding = torch_mismatch(facts.packages, device)
     if finding is not None:
         yield finding
 
 
-def torch_mismatch(packages: Mapping[str, str], device: str) -> Finding | None:
+def torch_mismatch(packages: Mapping[str, str], device: str) -> Diagnosis | None:
     """torch_npu is built for one torch release; candidates and post-releases are of that release."""
     torch, torch_npu = packages.get("torch"), packages.get("torch_npu")
     if torch is None or torch_npu is None or release(torch) == release(torch_npu):
         return None
-    return Finding(
+    return Diagnosis(
         "torch_npu",
         "broken" if device == "npu" else "warning",
         f"torch_npu {torch_npu} is built for torch {release(torch_npu)}, and torch {torch} is installed",
@@ -88,7 +87,7 @@ def _same_torch(torch: str, torch_npu: str) -> str:
     return remedy if older(torch_npu, MINIMUM["torch"]) else f"{remedy}, or torch=={torch_npu}"
 
 
-def torch_npu_can_load(facts: Facts, device: str) -> Iterator[Finding]:
+def torch_npu_can_load(facts: Facts, device: str) -> Iterator[Diagnosis]:
     torch_npu = facts.packages.get("torch_npu")
     if torch_npu is None:
         if device == "npu":
@@ -109,7 +108,7 @@ def torch_npu_can_load(facts: Facts, device: str) -> Iterator[Finding]:
         )
 
 
-def engines_match(facts: Facts, device: str) -> Iterator[Finding]:
+def engines_match(facts: Facts, device: str) -> Iterator[Diagnosis]:
     vllm, plugin = facts.packages.get("vllm"), facts.packages.get("vllm-ascend")
     if plugin is None:
         if vllm is not None and device == "npu":
@@ -137,7 +136,7 @@ def _same(version: str) -> str:
     return f"install vLLM and vllm-ascend {version} together (lockstep doctor --pins NAME shows how)"
 
 
-def one_triton(facts: Facts, device: str) -> Iterator[Finding]:
+def one_triton(facts: Facts, device: str) -> Iterator[Diagnosis]:
     triton, ascend = facts.packages.get("triton"), facts.packages.get("triton-ascend")
     if triton is None or ascend is None:
         return
@@ -152,7 +151,7 @@ def one_triton(facts: Facts, device: str) -> Iterator[Finding]:
         )
 
 
-def nothing_for_cuda(facts: Facts, device: str) -> Iterator[Finding]:
+def nothing_for_cuda(facts: Facts, device: str) -> Iterator[Diagnosis]:
     if device != "npu":
         return
     for name, (why, remedy) in INSTEAD.items():
@@ -167,7 +166,7 @@ def nothing_for_cuda(facts: Facts, device: str) -> Iterator[Finding]:
         )
 
 
-def sglang_is_alone(facts: Facts, device: str) -> Iterator[Finding]:
+def sglang_is_alone(facts: Facts, device: str) -> Iterator[Diagnosis]:
     if device != "npu" or "sglang" not in facts.packages:
         return
     for name in ("torchvision", "timm"):
@@ -175,13 +174,19 @@ def sglang_is_alone(facts: Facts, device: str) -> Iterator[Finding]:
             yield warning(name, "SGLang's stack on this device goes without it", f"pip uninstall -y {name}")
 
 
-def torch_is_for_the_device(facts: Facts, device: str) -> Iterator[Finding]:
+def torch_is_for_the_device(facts: Facts, device: str) -> Iterator[Diagnosis]:
     torch = facts.packages.get("torch", "")
     if device == "cuda" and torch.endswith("+cpu"):
         yield broken("torch", f"{torch} is a CPU build", "pip uninstall torch, then install the plain one")
 
 
-JUDGEMENTS = (
+def unfit_packages(device: str, machine: Machine) -> list[Problem]:
+    """Packages that do not go together on the device of a run: refused before the first step."""
+    finding = torch_mismatch(installed_packages(machine), device) if device == "npu" else None
+    return [] if finding is None else [Problem(f"package {finding.row}", finding.why, finding.remedy)]
+
+
+JUDGEMENTS: tuple[Examination, ...] = (
     core_is_there,
     torch_is_for_the_device,
     torch_fits_torch_npu,

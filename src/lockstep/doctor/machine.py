@@ -17,7 +17,7 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandOutput:
     """What a command said: its exit status, and its output and errors together."""
 
     status: int
@@ -43,7 +43,7 @@ class Machine(Protocol):
     @property
     def variables(self) -> Mapping[str, str]: ...
 
-    def run(self, *command: str) -> Answer | None:
+    def run(self, *command: str) -> CommandOutput | None:
         """None when there is no such command."""
         ...
 
@@ -96,7 +96,7 @@ class ThisMachine:
             found.pop(AUTOLOAD, None)
         return found
 
-    def run(self, *command: str) -> Answer | None:
+    def run(self, *command: str) -> CommandOutput | None:
         if shutil.which(command[0]) is None:
             return None
         try:
@@ -109,10 +109,10 @@ class ThisMachine:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return Answer(124, f"no answer within {self.seconds:g} seconds")
+            return CommandOutput(124, f"no answer within {self.seconds:g} seconds")
         except OSError as error:
-            return Answer(126, str(error))
-        return Answer(done.returncode, done.stdout.decode("utf-8", errors="replace"))
+            return CommandOutput(126, str(error))
+        return CommandOutput(done.returncode, done.stdout.decode("utf-8", errors="replace"))
 
     def read(self, path: str) -> str | None:
         try:

@@ -1,22 +1,54 @@
-"""The known stacks of `stacks.yaml`, and which of them this machine is."""
+"""Versions in order, the known stacks of `stacks.yaml`, which of them this machine is, and each as requirements."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lockstep.doctor.facts import Facts
-from lockstep.doctor.packages import MINIMUM
-from lockstep.doctor.versions import older, release, satisfies
+from lockstep.doctor.facts import MINIMUM, Facts
+from lockstep.errors import Refusal
+
+_RANK = {"dev": -3, "alpha": -2, "beta": -2, "b": -2, "a": -2, "t": -2, "rc": -1, "post": 1}
+
+
+def release(version: str) -> str:
+    """2.13.0 of 2.13.0+cpu, 2.13.0rc1 or 2.13.0.post4: the part in which packages that belong together agree."""
+    found = re.match(r"\d+(\.\d+){0,2}", version)
+    return found.group(0) if found else version
+
+
+def order(version: str) -> tuple[int, ...]:
+    """The numbers that decide. A candidate is before its release, a post-release after it; `+...` does not count."""
+    key: list[int] = []
+    for word, number in re.findall(r"([a-z]+)?\.?(\d+)", version.lower().partition("+")[0]):
+        key += [_RANK.get(word, 0), int(number)] if word else [int(number)]
+    return tuple(key)
+
+
+def older(version: str, than: str) -> bool:
+    for mine, other in zip_longest(order(version), order(than), fillvalue=0):
+        if mine != other:
+            return mine < other
+    return False
+
+
+def satisfies(version: str, pin: str) -> bool:
+    """Whether `version` is `>=X`, or `==X` in the sense of the stacks: of X's release."""
+    if pin.startswith(">="):
+        return not older(version, pin[2:])
+    wanted = pin.removeprefix("==")
+    # A pinned candidate or post-release takes what followed it in the same release.
+    return release(version) == wanted or (release(version) == release(wanted) and not older(version, wanted))
+
 
 FILE = Path(__file__).parent / "stacks.yaml"
-
-STATUSES = ("documented upstream", "contract-tested here", "run here")
 
 
 @dataclass(frozen=True)
@@ -99,3 +131,54 @@ def driver_for(cann: str) -> str | None:
     """The oldest HDK release that stacks name for this CANN."""
     named = (stack.hdk[0] for stack in known_stacks().values() if stack.hdk and cann_fits(cann, stack.cann))
     return next(named, None)
+
+
+def stack_named(name: str) -> Stack:
+    stacks = known_stacks()
+    if name not in stacks:
+        names = "; ".join(f"{stack.name} ({stack.title})" for stack in stacks.values())
+        raise Refusal.at("--pins", f"there is no stack {name!r}", f"one of: {names}")
+    return stacks[name]
+
+
+def pins_text(stack: Stack) -> str:
+    return "\n".join([*_heading(stack), *_requirements(stack), *_steps(stack)]) + "\n"
+
+
+def _heading(stack: Stack) -> Iterator[str]:
+    yield f"# {stack.name}: {stack.title}"
+    yield f"# {stack.status}; source: {stack.source}"
+    if stack.device == "npu":
+        yield "# Not yet run on Ascend hardware by lockstep."
+    if stack.too_old_for_lockstep:
+        least = ", ".join(f"{name} >= {version}" for name, version in MINIMUM.items())
+        yield f"# Older than lockstep itself, which needs {least}:"
+        yield "# for the engine's own environment. lockstep goes into another one, with its extra [npu]."
+    for label, value in (
+        ("hardware", ", ".join(stack.hardware)),
+        ("Python", stack.python.lstrip("=")),
+        ("CANN", ", ".join(stack.cann)),
+        ("HDK (driver and firmware)", " to ".join(dict.fromkeys(stack.hdk))),
+        ("engines", ", ".join(f"{name} {version}".strip() for name, version in stack.engines.items())),
+        ("environment", " ".join(f"{name}={value}" for name, value in stack.variables.items())),
+        ("must not be installed", ", ".join(stack.remove)),
+    ):
+        if value:
+            yield f"# {label}: {value}"
+    for note in stack.notes:
+        yield f"# note: {note}"
+
+
+def _requirements(stack: Stack) -> Iterator[str]:
+    yield ""
+    for name, pin in stack.packages.items():
+        # A marker, so that the line means nothing on another processor.
+        yield f"{name}{pin}" + (f'; platform_machine == "{stack.architecture}"' if stack.architecture else "")
+    yield ""
+
+
+def _steps(stack: Stack) -> Iterator[str]:
+    yield "# Steps, in this order:"
+    for number, step in enumerate(stack.steps, 1):
+        yield f"# {number}. {step.say}" + (f", in {step.where}:" if step.where else ":")
+        yield f"#      {step.run}"

@@ -1,6 +1,6 @@
 """How far a student's distribution over each token is from its teacher's, never holding all logits of either.
 
-Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary, k likeliest words.
+Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary, k likeliest tokens.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Whole:
 
 @dataclass(frozen=True)
 class Likeliest:
-    """A teacher on disk: its likeliest words of each token at the temperature of the comparison, with their
-    log-probabilities and, as one more, that of all the other words together."""
+    """A teacher on disk: its likeliest tokens of each position at the temperature of the comparison, with their
+    log-probabilities and, as one more, that of all the others together."""
 
     ids_Kk: torch.Tensor
     logprobs_Kk1: torch.Tensor
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TeacherDivergence:
     """Which divergence, of distributions at which temperature; `mix` is the teacher's share in `jsd`."""
 
     kind: str
@@ -45,7 +45,7 @@ def compared_scores(
     head: Head,
     targets_K: torch.Tensor,
     taught: Whole | Likeliest,
-    comparison: Comparison,
+    comparison: TeacherDivergence,
     *,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Scores:
@@ -69,12 +69,12 @@ def compared_scores(
         )
         for part in parts
     ]
-    logprobs, apart = (torch.cat(vectors) for vectors in zip(*found, strict=True))
-    return Scores(logprobs, None, apart)
+    logprobs, divergences = (torch.cat(vectors) for vectors in zip(*found, strict=True))
+    return Scores(logprobs, None, divergences)
 
 
 def likeliest(whole: Whole, k: int, temperature: float, *, chunk_bytes: int = CHUNK_BYTES) -> Likeliest:
-    """The teacher's `k` likeliest words of each token."""
+    """The teacher's `k` likeliest tokens of each position."""
     positions = max(1, chunk_bytes // (4 * whole.head.weight_VH.shape[0]))
     ids, logprobs = [], []
     for start in range(0, max(1, len(whole.hidden_KH)), positions):
@@ -89,7 +89,7 @@ def _chunk(
     head: Head,
     targets_R: torch.Tensor,
     taught: Whole | Likeliest,
-    comparison: Comparison,
+    comparison: TeacherDivergence,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     temperature = comparison.temperature
     logits = head.logits(hidden_RH).float()
@@ -101,8 +101,8 @@ def _chunk(
         teacher = _teacher(taught, temperature)
     else:
         student, teacher = folded(student, taught.ids_Kk), taught.logprobs_Kk1
-    apart = divergence(student, teacher, kind=comparison.kind, mix=comparison.mix)
-    return chosen, apart * temperature**2
+    divergences = divergence(student, teacher, kind=comparison.kind, mix=comparison.mix)
+    return chosen, divergences * temperature**2
 
 
 def _teacher(whole: Whole, temperature: float) -> torch.Tensor:

@@ -56,7 +56,7 @@ def causal_attention(
     dropout: float = 0.0,
     first: int = 0,
 ) -> torch.Tensor:
-    """Each query, the first at place `first`, to the keys up to its own place (the last `window` of them).
+    """Each query, the first at position `first`, to the keys up to its own (the last `window` of them).
 
     In blocks of queries; the backward pass computes each block's scores again.
     """
@@ -96,8 +96,8 @@ def _block(
     window: int | None,
     dropout: float,
 ) -> torch.Tensor:
-    places = torch.arange(key.shape[2], device=query.device)
-    back = torch.arange(offset, offset + query.shape[2], device=query.device)[:, None] - places[None, :]
+    positions = torch.arange(key.shape[2], device=query.device)
+    back = torch.arange(offset, offset + query.shape[2], device=query.device)[:, None] - positions[None, :]
     hidden = back < 0
     if window:
         hidden |= back >= window

@@ -116,8 +116,8 @@ def _regroup(lengths: Sequence[int], ends: Sequence[int]) -> tuple[tuple[Bucket,
     slots_of_tokens = torch.zeros(ends[-1], dtype=torch.long)
     tokens_of_slots = torch.zeros(start, dtype=torch.long)
     for bucket, group in zip(buckets, groups, strict=True):
-        for place, sequence in enumerate(group):
-            first_slot = bucket.start + place * bucket.width
+        for index, sequence in enumerate(group):
+            first_slot = bucket.start + index * bucket.width
             slots = torch.arange(first_slot, first_slot + lengths[sequence])
             tokens = torch.arange(ends[sequence], ends[sequence + 1])
             slots_of_tokens[tokens] = slots

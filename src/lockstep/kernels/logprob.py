@@ -13,8 +13,8 @@ import torch
 
 from lockstep.kernels.truncate import LEFT_OUT, Truncation, left_out_below, truncate_
 
-# Memory of one chunk of logits. The twin works on fp32 copies of it (440 positions of 151,936 words), the fused kernels
-# in place (3,500 positions in bf16): both take about 1 GiB at their peak.
+# Memory of one chunk of logits. With a vocabulary of 151,936 the twin works on fp32 copies of it (440 positions), the
+# fused kernels in place (3,500 positions in bf16): both take about 1 GiB at their peak.
 CHUNK_BYTES = 256 * 2**20
 FUSED_CHUNK_BYTES = 2**30
 

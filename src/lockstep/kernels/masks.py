@@ -42,7 +42,7 @@ class Mask:
 
 
 @dataclass
-class Probe:
+class MaskProbe:
     """What a forward pass through the probe told: the modules that called attention."""
 
     called: list[nn.Module] = field(default_factory=list)
@@ -71,7 +71,7 @@ def read_mask(mask_function: Callable[..., torch.Tensor]) -> Seen:
             wanted &= keys > queries[:, None] - window
         differs = sees(queries[:, None], keys) != wanted
         if differs.any():
-            row, column = (int(place[0]) for place in differs.nonzero(as_tuple=True))
+            row, column = (int(index[0]) for index in differs.nonzero(as_tuple=True))
             query, key = int(queries[row]), int(keys[row, column])
             _refuse_chunks(sees)
             sees_or_not = "does not see" if wanted[row, column] else "sees"
@@ -112,7 +112,7 @@ def _queries(window: int | None) -> torch.Tensor:
         around += [times * window + step for times in (1, 2, 3) for step in (-1, 0, 1)]
         # A block that happens to look like a window at FAR does not a few tokens on.
         around += [FAR + share * window // 7 for share in range(1, 8)]
-    return torch.tensor(sorted({max(0, place) for place in around}))
+    return torch.tensor(sorted({max(0, position) for position in around}))
 
 
 def register_probe() -> None:
@@ -135,7 +135,7 @@ def _probe_attention(
     value: torch.Tensor,
     attention_mask: Any,
     sliding_window: int | None = None,
-    probe: Probe | None = None,
+    probe: MaskProbe | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Notes what the module is shown; gives back the values, as if each token saw only itself."""
@@ -181,7 +181,7 @@ def _of_its_own() -> Iterator[None]:
 def read_windows(model: Any, decoder: nn.Module) -> list[nn.Module]:
     """Tell every attention module of a model's decoder its window; returns those that use transformers' interface."""
     register_probe()
-    probe = Probe()
+    probe = MaskProbe()
     device = model.get_input_embeddings().weight.device
     ids = torch.tensor([[1, 2]], device=device)
     training = model.training

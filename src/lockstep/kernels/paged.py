@@ -1,7 +1,7 @@
 """Attention of the rollout engine: keys and values live in blocks of a cache that sequences share.
 
 Shapes: T tokens of a forward pass, B sequences that decode one token each, M blocks of a sequence's table, H query
-heads, G key/value heads, D head size. A slot is a place for one token: block * block size + place in the block.
+heads, G key/value heads, D head size. A slot holds one token: block * block size + position in the block.
 """
 
 from __future__ import annotations
@@ -156,10 +156,10 @@ def decode_mask(lengths_B: torch.Tensor, width: int, window: int | None, dtype: 
 
     Numbers, not booleans, which attention would turn into numbers in every layer again.
     """
-    places = torch.arange(width, device=lengths_B.device)
-    seen = places[None, :] < lengths_B[:, None]
+    positions = torch.arange(width, device=lengths_B.device)
+    seen = positions[None, :] < lengths_B[:, None]
     if window:
-        seen &= places[None, :] >= lengths_B[:, None] - window
+        seen &= positions[None, :] >= lengths_B[:, None] - window
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -float("inf"))
     return mask[:, None, None, :]
 
@@ -207,8 +207,8 @@ def _chunk_attention(
     if softcap is not None or sinks_H is not None:
         out = causal_attention(query, k, v, sinks_H, scale=scale, softcap=softcap, window=window, first=chunk.start)
         return out[0].transpose(0, 1)
-    places = torch.arange(chunk.stop, device=keys.device)
-    back = places[chunk.start :, None] - places[None, :]
+    positions = torch.arange(chunk.stop, device=keys.device)
+    back = positions[chunk.start :, None] - positions[None, :]
     seen = back >= 0
     if window:
         seen &= back < window

@@ -1,6 +1,6 @@
 """Log-softmax of rows of logits on an NVIDIA device: each pass reads the logits once, the gradient is written in place.
 
-The plain-torch twins are `row_logprobs` and `row_gradients_` in `logprob.py`. R rows, V words.
+The plain-torch twins are `row_logprobs` and `row_gradients_` in `logprob.py`. R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _stats(  # type: ignore[no-untyped-def]
     logprobs,
     entropies,
     stride,
-    words,
+    vocabulary,
     sharpness,
     softcap,
     low,
@@ -45,13 +45,13 @@ def _stats(  # type: ignore[no-untyped-def]
     largest = -float("inf")
     total = 0.0
     weighted = 0.0
-    for offset in range(0, words, BLOCK):
+    for offset in range(0, vocabulary, BLOCK):
         columns = offset + tl.arange(0, BLOCK)
-        values = tl.load(start + columns, mask=columns < words, other=-float("inf")).to(tl.float32)
+        values = tl.load(start + columns, mask=columns < vocabulary, other=-float("inf")).to(tl.float32)
         if CAPPED:
-            values = tl.where(columns < words, _capped(values, softcap, low, FILL), -float("inf"))
+            values = tl.where(columns < vocabulary, _capped(values, softcap, low, FILL), -float("inf"))
         values *= sharpness
-        values = tl.where(columns < words, tl.maximum(values, LEAST), values)
+        values = tl.where(columns < vocabulary, tl.maximum(values, LEAST), values)
         new = tl.maximum(largest, tl.max(values, axis=0))
         shrink = tl.exp(largest - new)
         shares = tl.exp(values - new)
@@ -59,7 +59,7 @@ def _stats(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.sum(shares, axis=0)
         # Logits are weighed relative to the largest one so far, so that nothing large cancels in the entropy.
         weighted = tl.where(before > 0, (weighted + before * (largest - new)) * shrink, 0.0)
-        weighted += tl.sum(tl.where(columns < words, shares * (values - new), 0.0), axis=0)
+        weighted += tl.sum(tl.where(columns < vocabulary, shares * (values - new), 0.0), axis=0)
         largest = new
     normaliser = largest + tl.log(total)
     chosen = tl.load(start + tl.load(targets + row)).to(tl.float32)
@@ -79,7 +79,7 @@ def _gradients(  # type: ignore[no-untyped-def]
     entropies,
     entropy_upstream,
     stride,
-    words,
+    vocabulary,
     sharpness,
     softcap,
     low,
@@ -91,9 +91,9 @@ def _gradients(  # type: ignore[no-untyped-def]
     """A block of a row a program: the gradient of log-probability and, with SPREAD, entropy over what was the logit."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = logits + row * stride + columns
-    inside = columns < words
-    values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    address = logits + row * stride + columns
+    inside = columns < vocabulary
+    values = tl.load(address, mask=inside, other=0.0).to(tl.float32)
     slope = sharpness
     if CAPPED:
         bent = tanh(values / softcap)
@@ -107,7 +107,7 @@ def _gradients(  # type: ignore[no-untyped-def]
     if SPREAD:
         gradient -= tl.load(entropy_upstream + row) * softmax * (every + tl.load(entropies + row))
     gradient *= slope
-    tl.store(place, gradient.to(logits.dtype.element_ty), mask=inside)
+    tl.store(address, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 def row_logprobs(
@@ -117,7 +117,7 @@ def row_logprobs(
     entropy: bool = False,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    rows, words = logits_RV.shape
+    rows, vocabulary = logits_RV.shape
     normalisers = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
     logprobs, entropies = torch.empty_like(normalisers), torch.empty_like(normalisers)
     _stats[(rows,)](
@@ -127,7 +127,7 @@ def row_logprobs(
         logprobs,
         entropies,
         logits_RV.stride(0),
-        words,
+        vocabulary,
         1.0 / temperature,
         1.0 if softcap is None else float(softcap),
         left_out_below(logits_RV.dtype),
@@ -149,9 +149,9 @@ def row_gradients_(
     entropy_upstream_R: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    rows, words = logits_RV.shape
+    rows, vocabulary = logits_RV.shape
     spread = entropies_R is not None and entropy_upstream_R is not None
-    grid = (rows, triton.cdiv(words, BLOCK))
+    grid = (rows, triton.cdiv(vocabulary, BLOCK))
     _gradients[grid](
         logits_RV,
         targets_R,
@@ -160,7 +160,7 @@ def row_gradients_(
         entropies_R if spread else normalisers_R,
         entropy_upstream_R.contiguous() if spread else normalisers_R,  # type: ignore[union-attr]
         logits_RV.stride(0),
-        words,
+        vocabulary,
         1.0 / temperature,
         1.0 if softcap is None else float(softcap),
         left_out_below(logits_RV.dtype),

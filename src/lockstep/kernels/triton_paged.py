@@ -58,10 +58,10 @@ def _decode(  # type: ignore[no-untyped-def]
         largest = tl.load(sinks + heads, mask=rows < SHARED, other=0.0).to(tl.float32)
         total += 1.0
     for start in range(first // TILE * TILE, length, TILE):
-        places = start + tl.arange(0, TILE)
-        seen = (places < length) & (places >= first)
-        blocks = tl.load(table + sequence * table_stride + places // BLOCK, mask=seen, other=0)
-        slots = blocks * BLOCK + places % BLOCK
+        positions = start + tl.arange(0, TILE)
+        seen = (positions < length) & (positions >= first)
+        blocks = tl.load(table + sequence * table_stride + positions // BLOCK, mask=seen, other=0)
+        slots = blocks * BLOCK + positions % BLOCK
         offsets = slots[:, None] * slot_stride + group * head_stride + columns[None, :]
         wanted = seen[:, None] & (columns[None, :] < SIZE)
         key = tl.load(keys + offsets, mask=wanted, other=0.0)
@@ -77,8 +77,8 @@ def _decode(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.sum(shares, axis=1)
         largest = new
     result = mixed / total[:, None]
-    place = out + sequence * query_stride + heads[:, None] * SIZE + columns[None, :]
-    tl.store(place, result.to(out.dtype.element_ty), mask=inside)
+    address = out + sequence * query_stride + heads[:, None] * SIZE + columns[None, :]
+    tl.store(address, result.to(out.dtype.element_ty), mask=inside)
 
 
 def paged_decode(

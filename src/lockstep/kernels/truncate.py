@@ -47,10 +47,10 @@ def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | N
         stay &= rows >= rows.amax(-1, keepdim=True) + math.log(how.min_p)
     if how.top_p < 1:
         # Stable: of equal logits the lower entry counts as likelier, wherever the rows are computed.
-        ordered, places = rows.masked_fill(~stay, LEFT_OUT).sort(dim=-1, descending=True, stable=True)
+        ordered, order = rows.masked_fill(~stay, LEFT_OUT).sort(dim=-1, descending=True, stable=True)
         shares = ordered.softmax(-1)
         before = shares.cumsum(-1) - shares
-        stay &= torch.empty_like(stay).scatter_(-1, places, before < how.top_p)
+        stay &= torch.empty_like(stay).scatter_(-1, order, before < how.top_p)
     if keep_R is not None:
         stay.scatter_(-1, keep_R[:, None], True)
     return logits_RV.masked_fill_(~stay, LEFT_OUT)

@@ -1,4 +1,6 @@
-"""The offline methods: one literal row each. A new method is a row, a reader and an objective; the loop stays as it is.
+"""The offline methods: one literal row each. For `train` and all above it.
+
+A new method is a row, a reader and an objective; the loop stays as it is.
 
 The online methods are named sets of defaults over one loop's keys: see `recipe/methods.py`.
 """
@@ -19,6 +21,6 @@ METHODS: dict[str, Method] = {
     "simpo": _PAIRS,
     "orpo": _PAIRS,
     "cpo": _PAIRS,
-    "kto": Method(reader=kto.reader, objective=kto.Judgement, check=kto.check),
+    "kto": Method(reader=kto.reader, objective=kto.JudgedResponses, check=kto.check),
     "distill": Method(reader=sft.reader, objective=distill.Distilled),
 }

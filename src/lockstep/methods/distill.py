@@ -17,10 +17,10 @@ class Distilled(Plain):
     def task(self, update: Update[Example], models: Models) -> Task:
         def loss(scores: Scores, batch: MicroBatch) -> Sums:
             assert scores.divergences_K is not None
-            likelihood, apart = nll(scores.logprobs_K).loss, scores.divergences_K.sum()
+            likelihood, divergence = nll(scores.logprobs_K).loss, scores.divergences_K.sum()
             return Sums(
-                (1 - self.coefficient) * likelihood + self.coefficient * apart,
-                {"nll": likelihood.detach(), "divergence": apart.detach()},
+                (1 - self.coefficient) * likelihood + self.coefficient * divergence,
+                {"nll": likelihood.detach(), "divergence": divergence.detach()},
             )
 
         return Task(models.with_teacher(update), loss, update.targets)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
 from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched, row_logratios, row_means
 from lockstep.algorithms.reduce import sum_by
-from lockstep.data.dataset import Dataset
-from lockstep.data.judged import load_judged
+from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.judged import JudgedRows
 from lockstep.data.updates import Update
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.logprob import Scores
@@ -19,7 +20,7 @@ from lockstep.types import Example, Judged, MicroBatch, Sums
 
 
 def reader(recipe: Recipe) -> Reader[Judged]:
-    return load_judged
+    return partial(load_rows, Dataset, JudgedRows)
 
 
 def check(recipe: Recipe, rows: Dataset[Judged], key: str) -> tuple[list[Problem], list[str]]:
@@ -47,7 +48,7 @@ def check(recipe: Recipe, rows: Dataset[Judged], key: str) -> tuple[list[Problem
     return problems, [note] if note else []
 
 
-class Judgement:
+class JudgedResponses:
     def __init__(self, recipe: Recipe):
         settings = recipe.preference
         self.free = settings.reference_free
@@ -55,9 +56,9 @@ class Judgement:
 
     def task(self, update: Update[Judged], models: Models) -> Task:
         strangers, cut = _strangers(update.items, models.longest)
-        apart = self._logratios(models.arrange(strangers), models)
+        logratios = self._logratios(models.arrange(strangers), models)
         # Without a reference the baseline is the policy's own mean, which is below zero: only a divergence is clamped.
-        kl = float(apart.mean()) if self.free else kl_estimate(apart)
+        kl = float(logratios.mean()) if self.free else kl_estimate(logratios)
         reference_S = None if self.free else _by_sequence(models.reference_logprobs(update), update)
         desirable_S = torch.tensor([item.desirable for item in update.items])
 

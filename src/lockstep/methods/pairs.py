@@ -9,7 +9,8 @@ import torch
 
 from lockstep.algorithms.preference import REFERENCE_FREE, Pairs, preference_loss
 from lockstep.algorithms.reduce import sum_by
-from lockstep.data.preferences import load_rankings
+from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.preferences import RankingRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import Models, Plain, Reader, Task
@@ -18,7 +19,7 @@ from lockstep.types import MicroBatch, Ranking, Sums
 
 
 def reader(recipe: Recipe) -> Reader[Ranking]:
-    return partial(load_rankings, read="response", several=False)
+    return partial(load_rows, Dataset, partial(RankingRows, read="response", several=False))
 
 
 class Pairwise(Plain):

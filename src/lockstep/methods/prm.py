@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from lockstep.algorithms.process import step_loss
-from lockstep.data.steps import load_steps
+from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.steps import StepRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import Models, Plain, Reader, Task
@@ -17,22 +18,22 @@ from lockstep.types import MicroBatch, Steps, Sums
 
 
 def reader(recipe: Recipe) -> Reader[Steps]:
-    return partial(load_steps, placeholder=recipe.prm.placeholder, tokens=recipe.prm.tokens)
+    return partial(load_rows, Dataset, partial(StepRows, placeholder=recipe.prm.placeholder, tokens=recipe.prm.tokens))
 
 
 class Stepwise(Plain):
     names: ClassVar = {"accuracy": "step_accuracy"}
 
     def __init__(self, recipe: Recipe):
-        self.words = len(recipe.prm.tokens)
+        self.judging = len(recipe.prm.tokens)
 
     def task(self, update: Update[Steps], models: Models) -> Task:
-        # The targets are every word at every place, so the labels in order stand beside them one for one.
+        # The targets are every judging token at every position, so the labels in order stand beside them one for one.
         labels_K = torch.tensor([p for item in update.items for label in item.labels for p in label])
 
         def loss(scores: Scores, batch: MicroBatch) -> Sums:
             logprobs = scores.logprobs_K
             labels = labels_K[batch.index_K].to(logprobs.device)
-            return step_loss(logprobs.view(-1, self.words), labels.view(-1, self.words))
+            return step_loss(logprobs.view(-1, self.judging), labels.view(-1, self.judging))
 
-        return Task(update.batches, loss, update.targets / self.words)
+        return Task(update.batches, loss, update.targets / self.judging)

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from lockstep.algorithms.ranking import ranking_loss
-from lockstep.data.preferences import load_rankings
+from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.preferences import RankingRows
 from lockstep.data.updates import Update
 from lockstep.methods.base import Models, Reader, Task
 from lockstep.recipe import Recipe
@@ -16,7 +17,7 @@ from lockstep.types import MicroBatch, Ranking, Sums
 
 
 def reader(recipe: Recipe) -> Reader[Ranking]:
-    return partial(load_rankings, read="score", several=True)
+    return partial(load_rows, Dataset, partial(RankingRows, read="score", several=True))
 
 
 class Ranked:
@@ -29,11 +30,11 @@ class Ranked:
         def loss(scores_S: torch.Tensor, batch: MicroBatch) -> Sums:
             # One answer a sequence: the targets are the sequences.
             rankings, local_S = torch.unique_consecutive(update.item_S[batch.index_K], return_inverse=True)
-            place = scores_S.device
+            device = scores_S.device
             sums = ranking_loss(
                 scores_S,
-                local_S.to(place),
-                margins_R[rankings].to(place),
+                local_S.to(device),
+                margins_R[rankings].to(device),
                 kind=self.kind,
                 ranking=self.ranking,
                 centre=self.centre,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from lockstep.algorithms.supervised import nll
-from lockstep.data.dataset import load_dataset
+from lockstep.data.dataset import Dataset, load_rows
+from lockstep.data.examples import SupervisedRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import Models, Plain, Reader, Task
@@ -12,7 +15,7 @@ from lockstep.types import Example, MicroBatch, Sums
 
 
 def reader(recipe: Recipe) -> Reader[Example]:
-    return load_dataset
+    return partial(load_rows, Dataset, SupervisedRows)
 
 
 class Supervised(Plain):

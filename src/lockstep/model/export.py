@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from lockstep.model.load import DTYPES, load_config, load_tokenizer, with_lora
 from lockstep.model.pretrained import pretrained
 from lockstep.model.weights import restore_weights
 from lockstep.recipe.schema import Model
-from lockstep.run.folder import sync_path
+from lockstep.run.files import written_aside
 
 
 def export_model(
@@ -104,30 +103,24 @@ def _working(settings: Model, adapter: bool) -> torch.dtype:
 
 def _refuse_taken(out: Path, replace: bool) -> None:
     if out.exists() and not out.is_dir():
-        raise Refusal.at(str(out), "is a file, not a folder", "choose a new folder")
+        raise Refusal.at(out, "is a file, not a folder", "choose a new folder")
     if out.exists() and any(out.iterdir()) and not replace:
-        raise Refusal.at(str(out), "is not empty", "choose a new folder")
+        raise Refusal.at(out, "is not empty", "choose a new folder")
 
 
 @contextmanager
 def _written(settings: Model, out: Path) -> Iterator[Path]:
     """A folder beside `out` that becomes `out` when it is whole, with the model's tokenizer in it."""
-    aside = out.with_name(f".writing-{out.name}")
-    shutil.rmtree(aside, ignore_errors=True)
     try:
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        yield aside
-        load_tokenizer(settings.path).save_pretrained(aside)
-        # Weights are written for their owner alone; an exported model is as open as the other files.
-        mode = (aside / "tokenizer_config.json").stat().st_mode
-        for file in aside.iterdir():
-            file.chmod(mode)
-        if out.exists():
-            shutil.rmtree(out)
-        aside.rename(out)
-        sync_path(out.parent)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(out, over=True) as aside:
+            yield aside
+            load_tokenizer(settings.path).save_pretrained(aside)
+            # Weights are written for their owner alone; an exported model is as open as the other files.
+            mode = (aside / "tokenizer_config.json").stat().st_mode
+            for file in aside.iterdir():
+                file.chmod(mode)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-        shutil.rmtree(aside, ignore_errors=True)
         raise unwritten(out, error, "checkpoints are untouched: `lockstep export` writes the model again") from error
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.model.resolve import model_folder
+from lockstep.run.files import checksum
 
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 # Of larger files so many pieces of so many bytes are read, evenly spaced: other weights differ everywhere.
 WHOLE_BYTES, PIECES, PIECE = 2**30, 64, 2**20
@@ -19,17 +21,36 @@ def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str
     """Checksums of weights, tokenizer and chat template; None for what is not in a folder here."""
     folder = Path(model_folder(path))
     names = sorted(folder.iterdir()) if folder.is_dir() else []
-    weights = [file for file in names if file.name == "config.json" or file.suffix in (".safetensors", ".bin")]
-    words = [file for file in names if file.name in TOKENIZER_FILES]
+    vocabulary = [file for file in names if file.name in TOKENIZER_FILES]
     template = tokenizer.chat_template
     return {
-        "weights": _checksum(weights),
-        "tokenizer": _checksum(words),
+        "weights": _sampled(filter(_computes, names)),
+        "tokenizer": _sampled(vocabulary),
         "template": hashlib.sha256(str(template).encode()).hexdigest() if template else None,
     }
 
 
-def _checksum(files: Iterable[Path]) -> str | None:
+def model_checksums(path: str) -> dict[str, str]:
+    """The files that say what a model computes, each by its whole content: a path may hold other weights tomorrow."""
+    return {file.name: checksum(file) for file in filter(_computes, sorted(Path(model_folder(path)).iterdir()))}
+
+
+def model_files(folder: str) -> dict[str, str]:
+    """What tells a model from another without reading it: small files by content, weights by size and last change."""
+    files = sorted(path for path in Path(folder).iterdir() if path.is_file() and not path.name.startswith("."))
+    return {path.name: _size_and_time(path) if path.suffix in WEIGHTS else checksum(path) for path in files}
+
+
+def _size_and_time(path: Path) -> str:
+    facts = path.stat()
+    return f"{facts.st_size} bytes, changed at {facts.st_mtime_ns / 1e9:.6f}"
+
+
+def _computes(file: Path) -> bool:
+    return file.name == "config.json" or file.suffix in (".safetensors", ".bin")
+
+
+def _sampled(files: Iterable[Path]) -> str | None:
     digest, seen = hashlib.sha256(), False
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())

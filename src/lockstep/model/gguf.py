@@ -19,14 +19,14 @@ def import_gguf(file: Path, folder: Path) -> str:
     if importlib.util.find_spec("gguf") is None:
         raise missing_extra("gguf", "hub", "reading GGUF files")
     if not file.is_file():
-        raise Refusal.at(str(file), "no such file")
+        raise Refusal.at(file, "no such file")
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
-            raise Refusal.at(str(file), "is not a GGUF file: it does not start with the letters GGUF")
+            raise Refusal.at(file, "is not a GGUF file: it does not start with the letters GGUF")
     if folder.exists() and not folder.is_dir():
-        raise Refusal.at(str(folder), "is a file, not a folder", "choose a new folder")
+        raise Refusal.at(folder, "is a file, not a folder", "choose a new folder")
     if folder.exists() and any(folder.iterdir()):
-        raise Refusal.at(str(folder), "is not empty", "choose a new folder")
+        raise Refusal.at(folder, "is not empty", "choose a new folder")
     tokenizer = pretrained(AutoTokenizer, str(file.parent), str(file), "its tokenizer", gguf_file=file.name)
     dtype = torch.float32
     packed = pretrained(AutoModelForCausalLM, str(file.parent), str(file), "it", gguf_file=file.name, dtype=dtype)

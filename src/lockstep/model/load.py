@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.errors import Problem, Refusal, first_line, shortened
+from lockstep.errors import Problem, Refusal, first_line, refuse_all
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
 from lockstep.kernels.wide_products import prepare_products
@@ -133,5 +133,4 @@ def _refuse_missing_weights(path: str, info: dict[str, Any]) -> None:
         )
         for key in sorted(info.get("mismatched_keys", ()))
     ]
-    if problems:
-        raise Refusal(shortened(problems, "weights"))
+    refuse_all(problems, "weights")

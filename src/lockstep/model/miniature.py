@@ -124,7 +124,7 @@ def _kept_layers(data: Mapping[str, Any], total: int) -> list[int]:
     kinds = next((data[name] for name in ("layer_types", "layers_block_type") if data.get(name)), None)
     if not kinds:
         return list(range(min(LAYERS, total or LAYERS)))
-    first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
+    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     return sorted({*range(min(LAYERS, len(kinds))), *first.values(), len(kinds) - 1})
 
 
@@ -132,7 +132,7 @@ def _shrink_list(name: str, value: list[Any], layers: list[int], total: int) -> 
     if name == "mrope_section":
         return [HEAD_SIZE // 2 - 2 * (HEAD_SIZE // 6), *[HEAD_SIZE // 6] * 2][: len(value)]
     if len(value) == total and len(value) > max(layers):
-        value = [value[place] for place in layers]
+        value = [value[index] for index in layers]
     return [
         _shrink_number(name, item, len(layers)) if isinstance(item, int) and not isinstance(item, bool) else item
         for item in value
@@ -166,7 +166,7 @@ def _shrink_rope(rope: dict[str, Any], data: dict[str, Any]) -> None:
             rope[name] = min(value, ORIGINAL_LENGTH)
         elif name in BY_FREQUENCY and isinstance(value, list):
             pairs = _rotated_pairs(rope, data)
-            rope[name] = [value[place * len(value) // pairs] for place in range(pairs)]
+            rope[name] = [value[index * len(value) // pairs] for index in range(pairs)]
         elif name == "mrope_section":
             rope[name] = _shrink_list(name, value, [], 0)
         elif name == "rope_type" and value == "dynamic":

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lockstep.kernels.attention import ATTENTION
-from lockstep.kernels.divergence import Comparison, Whole, compared_scores
+from lockstep.kernels.divergence import TeacherDivergence, Whole, compared_scores
 from lockstep.kernels.logprob import Scores, token_scores
 from lockstep.kernels.truncate import Truncation
 from lockstep.model.decoder import Decoder, decoder_layers, own_attention
@@ -29,7 +29,7 @@ class Scoring:
     temperature: float = 1.0
     truncation: Truncation | None = None
     entropy: bool = False
-    comparison: Comparison | None = None
+    comparison: TeacherDivergence | None = None
     """With a teacher: how its distribution and the policy's are compared."""
 
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, refuse_all
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 HEAD_SIZE = 32
@@ -36,7 +36,7 @@ def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 
     """
     _refuse_bad_sizes(seed, hidden, layers)
     if folder.exists() and not folder.is_dir():
-        raise Refusal.at(str(folder), "is a file, not a folder", "give another folder")
+        raise Refusal.at(folder, "is a file, not a folder", "give another folder")
     with tempfile.TemporaryDirectory() as aside:
         tokens = _save_tokenizer(Path(aside))
         _save_model(Path(aside), tokens, seed, hidden, layers)
@@ -63,8 +63,7 @@ def _refuse_bad_sizes(seed: int, hidden: int, layers: int) -> None:
         )
     if layers < 1:
         problems.append(Problem("layers", f"{layers} is not a number of layers", "give 1 or more"))
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)
 
 
 def _refuse_overwriting(written: Path, folder: Path) -> None:
@@ -73,8 +72,7 @@ def _refuse_overwriting(written: Path, folder: Path) -> None:
         for new in sorted(written.iterdir())
         if (folder / new.name).exists() and (folder / new.name).read_bytes() != new.read_bytes()
     ]
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)
 
 
 def _save_tokenizer(folder: Path) -> dict[str, int]:

@@ -40,7 +40,7 @@ class Moment(NamedTuple):
 
 
 @dataclass
-class Heard:
+class HeardRank:
     """What a rank told last, and when that reached us: the clocks of two machines are not compared."""
 
     told: str
@@ -56,7 +56,7 @@ class Watch:
         self._stages = ["the start of the run"]
         self._moment = Moment(0, self._stages[-1], inside=False, since=time.monotonic())
         self._awake = time.monotonic()
-        self._heard: dict[int, Heard] = {}
+        self._heard: dict[int, HeardRank] = {}
         self._answered = time.monotonic()
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._tell, self._look)]
@@ -113,7 +113,7 @@ class Watch:
         for rank, value in zip(known, self._store.multi_get([str(r) for r in known]), strict=True):
             told = value.decode()
             if rank not in self._heard or self._heard[rank].told != told:
-                self._heard[rank] = Heard(told, time.monotonic())
+                self._heard[rank] = HeardRank(told, time.monotonic())
 
     def _has(self, rank: int) -> bool:
         return bool(self._store.check([str(rank)]))

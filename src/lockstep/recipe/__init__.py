@@ -1,4 +1,4 @@
-"""The recipe: one schema, a YAML file and dotted overrides. `load_recipe` is the way in."""
+"""The recipe: one schema, a YAML file and dotted overrides; `load_recipe` is the way in. Any folder may import it."""
 
 from lockstep.recipe.load import load_recipe, recipe_text
 from lockstep.recipe.schema import Recipe, Source

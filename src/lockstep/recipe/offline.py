@@ -39,7 +39,7 @@ class Preference(Section):
     undesirable: float = Field(1.0, gt=0, description="`kto`: weight of undesirable rows.")
 
 
-class RewardModel(Section):
+class RewardModelSettings(Section):
     loss: Literal["sigmoid", "logexp"] = Field(
         "sigmoid", description="-log sigmoid(chosen - rejected - margin), or log(1 + exp(rejected - chosen))."
     )

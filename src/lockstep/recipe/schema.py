@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from lockstep.recipe.effects import COLUMN, GROUPS, LIMIT, MICRO, NAME, RATE, STORED, UPDATE, Effect
-from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModel
+from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.online import Algorithm, Critic, Reward, RolloutSettings
 from lockstep.recipe.section import Field, Section
 from lockstep.recipe.tape import Tape
@@ -290,13 +290,13 @@ class Val(Section):
     temperature: float = Field(0.0, ge=0, description="0 answers greedily.")
 
 
-class Checkpoint(Section):
+class CheckpointSettings(Section):
     every: int | None = Field(None, ge=1, description="Steps between checkpoints. Default: only at the end.")
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
     keep_best: int = Field(0, ge=0, description="Checkpoints with the lowest `val/loss` kept besides.")
 
 
-class Log(Section):
+class LogSettings(Section):
     every: int = Field(1, ge=1, description="Steps between console lines when the output is not a terminal.")
     track: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = Field(
         default_factory=list, description="Trackers besides `metrics.jsonl`; they come with the `[track]` extra."
@@ -305,7 +305,7 @@ class Log(Section):
     samples: int = Field(4, ge=0, description="Online: responses stored in `samples.jsonl` each step.")
 
 
-Method = Literal[
+MethodName = Literal[
     "sft",
     "rm",
     "prm",
@@ -336,7 +336,7 @@ Method = Literal[
 class Recipe(Section):
     """A whole run."""
 
-    method: Method = Field(
+    method: MethodName = Field(
         "sft",
         description="What is trained, and how; `lockstep recipes METHOD` shows its defaults.",
         effect=Effect("blocks", "another objective is trained"),
@@ -364,8 +364,8 @@ class Recipe(Section):
     preference: Preference = Field(
         default_factory=Preference, effect=Effect("blocks", "another loss from the same pairs")
     )
-    rm: RewardModel = Field(
-        default_factory=RewardModel, effect=Effect("blocks", "another loss from the same responses")
+    rm: RewardModelSettings = Field(
+        default_factory=RewardModelSettings, effect=Effect("blocks", "another loss from the same responses")
     )
     prm: ProcessReward = Field(
         default_factory=ProcessReward, effect=Effect("blocks", "other places are judged, or by other words")
@@ -376,6 +376,6 @@ class Recipe(Section):
         effect=Effect("harmless", "when and how is validated; training does not see it"),
         resumable=True,
     )
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint, effect=STORED, resumable=True)
-    log: Log = Field(default_factory=Log, effect=STORED, resumable=True)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings, effect=STORED, resumable=True)
+    log: LogSettings = Field(default_factory=LogSettings, effect=STORED, resumable=True)
     tape: Annotated[Tape, BeforeValidator(_as_tape)] = Field(default_factory=Tape, effect=STORED, resumable=True)

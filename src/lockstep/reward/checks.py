@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.online import Reward
 from lockstep.reward.function import FunctionPart
-from lockstep.reward.parts import Outcome, settled
+from lockstep.reward.parts import PartOutcome, RewardPart, settled
 from lockstep.reward.rules import Rule, rule_for
 from lockstep.types import Failure, Question
 
 
-class RulePart:
+class RulePart(RewardPart):
     """Each response is checked by the rule of its data source: at once, or in a process where a check may hang."""
 
     name = "rule"
@@ -33,8 +33,7 @@ class RulePart:
                 rules.append(self.rule(source))
             except Refusal as refusal:
                 problems += refusal.problems
-        if problems:
-            raise Refusal(problems)
+        refuse_all(problems)
         for rule in rules:
             if rule.isolated is not None:
                 self._process(rule.name, rule.isolated)
@@ -42,7 +41,7 @@ class RulePart:
     def rule(self, source: str) -> Rule:
         return rule_for(source, self._settings.rules)
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         rule = self.rule(question.data_source)
         if rule.isolated is not None:
             return self._process(rule.name, rule.isolated).submit(question, text)
@@ -52,24 +51,21 @@ class RulePart:
             # The row is at fault (a ground truth that no answer can match), not the response.
             return settled(Failure(self.name, f"{question.origin}: {refusal.problems[0]}"))
 
-    def flush(self) -> None:
-        """Nothing waits for company here."""
-
     def close(self) -> None:
         for part in self._isolated.values():
             part.close()
 
-    def _process(self, name: str, place: str) -> FunctionPart:
+    def _process(self, name: str, reference: str) -> FunctionPart:
         with self._lock:
             if name not in self._isolated:
                 output = self._output and self._output.with_name(f"{name}-{self._output.name}")
                 self._isolated[name] = FunctionPart(
-                    place, self._settings, name=self.name, key="reward.rules", output=output
+                    reference, self._settings, name=self.name, key="reward.rules", output=output
                 )
             return self._isolated[name]
 
 
-class FormatPart:
+class FormatPart(RewardPart):
     """1 where the whole response matches the expression (a point matches line breaks too), else 0."""
 
     name = "format"
@@ -78,16 +74,10 @@ class FormatPart:
         try:
             self._pattern = re.compile(expression, re.DOTALL)
         except re.error as error:
-            place = "" if error.pos is None else f" at character {error.pos + 1}"
+            where = "" if error.pos is None else f" at character {error.pos + 1}"
             raise Refusal.at(
-                "reward.format", f"{expression!r} is not a regular expression: {error.msg}{place}", "mend it"
+                "reward.format", f"{expression!r} is not a regular expression: {error.msg}{where}", "mend it"
             ) from error
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         return settled({self.name: 1.0 if self._pattern.fullmatch(text) else 0.0})
-
-    def flush(self) -> None:
-        """Nothing waits for company here."""
-
-    def close(self) -> None:
-        """Nothing is held."""

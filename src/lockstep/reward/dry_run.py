@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from lockstep.errors import Problem, Refusal, shortened
+from lockstep.errors import Problem, refuse_all, shortened
 from lockstep.reward.boxed import boxed_example
-from lockstep.reward.parts import Outcome, Part
+from lockstep.reward.parts import PartOutcome, RewardPart
 from lockstep.reward.rules import Rule
 from lockstep.types import Failure, Question
 
@@ -24,8 +24,8 @@ class _Trial:
 
     question: Question
     tried: list[str]
-    empty: Future[Outcome]
-    right: list[Future[Outcome]]
+    empty: Future[PartOutcome]
+    right: list[Future[PartOutcome]]
 
     def scores(self, name: str) -> tuple[float, dict[str, float]]:
         """Of the empty answer, and by text of the others; once all are there and none has failed."""
@@ -44,7 +44,7 @@ class Tried:
 
 
 def dry_run(
-    parts: Sequence[Part],
+    parts: Sequence[RewardPart],
     questions: Sequence[Question],
     rule_of: Callable[[str], Rule | None],
     weights: Mapping[str, float],
@@ -70,8 +70,7 @@ def dry_run(
         line, found = _judged(name, source, tried, say_source=len(sources) > 1)
         lines.append(line)
         problems += found
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)
     counting = {name: weight for name, weight in weights.items() if weight and name in KNOWING}
     said = [_upside_down(source, [trials[name, source] for name in counting], counting) for source in sources]
     return Tried(lines, [warning for warning in said if warning])
@@ -97,7 +96,7 @@ def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | N
     return shortened(problems, "rows")
 
 
-def _try(part: Part, question: Question, rule: Rule | None) -> _Trial:
+def _try(part: RewardPart, question: Question, rule: Rule | None) -> _Trial:
     tried = right_answers(part.name, question, rule)
     return _Trial(question, tried, part.submit(question, ""), [part.submit(question, text) for text in tried])
 

@@ -34,7 +34,7 @@ class TooLong(Exception):
 
 
 @dataclass
-class Answer:
+class HttpAnswer:
     """What came back. An answer that is no success may have lost the end of its body."""
 
     status: int
@@ -77,13 +77,13 @@ def _tls() -> Any:
 async def _hear(response: Any) -> None:
     """Note the status before the client looks at where a redirect leads: that may be malformed."""
     headers = {name.lower(): value for name, value in response.headers.items()}
-    answer = Answer(response.status_code, response.reason_phrase, headers)
+    answer = HttpAnswer(response.status_code, response.reason_phrase, headers)
     response.request.extensions["heard"].append(answer)
 
 
-async def post(client: Any, address: str, body: bytes, seconds: float) -> Answer:
+async def post(client: Any, address: str, body: bytes, seconds: float) -> HttpAnswer:
     """The answer to a POST, from the look-up of the name to the last byte within `seconds`."""
-    heard: list[Answer] = []
+    heard: list[HttpAnswer] = []
     cause: Exception
     try:
         await asyncio.wait_for(_exchange(client, address, body, heard), seconds)
@@ -101,7 +101,7 @@ async def post(client: Any, address: str, body: bytes, seconds: float) -> Answer
     raise Trouble(why) from cause
 
 
-async def _exchange(client: Any, address: str, body: bytes, heard: list[Answer]) -> None:
+async def _exchange(client: Any, address: str, body: bytes, heard: list[HttpAnswer]) -> None:
     # What an endpoint asks to remember would go along with the requests of other batches.
     client.cookies.clear()
     request = client.build_request("POST", address, content=body, headers=_HEADERS, extensions={"heard": heard})

@@ -8,22 +8,22 @@ from pathlib import Path
 from lockstep.errors import Refusal
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import Given, Raised
-from lockstep.reward.parts import Outcome, promised
+from lockstep.reward.parts import PartOutcome, RewardPart, promised
 from lockstep.reward.pool import Pool
 from lockstep.reward.worker_process import Target
 from lockstep.types import Failure, Question
 
 
-class FunctionPart:
+class FunctionPart(RewardPart):
     """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response, in processes.
 
-    `name` is the part that the scores and failures count for; `place` is `path/to/file.py:name`, named by `key`.
+    `name` is the part that the scores and failures count for; `reference` is `path/to/file.py:name`, named by `key`.
     The last lines that process N prints are kept in `output`-N.log, once the folder above is there.
     """
 
     def __init__(
         self,
-        place: str,
+        reference: str,
         settings: Reward,
         *,
         name: str = "function",
@@ -31,11 +31,11 @@ class FunctionPart:
         output: Path | None = None,
     ):
         self.name = name
-        path, function = located(place, key)
+        path, function = located(reference, key)
         target = Target(str(path), function, settings.time_limit, settings.memory_limit_gb, output, key)
         self._pool = Pool(target, settings.workers)
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         call = {
             "data_source": question.data_source,
             "solution_str": text,
@@ -46,13 +46,10 @@ class FunctionPart:
         self._pool.submit(call).add_done_callback(lambda done: future.set_result(self._outcome(done.result())))
         return future
 
-    def flush(self) -> None:
-        """Nothing waits for company here."""
-
     def close(self) -> None:
         self._pool.close()
 
-    def _outcome(self, answer: Given | Raised) -> Outcome:
+    def _outcome(self, answer: Given | Raised) -> PartOutcome:
         if isinstance(answer, Raised):
             return Failure(self.name, answer.why, answer.log)
         return {self.name: answer.score, **{f"{self.name}/{key}": value for key, value in answer.more.items()}}

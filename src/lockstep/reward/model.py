@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +15,14 @@ from jinja2 import TemplateError
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from lockstep.errors import Problem, Refusal, shortened
-from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
 from lockstep.model.tokenizer import tokenizer_of
-from lockstep.reward.parts import Outcome, promised, settled
+from lockstep.reward.batched import BatchedPart, Waiting, in_batches, padded
+from lockstep.reward.parts import PartOutcome, settled
 from lockstep.types import Failure, Question
 
 STATS = "score_stats.json"
-# Tokens of one padded batch. Scores do not depend on it.
-BATCH_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,8 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """Scores of encoded rows in their order, padded on the right in batches of rows of like length."""
-        scores = [0.0] * len(rows)
-        for members in batches([len(row) for row in rows], BATCH_TOKENS):
-            found = self._forward([rows[i] for i in members])
-            for i, score in zip(members, found, strict=True):
-                scores[i] = (score - self.mean) / self.std
-        return scores
+        """Scores of encoded rows in their order."""
+        return [(score - self.mean) / self.std for score in in_batches(rows, self._forward)]
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
         text_config = self.model.config.get_text_config()
@@ -68,30 +61,14 @@ class RewardModel:
             # The model finds the end of a row by the padding token, so it must be one that ends none of them.
             ends = {row[-1] for row in rows}
             padding = next(token for token in range(len(ends) + 1) if token not in ends)
-        longest = max(map(len, rows))
-        ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self.device)
         stored = text_config.pad_token_id
         text_config.pad_token_id = padding
-        lengths = [len(row) for row in rows]
         try:
-            with sequences(own_positions(self.model), lengths, ids.shape, None, packed=False):
-                logits = self.model(input_ids=ids, attention_mask=mask).logits
+            with padded(self.model, rows, padding, self.device) as inputs:
+                logits = self.model(**inputs).logits
         finally:
             text_config.pad_token_id = stored
         return [float(score) for score in logits[:, 0].float().tolist()]
-
-
-def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Rows by length, as many at once as fit when padded to the longest; a longer row goes alone."""
-    members: list[int] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if members and lengths[i] * (len(members) + 1) > tokens:
-            yield members
-            members = []
-        members.append(i)
-    if members:
-        yield members
 
 
 def load_reward_model(path: str, device: torch.device) -> RewardModel:
@@ -140,47 +117,28 @@ def _statistics(file: Path) -> tuple[float, float]:
         mean, std = float(stats["mean"]), float(stats["std"])
     except (ValueError, KeyError, TypeError) as error:
         remedy = 'it holds {"mean": NUMBER, "std": NUMBER}'
-        raise Refusal.at(str(file), f"cannot be read: {type(error).__name__} {error}", remedy) from error
+        raise Refusal.at(file, f"cannot be read: {type(error).__name__} {error}", remedy) from error
     if not (abs(mean) < float("inf") and 0 < std < float("inf")):
-        raise Refusal.at(str(file), f"mean {mean} and std {std} cannot normalise a score", "std is over 0, both finite")
+        raise Refusal.at(file, f"mean {mean} and std {std} cannot normalise a score", "std is over 0, both finite")
     return mean, std
 
 
-class ModelPart:
-    """Responses wait until `flush`, which scores them all in the caller's thread."""
-
+class ModelPart(BatchedPart):
     name = "model"
 
     def __init__(self, path: str, device: torch.device):
         self._reward_model = load_reward_model(path, device)
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[list[int], Future[Outcome]]] = []
+        super().__init__(self._reward_model.context)
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         try:
-            ids = self._reward_model.encode(question, text)
+            return self.wait(self._reward_model.encode(question, text))
         except TemplateError as error:
             return settled(Failure(self.name, f"{question.origin}: its chat template refuses this chat: {error}"))
-        context = self._reward_model.context
-        if context is not None and len(ids) > context:
-            return settled(Failure(self.name, f"{len(ids)} tokens are more than its context of {context}"))
-        future = promised()
-        with self._lock:
-            self._waiting.append((ids, future))
-        return future
 
-    def flush(self) -> None:
-        waiting = self._taken()
-        scores = self._reward_model.score([ids for ids, _ in waiting])
-        for (_, future), score in zip(waiting, scores, strict=True):
-            finite = abs(score) < float("inf")
-            future.set_result({self.name: score} if finite else Failure(self.name, f"the score is {score}"))
-
-    def close(self) -> None:
-        for _, future in self._taken():
-            future.set_result(Failure(self.name, "the run was ending before it was scored"))
-
-    def _taken(self) -> list[tuple[list[int], Future[Outcome]]]:
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-        return waiting
+    def outcomes(self, waiting: Sequence[Waiting]) -> list[PartOutcome]:
+        scores = self._reward_model.score([entry.ids for entry in waiting])
+        return [
+            {self.name: score} if math.isfinite(score) else Failure(self.name, f"the score is {score}")
+            for score in scores
+        ]

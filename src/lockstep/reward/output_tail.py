@@ -6,6 +6,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from lockstep.run.files import written_aside
+
 # In the file. As much again may wait in memory before it is cut.
 KEPT_BYTES = 64 * 2**10
 _DROPPED = b"[earlier lines were dropped]\n"
@@ -36,11 +38,10 @@ class OutputTail:
             return
         if len(self._kept) > KEPT_BYTES:
             self._cut()
-        aside = self._file.with_suffix(".tmp")
         with suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)
-            aside.write_bytes(self._kept)
-            aside.replace(self._file)
+            with written_aside(self._file, durable=False) as aside:
+                aside.write_bytes(self._kept)
             self.waiting = False
 
     def _cut(self) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 from lockstep.types import Failure, Question
 
-Outcome = dict[str, float] | Failure
+PartOutcome = dict[str, float] | Failure
 """What a part gave for one response: its score under its own name, with further numbers to log; or no score."""
 
 
-class Stepwise(dict[str, float]):
+class StepOutcome(dict[str, float]):
     """An outcome whose score was earned step by step: (end of the step in the text, its share)."""
 
     def __init__(self, parts: dict[str, float], steps: Sequence[tuple[int, float]]):
@@ -20,30 +20,31 @@ class Stepwise(dict[str, float]):
         self.steps = tuple(steps)
 
 
-class Part(Protocol):
+class RewardPart(ABC):
     """One of the rewards that are added up."""
 
     name: str
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    @abstractmethod
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         """Returns at once. The future never raises."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - most parts make nothing wait
         """Send or score everything that waits for company."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - some parts hold nothing
         """Give back what the part holds; what was not scored becomes a failure."""
 
 
-def promised() -> Future[Outcome]:
+def promised() -> Future[PartOutcome]:
     """A future that cannot be cancelled: whoever made the promise keeps it."""
-    future: Future[Outcome] = Future()
+    future: Future[PartOutcome] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
-def settled(outcome: Outcome) -> Future[Outcome]:
+def settled(outcome: PartOutcome) -> Future[PartOutcome]:
     """A future that is over already."""
-    future: Future[Outcome] = Future()
+    future: Future[PartOutcome] = Future()
     future.set_result(outcome)
     return future

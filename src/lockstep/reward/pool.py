@@ -37,8 +37,8 @@ class Pool:
         # The first is waited for alone: a file that cannot be used is then told once, not by each.
         self._start(0)
         self._threads = [
-            threading.Thread(target=self._supervise, args=(place,), name=f"reward-{place}", daemon=True)
-            for place in range(workers)
+            threading.Thread(target=self._supervise, args=(index,), name=f"reward-{index}", daemon=True)
+            for index in range(workers)
         ]
         for thread in self._threads:
             thread.start()
@@ -72,11 +72,11 @@ class Pool:
             if gone is not None:
                 gone.disconnect()
 
-    def _start(self, place: int) -> None:
-        """A new process in this place, ready for calls."""
-        before = self._workers[place]
-        worker = WorkerProcess(self._target, place)
-        self._workers[place] = worker
+    def _start(self, index: int) -> None:
+        """A new process at this index, ready for calls."""
+        before = self._workers[index]
+        worker = WorkerProcess(self._target, index)
+        self._workers[index] = worker
         if before is not None:
             before.kill()
             before.disconnect()
@@ -92,43 +92,43 @@ class Pool:
             where = f"{self._target.key} {self._target.path}:{self._target.name}"
             raise Refusal.at(where, trouble.why, trouble.remedy)
 
-    def _supervise(self, place: int) -> None:
+    def _supervise(self, index: int) -> None:
         # A process that cannot be started now is tried again when there is something to do.
-        self._ready(place)
+        self._ready(index)
         while (job := self._jobs.get()) is not None:
-            job.future.set_result(self._answer(place, job.call))
+            job.future.set_result(self._answer(index, job.call))
 
-    def _answer(self, place: int, call: dict[str, Any]) -> Given | Raised:
+    def _answer(self, index: int, call: dict[str, Any]) -> Given | Raised:
         """Whatever happens, there is one: a call that nobody answers would hold up the run for ever."""
-        answer: Given | Raised | None = self._ready(place)
+        answer: Given | Raised | None = self._ready(index)
         if answer is None:
             try:
-                answer = self._run(place, call)
+                answer = self._run(index, call)
             except Exception as error:  # noqa: BLE001 - told as the reason
                 answer = Raised(f"its process could not be asked: {type(error).__name__}: {error}")
         if self._closing.is_set():
             return _CLOSED
-        log = self._target.log(place)
+        log = self._target.log(index)
         if isinstance(answer, Raised) and log is not None and log.parent.parent.is_dir():
             return replace(answer, log=str(log))
         return answer
 
-    def _ready(self, place: int) -> Raised | None:
-        """See that a living process is in this place, or say why there is none."""
+    def _ready(self, index: int) -> Raised | None:
+        """See that a living process is at this index, or say why there is none."""
         if self._closing.is_set():
             return _CLOSED
-        worker = self._workers[place]
+        worker = self._workers[index]
         if worker is None or not worker.alive:
             try:
-                self._start(place)
+                self._start(index)
             except Refusal as refusal:
                 return Raised(f"its process could not be started: {refusal.problems[0].why}")
             except Exception as error:  # noqa: BLE001 - no memory or no process to be had: the next call may find some
                 return Raised(f"its process could not be started: {type(error).__name__}: {error}")
         return None
 
-    def _run(self, place: int, call: dict[str, Any]) -> Given | Raised:
-        worker = self._workers[place]
+    def _run(self, index: int, call: dict[str, Any]) -> Given | Raised:
+        worker = self._workers[index]
         assert worker is not None
         try:
             answer = worker.ask(call)

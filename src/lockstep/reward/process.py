@@ -7,7 +7,7 @@ that a response earns the mean, and more steps are not worth more by themselves.
 from __future__ import annotations
 
 import json
-import threading
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,16 +21,15 @@ from lockstep.algorithms.process import good_probability
 from lockstep.data.marks import Marks
 from lockstep.data.steps import StepWriter
 from lockstep.errors import Refusal, first_line
-from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.model.output_head import output_head
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
 from lockstep.model.tokenizer import tokenizer_of
-from lockstep.reward.model import BATCH_TOKENS, batches
-from lockstep.reward.parts import Outcome, Stepwise, promised, settled
+from lockstep.reward.batched import BatchedPart, Waiting, in_batches, padded
+from lockstep.reward.parts import PartOutcome, StepOutcome, settled
 from lockstep.types import Failure, Question
 
-# Beside the weights of a process reward model: the words it was trained with.
+# Beside the weights of a process reward model: the tokens it judges with.
 PROCESS = "process_reward.json"
 
 
@@ -46,32 +45,24 @@ class ProcessModel:
     @torch.no_grad()
     def judge(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each encoded row the probability that each of its steps is good, in order."""
-        found: list[list[float]] = [[] for _ in rows]
-        for members in batches([len(row) for row in rows], BATCH_TOKENS):
-            for i, verdicts in zip(members, self._forward([rows[i] for i in members]), strict=True):
-                found[i] = verdicts
-        return found
+        return in_batches(rows, self._forward)
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        longest = max(map(len, rows))
-        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self.device)
-        lengths = [len(row) for row in rows]
-        with sequences(own_positions(self.model), lengths, ids.shape, None, packed=False):
-            hidden = self.model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        head, words = output_head(self.model), torch.tensor(self.writer.marks.words, device=self.device)
-        # Only the judging words compete, so only their rows of the head are needed.
-        bias = None if head.bias_V is None else head.bias_V[words]
-        head = head._replace(weight_VH=head.weight_VH[words], bias_V=bias)
+        with padded(self.model, rows, 0, self.device) as inputs:
+            hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state
+        head, judging = output_head(self.model), torch.tensor(self.writer.marks.token_ids, device=self.device)
+        # Only the judging tokens compete, so only their rows of the head are needed.
+        bias = None if head.bias_V is None else head.bias_V[judging]
+        head = head._replace(weight_VH=head.weight_VH[judging], bias_V=bias)
         verdicts = []
         for row, states in zip(rows, hidden, strict=True):
-            places = torch.tensor(self.writer.places(row), device=self.device)
-            verdicts.append(good_probability(head.logits(states[places]).float()).tolist())
+            positions = torch.tensor(self.writer.positions(row), device=self.device)
+            verdicts.append(good_probability(head.logits(states[positions]).float()).tolist())
         return verdicts
 
 
 def load_process_model(path: str, device: torch.device, key: str = "reward.process") -> ProcessModel:
-    """The folder's model in the precision it is stored in, with the words that it was trained with."""
+    """The folder's model in the precision it is stored in, with the tokens that it judges with."""
     where, folder = f"{key} {path}", Path(model_folder(path))
     if not (folder / PROCESS).is_file():
         raise Refusal.at(
@@ -79,9 +70,9 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
             f"is no process reward model: it has no {PROCESS}",
             'train one with method prm, or write it: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
         )
-    words = read_words(folder)
+    trained_with = read_judging(folder)
     tokenizer = tokenizer_of(str(folder), where)
-    marks = Marks.of(tokenizer, words["placeholder"], words["tokens"])
+    marks = Marks.of(tokenizer, trained_with["placeholder"], trained_with["tokens"])
     model = pretrained(AutoModelForCausalLM, str(folder), where, "its weights", dtype="auto")
     if not tokenizer.chat_template:
         raise Refusal.at(where, "its tokenizer has no chat template", "put a chat_template.jinja into its folder")
@@ -90,17 +81,17 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
     return ProcessModel(model, StepWriter(tokenizer, marks), device, context)
 
 
-def read_words(folder: Path) -> dict[str, Any]:
-    """The words that a process reward model was trained with: its `placeholder`, and its judging `tokens`."""
+def read_judging(folder: Path) -> dict[str, Any]:
+    """What a process reward model was trained with: its `placeholder`, and its judging `tokens`."""
     file, remedy = folder / PROCESS, 'it holds {"placeholder": TEXT, "tokens": [GOOD, BAD]}'
     try:
-        words: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        texts = [words["placeholder"], *words["tokens"]]
+        trained_with: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        texts = [trained_with["placeholder"], *trained_with["tokens"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refusal.at(str(file), f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy) from error
-    if not isinstance(words["tokens"], list) or not all(isinstance(text, str) for text in texts):
-        raise Refusal.at(str(file), "its placeholder and tokens are not all texts", remedy)
-    return words
+        raise Refusal.at(file, f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy) from error
+    if not isinstance(trained_with["tokens"], list) or not all(isinstance(text, str) for text in texts):
+        raise Refusal.at(file, "its placeholder and tokens are not all texts", remedy)
+    return trained_with
 
 
 def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
@@ -113,55 +104,36 @@ def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
     return steps
 
 
-class ProcessPart:
-    """Responses wait until `flush`, which judges them all in the caller's thread."""
-
+class ProcessPart(BatchedPart):
     name = "process"
 
     def __init__(self, path: str, separator: str, device: torch.device):
         self._model = load_process_model(path, device)
         self._separator = separator
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[list[int], list[int], Future[Outcome]]] = []
+        super().__init__(self._model.context)
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         steps = steps_of(text, self._separator)
         if not steps:
-            return settled(Stepwise({self.name: 0.0}, ()))
+            return settled(StepOutcome({self.name: 0.0}, ()))
         writer = self._model.writer
         answer = writer.marked([step for step, _ in steps])
         try:
             _, ids = writer.chat([*question.prompt, {"role": "assistant", "content": answer}], question.origin)
         except Refusal as refusal:
             return settled(Failure(self.name, str(refusal.problems[0])))
-        if len(writer.places(ids)) != len(steps):
-            return settled(
-                Failure(self.name, f"the placeholder {writer.marks.placeholder!r} stands in the text itself")
-            )
-        if self._model.context is not None and len(ids) > self._model.context:
-            return settled(Failure(self.name, f"{len(ids)} tokens are more than its context of {self._model.context}"))
-        future = promised()
-        with self._lock:
-            self._waiting.append((ids, [end for _, end in steps], future))
-        return future
+        if len(writer.positions(ids)) != len(steps):
+            why = f"the placeholder {writer.marks.placeholder!r} stands in the text itself"
+            return settled(Failure(self.name, why))
+        return self.wait(ids, [end for _, end in steps])
 
-    def flush(self) -> None:
-        waiting = self._taken()
-        verdicts = self._model.judge([ids for ids, _, _ in waiting])
-        for (_, ends, future), found in zip(waiting, verdicts, strict=True):
-            mean = sum(found) / len(found)
-            if not abs(mean) < float("inf"):
-                future.set_result(Failure(self.name, f"the score is {mean}"))
-                continue
-            parts = {self.name: mean, f"{self.name}_worst": min(found)}
-            shares = [probability / len(found) for probability in found]
-            future.set_result(Stepwise(parts, list(zip(ends, shares, strict=True))))
+    def outcomes(self, waiting: Sequence[Waiting]) -> list[PartOutcome]:
+        verdicts = self._model.judge([entry.ids for entry in waiting])
+        return [self._outcome(entry.ends, found) for entry, found in zip(waiting, verdicts, strict=True)]
 
-    def close(self) -> None:
-        for _, _, future in self._taken():
-            future.set_result(Failure(self.name, "the run was ending before it was scored"))
-
-    def _taken(self) -> list[tuple[list[int], list[int], Future[Outcome]]]:
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-        return waiting
+    def _outcome(self, ends: Sequence[int], found: Sequence[float]) -> PartOutcome:
+        mean = sum(found) / len(found)
+        if not math.isfinite(mean):
+            return Failure(self.name, f"the score is {mean}")
+        shares = [probability / len(found) for probability in found]
+        return StepOutcome({self.name: mean, f"{self.name}_worst": min(found)}, list(zip(ends, shares, strict=True)))

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, refuse_all
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import number
 from lockstep.reward.endpoints import LEFT_OUT, Endpoint, Endpoints
-from lockstep.reward.exchange import MOST_BYTES, Answer, TooLong, Trouble, open_client, post, short
-from lockstep.reward.parts import Outcome, promised, settled
+from lockstep.reward.exchange import MOST_BYTES, HttpAnswer, TooLong, Trouble, open_client, post, short
+from lockstep.reward.parts import PartOutcome, RewardPart, promised, settled
 from lockstep.types import Failure, Question
 
 # Batches under way at once: enough to keep an endpoint busy while another batch travels.
@@ -36,7 +36,7 @@ _ENDING = "the run was ending before it was scored"
 @dataclass(frozen=True)
 class _Item:
     body: str
-    future: Future[Outcome]
+    future: Future[PartOutcome]
 
 
 class _Again(Exception):
@@ -51,7 +51,7 @@ class _Final(Exception):
     """An answer that another try would not change."""
 
 
-class RemotePart:
+class RemotePart(RewardPart):
     """Gathers responses to batches in the order they come; a thread with an event loop sends them.
 
     Every future that was handed out is settled: by its batch, by `close`, or by the end of the thread.
@@ -82,7 +82,7 @@ class RemotePart:
         self._thread = threading.Thread(target=self._serve, name="reward-remote", daemon=True)
         self._thread.start()
 
-    def submit(self, question: Question, text: str) -> Future[Outcome]:
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         body = {
             "data_source": question.data_source,
             "prompt": question.prompt,
@@ -129,7 +129,7 @@ class RemotePart:
             self._settle(item, Failure(self.name, why))
         return first
 
-    def _settle(self, item: _Item, outcome: Outcome) -> None:
+    def _settle(self, item: _Item, outcome: PartOutcome) -> None:
         """The first outcome counts: a batch may come in while the part is closed."""
         with self._lock:
             if item not in self._waiting:
@@ -168,7 +168,7 @@ class RemotePart:
             batch = await self._batches.get()
             try:
                 scores = await self._scored(client, [item.body for item in batch])
-                outcomes: list[Outcome] = [{self.name: score} for score in scores]
+                outcomes: list[PartOutcome] = [{self.name: score} for score in scores]
             except _Final as error:
                 outcomes = [Failure(self.name, str(error))] * len(batch)
             except Exception as error:  # noqa: BLE001 - a batch that nobody answers would hold up the run for ever
@@ -229,21 +229,21 @@ def scores_in(answer: bytes, count: int) -> list[float]:
     if len(scores) != count:
         raise _Final(f"the endpoint gave {len(scores)} scores for {count} responses")
     numbers = [number(score) for score in scores]
-    for place, plain in enumerate(numbers):
+    for index, plain in enumerate(numbers):
         if plain is None:
-            shown = repr(scores[place])
+            shown = repr(scores[index])
             raise _Final(
-                f"the endpoint's score {place} is {shown[:80]}{'...' if len(shown) > 80 else ''}, "
+                f"the endpoint's score {index} is {shown[:80]}{'...' if len(shown) > 80 else ''}, "
                 "which is not a finite number"
             )
     return [plain for plain in numbers if plain is not None]
 
 
-def _refused(answer: Answer) -> str:
+def _refused(answer: HttpAnswer) -> str:
     if 300 <= answer.status < 400:
-        place = answer.headers.get("location")
+        location = answer.headers.get("location")
         return short(f"answered {answer.status} {answer.reason}: redirects of a POST are not followed") + (
-            f"; write the address that it leads to, {short(place)!r}" if place else ""
+            f"; write the address that it leads to, {short(location)!r}" if location else ""
         )
     return answer.told()
 
@@ -257,8 +257,7 @@ def _checked(addresses: str | Sequence[str]) -> list[str]:
     ]
     if not found:
         problems.append(Problem("reward.remote", "names no endpoint", "write http://host:port/path"))
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)
     return found
 
 

@@ -17,7 +17,7 @@ from lockstep.reward.checks import FormatPart, RulePart
 from lockstep.reward.dry_run import Tried, dry_run
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.model import ModelPart
-from lockstep.reward.parts import Outcome, Part, Stepwise
+from lockstep.reward.parts import PartOutcome, RewardPart, StepOutcome
 from lockstep.reward.process import ProcessPart
 from lockstep.reward.remote import RemotePart
 from lockstep.reward.rules import DEFAULT_RULES, Rule, rule_for, rule_named
@@ -29,7 +29,7 @@ PARTS = ("rule", "function", "model", "process", "remote", "format")
 class Scorer:
     """Scores responses. Nothing depends on how fast a part answers or on how many processes there are."""
 
-    def __init__(self, parts: Sequence[Part], weights: Mapping[str, float], rules: Mapping[str, str]):
+    def __init__(self, parts: Sequence[RewardPart], weights: Mapping[str, float], rules: Mapping[str, str]):
         self._parts = list(parts)
         self._weights = dict(weights)
         self._rules = dict(rules)
@@ -49,7 +49,7 @@ class Scorer:
         if weights.get("rule") == 0 and not all(source in known for source in sources):
             del weights["rule"]  # it would only look on, and some rows have none
         problems += _unknown_rules(settings.rules)
-        makers: dict[str, Callable[[], Part]] = {
+        makers: dict[str, Callable[[], RewardPart]] = {
             "rule": lambda: RulePart(settings, sources, output=output),
             "function": lambda: FunctionPart(str(settings.function), settings, output=output),
             "model": lambda: ModelPart(str(settings.model), device),
@@ -58,7 +58,7 @@ class Scorer:
             "format": lambda: FormatPart(str(settings.format)),
         }
         with ExitStack() as opened:
-            parts: list[Part] = []
+            parts: list[RewardPart] = []
             for name in weights:
                 try:
                     parts.append(makers[name]())
@@ -120,7 +120,7 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def _sum(self, outcomes: Sequence[Outcome]) -> Score | Failure:
+    def _sum(self, outcomes: Sequence[PartOutcome]) -> Score | Failure:
         """The first failure in the order of the parts, or the weighted sum of their scores."""
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
@@ -130,7 +130,7 @@ class Scorer:
         for part, outcome in zip(self._parts, outcomes, strict=True):
             assert isinstance(outcome, dict)
             parts |= outcome
-            if isinstance(outcome, Stepwise):
+            if isinstance(outcome, StepOutcome):
                 steps += [(end, self._weights[part.name] * share) for end, share in outcome.steps]
         total = sum(self._weights[part.name] * parts[part.name] for part in self._parts)
         return Score(total, parts, tuple(steps))
@@ -144,7 +144,7 @@ class _Countdown:
         self._then = then
         self._lock = threading.Lock()
 
-    def __call__(self, _: Future[Outcome]) -> None:
+    def __call__(self, _: Future[PartOutcome]) -> None:
         with self._lock:
             self._left -= 1
             last = self._left == 0

@@ -40,14 +40,14 @@ class Target:
     """The last lines that worker N prints are kept in OUTPUT-N.log; without this they are thrown away."""
     key: str = "reward.function"
 
-    def log(self, place: int) -> Path | None:
-        return None if self.output is None else self.output.with_name(f"{self.output.name}-{place}.log")
+    def log(self, index: int) -> Path | None:
+        return None if self.output is None else self.output.with_name(f"{self.output.name}-{index}.log")
 
 
 class WorkerProcess:
     """One process and the connection to it. One thread asks; any may kill."""
 
-    def __init__(self, target: Target, place: int):
+    def __init__(self, target: Target, index: int):
         self._target = target
         self._mark = secrets.token_hex(16)
         self._calls = LOADING
@@ -55,7 +55,7 @@ class WorkerProcess:
         self._leashing, self._killing = threading.Lock(), threading.Lock()
         self._gone = False
         self._connection, childs = socket.socketpair()
-        log = target.log(place)
+        log = target.log(index)
         end, leash = os.pipe()
         self._leash: int | None = leash
         memory = int(target.memory_limit_gb * 2**30)

@@ -56,10 +56,10 @@ def try_engine(miniature: Miniature, device: Device) -> None:
             raise Unfit(f"the engine cannot run it: {first_line(error)}") from error
         for one, (ids, logprobs) in zip(sorted(made, key=lambda c: c.request), theirs, strict=True):
             ours = torch.tensor(one.logprobs)
-            apart = float((ours - logprobs).abs().max()) if one.ids == ids else float("inf")
-            if not apart <= LOGPROB_ERROR:
+            difference = float((ours - logprobs).abs().max()) if one.ids == ids else float("inf")
+            if not difference <= LOGPROB_ERROR:
                 token = next((i for i, pair in enumerate(zip(one.ids, ids, strict=True)) if pair[0] != pair[1]), None)
-                what = f"differ by {apart:.2g}" if token is None else f"part at token {token} of a response"
+                what = f"differ by {difference:.2g}" if token is None else f"part at token {token} of a response"
                 raise Unfit(f"the engine's greedy tokens or log-probs and transformers' own {what}")
 
 

@@ -7,7 +7,6 @@ A checkpoint folder holds `model.safetensors` (the trained weights: all of them,
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -21,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lockstep.errors import Refusal
-from lockstep.run.folder import read_object, sync_path
+from lockstep.run.files import checksum, written_aside
+from lockstep.run.folder import read_object
 
 VERSION = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -72,23 +72,16 @@ def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Ten
     """Write a whole checkpoint (tensors by file name) or none. Nothing that is already there is touched."""
     target = folder_of(checkpoints, state.step)
     require_disk(checkpoints, sum(map(_bytes, tensors.values())), "a checkpoint")
-    aside = checkpoints / f".writing-{target.name}"
-    shutil.rmtree(aside, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
-        for name, content in tensors.items():
-            save_file(_contiguous(content), aside / name)
-        (aside / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
-        names = (*tensors, STATE)
-        manifest = {name: {"bytes": (aside / name).stat().st_size, "sha256": _sha256(aside / name)} for name in names}
-        (aside / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-        for name in (*names, MANIFEST):
-            sync_path(aside / name)
-        sync_path(aside)
-        aside.rename(target)
-        sync_path(checkpoints)
+        with written_aside(target) as aside:
+            aside.mkdir(parents=True)
+            for name, content in tensors.items():
+                save_file(_contiguous(content), aside / name)
+            (aside / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
+            files = [aside / name for name in (*tensors, STATE)]
+            manifest = {file.name: {"bytes": file.stat().st_size, "sha256": checksum(file)} for file in files}
+            (aside / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-        shutil.rmtree(aside, ignore_errors=True)
         raise Refusal.at(
             str(target), f"could not be written: {error}", "free some disk; the checkpoints before it are untouched"
         ) from error
@@ -203,7 +196,7 @@ def _damage_of_file(file: Path, told: dict[str, Any]) -> str:
         return f"{file.name} is missing"
     if file.stat().st_size != told["bytes"]:
         return f"{file.name} has {file.stat().st_size} bytes instead of {told['bytes']}"
-    if _sha256(file) != told["sha256"]:
+    if checksum(file) != told["sha256"]:
         return f"{file.name} has another checksum than when it was written"
     return ""
 
@@ -234,11 +227,3 @@ def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _bytes(tensors: dict[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()

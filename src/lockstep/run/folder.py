@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.errors import Refusal, unwritten
 from lockstep.run.environment import describe_environment
+from lockstep.run.files import atomic_write_text
 
 
 @dataclass(frozen=True)
@@ -132,37 +133,14 @@ class RunFolder:
             os.close(file)
 
 
-def atomic_write_text(path: Path, text: str) -> None:
-    """Replaces `path` so that a kill or a power cut leaves the old text or the new one, never half of it."""
-    try:
-        replace_text(path, text)
-    except OSError as error:
-        raise unwritten(path, error, "what was there before is untouched") from error
-
-
-def replace_text(path: Path, text: str) -> None:
-    """As `atomic_write_text`, for callers with advice of their own on a disk that takes no more."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-        sync_path(path.parent)
-    finally:
-        with contextlib.suppress(OSError):  # a disk that cannot be written to has nothing to remove
-            aside.unlink(missing_ok=True)
-
-
 def read_object(path: Path, remedy: str = "restore the file") -> dict[str, Any]:
     """The JSON object in a file of the run folder; anything else is refused."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise Refusal.at(str(path), f"cannot be read: {error}", remedy) from error
+        raise Refusal.at(path, f"cannot be read: {error}", remedy) from error
     if not isinstance(values, dict):
-        raise Refusal.at(str(path), f"holds {type(values).__name__}, not a JSON object", remedy)
+        raise Refusal.at(path, f"holds {type(values).__name__}, not a JSON object", remedy)
     return values
 
 
@@ -174,15 +152,6 @@ def refuse_unwritable(path: Path, option: str) -> None:
         raise Refusal.at(f"{option} {path}", f"there is no folder {path.parent}", "make it, or name another file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise Refusal.at(f"{option} {path}", "cannot be written to", "name another file")
-
-
-def sync_path(path: Path) -> None:
-    """Makes a file, or the names in a folder, survive a power cut: a rename is data of the folder it happens in."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _lock_or_refuse(file: int, path: Path) -> None:

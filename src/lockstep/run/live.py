@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lockstep.run.output import visible
 from lockstep.run.pace import Pace
-from lockstep.run.progress import Console, Task, validation_rows
+from lockstep.run.progress import Console, TaskProgress, validation_rows
 from lockstep.run.screen import Screen
 from lockstep.run.text import Column, clock, fit, fit_rows, show, task_summary
 
@@ -51,7 +51,7 @@ class LiveConsole(Console):
         self._print(f"warning: {text}", "yellow")
 
     @contextlib.contextmanager
-    def task(self, description: str, total: int | None) -> Iterator[Task]:
+    def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
         pace = Pace(total)
         bar = self._progress.add_task(visible(description), total=total, pace=pace)
         self._show()
@@ -116,7 +116,7 @@ class LiveConsole(Console):
             self._live = None
 
 
-class _LiveTask(Task):
+class _LiveTask(TaskProgress):
     def __init__(self, progress: Progress, bar: TaskID, pace: Pace):
         self._progress, self._bar, self._pace = progress, bar, pace
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal, unwritten
-from lockstep.run.folder import atomic_write_text, sync_path
+from lockstep.run.files import atomic_write_text, sync_path
 
 
 class MetricsLog:
@@ -80,16 +80,16 @@ def append_text(path: Path, text: str) -> None:
 def missing_steps(steps: Iterable[int], last: int) -> str:
     """The steps from 1 to `last` that are not there, in words: '3, 5 to 7'. Empty when none is missing."""
     there = set(steps)
-    words = []
+    ranges = []
     first = None
     for step in range(1, last + 2):
         lost = step <= last and step not in there
         if lost and first is None:
             first = step
         if not lost and first is not None:
-            words.append(str(first) if first == step - 1 else f"{first} to {step - 1}")
+            ranges.append(str(first) if first == step - 1 else f"{first} to {step - 1}")
             first = None
-    return ", ".join(words)
+    return ", ".join(ranges)
 
 
 def rewind_lines(path: Path, step: int) -> None:

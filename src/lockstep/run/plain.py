@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from lockstep.errors import Refusal
 from lockstep.run.output import write
 from lockstep.run.pace import Pace
-from lockstep.run.progress import Console, Task, print_problems, validation_rows
+from lockstep.run.progress import Console, TaskProgress, print_problems, validation_rows
 from lockstep.run.text import WIDTH, Column, clock, fit, fit_rows, show, task_summary
 
 
@@ -34,7 +34,7 @@ class PlainConsole(Console):
         _print(f"warning: {text}")
 
     @contextlib.contextmanager
-    def task(self, description: str, total: int | None) -> Iterator[Task]:
+    def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
         _print(f"{description} ..." if total is None else f"{description}: {total:,} to do")
         task = _PlainTask(description, total)
         yield task
@@ -86,7 +86,7 @@ class PlainConsole(Console):
         print_problems(refusal, colour=False)
 
 
-class _PlainTask(Task):
+class _PlainTask(TaskProgress):
     # Often enough to see that it lives, seldom enough for a log file.
     INTERVAL = 10.0
 

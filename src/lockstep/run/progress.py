@@ -14,7 +14,7 @@ from lockstep.errors import Refusal
 from lockstep.run.text import OFFLINE_COLUMNS, Column, fit
 
 
-class Task:
+class TaskProgress:
     """Long work that is not training steps, such as tokenising."""
 
     def advance(self, n: int = 1) -> None:
@@ -56,9 +56,9 @@ class Console:
         """Something the user should look at; the run goes on."""
 
     @contextlib.contextmanager
-    def task(self, description: str, total: int | None) -> Iterator[Task]:
+    def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
         """Shows long work; the body calls `advance` on what it gets."""
-        yield Task()
+        yield TaskProgress()
 
     def begin(self, total_steps: int, done: int = 0) -> None:
         """Training starts, with `done` steps behind it. `end` must follow, also after an error."""

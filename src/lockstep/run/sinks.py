@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.run.folder import RunFolder
 from lockstep.run.progress import Console
 from lockstep.run.trackers.mlflow import MlflowSink
@@ -53,8 +53,7 @@ def open_sinks(names: list[str], folder: RunFolder, project: str, console: Conso
             sinks.append(GuardedSink(name, SINKS[name](folder, project, console), console))
         except Refusal as refusal:
             problems += refusal.problems
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)
     return sinks
 
 

@@ -1,1 +1,1 @@
-"""The tape of a run: what another device needs to repeat it with nothing left to chance."""
+"""The tape of a run: what another device needs to repeat it. For `rollout`, `reward` and all above them."""

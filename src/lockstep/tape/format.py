@@ -12,7 +12,6 @@ Every file is written aside and renamed, so that a kill leaves whole files only.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lockstep.errors import Refusal
-from lockstep.run.folder import replace_text
+from lockstep.run.files import replace_text, written_aside
 
 VERSION = 1
 MANIFEST = "tape.json"
@@ -173,12 +172,10 @@ def _column(values: list[Any]) -> pa.Array:
 
 def _write(file: Path, save: Callable[[Path], None]) -> None:
     """Aside first, then renamed."""
-    aside = file.with_name(f".writing-{file.name}")
     try:
-        save(aside)
-        os.replace(aside, file)
+        with written_aside(file, durable=False) as aside:
+            save(aside)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-        aside.unlink(missing_ok=True)
         raise _unwritten(file, error) from error
 
 

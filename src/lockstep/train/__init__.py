@@ -1,0 +1,1 @@
+"""The training loops and their stages. For `parity` and the command line."""

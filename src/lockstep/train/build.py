@@ -6,7 +6,7 @@ import torch
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.kernels.divergence import Comparison
+from lockstep.kernels.divergence import TeacherDivergence
 from lockstep.kernels.truncate import Truncation
 from lockstep.methods import METHODS
 from lockstep.model.heads import ValueModel, load_value_model
@@ -25,7 +25,7 @@ def scoring_of(recipe: Recipe) -> Scoring:
     """Responses are scored under the distribution they are sampled from."""
     if recipe.method == "distill":
         settings = recipe.distill
-        return Scoring(comparison=Comparison(settings.divergence, settings.mix, settings.temperature))
+        return Scoring(comparison=TeacherDivergence(settings.divergence, settings.mix, settings.temperature))
     if recipe.method not in ONLINE:
         return Scoring()
     rollout = recipe.rollout

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,10 +18,10 @@ import numpy as np
 import torch
 
 from lockstep.data.updates import Update, even_groups
-from lockstep.model.resolve import model_folder
+from lockstep.model.fingerprint import model_checksums
 from lockstep.parallel.world import World
 from lockstep.run.checkpoint import require_disk
-from lockstep.run.folder import sync_path
+from lockstep.run.files import written_aside
 from lockstep.types import Example, Item
 
 MANIFEST = "manifest.json"
@@ -66,7 +65,7 @@ class LogprobCache:
 
 def fingerprint(path: str, examples: Sequence[Example], asked: dict[str, Any]) -> dict[str, Any]:
     """What a cache depends on."""
-    return {"model": _model_digest(path), "rows": _rows_digest(examples), "asked": asked}
+    return {"model": model_checksums(path), "rows": _rows_digest(examples), "asked": asked}
 
 
 def open_cache(
@@ -122,11 +121,15 @@ def _computed(
 def _write(
     folder: Path, identity: dict[str, Any], shapes: dict[str, Shape], targets: int, parts: Iterable[Columns]
 ) -> None:
-    aside = folder.with_name(f".writing-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    with written_aside(folder, over=True) as aside:
+        aside.mkdir(parents=True)
+        _write_columns(aside, folder.name, shapes, targets, parts)
+        (aside / MANIFEST).write_text(json.dumps(identity, indent=2), encoding="utf-8")
+
+
+def _write_columns(aside: Path, name: str, shapes: dict[str, Shape], targets: int, parts: Iterable[Columns]) -> None:
     size = sum(int(np.prod(shape.of(targets))) * np.dtype(shape.dtype).itemsize for shape in shapes.values())
-    require_disk(aside, size, f"{folder.name}")
+    require_disk(aside, size, name)
     files = {
         name: np.lib.format.open_memmap(aside / f"{name}.npy", "w+", shape.dtype, shape.of(targets))
         for name, shape in shapes.items()
@@ -139,12 +142,6 @@ def _write(
         start = end
     for file in files.values():
         file.flush()
-    (aside / MANIFEST).write_text(json.dumps(identity, indent=2), encoding="utf-8")
-    for path in aside.iterdir():
-        sync_path(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
-    sync_path(folder.parent)
 
 
 def _rows_digest(examples: Sequence[Example]) -> str:
@@ -152,19 +149,4 @@ def _rows_digest(examples: Sequence[Example]) -> str:
     for example in examples:
         digest.update(np.asarray([len(example), *example.ids], dtype=np.int64).tobytes())
         digest.update(np.asarray(example.asked(), dtype=np.int64).tobytes())
-    return digest.hexdigest()
-
-
-def _model_digest(path: str) -> dict[str, str]:
-    """The files that say what a model computes, by content: a path may hold other weights tomorrow."""
-    folder = Path(model_folder(path))
-    files = sorted(f for f in folder.iterdir() if f.name == "config.json" or f.suffix in (".safetensors", ".bin"))
-    return {file.name: _file_digest(file) for file in files}
-
-
-def _file_digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
     return digest.hexdigest()

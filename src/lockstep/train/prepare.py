@@ -9,12 +9,11 @@ from typing import Any, ClassVar, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.dataset import Dataset
-from lockstep.data.prompts import PromptSet, load_prompts
-from lockstep.data.questions import read_questions
+from lockstep.data.prompts import PromptSet, load_prompts, read_questions
 from lockstep.data.read import read_rows
 from lockstep.data.updates import row_size
 from lockstep.device.base import Device
-from lockstep.doctor.conflicts import conflicts
+from lockstep.doctor.judge_packages import unfit_packages
 from lockstep.doctor.machine import ThisMachine
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.kernels.rotary import fixed_length
@@ -24,7 +23,6 @@ from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_fore
 from lockstep.model.placeholders import refuse_placeholders
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.recipe import Recipe, Source
-from lockstep.recipe.load import resolved
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.reward.rules import rule_for
 from lockstep.rollout.native.positions import refuse_moving_positions
@@ -232,7 +230,7 @@ def prepare_online(
 
 def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrainedTokenizerBase, Any, list[Question]]:
     collect(lambda: _refuse_dtype(recipe, device))
-    collect.problems += conflicts(device.name, resolved(recipe), ThisMachine())
+    collect.problems += unfit_packages(device.name, ThisMachine())
     tokenizer = collect(lambda: load_tokenizer(recipe.model.path))
     config = collect(lambda: load_config(recipe.model.path))
     questions = collect(lambda: _questions(recipe))

@@ -11,10 +11,10 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lockstep.data.prepare.write import write_parquet
-from lockstep.errors import Problem, Refusal
+from lockstep.data.prepare.write import answered, asked, rl_row, too_few, write_files
+from lockstep.errors import Problem, refuse_all
+from lockstep.types import Row
 
 DATA_SOURCE = "arithmetic"
 # At most this share of a level's questions is held out when the level is small.
@@ -22,7 +22,7 @@ LARGEST_VAL_SHARE = 0.2
 
 
 # A sign and the numbers it joins.
-Question = tuple[str, tuple[int, ...]]
+ArithmeticQuestion = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -44,32 +44,27 @@ def write_arithmetic(
     A level with fewer questions than asked for gives what it has, a fifth of it for validation at most: the returned
     counts say so. Questions are held out, not facts: `3 + 4 = 7` may be a step of another row's answer.
     """
-    problems = [
-        Problem(name, f"{count} rows are not enough", "give at least 1")
-        for name, count in (("train_rows", train_rows), ("val_rows", val_rows))
-        if count < 1
-    ]
+    problems = too_few(train_rows=train_rows, val_rows=val_rows)
     if difficulty not in LEVELS:
         problems.append(Problem("difficulty", f"{difficulty} is not one of {', '.join(map(str, LEVELS))}"))
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)
     draw = random.Random(f"{difficulty}/{seed}")
     size, question_at = LEVELS[difficulty]
     held_out = min(val_rows, int(LARGEST_VAL_SHARE * size))
     drawn = draw.sample(range(size), min(size, held_out + train_rows))
     sums = [_worked(*question_at(number)) for number in drawn]
     splits = {"val": sums[:held_out], "train": sums[held_out : held_out + train_rows]}
-    counts: dict[str, int] = {}
+    files: dict[str, list[Row]] = {}
     for split in ("train", "val"):
-        rows = splits[split]
-        counts[f"{split}.parquet"] = len(rows)
-        write_parquet(folder / f"{split}.parquet", [_rl_row(row, split, i) for i, row in enumerate(rows)])
-        counts[f"sft_{split}.parquet"] = len(rows)
-        write_parquet(folder / f"sft_{split}.parquet", [_sft_row(row) for row in rows])
-    return counts
+        files[split] = [
+            rl_row(DATA_SOURCE, asked(w.question), w.result, split=split, index=i, question=w.question, answer=w.answer)
+            for i, w in enumerate(splits[split])
+        ]
+        files[f"sft_{split}"] = [{"messages": asked(w.question) + answered(w.answer)} for w in splits[split]]
+    return write_files(folder, files)
 
 
-def _one_digit(number: int) -> Question:
+def _one_digit(number: int) -> ArithmeticQuestion:
     if number < 100:
         return "+", divmod(number, 10)
     a, rest = divmod(number - 100, 100)
@@ -81,7 +76,7 @@ def _two_digit(number: int) -> tuple[int, int]:
     return 10 + a, 10 + b
 
 
-def _three_digit(number: int) -> Question:
+def _three_digit(number: int) -> ArithmeticQuestion:
     if number < 900 * 900:
         a, b = divmod(number, 900)
         return "+", (100 + a, 100 + b)
@@ -92,7 +87,7 @@ def _three_digit(number: int) -> Question:
 
 
 # How many questions a level has, and which is the one of a number.
-LEVELS: dict[int, tuple[int, Callable[[int], Question]]] = {
+LEVELS: dict[int, tuple[int, Callable[[int], ArithmeticQuestion]]] = {
     1: (1100, _one_digit),
     2: (90 * 90, lambda number: ("+", _two_digit(number))),
     3: (900 * 900 + 900 * 899 // 2, _three_digit),
@@ -106,14 +101,14 @@ def _worked(sign: str, numbers: tuple[int, ...]) -> Sum:
     elif sign == "-":
         result, steps = numbers[0] - numbers[1], _difference_steps(*numbers)
     elif max(numbers) < 10:
-        result, steps = sum(numbers), _running_steps(numbers)
+        result, steps = sum(numbers), running_steps(numbers)
     else:
         result, steps = sum(numbers), _column_steps(*numbers)
     question = f"What is {f' {sign} '.join(map(str, numbers))}?"
     return Sum(question, "\n".join([*steps, f"#### {result}"]), result)
 
 
-def _running_steps(numbers: tuple[int, ...]) -> Iterator[str]:
+def running_steps(numbers: tuple[int, ...]) -> Iterator[str]:
     total = numbers[0]
     for number in numbers[1:]:
         yield f"{total} + {number} = {total + number}"
@@ -144,22 +139,3 @@ def _product_steps(a: int, b: int) -> Iterator[str]:
     yield f"{a} * {tens} = {a * tens}"
     yield f"{a} * {ones} = {a * ones}"
     yield f"{a * tens} + {a * ones} = {a * b}"
-
-
-def _rl_row(worked: Sum, split: str, index: int) -> dict[str, Any]:
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": worked.question}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(worked.result)},
-        "extra_info": {"split": split, "index": index, "question": worked.question, "answer": worked.answer},
-    }
-
-
-def _sft_row(worked: Sum) -> dict[str, Any]:
-    return {
-        "messages": [
-            {"role": "user", "content": worked.question},
-            {"role": "assistant", "content": worked.answer},
-        ]
-    }

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from lockstep.data.prepare.write import write_parquet
+from lockstep.data.prepare.write import asked, rl_row, write_files
 from lockstep.data.read import RowSet, read_rows
-from lockstep.errors import Problem, Refusal, shortened
+from lockstep.errors import Problem, refuse_all
+from lockstep.types import Row
 
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = "Think step by step, and give the final answer after ####."
@@ -19,8 +19,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = True) -> dict[str, int]:
     """Write train.parquet and test.parquet; returns rows by file. `source` holds the raw train.jsonl and test.jsonl."""
-    counts: dict[str, int] = {}
-    written: dict[str, list[dict[str, Any]]] = {}
+    written: dict[str, list[Row]] = {}
     problems: list[Problem] = []
     for split, expected in COUNTS.items():
         path = str(source / f"{split}.jsonl") if source is not None else f"hub:{DATA_SOURCE}:main:{split}"
@@ -32,15 +31,11 @@ def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = T
                 )
             )
         written[split] = list(_convert(rows, split, problems))
-    if problems:
-        raise Refusal(shortened(problems, "rows"))
-    for split, converted in written.items():
-        write_parquet(out / f"{split}.parquet", converted)
-        counts[f"{split}.parquet"] = len(converted)
-    return counts
+    refuse_all(problems, "rows")
+    return write_files(out, written)
 
 
-def _convert(rows: RowSet, split: str, problems: list[Problem]) -> Iterator[dict[str, Any]]:
+def _convert(rows: RowSet, split: str, problems: list[Problem]) -> Iterator[Row]:
     for index in range(len(rows)):
         row, origin = rows[index], rows.origin(index)
         question, answer = row.get("question"), row.get("answer")
@@ -52,10 +47,5 @@ def _convert(rows: RowSet, split: str, problems: list[Problem]) -> Iterator[dict
         if not mark or not _NUMBER.fullmatch(truth):
             problems.append(Problem(str(origin), "the answer does not end with '#### number'"))
             continue
-        yield {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": truth},
-            "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
-        }
+        prompt = asked(f"{question} {INSTRUCTION}")
+        yield rl_row(DATA_SOURCE, prompt, truth, split=split, index=index, question=question, answer=answer)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from lockstep.data.prepare.scored import CUT, EMPTY, NO_SCORE, Group, Response, read_scored
-from lockstep.data.prepare.write import write_parquet
-from lockstep.errors import Problem, Refusal
-from lockstep.types import Message, Row
+from lockstep.data.prepare.scored import CUT, EMPTY, NO_SCORE, Response, ScoredQuestion, read_scored
+from lockstep.data.prepare.write import answered, write_rows
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.types import Row
 
 KINDS = ("pairs", "sft", "kto")
 TIES = ("first", "shortest")
@@ -28,7 +26,7 @@ CLOSE = "margin below --min-margin"
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What is taken of a question. `threshold` None is the mean of the question's rewards."""
 
     kind: str = "pairs"
@@ -48,7 +46,7 @@ def choice_of(
     threshold: str | None = None,
     length_tie: str | None = None,
     keep_cut: bool = False,
-) -> Choice:
+) -> Selection:
     """The options of the command, those of another kind refused: none is passed over in silence."""
     if kind not in KINDS:
         raise Refusal.at("--kind", f"{kind!r} is not one of {', '.join(KINDS)}")
@@ -66,9 +64,8 @@ def choice_of(
         for option, (value, kinds) in given.items()
         if value is not None and kind not in kinds
     ]
-    if problems:
-        raise Refusal(problems)
-    return Choice(
+    refuse_all(problems)
+    return Selection(
         kind,
         per_prompt or 1,
         min_margin or 0.0,
@@ -79,20 +76,20 @@ def choice_of(
     )
 
 
-def _threshold(words: str) -> float | None:
-    if words == "mean":
+def _threshold(given: str) -> float | None:
+    if given == "mean":
         return None
     try:
-        value = float(words)
+        value = float(given)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise Refusal.at("--threshold", f"{words!r} is not a number", "give a number, or mean")
+        raise Refusal.at("--threshold", f"{given!r} is not a number", "give a number, or mean")
     return value
 
 
 @dataclass
-class Counts:
+class SelectionCounts:
     """What became of the questions and responses: `left_out` counts questions, `unused` responses, by reason."""
 
     questions: int = 0
@@ -113,27 +110,26 @@ class Counts:
         return [(name, f"{count:,}") for name, count in [*lines, ("rows written", self.rows)]]
 
 
-def write_pairs(samples: str, out: Path, choice: Choice) -> Counts:
+def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
     """Read the responses behind `samples`, write the rows chosen to `out` (.parquet or .jsonl), count both."""
     if out.suffix not in (".parquet", ".jsonl"):
-        raise Refusal.at(str(out), "does not say which format to write", "end it in .parquet or .jsonl")
+        raise Refusal.at(out, "does not say which format to write", "end it in .parquet or .jsonl")
     if out.exists():
-        raise Refusal.at(str(out), "exists already", "choose another name, or remove it")
+        raise Refusal.at(out, "exists already", "choose another name, or remove it")
     scored = read_scored(samples, keep_cut=choice.keep_cut)
-    counts = Counts(len(scored.groups), scored.responses, unused=scored.unused)
+    counts = SelectionCounts(len(scored.groups), scored.responses, unused=scored.unused)
     rows = list(chosen_rows(scored.groups, choice, counts))
     if not rows:
         raise Refusal.at(samples, f"gives no row of kind {choice.kind}: {_why_none(counts)}", _remedy(counts))
-    if out.suffix == ".parquet":
-        write_parquet(out, rows)
-    else:
-        _write_jsonl(out, rows)
+    write_rows(out, rows)
     return counts
 
 
-def chosen_rows(groups: Sequence[Group], choice: Choice, counts: Counts) -> Iterator[Row]:
+def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: SelectionCounts) -> Iterator[Row]:
     """The rows of every question in order; `counts` learns what was taken and what was not."""
-    make: Callable[[Group, Choice], list[Row] | str] = {"pairs": _pairs, "sft": _best, "kto": _verdicts}[choice.kind]
+    make: Callable[[ScoredQuestion, Selection], list[Row] | str] = {"pairs": _pairs, "sft": _best, "kto": _verdicts}[
+        choice.kind
+    ]
     for group in groups:
         made = make(group, choice)
         counts.ties += group.tied
@@ -145,16 +141,16 @@ def chosen_rows(groups: Sequence[Group], choice: Choice, counts: Counts) -> Iter
         yield from made
 
 
-def _best(group: Group, choice: Choice) -> list[Row] | str:
+def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
     """The best different responses that reach the least reward; why there is none otherwise."""
     ranked = _distinct(_ranked(group.responses, choice.length_tie, best_first=True))
     if not ranked:
         return NOTHING
     good = [response for response in ranked if response.reward >= choice.min_reward][: choice.per_prompt]
-    return [{"messages": [*group.prompt, *_turn(r)], "reward": r.reward} for r in good] or BELOW
+    return [{"messages": [*group.prompt, *answered(r.text)], "reward": r.reward} for r in good] or BELOW
 
 
-def _pairs(group: Group, choice: Choice) -> list[Row] | str:
+def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
     """Best against worst, then the next of either end; no text stands in two places. Otherwise why there is none."""
     if group.tied:
         return EQUAL
@@ -179,8 +175,8 @@ def _pairs(group: Group, choice: Choice) -> list[Row] | str:
         made.append(
             {
                 "prompt": group.prompt,
-                "chosen": _turn(chosen),
-                "rejected": _turn(rejected),
+                "chosen": answered(chosen.text),
+                "rejected": answered(rejected.text),
                 "margin": margin,
                 "score_chosen": chosen.reward,
                 "score_rejected": rejected.reward,
@@ -189,7 +185,7 @@ def _pairs(group: Group, choice: Choice) -> list[Row] | str:
     return made
 
 
-def _verdicts(group: Group, choice: Choice) -> list[Row] | str:
+def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
     """Each different response with a label: whether its reward reaches the threshold, or the question's mean."""
     if not group.responses:
         return NOTHING
@@ -199,7 +195,7 @@ def _verdicts(group: Group, choice: Choice) -> list[Row] | str:
             return EQUAL
         threshold = math.fsum(response.reward for response in group.responses) / len(group.responses)
     return [
-        {"prompt": group.prompt, "completion": _turn(r), "label": r.reward >= threshold, "reward": r.reward}
+        {"prompt": group.prompt, "completion": answered(r.text), "label": r.reward >= threshold, "reward": r.reward}
         for r in _distinct(group.responses)
     ]
 
@@ -217,16 +213,12 @@ def _distinct(responses: Sequence[Response]) -> list[Response]:
     return list(kept.values())
 
 
-def _turn(response: Response) -> list[Message]:
-    return [{"role": "assistant", "content": response.text}]
-
-
-def _why_none(counts: Counts) -> str:
+def _why_none(counts: SelectionCounts) -> str:
     questions = [f"{count:,} questions: {reason}" for reason, count in counts.left_out.items()]
     return "; ".join([*questions, *(f"{count:,} responses {reason}" for reason, count in counts.unused.items())])
 
 
-def _remedy(counts: Counts) -> str:
+def _remedy(counts: SelectionCounts) -> str:
     """For the reason that cost most questions; where responses were already missing, for the reason of that."""
     reason = counts.left_out.most_common(1)[0][0]
     if reason in (NOTHING, TOO_FEW) and counts.unused:
@@ -240,10 +232,3 @@ def _remedy(counts: Counts) -> str:
         CUT: "raise --max-new-tokens of `lockstep sample`, or use them too with --keep-cut",
         EMPTY: "sample from a model that answers",
     }[reason]
-
-
-def _write_jsonl(out: Path, rows: Sequence[dict[str, Any]]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".writing-{out.name}")
-    aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    aside.replace(out)

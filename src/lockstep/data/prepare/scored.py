@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from lockstep.data.read import read_rows
-from lockstep.errors import Problem, Refusal, shortened
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.types import Message, Row
 
 COLUMNS = ("question", "prompt", "response", "reward", "stop", "tokens")
@@ -23,7 +23,7 @@ class Response:
 
 
 @dataclass
-class Group:
+class ScoredQuestion:
     """A question with its responses that can be used, in the order of the file."""
 
     prompt: list[Message]
@@ -38,7 +38,7 @@ class Group:
 class Scored:
     """`unused` counts the responses that belong to no group, by reason."""
 
-    groups: list[Group]
+    groups: list[ScoredQuestion]
     responses: int
     unused: Counter[str]
 
@@ -53,7 +53,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
             f"lacks the columns {', '.join(missing)}; it has {', '.join(rows.columns)}",
             "give a file that `lockstep sample` wrote",
         )
-    groups: dict[tuple[int, str], Group] = {}
+    groups: dict[tuple[int, str], ScoredQuestion] = {}
     unused: Counter[str] = Counter()
     problems: list[Problem] = []
     for number, row in enumerate(rows):
@@ -62,14 +62,13 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
             problems.append(Problem(str(rows.origin(number)), wrong, "mend or remove the row"))
             continue
         key = row["question"], json.dumps(row["prompt"], ensure_ascii=False, sort_keys=True)
-        group = groups.setdefault(key, Group(row["prompt"]))
+        group = groups.setdefault(key, ScoredQuestion(row["prompt"]))
         reason = _unusable(row, keep_cut)
         if reason:
             unused[reason] += 1
         else:
             group.responses.append(Response(row["response"], float(row["reward"]), row["tokens"]))
-    if problems:
-        raise Refusal(shortened(problems, "rows"))
+    refuse_all(problems, "rows")
     return Scored(list(groups.values()), len(rows), unused)
 
 

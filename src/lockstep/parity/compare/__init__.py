@@ -1,1 +1,1 @@
-"""Curves of two runs, or of anybody's logs: how far apart, and whether that is more than a repeat."""
+"""Curves of two runs, or of logs: how far apart, and whether more than a repeat. For `parity` and the command line."""

@@ -15,6 +15,7 @@ from lockstep.errors import Refusal
 from lockstep.parity.compare.comparison import Comparison, Metric
 from lockstep.parity.compare.report import curve, strict
 from lockstep.parity.compare.support_table import Row, read_table
+from lockstep.run.files import replace_text
 
 MOST_STEPS = 2_000
 STORED_DIGITS = 7
@@ -169,9 +170,7 @@ def _write(path: Path, text: str) -> None:
     """Whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.part")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
+        replace_text(path, text)
     except OSError as error:
         raise Refusal.at(
             str(path), f"cannot be written: {error.strerror}", "give another path with --support"

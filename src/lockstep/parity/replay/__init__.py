@@ -1,1 +1,1 @@
-"""A recorded run repeated elsewhere: a verdict for each stage, and the first place where it parts."""
+"""A recorded run repeated elsewhere: a verdict a stage, and where it parts. For `parity` and the command line."""

@@ -1,0 +1,1 @@
+"""The built-in engine: the policy itself over a paged KV cache. For `rollout` and all that may import that."""

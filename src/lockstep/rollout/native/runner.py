@@ -47,8 +47,8 @@ class Runner:
     def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, device: Device, longest: int):
         self.policy, self.cache, self.sampling, self.device = policy, cache, sampling, device
         self.model = policy.causal_lm
-        self.place, self.longest = cache.slots.device, longest
-        self.stops = torch.tensor(sampling.stop_ids, device=self.place, dtype=torch.long)
+        self.torch_device, self.longest = cache.slots.device, longest
+        self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
         self.table_width = -(-longest // cache.block)
         self.captures = device.graph_capture
         self.passes = 1 if not device.graph_capture or sampling.repetition_penalty != 1 else AHEAD
@@ -56,7 +56,7 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, work: Sequence[tuple[Stretch, int]]) -> None:
-        """Keys and values of each stretch up to its place."""
+        """Keys and values of each stretch up to its position."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -66,8 +66,8 @@ class Runner:
             slots += self._slots(part, part.cached, stop)
         whole = not any(part.cached for part, _ in work)
         lengths = [stop for _, stop in work]
-        where = make_layout(lengths, self.place, self.policy.kernel) if whole else self._chunks(work)
-        self._hidden(tokens, positions, PrefillPass(self.cache, torch.tensor(slots, device=self.place), where))
+        where = make_layout(lengths, self.torch_device, self.policy.kernel) if whole else self._chunks(work)
+        self._hidden(tokens, positions, PrefillPass(self.cache, torch.tensor(slots, device=self.torch_device), where))
         for part, stop in work:
             part.cached = stop
 
@@ -106,22 +106,22 @@ class Runner:
     def _hidden(
         self, tokens: list[int] | torch.Tensor, positions: list[int] | torch.Tensor, layout: PrefillPass | DecodePass
     ) -> torch.Tensor:
-        ids, places = (torch.as_tensor(values, device=self.place)[None] for values in (tokens, positions))
+        ids, at = (torch.as_tensor(values, device=self.torch_device)[None] for values in (tokens, positions))
         decoder = inner_decoder(self.model)
-        return decoder(input_ids=ids, position_ids=places, use_cache=False, layout=layout).last_hidden_state[0]
+        return decoder(input_ids=ids, position_ids=at, use_cache=False, layout=layout).last_hidden_state[0]
 
     def _chunks(self, work: Sequence[tuple[Stretch, int]]) -> tuple[Chunk, ...]:
         chunks = []
         first = 0
         for part, stop in work:
-            slots = torch.tensor(self._slots(part, 0, stop), device=self.place)
+            slots = torch.tensor(self._slots(part, 0, stop), device=self.torch_device)
             chunks.append(Chunk(first, part.cached, stop, slots))
             first += stop - part.cached
         return tuple(chunks)
 
     def _slots(self, part: Stretch, start: int, stop: int) -> list[int]:
         block = self.cache.block
-        return [part.blocks[place // block] * block + place % block for place in range(start, stop)]
+        return [part.blocks[position // block] * block + position % block for position in range(start, stop)]
 
     def _state(self, samples: Sequence[Sample]) -> DecodeState:
         width = self.table_width if self.device.graph_capture else max(len(sample.blocks) for sample in samples)
@@ -137,20 +137,20 @@ class Runner:
             limits_B=numbers[:, 3].contiguous(),
             keys_B2=numbers[:, 4:].to(torch.int32),
             table_BM=self._numbers(tables),
-            done_B=torch.zeros(len(samples), dtype=torch.bool, device=self.place),
-            logprobs_B=torch.zeros(len(samples), device=self.place),
+            done_B=torch.zeros(len(samples), dtype=torch.bool, device=self.torch_device),
+            logprobs_B=torch.zeros(len(samples), device=self.torch_device),
         )
 
     def _numbers(self, rows: list[list[int]]) -> torch.Tensor:
         # numpy reads nested lists several times faster than torch, and this is done every round.
-        return torch.from_numpy(np.array(rows, dtype=np.int64)).to(self.place)
+        return torch.from_numpy(np.array(rows, dtype=np.int64)).to(self.torch_device)
 
     def _seen(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Tokens that already stand in each sequence, prompt included."""
         rows = self.model.get_output_embeddings().weight.shape[0]
-        seen = torch.zeros(len(samples), rows, dtype=torch.bool, device=self.place)
+        seen = torch.zeros(len(samples), rows, dtype=torch.bool, device=self.torch_device)
         for row, sample in enumerate(samples):
-            seen[row, torch.tensor(sample.tokens, device=self.place)] = True
+            seen[row, torch.tensor(sample.tokens, device=self.torch_device)] = True
         return seen
 
     def _captured(self, width: int, state: DecodeState) -> tuple[DecodeState, Callable[[], None]] | None:

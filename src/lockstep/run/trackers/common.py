@@ -9,7 +9,8 @@ from importlib import import_module
 from types import ModuleType
 
 from lockstep.errors import missing_extra
-from lockstep.run.folder import RunFolder, atomic_write_text, read_object
+from lockstep.run.files import atomic_write_text
+from lockstep.run.folder import RunFolder, read_object
 from lockstep.run.metrics import read_metrics
 
 

@@ -1,4 +1,4 @@
-"""Readers of training logs, ours and other projects'. `docs/foreign-logs.md` says which."""
+"""Readers of training logs, ours and other projects'. `docs/foreign-logs.md` says which. For `parity`."""
 
 from __future__ import annotations
 

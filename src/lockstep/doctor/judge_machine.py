@@ -1,0 +1,299 @@
+"""Judgements on the machine: Python, compiler and disk, the devices with their software, and environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from lockstep.doctor.ascend import go_together
+from lockstep.doctor.facts import PYTHON, Diagnosis, Examination, Facts, broken, warning
+from lockstep.doctor.stacks import cann_fits, canns_for, driver_for, older, release
+
+GIB = 2**30
+
+
+def python_is_supported(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    minor = ".".join(facts.python.split(".")[:2])
+    oldest, newest = PYTHON
+    if older(minor, oldest) or older(newest, minor):
+        yield broken(
+            "python",
+            f"lockstep runs on Python {oldest} to {newest}, this is {release(facts.python)}",
+            f"make the environment with one of these, for example python{newest} -m venv .venv",
+        )
+
+
+def compiler_for_kernels(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    if facts.compiler is None:
+        yield warning("compiler", "no gcc: Triton compiles a small launcher with it", "install gcc")
+
+
+def disk_has_room(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    free, total = facts.disk.free, facts.disk.total
+    where = f"{free / GIB:.1f} GiB of {total / GIB:.0f} GiB are free in this folder"
+    if free < GIB:
+        yield broken("disk", where, "free some, or set run.folder to another disk: a checkpoint would not fit")
+    elif free < 10 * GIB or free < 0.05 * total:
+        yield warning(
+            "disk", where, "checkpoints hold weights and optimizer state: free some, or set run.folder to another disk"
+        )
+
+
+def extensions_are_fresh(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    for extension in facts.extensions:
+        if extension.locked:
+            yield warning(
+                "torch_extensions",
+                f"{extension.folder} has the lock of a build: unless one is running now, the next waits for ever",
+                f"stop what builds, then rm -r {extension.folder}",
+            )
+        elif extension.older_than_torch:
+            yield warning(
+                "torch_extensions",
+                f"{extension.folder} was built before the installed torch was, and may not load with it",
+                f"rm -r {extension.folder}; it is built again when needed",
+            )
+
+
+DOWNLOAD = "the driver and firmware package (HDK) of this device"
+
+
+def devices_answer(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    if facts.npu.state == "absent" and not facts.npu_nodes:
+        yield broken(
+            "npu-smi",
+            "not found, and there is no /dev/davinci*: no driver, or a container without it",
+            f"install {DOWNLOAD}; a container needs the devices /dev/davinci* and the driver's folder",
+        )
+    elif facts.npu.state == "absent":
+        yield warning(
+            "npu-smi",
+            "not found, though there are devices: their health is not known",
+            "mount /usr/local/bin/npu-smi and /usr/local/dcmi into the container",
+        )
+    elif facts.npu.state == "failed":
+        yield broken(
+            "npu-smi",
+            f"it fails: {facts.npu.message}",
+            f"is the driver loaded, and may this user open the devices? Otherwise install {DOWNLOAD}",
+        )
+
+
+def devices_are_healthy(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    for number, chip in enumerate(facts.npu.chips):
+        if chip.health.lower() == "ok":
+            continue
+        say = warning if chip.health.lower() == "warning" else broken
+        yield say(
+            "npu devices",
+            f"device {number} (card {chip.card}, {chip.name}) reports {chip.health}",
+            f"npu-smi info -t health -i {chip.card} tells more; leave it out with ASCEND_RT_VISIBLE_DEVICES",
+        )
+
+
+def cann_is_loaded(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    if facts.cann is None:
+        yield broken("CANN", "not found", "install the toolkit and the kernels of this device, and source set_env.sh")
+    elif not _loader_knows(facts, facts.cann.path):
+        yield warning(
+            "CANN",
+            "LD_LIBRARY_PATH does not name its libraries: `import torch_npu` will not find libhccl.so",
+            f"source {_set_env(facts.cann.path)}",
+        )
+
+
+def _loader_knows(facts: Facts, folder: str) -> bool:
+    search_path = facts.variables.get("LD_LIBRARY_PATH", "")
+    return folder in search_path or names_cann(search_path)
+
+
+def names_cann(search_path: str) -> bool:
+    return any(part in search_path for part in ("/ascend-toolkit/", "/cann/", "/cann-"))
+
+
+def _set_env(folder: str) -> str:
+    return folder.removesuffix("/latest") + "/set_env.sh"
+
+
+def cann_fits_torch_npu(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    torch_npu = facts.packages.get("torch_npu")
+    if facts.cann is None or torch_npu is None:
+        return
+    named = canns_for(torch_npu)
+    if not named or cann_fits(facts.cann.version, named):
+        return
+    # Between releases of one generation programs often still load; a generation back, symbols are missing.
+    floors = [each.removeprefix(">=") for each in named if each.startswith(">=")]
+    say = broken if any(older(facts.cann.version, floor.split(".")[0]) for floor in floors) else warning
+    versions = [f"{each.removeprefix('>=')} or newer" if each.startswith(">=") else each for each in named]
+    yield say(
+        "CANN",
+        f"torch_npu {torch_npu} is known with CANN {', '.join(versions)}, this is {facts.cann.version}",
+        "install the CANN that is named beside this one, and source its set_env.sh where lockstep runs",
+    )
+
+
+def driver_fits_cann(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    driver = driver_version(facts)
+    if facts.cann is None or driver is None:
+        return
+    wanted = driver_for(facts.cann.version)
+    listed = go_together(facts.cann, facts.driver) if facts.driver is not None else None
+    if wanted is not None and older(driver, wanted):
+        say = warning if listed else broken
+        yield say(
+            "driver",
+            f"CANN {facts.cann.version} is known with HDK {wanted} and newer, this is {driver}",
+            f"install HDK {wanted} or newer, driver and firmware",
+        )
+    elif listed is False:
+        yield warning(
+            "driver",
+            f"neither CANN {facts.cann.version} nor driver {driver} lists the other as compatible",
+            "install the HDK that the CANN release notes name",
+        )
+
+
+def driver_version(facts: Facts) -> str | None:
+    if facts.npu.driver is not None:
+        return facts.npu.driver
+    return facts.driver.version if facts.driver is not None else None
+
+
+def firmware_fits_driver(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    for card, board in facts.npu.boards.items():
+        if board.compatibility not in (None, "OK"):
+            yield broken(
+                "firmware",
+                f"card {card}: npu-smi calls driver {board.driver} and firmware {board.firmware} {board.compatibility}",
+                "install driver and firmware of one HDK release, and restart the machine",
+            )
+
+
+NOSET = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
+ALLOCATORS = {
+    "npu": ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    "cuda": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+}
+VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+LAST_PORT, PORTS = 65535, 16
+"""HCCL listens on this many ports from its first one on."""
+
+
+def nvidia_answers(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    if facts.nvidia.state == "absent":
+        yield broken(
+            "nvidia-smi",
+            "not found: no NVIDIA driver, or a container without it",
+            "install the driver; for a container: docker run --gpus all",
+        )
+    elif facts.nvidia.state == "failed":
+        yield broken(
+            "nvidia-smi",
+            f"it fails: {facts.nvidia.message}",
+            "is the driver loaded, and of the version of the kernel module?",
+        )
+
+
+def ray_sets_devices(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    if facts.variables.get(NOSET, "0") not in ("", "0"):
+        yield warning(
+            NOSET, "Ray then gives every worker all devices: invalid device, or all on the first one", f"unset {NOSET}"
+        )
+
+
+def visible_devices_exist(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    count = {"npu": facts.npu_count, "cuda": len(facts.nvidia.gpus)}.get(device, 0)
+    variable = VISIBLE.get(device, "")
+    named = facts.variables.get(variable)
+    if named is None or not count:
+        return
+    numbers = [word.strip() for word in named.split(",")]
+    if named.strip() in ("", "-1"):
+        yield broken(variable, "it hides every device", f"unset {variable}, or name devices: 0 to {count - 1}")
+    elif all(number.isdigit() for number in numbers):
+        missing = [number for number in numbers if int(number) >= count]
+        if missing:
+            yield broken(
+                variable,
+                f"there is no device {', '.join(missing)}: the {count} here are 0 to {count - 1}",
+                f"export {variable}=" + ",".join(map(str, range(count))),
+            )
+        elif device == "npu" and [int(number) for number in numbers] != sorted({int(number) for number in numbers}):
+            yield broken(
+                variable,
+                f"{named!r} is not in ascending order, each device once",
+                f"export {variable}=" + ",".join(sorted(set(numbers), key=int)),
+            )
+    # Other words are names of devices (GPU-...), which only the driver can tell.
+
+
+def segments_can_sleep(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    if "vllm" not in facts.packages:
+        return
+    for variable in expandable(facts.variables, device):
+        yield warning(
+            variable,
+            "expandable_segments does not go with vLLM's sleep mode, which frees its memory while training",
+            f"export {variable}=expandable_segments:False, or do without sleep mode",
+        )
+
+
+def expandable(variables: Mapping[str, str], device: str) -> Iterator[str]:
+    """The allocator variables of this device that switch expandable segments on."""
+    for variable in ALLOCATORS.get(device, ()):
+        if "expandable_segments:true" in variables.get(variable, "").replace(" ", "").lower():
+            yield variable
+
+
+def weights_keep_their_layout(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    if "vllm-ascend" in facts.packages and facts.variables.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0":
+        yield warning(
+            "VLLM_ASCEND_ENABLE_NZ",
+            "weights in the NZ layout move, and an update of the policy then misses the copies that the engine uses",
+            "export VLLM_ASCEND_ENABLE_NZ=0",
+        )
+
+
+def ports_are_valid(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    first = facts.variables.get("HCCL_IF_BASE_PORT")
+    if first is None:
+        return
+    if not first.isdigit() or not 1024 <= int(first) <= LAST_PORT - PORTS + 1:
+        yield broken(
+            "HCCL_IF_BASE_PORT",
+            f"{first!r} is not between 1024 and {LAST_PORT - PORTS + 1}: HCCL takes {PORTS} ports from it on",
+            "export HCCL_IF_BASE_PORT=50000, or another range that is free",
+        )
+
+
+def not_blocking(facts: Facts, device: str) -> Iterator[Diagnosis]:
+    if facts.variables.get("ASCEND_LAUNCH_BLOCKING") == "1":
+        yield warning(
+            "ASCEND_LAUNCH_BLOCKING",
+            "every kernel is waited for: good for finding an error, slow for training",
+            "unset ASCEND_LAUNCH_BLOCKING",
+        )
+
+
+ON_ANY: tuple[Examination, ...] = (
+    python_is_supported,
+    disk_has_room,
+    extensions_are_fresh,
+    visible_devices_exist,
+    segments_can_sleep,
+)
+ON: dict[str, tuple[Examination, ...]] = {
+    "cuda": (compiler_for_kernels, nvidia_answers),
+    "npu": (
+        devices_answer,
+        devices_are_healthy,
+        cann_is_loaded,
+        cann_fits_torch_npu,
+        driver_fits_cann,
+        firmware_fits_driver,
+        ray_sets_devices,
+        weights_keep_their_layout,
+        ports_are_valid,
+        not_blocking,
+    ),
+}

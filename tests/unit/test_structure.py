@@ -1,0 +1,67 @@
+"""tools/structure.py: what it counts, and that it sees a circle and a name that means two things."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = Path(__file__).parents[2] / "tools" / "structure.py"
+
+HOUSE = {
+    "__init__.py": "",
+    "a.py": "from house.inner.b import x\n\nclass Row: ...\n",
+    "inner/__init__.py": "",
+    "inner/b.py": "def f():\n    from house.a import Row\n\nx = 1\n",
+    "inner/c.py": "from typing import Any\n\nRow = dict[str, Any]\nOnly = list[int]\n",
+}
+
+
+def structure(folder: Path) -> tuple[int, list[str]]:
+    done = subprocess.run([sys.executable, TOOL, folder], capture_output=True, text=True, check=False)
+    assert not done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+def house(root: Path, **changed: str) -> Path:
+    for name, text in {**HOUSE, **{name.replace("__", "/") + ".py": text for name, text in changed.items()}}.items():
+        path = root / "house" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root / "house"
+
+
+def test_a_house_without_circles(tmp_path: Path) -> None:
+    """An import inside a function is no circle: it happens when both modules are there."""
+    assert structure(house(tmp_path)) == (
+        0,
+        [
+            "files: 5",
+            "lines: 11",
+            "functions over 50 lines: 0",
+            "circles of imports: 0",
+            "names of more than one type: 1",
+            "  Row: house.a, house.inner.c",
+        ],
+    )
+
+
+def test_a_circle_of_three_is_found(tmp_path: Path) -> None:
+    code, said = structure(house(tmp_path, inner__b="from .c import Row\nx = 1\n", inner__c="from ..a import Row\n"))
+    assert code == 1
+    assert said[3:] == [
+        "circles of imports: 1",
+        "  house.a <> house.inner.b <> house.inner.c",
+        "names of more than one type: 0",
+    ]
+
+
+def test_a_function_is_long_from_its_51st_line_on(tmp_path: Path) -> None:
+    lines = {name: f"def {name}():\n" + "    x = 1\n" * count for name, count in (("short", 49), ("long", 50))}
+    _, said = structure(house(tmp_path, a=lines["short"] + lines["long"]))
+    assert said[2:4] == ["functions over 50 lines: 1", "    51 house.a.long"]
+
+
+def test_the_package_has_no_circle() -> None:
+    code, said = structure(TOOL.parents[1] / "src" / "lockstep")
+    assert code == 0, "\n".join(said)
