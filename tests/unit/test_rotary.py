@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from moving_models import FIXED, MOVING, dynamic, longrope
 from small_models import SIZES, load, write_model
-from transformers import AutoModelForSequenceClassification, LlamaConfig, Phi3Config
+from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from conftest import run, write_jsonl
 from lockstep.data.batching import micro_batch, plan_micro_batches, shared_beginnings
@@ -21,28 +22,7 @@ from lockstep.reward.model import load_reward_model
 from lockstep.run.metrics import read_metrics
 from lockstep.types import Example, Origin
 
-FIXED = 24
 LENGTHS = (40, 5, FIXED, FIXED + 1, 31, 40)
-
-
-def longrope(original: int = FIXED) -> Any:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [4.0, 5.0, 6.0, 7.0],
-        "original_max_position_embeddings": original,
-    }
-    sizes = {**SIZES, "max_position_embeddings": 96}
-    return Phi3Config(**sizes, original_max_position_embeddings=original, pad_token_id=0, rope_parameters=rope)
-
-
-def dynamic() -> Any:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    return LlamaConfig(**{**SIZES, "max_position_embeddings": FIXED}, rope_parameters=rope)
-
-
-MOVING = {"longrope": longrope, "dynamic": dynamic}
 
 
 def rows() -> list[Example]:
@@ -145,9 +125,7 @@ optim: {{warmup: 0}}
         (lines,) = plan_micro_batches(lengths, devices=1, tokens=tokens, rows=None)
         assert {len({lengths[row] > original for row in line}) for line in lines} == sides
     with torch.no_grad(), load(folder).eval().generating() as model:
-        trained = [
-            alone(model, list(example.ids))[[place for place, _ in example.asked()]] for example in examples
-        ]
+        trained = [alone(model, list(example.ids))[[place for place, _ in example.asked()]] for example in examples]
     for tokens in budgets:
         assert run("train", recipe, f"run.name=run{tokens}", f"batch.tokens={tokens}") == 0
         ((_, metrics),) = read_metrics(tmp_path / f"run{tokens}" / "metrics.jsonl")
