@@ -1,4 +1,4 @@
-"""Models whose positions move with the length, wherever a run or a verb meets one: right, or refused before training."""
+"""Models whose positions move with the length, wherever a run meets one: right, or refused before training."""
 
 from __future__ import annotations
 
