@@ -17,6 +17,7 @@ import torch
 
 from lockstep.device.base import Device
 from lockstep.errors import Interrupted, Refusal
+from lockstep.kernels.fused import replaced
 from lockstep.model.fingerprint import model_fingerprint
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
@@ -251,8 +252,14 @@ class Session:
                 "determinism": self.switches,
                 "data": self.prepared.fingerprints,
                 "model": self.fingerprint,
+                "fused": self._fused(),
             }
         )
+
+    def _fused(self) -> dict[str, list[str]]:
+        """Operators of the device in the place of the trained models' own modules."""
+        trained = {"model": self.learner, "critic": self.critic}
+        return {name: replaced(learner.module) for name, learner in trained.items() if learner is not None}
 
     def _show_plan(self) -> None:
         counts, memory = self.prepared.train.counts, self.prepared.memory
@@ -263,6 +270,7 @@ class Session:
             ("tokens", counts.sentence()),
             *self.prepared.batches.lines(),
             ("memory", f"about {memory.peak.total / 2**30:.2f} GiB at the peak ({memory.peak.name})"),
+            *[("fused", f"in the {name}: {', '.join(parts)}") for name, parts in self._fused().items() if parts],
             ("run folder", str(self.folder.path)),
         ]
         self.console.banner(f"{self.recipe.method} run {self.recipe.run.name}", rows)
