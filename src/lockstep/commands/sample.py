@@ -71,7 +71,8 @@ def sample_responses(job: Job, device_name: str) -> None:
         parts = Parts(job.out, manifest_of(job, folder, rows.fingerprint))
         if world.main:
             parts.check()
-        with opened_scorer(job.reward, prompts, device.torch_device(world.local_rank), console) as scorer:
+        place, output = device.torch_device(world.local_rank), parts.reward_output(world.rank)
+        with opened_scorer(job.reward, prompts, place, console, output) as scorer:
             # Chunks follow each other with the same weights: cache and captured passes serve them all.
             settings = RolloutSettings(free_cache=False)
             generator = Generator.load(folder, tokenizer, job.dtype, device, world, settings)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from lockstep.errors import Problem, Refusal, unwritten
 from lockstep.run.files import atomic_write_text, written_aside
-from lockstep.run.folder import RunFolder, read_object
+from lockstep.run.folder import RunFolder, read_object, worker_output
 from lockstep.train.resume import flatten
 from lockstep.types import Failure, Rollout
 
@@ -79,6 +79,10 @@ class Parts:
                 "does not say what it was made of: it has no manifest.json",
                 "remove the folder, or choose another OUT",
             )
+
+    def reward_output(self, rank: int) -> Path:
+        """Where the last lines that rewards print are kept; they stay when the chunks are merged."""
+        return worker_output(self.out.with_name(f"{self.out.name}.rewards"), rank)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

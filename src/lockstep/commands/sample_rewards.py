@@ -48,15 +48,20 @@ def _function(place: str) -> dict[str, str]:
     return {"name": name, "file": checksum(file)}
 
 
-def opened_scorer(reward: Reward, prompts: Sequence[Prompt], place: torch.device, console: Console) -> Scorer:
-    """The rewards, tried on real rows; what is refused is named by its option."""
+def opened_scorer(
+    reward: Reward, prompts: Sequence[Prompt], place: torch.device, console: Console, output: Path
+) -> Scorer:
+    """The rewards, tried on real rows; what is refused is named by its option.
+
+    The last lines that a function prints are kept in files whose names begin with `output`.
+    """
     sources = sorted({prompt.question.data_source for prompt in prompts})
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]
     if unruled and "rule" in active_weights(reward)[0]:
         remedy = f"give a --reward-function, or --rule SOURCE=RULE, RULE being {', '.join(RULES)}"
         raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy) for source in unruled])
     try:
-        scorer = Scorer.open(reward, sources, place)
+        scorer = Scorer.open(reward, sources, place, output=output)
         try:
             with console.task("Trying the rewards on real rows", None):
                 tried = scorer.dry_run([prompt.question for prompt in prompts])

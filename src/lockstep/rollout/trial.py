@@ -19,7 +19,7 @@ from lockstep.model.check import (
     tokens,
 )
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY
-from lockstep.model.verified import fingerprint, is_verified, remember
+from lockstep.model.verified import fingerprint, hardware, is_verified, remember
 from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.types import Request, Sampling
@@ -31,7 +31,7 @@ LONGEST = ORIGINAL_LENGTH + LIMIT
 
 def check_engine_architecture(config: Any, kernel: str, device: Device, place: torch.device) -> None:
     """`Unfit` where the built-in engine would generate other than transformers; needs no weights, and is remembered."""
-    key = fingerprint(config, "engine", kernel, device.name)
+    key = fingerprint(config, "engine", kernel, *hardware(place))
     if not is_verified(key):
         try_engine(build_miniature(config, kernel, place), device)
         remember(key)

@@ -21,7 +21,6 @@ from lockstep.methods import METHODS
 from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.placeholders import refuse_placeholders
-from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.reward.rules import rule_for
@@ -36,6 +35,7 @@ from lockstep.train.plan import (
     plan_online,
     refuse_misfit,
 )
+from lockstep.train.trained import refuse_routers
 from lockstep.types import Question
 
 T = TypeVar("T")
@@ -241,8 +241,7 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
         collect.refuse()
         raise AssertionError("a missing tokenizer or config is always a problem")
     collect(lambda: refuse_foreign_tokenizer(tokenizer, config.vocab_size, recipe.model.path))
-    collect(lambda: refuse_router_loss(config, recipe.model.path))
-    collect(lambda: refuse_router_noise(config, recipe.model.path))
+    collect.problems += refuse_routers(recipe)
     return tokenizer, config, questions or []
 
 

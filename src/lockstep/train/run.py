@@ -48,14 +48,15 @@ class Run:
 
     # -- before the first step
 
-    def begin(self, step: int, switches: dict[str, str]) -> None:
-        """Show the plan, write down what is trained, start the trackers."""
-        self._show_plan()
+    def begin(self, step: int, switches: dict[str, str], fused: dict[str, list[str]]) -> None:
+        """Show the plan, write down what is trained, start the trackers. `fused` are the device's operators that stand
+        in the place of a model's own modules."""
+        self._show_plan(fused)
         steps = self.prepared.batches.steps
         if self.world.main:
             # What a finished run trained, and where, is told already.
             if step < steps or not self.folder.recipe.is_file():
-                self._write_evidence(step, switches)
+                self._write_evidence(step, switches, fused)
             for tracker in self.trackers:
                 tracker.start(self.recipe.run.name, resolved(self.recipe), step)
         self.console.begin(steps, step)
@@ -75,7 +76,7 @@ class Run:
             state = "has a hole" if logged else "is empty" if file.exists() else "is missing"
             self.console.warn(f"{file} {state}: the metrics of steps {lost} of {last} are lost; the weights are whole")
 
-    def _write_evidence(self, step: int, switches: dict[str, str]) -> None:
+    def _write_evidence(self, step: int, switches: dict[str, str], fused: dict[str, list[str]]) -> None:
         self.folder.write_recipe(dump_recipe(self.recipe), step)
         self.folder.write_env(
             {
@@ -84,10 +85,11 @@ class Run:
                 "determinism": switches,
                 "data": self.prepared.fingerprints,
                 "model": self.fingerprint,
+                "fused": fused,
             }
         )
 
-    def _show_plan(self) -> None:
+    def _show_plan(self, fused: dict[str, list[str]]) -> None:
         counts, memory = self.prepared.train.counts, self.prepared.memory
         trained = f"{memory.trained:,} of {memory.parameters:,} parameters"
         rows = [
@@ -96,6 +98,7 @@ class Run:
             ("tokens", counts.sentence()),
             *self.prepared.batches.lines(),
             ("memory", f"about {memory.peak.total / 2**30:.2f} GiB at the peak ({memory.peak.name})"),
+            *[("fused", f"in the {name}: {', '.join(parts)}") for name, parts in fused.items() if parts],
             ("run folder", str(self.folder.path)),
         ]
         self.console.banner(f"{self.recipe.method} run {self.recipe.run.name}", rows)

@@ -10,6 +10,7 @@ from types import FrameType
 
 from lockstep.device.base import Device
 from lockstep.errors import Interrupted, Refusal
+from lockstep.kernels.fused import replaced
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.rollout.generator import Generator
@@ -164,7 +165,9 @@ def _started(run: Run, judge: Examiner, interrupt: list[int], switches: dict[str
         )
     validator = Validator(recipe, world, prepared.questions, generator, judge)
     training = Training(run, models, generator, validator, Checkpointer(run, models), interrupt, keeps=keeps)
-    run.begin(training.position.step, switches)
+    trained = {"model": models.learner, "critic": models.critic}
+    fused = {name: replaced(learner.module) for name, learner in trained.items() if learner is not None}
+    run.begin(training.position.step, switches, fused)
     return training
 
 
