@@ -260,12 +260,8 @@ def test_what_a_handle_refuses(tiny_folder: Path, tmp_path: Path, monkeypatch: p
         with pytest.raises(Refusal, match=said):
             act()
     model.forward_backward(examples(model), "nll")
-    with pytest.raises(Refusal, match="sums over tokens, and loss negative counts examples"):
-
-        def negative(logprobs: torch.Tensor) -> torch.Tensor:
-            return -logprobs.sum()
-
-        model.forward_backward(examples(model), negative)
+    with pytest.raises(Refusal, match="sums over tokens, and loss a_vector counts examples"):
+        model.forward_backward(examples(model), a_vector)
     with pytest.raises(Refusal, match="gathered gradients would not be saved"):
         model.save(tmp_path / "s")
     monkeypatch.setenv("WORLD_SIZE", "2")
