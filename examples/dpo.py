@@ -31,7 +31,7 @@ def main(folder: str, steps: int = 10) -> list[float]:
     pairs = [model.pair(*row) for row in PAIRS]
     # The reference never changes, so it is asked once: two vectors for each pair.
     said = [float(logprobs.sum()) for logprobs in model.logprobs(pairs, reference=True)]
-    pairs = [pair.having(reference=both) for pair, both in zip(pairs, zip(said[::2], said[1::2]), strict=True)]
+    pairs = [pair.having(reference=(said[2 * i], said[2 * i + 1])) for i, pair in enumerate(pairs)]
     losses = []
     for step in range(steps):
         losses.append(model.forward_backward(pairs, dpo)["loss"])

@@ -218,7 +218,19 @@ class Completion:
     ids: list[int]
     logprobs: list[float]
     stop: str
-    """Why it ended: `token`, `string` or `length`."""
+    """Why it ended: `token`, `string` or `length`; `environment` where the last turn is not the policy's."""
+    trained: Sequence[int] = ()
+    """As in `Rollout`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trained", _mask(self.trained, self.ids))
+
+
+def _mask(trained: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """One entry for each token; none at all says that the policy wrote every token."""
+    if trained and len(trained) != len(ids):
+        raise ValueError(f"a mask of {len(trained)} entries for {len(ids)} tokens")
+    return list(trained) or [1] * len(ids)
 
 
 @dataclass(frozen=True)
@@ -249,10 +261,20 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A run of tokens by one writer: the policy, or an environment."""
+
+    policy: bool
+    ids: list[int]
+
+
+@dataclass(frozen=True)
 class Rollout:
     """A completion with its prompt, its text and its judgement. `place` is the prompt's place in the step.
 
-    `earned` are the shares of the score that belong to a token before the last: (token, share).
+    `trained[i]` is 1 where the policy wrote token i, and 0 where an environment did: such a token is seen, never
+    trained, and its entry in `logprobs` is 0. `earned` are the shares of the score that belong to a token before the
+    last: (token, share).
     """
 
     prompt: Prompt
@@ -264,3 +286,22 @@ class Rollout:
     text: str
     score: Score | Failure
     earned: tuple[tuple[int, float], ...] = ()
+    trained: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trained", _mask(self.trained, self.ids))
+
+    @property
+    def written(self) -> int:
+        """Tokens that the policy wrote."""
+        return sum(self.trained)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The tokens in order, cut wherever the writer changes."""
+        found: list[Turn] = []
+        for token, trained in zip(self.ids, self.trained, strict=True):
+            if not found or found[-1].policy != bool(trained):
+                found.append(Turn(bool(trained), []))
+            found[-1].ids.append(token)
+        return found

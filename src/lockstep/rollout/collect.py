@@ -64,6 +64,7 @@ def collect(
                 "ids": completion.ids,
                 "logprobs": completion.logprobs,
                 "stop": completion.stop,
+                "trained": completion.trained,
                 "text": text,
             }
             judged.append((made, judge.submit(prompts[place].question, text)))

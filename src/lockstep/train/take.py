@@ -160,7 +160,7 @@ def _failures(failed: Sequence[Rollout], total: int, consequence: str) -> Refusa
 def counted(
     every: Sequence[Rollout], rollouts: Sequence[Rollout], failed: Sequence[Rollout], recipe: Recipe
 ) -> dict[str, float]:
-    lengths = torch.tensor([len(rollout.ids) for rollout in rollouts], dtype=torch.float64)
+    lengths = torch.tensor([rollout.written for rollout in rollouts], dtype=torch.float64)
     prompts = torch.tensor([len(rollout.prompt.ids) for rollout in rollouts], dtype=torch.float64)
     metrics = {
         "response_length/mean": float(lengths.mean()),
