@@ -202,11 +202,19 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to be continued `n` times. `key` is the prompt's part of the noise's counter."""
+    """A prompt to be continued `n` times. `key` is the prompt's part of the noise's counter, `first` the number of the
+    first sample.
+
+    `max_tokens` is a limit of its own, below the sampling's. `question` is what the prompt asks, for what is more than
+    a model; engines do not look at it.
+    """
 
     ids: Sequence[int]
     key: int
     n: int = 1
+    first: int = 0
+    max_tokens: int | None = None
+    question: Question | None = None
 
 
 @dataclass(frozen=True)

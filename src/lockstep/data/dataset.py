@@ -101,7 +101,7 @@ def load_dataset(
         columns = find_columns(source, data, list(rows.columns))
         return SupervisedRows(Encoder(tokenizer, columns, data), limit, data.overlong)
 
-    return gather(sources, limit, advance, opened, reader)
+    return gather(sources, data, limit, advance, opened, reader)
 
 
 class SupervisedRows:
@@ -127,13 +127,14 @@ class SupervisedRows:
 
 def gather(
     sources: Sequence[Source],
+    data: Data,
     limit: int,
     advance: Callable[[int], None],
     opened: Sequence[RowSet] | None,
     open_reader: Callable[[Source, RowSet], Reader[ItemT]],
 ) -> Dataset[ItemT]:
     """Read and encode every row before anything is trained; all bad rows are told together."""
-    rowsets = opened if opened is not None else [read_rows(source.path) for source in sources]
+    rowsets = opened if opened is not None else [read_rows(source.path, reader=data.reader) for source in sources]
     weights = [source.weight for source in sources if source.weight is not None]
     dataset: Dataset[ItemT] = Dataset([], weights or None, [fingerprint(rows) for rows in rowsets])
     problems: list[Problem] = []

@@ -39,7 +39,7 @@ def load_judged(
     def reader(source: Source, rows: RowSet) -> JudgedRows:
         return JudgedRows(tokenizer, find_judged_columns(source, data, list(rows.columns)), data, limit)
 
-    return gather(sources, limit, advance, opened, reader)
+    return gather(sources, data, limit, advance, opened, reader)
 
 
 @dataclass(frozen=True)

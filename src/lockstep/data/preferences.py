@@ -42,7 +42,7 @@ def load_rankings(
         columns = find_ranking_columns(source, data, list(rows.columns))
         return RankingRows(tokenizer, columns, data, limit, read=read, several=several)
 
-    return gather(sources, limit, advance, opened, reader)
+    return gather(sources, data, limit, advance, opened, reader)
 
 
 @dataclass(frozen=True)

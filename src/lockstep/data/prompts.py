@@ -52,7 +52,7 @@ def load_prompts(
     opened: Sequence[RowSet] | None = None,
 ) -> PromptSet:
     """Read and encode every prompt before anything is generated; all bad rows are told together."""
-    rowsets = opened if opened is not None else [read_rows(source.path) for source in sources]
+    rowsets = opened if opened is not None else [read_rows(source.path, reader=data.reader) for source in sources]
     weights = [source.weight for source in sources if source.weight is not None]
     prompts = PromptSet([], weights or None, [fingerprint(rows) for rows in rowsets])
     problems: list[Problem] = []

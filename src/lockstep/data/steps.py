@@ -47,7 +47,7 @@ def load_steps(
         columns = find_step_columns(source, data, list(rows.columns))
         return StepRows(tokenizer, columns, data, limit, marks)
 
-    return gather(sources, limit, advance, opened, reader)
+    return gather(sources, data, limit, advance, opened, reader)
 
 
 @dataclass(frozen=True)

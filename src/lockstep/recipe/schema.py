@@ -103,6 +103,10 @@ Sources = Annotated[list[Source], BeforeValidator(_as_sources)]
 class Data(Section):
     train: Sources = Field(min_length=1, description="Training rows: a path, a list of paths, or a list of sources.")
     val: Sources = Field(default_factory=list, description="Validation rows, in the same forms.")
+    reader: str | None = Field(
+        None,
+        description="Your own function that yields the rows of each path of `train` and `val`: `path/to/file.py:name`.",
+    )
     shape: Literal["auto", "messages", "prompt_response", "text"] = Field(
         "auto",
         description="`messages`: a chat, every assistant turn is trained; `prompt_response`: the response is trained; "

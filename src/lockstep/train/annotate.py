@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.algorithms.advantage import ESTIMATORS, Signals, informative
+from lockstep.algorithms.advantage import Signals, informative
 from lockstep.algorithms.correction import correct
 from lockstep.algorithms.kl import divergence
+from lockstep.algorithms.own import estimator
 from lockstep.algorithms.reduce import sum_by
 from lockstep.data.updates import arrange
 from lockstep.parallel.world import World
@@ -123,7 +124,7 @@ def _estimate(
         rewards_K -= kl_coefficient * kl_K
         metrics["actor/reward_kl_penalty"] = float(kl_K.double().mean())
     signals = Signals(rewards_K, sequence_K, experience.group_S, values_K, experience.baseline_S)
-    estimate = ESTIMATORS[algorithm.advantage](signals, gamma=algorithm.gamma, lam=algorithm.lam)
+    estimate = estimator(algorithm.advantage)(signals, gamma=algorithm.gamma, lam=algorithm.lam)
     keep_K, importance_K = torch.ones(len(sequence_K)), torch.ones(len(sequence_K))
     settings = algorithm.correction
     if settings.weight != "none" or settings.mask != "none":

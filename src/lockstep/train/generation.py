@@ -20,6 +20,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.online import Rollout
 from lockstep.rollout.ending import end_ids
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.function import FunctionEngine
 from lockstep.rollout.hf import HfEngine
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.trial import check_engine_architecture
@@ -30,9 +31,20 @@ LONGEST_TRIED, NEW_TOKENS_TRIED = 25, 6
 
 
 def make_engine(settings: Rollout, policy: Policy, device: Device, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    engine: Engine
     if settings.engine == "hf":
-        return HfEngine(policy.generating, tokenizer.decode)
-    return NativeEngine(policy, device, settings, tokenizer.decode)
+        engine = HfEngine(policy.generating, tokenizer.decode)
+    else:
+        engine = NativeEngine(policy, device, settings, tokenizer.decode)
+    if settings.function is None:
+        return engine
+    return FunctionEngine(
+        engine,
+        settings.function,
+        lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        policy.causal_lm.get_input_embeddings().weight.shape[0],
+    )
 
 
 def training_sampling(recipe: Recipe, stop_ids: Sequence[int]) -> Sampling:
@@ -81,6 +93,8 @@ def check_engine(engine: Engine, policy: Policy, place: torch.device, path: str)
 
     Catches layers that keep a state of their own besides keys and values, and attention beyond the usual.
     """
+    if isinstance(engine, FunctionEngine):
+        engine = engine.inner
     name, remedy = type(policy.causal_lm).__name__, _instead_of(engine)
     try:
         if isinstance(engine, NativeEngine):
