@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from lockstep.errors import Refusal
 from lockstep.recipe.facts import facts_of
 from lockstep.recipe.load import builtin_names, load_recipe, sections_of
+from lockstep.recipe.own import PLACE, NamedOrOwn
 from lockstep.recipe.schema import Recipe, Source
 from lockstep.run.progress import print_problems
 
@@ -161,6 +162,8 @@ def _is_section(info: FieldInfo) -> bool:
 def _values(info: FieldInfo) -> str:
     parts = [_type(info.annotation)]
     for limit in info.metadata:
+        if isinstance(limit, NamedOrOwn):
+            parts = [", ".join(f"`{name}`" for name in limit.names) + f" or `{PLACE}`"]
         parts += [f"`{sign} {_number(getattr(limit, name))}`" for name, sign in SIGNS.items() if hasattr(limit, name)]
         if pattern := getattr(limit, "pattern", None):
             parts.append(f"matching `{pattern}`")

@@ -35,18 +35,9 @@ def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
     checked = load_recipe(recipe, overrides or [])
 
-    from lockstep.recipe.methods import ONLINE
-    from lockstep.run.progress import Console
+    from lockstep.train.start import run_recipe
 
-    if checked.method in ONLINE:
-        from lockstep.run.text import ONLINE_COLUMNS
-        from lockstep.train.online import train_online
-
-        train_online(checked, Console.open(ONLINE_COLUMNS, every=checked.log.every, lines=True))
-    else:
-        from lockstep.train.offline import train_offline
-
-        train_offline(checked, Console.open(every=checked.log.every))
+    run_recipe(checked)
 
 
 @app.command()

@@ -72,6 +72,7 @@ class ScriptedGenerator(Generator):
 
     def __init__(self, policy: Policy, engine: Scripted):
         self.policy, self.engine, self.world, self.device = policy, engine, World(), torch.device("cpu")  # type: ignore[assignment]
+        self.responder = engine  # type: ignore[assignment]
         self.stop_ids = (0,)
 
     def decode(self, ids: list[int]) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from lockstep.errors import Problem, Refusal
+from lockstep.functions import located
 from lockstep.model.fingerprint import model_files
 from lockstep.model.resolve import model_folder
 from lockstep.recipe.online import Reward
-from lockstep.reward.function import located
 from lockstep.reward.rules import DEFAULT_RULES, RULES
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.run.files import checksum

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
 from lockstep.recipe.effects import CACHE, FOLDER, GROUPS, REWARD, SAMPLING, Effect
+from lockstep.recipe.own import NamedOrOwn
 from lockstep.recipe.section import Field, Section
 
 
@@ -13,6 +14,12 @@ class RolloutSettings(Section):
         "native",
         description="`native` is the built-in engine, `hf` plain `generate`: slow, for comparison.",
         effect=Effect("matters", "the same distribution by other kernels: rounding moves some tokens"),
+    )
+    function: str | None = Field(
+        None,
+        description="Your own function that writes a whole response, turn by turn: `path/to/file.py:name`. It asks the "
+        "engine for each turn of the policy.",
+        effect=Effect("matters", "another function, or the same one elsewhere: the samples tell"),
     )
     n: int = Field(8, ge=1, description="Responses sampled for each prompt.", effect=GROUPS)
     max_tokens: int = Field(
@@ -168,8 +175,12 @@ class Overlong(Section):
 
 
 class Algorithm(Section):
-    advantage: Estimator = Field("grpo", description="How rewards become advantages.")
-    loss: PolicyLoss = Field("clip", description="The policy loss.")
+    advantage: Annotated[str, NamedOrOwn(get_args(Estimator))] = Field(
+        "grpo", description="How rewards become advantages: by name, or by your own function: `path/to/file.py:name`."
+    )
+    loss: Annotated[str, NamedOrOwn(get_args(PolicyLoss))] = Field(
+        "clip", description="The policy loss: by name, or your own function: `path/to/file.py:name`."
+    )
     aggregation: Aggregation = Field("token_mean", description="How the token losses of an update are averaged.")
     epochs: int = Field(1, ge=1, description="Passes over the responses of a step.")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount of a token's later rewards.")

@@ -150,6 +150,11 @@ class Data(Section):
         description="Validation rows, in the same forms.",
         effect=Effect("harmless", "only the val/ curves are of other rows"),
     )
+    reader: str | None = Field(
+        None,
+        description="Your own function that yields the rows of each path of `train` and `val`: `path/to/file.py:name`.",
+        effect=Effect("matters", "another function, or the same one elsewhere: the rows' checksums tell"),
+    )
     shape: Literal["auto", "messages", "prompt_response", "text"] = Field(
         "auto",
         description="`messages`: a chat, every assistant turn is trained; `prompt_response`: the response is trained; "

@@ -19,7 +19,9 @@ from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.collect import Judge, collect
 from lockstep.rollout.ending import end_ids
+from lockstep.rollout.engine import Engine
 from lockstep.rollout.engines import ENGINES
+from lockstep.rollout.function import FunctionEngine
 from lockstep.types import Prompt, Rollout, Sampling
 
 Phases = Callable[[str], AbstractContextManager[None]]
@@ -44,6 +46,15 @@ class Generator:
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
         with self.whole_weights():
             check_engine(self.engine, policy, self.device, path)
+        self.responder: Engine = self.engine if settings.function is None else self._own(settings.function)
+        """Who writes whole responses: the engine, or a function of the user's that asks it."""
+
+    def _own(self, function: str) -> FunctionEngine:
+        def encode(text: str) -> list[int]:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        vocabulary = self.policy.causal_lm.get_input_embeddings().weight.shape[0]
+        return FunctionEngine(self.engine, function, encode, self.decode, vocabulary)
 
     @classmethod
     def load(
@@ -73,7 +84,7 @@ class Generator:
         """`n` judged responses to each prompt, in order, the same on every rank. `keys` choose each prompt's noise."""
         with self.whole_weights():
             self.engine.sync(self.policy.stored.named_parameters())
-            return collect(self.engine, judge, prompts, keys, n, sampling, self.world, self.decode, phases, advance)
+            return collect(self.responder, judge, prompts, keys, n, sampling, self.world, self.decode, phases, advance)
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,13 +34,19 @@ class HfEngine(SharedWeights):
         self.opened, self.decode = opened, decode
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        rows = [(number, sample) for number, request in enumerate(requests) for sample in range(request.n)]
+        rows = [
+            (number, sample)
+            for number, request in enumerate(requests)
+            for sample in range(request.first, request.first + request.n)
+        ]
         for start in range(0, len(rows), BATCH):
             part = rows[start : start + BATCH]
             with self.opened() as model:
                 answers = _generate(model, [requests[number] for number, _ in part], [s for _, s in part], sampling)
             for (number, sample), (ids, logprobs) in zip(part, answers, strict=True):
-                yield self._cut(number, sample, ids, logprobs, sampling)
+                own = requests[number].max_tokens
+                limited = sampling if own is None else replace(sampling, max_tokens=min(sampling.max_tokens, own))
+                yield self._cut(number, sample, ids, logprobs, limited)
 
     def _cut(self, number: int, sample: int, ids: list[int], logprobs: list[float], sampling: Sampling) -> Completion:
         """`generate` goes on to the end of the longest; a response ends where it ends."""

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.algorithms.advantage import ESTIMATORS, Signals, informative
+from lockstep.algorithms.advantage import Signals, informative
 from lockstep.algorithms.correction import correct
 from lockstep.algorithms.kl import divergence
+from lockstep.algorithms.own import estimator
 from lockstep.algorithms.reduce import sum_by
 from lockstep.recipe import Recipe
 from lockstep.train.annotate import Annotated
@@ -42,7 +43,7 @@ def estimate_advantages(experience: Experience, known: Annotated, recipe: Recipe
         rewards_K -= kl_coefficient * kl_K
         metrics["actor/reward_kl_penalty"] = float(kl_K.double().mean())
     signals = Signals(rewards_K, sequence_K, experience.group_S, known.values_K, experience.baseline_S)
-    estimate = ESTIMATORS[algorithm.advantage](signals, gamma=algorithm.gamma, lam=algorithm.lam)
+    estimate = estimator(algorithm.advantage)(signals, gamma=algorithm.gamma, lam=algorithm.lam)
     keep_K, importance_K = torch.ones(len(sequence_K)), torch.ones(len(sequence_K))
     settings = algorithm.correction
     if settings.weight != "none" or settings.mask != "none":

@@ -26,6 +26,7 @@ from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.reward.rules import rule_for
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.run.progress import Console
+from lockstep.train.own_functions import try_functions
 from lockstep.train.plan import (
     BatchPlan,
     MemoryPlan,
@@ -217,6 +218,8 @@ def prepare_online(
     if train is not None:
         prompts = (prompt for source in train.sources for prompt in source)
         collect.problems += refuse_placeholders(config, ((prompt.question.origin, prompt.ids) for prompt in prompts))
+    for line in collect(lambda: try_functions(recipe, train, tokenizer, config.get_text_config().vocab_size)) or []:
+        console.say(line)
     collect.refuse()
     assert train is not None
     batches = plan_online(recipe, train, devices)
@@ -237,7 +240,7 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
     if tokenizer is None or config is None:
         # Rows cannot be encoded, but they can be read: say now what is wrong with the files too.
         for source in (*recipe.data.train, *recipe.data.val):
-            collect(lambda source=source: read_rows(source.path))  # type: ignore[misc]
+            collect(lambda source=source: read_rows(source.path, reader=recipe.data.reader))  # type: ignore[misc]
         collect.refuse()
         raise AssertionError("a missing tokenizer or config is always a problem")
     collect(lambda: refuse_foreign_tokenizer(tokenizer, config.vocab_size, recipe.model.path))
@@ -264,7 +267,7 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
 
 
 def _read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> PromptSet:
-    opened = [read_rows(source.path) for source in recipe.data.train]
+    opened = [read_rows(source.path, reader=recipe.data.reader) for source in recipe.data.train]
     with console.task("Encoding prompts", sum(len(rows) for rows in opened)) as task:
         return load_prompts(recipe.data.train, recipe.data, tokenizer, limit, task.advance, opened)
 
@@ -284,7 +287,7 @@ def row_limit(recipe: Recipe, config: Any) -> int:
 def _read(
     recipe: Recipe, sources: list[Source], tokenizer: PreTrainedTokenizerBase, limit: int, console: Console, what: str
 ) -> Dataset[Any]:
-    opened = [read_rows(source.path) for source in sources]
+    opened = [read_rows(source.path, reader=recipe.data.reader) for source in sources]
     with console.task(f"Encoding {what} rows", sum(len(rows) for rows in opened)) as task:
         read = METHODS[recipe.method].reader(recipe)
         return read(sources, recipe.data, tokenizer, limit, task.advance, opened)

@@ -169,7 +169,7 @@ def failure_warning(failed: Sequence[Rollout]) -> list[str]:
 
 
 def counted(every: Sequence[Rollout], rollouts: Sequence[Rollout], failed: Sequence[Rollout]) -> dict[str, float]:
-    lengths = torch.tensor([len(rollout.ids) for rollout in rollouts], dtype=torch.float64)
+    lengths = torch.tensor([rollout.written for rollout in rollouts], dtype=torch.float64)
     prompts = torch.tensor([len(rollout.prompt.ids) for rollout in rollouts], dtype=torch.float64)
     metrics = {
         "response_length/mean": float(lengths.mean()),

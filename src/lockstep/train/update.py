@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 
 import torch
 
-from lockstep.algorithms import covariance
+from lockstep.algorithms import covariance, own
 from lockstep.algorithms.kl import divergence
-from lockstep.algorithms.policy import LOSSES, PolicyTokens
+from lockstep.algorithms.policy import PolicyTokens
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.algorithms.value import value_loss
 from lockstep.errors import Refusal
@@ -40,7 +39,7 @@ def loss_of(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
         "kl_cov": {"weight": algorithm.cov_kl},
         "policy_gradient": {},
     }
-    return partial(LOSSES[algorithm.loss], **keys[algorithm.loss])
+    return own.policy_loss(algorithm.loss, keys.get(algorithm.loss, {}))
 
 
 @dataclass(frozen=True)

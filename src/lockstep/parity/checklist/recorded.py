@@ -58,7 +58,10 @@ def first_tokens(a: Side, recorded: StepRecord, generated: Sequence[Rollout], to
 
 
 def _beginnings(rollouts: Iterable[Rollout]) -> list[Rollout]:
-    return [replace(r, ids=r.ids[:FIRST_TOKENS], logprobs=r.logprobs[:FIRST_TOKENS]) for r in rollouts]
+    return [
+        replace(r, ids=r.ids[:FIRST_TOKENS], logprobs=r.logprobs[:FIRST_TOKENS], trained=r.trained[:FIRST_TOKENS])
+        for r in rollouts
+    ]
 
 
 def rewards(recorded: StepRecord, own: StepRecord) -> Item:

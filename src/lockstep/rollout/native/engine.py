@@ -93,6 +93,8 @@ class NativeEngine(SharedWeights):
             sample.tokens.append(token)
             sample.logprobs.append(logprob)
             sample.stop = why_ended(sample.tokens, sample.prompt, sampling, self.decode)
+            if not sample.stop and len(sample.tokens) >= sample.limit:
+                sample.stop = "length"
             if sample.stop:
                 return
 
@@ -156,9 +158,9 @@ def _sequences(requests: Sequence[Request], sampling: Sampling) -> tuple[list[Pr
         if not prompt:
             raise ValueError(f"request {number} has no prompt tokens")
         prefixes.append(Prefix(prompt[:-1]))
-        for which in range(request.n):
+        limit = len(prompt) + min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
+        for which in range(request.first, request.first + request.n):
             keys = sequence_keys(sampling.seed, request.key, which)
-            limit = len(prompt) + sampling.max_tokens
             samples.append(
                 Sample(list(prompt), request=number, number=which, prompt=len(prompt), limit=limit, keys=keys)
             )
