@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from conftest import run, write_jsonl
 from lockstep.data.batching import micro_batch, plan_micro_batches, shared_beginnings
-from lockstep.data.dataset import load_dataset
 from lockstep.kernels.rotary import OwnPositions, fixed_length
+from lockstep.methods import METHODS
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe import load_recipe
 from lockstep.reward.model import load_reward_model
@@ -117,7 +117,9 @@ optim: {{warmup: 0}}
         encoding="utf-8",
     )
     settings = load_recipe(str(recipe), [])
-    examples = load_dataset(settings.data.train, settings.data, load_tokenizer(str(folder)), 96).examples
+    examples = (
+        METHODS["sft"].reader(settings)(settings.data.train, settings.data, load_tokenizer(str(folder)), 96).examples
+    )
     lengths = [len(example) for example in examples]
     assert sorted(lengths) == [26] * 4 + [50] * 4
     budgets = {52: {1}, 104: {1, 2}, 400: {2}}
