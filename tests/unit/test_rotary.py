@@ -117,9 +117,8 @@ optim: {{warmup: 0}}
         encoding="utf-8",
     )
     settings = load_recipe(str(recipe), [])
-    examples = (
-        METHODS["sft"].reader(settings)(settings.data.train, settings.data, load_tokenizer(str(folder)), 96).examples
-    )
+    read, tokenizer = METHODS["sft"].reader(settings), load_tokenizer(str(folder))
+    examples = read(settings.data.train, settings.data, tokenizer, 96).examples
     lengths = [len(example) for example in examples]
     assert sorted(lengths) == [26] * 4 + [50] * 4
     budgets = {52: {1}, 104: {1, 2}, 400: {2}}
