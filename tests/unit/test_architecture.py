@@ -17,6 +17,8 @@ from typing import NamedTuple
 import pytest
 
 import lockstep
+from lockstep.recipe.methods import OFFLINE, ONLINE
+from lockstep.recipe.rows import ESTIMATORS, LOSSES
 
 HOUSE = Path(lockstep.__file__).parent
 PACKAGE = "lockstep"
@@ -406,3 +408,40 @@ def write(root: Path, files: dict[str, str]) -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+# (e) Methods, estimators and losses are known by their rows ------------------------------------------------------
+
+# Where the rows are. Elsewhere a name may be looked up and written down, and never decides anything.
+MAY_COMPARE_NAMES = ("methods/", "recipe/", "algorithms/", "compat/")
+METHOD_NAMES = {*OFFLINE, *ONLINE, *ESTIMATORS, *LOSSES} - {"clip"}
+
+
+def compared_names(root: Path) -> list[Violation]:
+    """Comparisons with the name of a method, an estimator or a policy loss."""
+    found = []
+    for file, path in modules(root):
+        if file.startswith(MAY_COMPARE_NAMES):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            sides: list[ast.AST] = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            sides += [node.pattern] if isinstance(node, ast.match_case) else []
+            for side in sides:
+                names = {leaf.value for leaf in ast.walk(side) if isinstance(leaf, ast.Constant)} & METHOD_NAMES
+                found += [Violation(file, side.lineno, f"compares with {name!r}") for name in sorted(names)]  # type: ignore[attr-defined]
+    return found
+
+
+def test_no_method_is_told_by_its_name() -> None:
+    violations = compared_names(HOUSE)
+    assert not violations, listing(violations)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['method == "grpo"', '"rm" != method', 'loss in ("clip_cov", "kl_cov")', 'x = 1 if advantage == "gae" else 2'],
+)
+def test_the_name_rule_can_fail(tmp_path: Path, line: str) -> None:
+    code = f"def f(method, loss, advantage):\n    {line}\n"
+    write(tmp_path, {"train/loop.py": code, "recipe/ok.py": code, "methods/ok.py": code})
+    assert {violation.file for violation in compared_names(tmp_path)} == {"train/loop.py"}

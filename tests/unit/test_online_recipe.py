@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,13 +13,14 @@ from test_policy_loss import SETTINGS
 from test_recipe import BASE, keys, refused, write
 from typer.testing import CliRunner
 
+from lockstep.algorithms.advantage import ESTIMATORS
+from lockstep.algorithms.covariance import HELD
 from lockstep.algorithms.policy import LOSSES, PolicyTokens
 from lockstep.cli import app
-from lockstep.recipe import load_recipe
-from lockstep.recipe.checks import RATIO_FREE
+from lockstep.recipe import load_recipe, rows
 from lockstep.recipe.load import dump_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE, READS
-from lockstep.recipe.online import Estimator
+from lockstep.recipe.online import Algorithm
 from lockstep.recipe.schema import MethodName
 
 
@@ -111,7 +113,7 @@ def test_recipes_lists_the_methods() -> None:
 def test_a_resolved_recipe_comes_back_equal(tmp_path: Path, method: str) -> None:
     words = ["model.lora.rank=3", "optim.lr=2e-5", "run.steps=7"]
     words += ["batch.prompts=12", "reward.format='a.*'"] if method in ONLINE else []
-    plain = ONLINE.get(method, {}).get("algorithm", {}).get("loss") in RATIO_FREE
+    plain = ONLINE.get(method, {}).get("algorithm", {}).get("loss") == "policy_gradient"
     words += ["batch.prompts_per_update=4"] if method in ONLINE and not plain else []
     words += ["critic.lr=3e-4", "critic.warmup=2", "critic.clip=null"] if method == "ppo" else []
     words += ["distill.teacher=t"] if method == "distill" else []
@@ -266,7 +268,7 @@ def test_a_loss_without_a_ratio_updates_once_a_step(tmp_path: Path, method: str,
     assert load_recipe(recipe, ["batch.prompts=16", word, "algorithm.loss=clip"]).algorithm.loss == "clip"
 
 
-@pytest.mark.parametrize("advantage", get_args(Estimator))
+@pytest.mark.parametrize("advantage", rows.ESTIMATORS)
 def test_no_estimator_makes_up_for_the_ratio(base: str, advantage: str) -> None:
     words = [f"algorithm.advantage={advantage}", "algorithm.loss=policy_gradient", "rollout.n=4"]
     (problem,) = refused(base, *words, "algorithm.epochs=2")
@@ -294,7 +296,7 @@ def test_losses_that_do_not_look_at_the_old_log_probabilities_are_the_ones_witho
             gradients.append(gradient.tolist())
         if gradients[0] == gradients[1]:
             blind.append(name)
-    assert tuple(blind) == RATIO_FREE
+    assert blind == [name for name, row in rows.LOSSES.items() if not row.ratio]
 
 
 @pytest.mark.parametrize(("word", "where"), SEVERAL)
@@ -305,3 +307,12 @@ def test_on_policy_distillation_updates_once_a_step(tmp_path: Path, word: str, w
     assert "one update a step" in problem.remedy
     (problem,) = refused(write(tmp_path, {**BASE, "method": "on_policy_distill"}))
     assert (problem.where, problem.why) == ("algorithm.kl.reference", "must be set: it is the teacher")
+
+
+def test_every_name_has_a_row_and_a_function() -> None:
+    assert list(rows.ESTIMATORS) == list(ESTIMATORS)
+    assert list(rows.LOSSES) == list(LOSSES)
+    assert {name for name, row in rows.LOSSES.items() if row.held is not None} == set(HELD)
+    for name, row in rows.LOSSES.items():
+        assert set(row.keys) == set(inspect.signature(LOSSES[name]).parameters) - {"tokens"}
+        assert {*row.keys.values(), *(row.held or {}).values()} <= set(Algorithm.model_fields)

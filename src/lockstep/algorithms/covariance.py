@@ -9,6 +9,8 @@ it, so that the size of micro-batches and the number of devices cannot change it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from lockstep.algorithms.stable import floored
@@ -35,15 +37,26 @@ def clip_cov_held(
     return _marked(old_K, band[order[: _count(share, keep_K)]])
 
 
-def kl_cov_held(old_K: torch.Tensor, advantages_K: torch.Tensor, keep_K: torch.Tensor, *, share: float) -> torch.Tensor:
+def kl_cov_held(
+    old_K: torch.Tensor,
+    advantages_K: torch.Tensor,
+    keep_K: torch.Tensor,
+    *,
+    share: float,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
     """1 at the tokens of highest covariance: `share` of all kept tokens, at least one unless `share` is 0.
 
-    Of equal covariances the earlier token is taken.
+    Of equal covariances the earlier token is taken; nothing is drawn.
     """
     kept = torch.nonzero(keep_K > 0).flatten()
     covariance = _covariance(old_K, advantages_K, keep_K)[kept]
     order = torch.argsort(covariance, descending=True, stable=True)
     return _marked(old_K, kept[order[: _count(share, keep_K)]])
+
+
+# By the loss that holds tokens back.
+HELD: dict[str, Callable[..., torch.Tensor]] = {"clip_cov": clip_cov_held, "kl_cov": kl_cov_held}
 
 
 def _covariance(old_K: torch.Tensor, advantages_K: torch.Tensor, keep_K: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from lockstep.commands.eval_rows import kind_of, score_rows
+from lockstep.commands.eval_rows import rows_recipe, score_rows
 from lockstep.commands.options import refuse_options
 from lockstep.data.prompts import read_questions
 from lockstep.data.read import read_rows
@@ -52,20 +52,11 @@ def score_model(
         console.say(sentence)
         folder = model_folder(model)
         rowset = read_rows(data)
-        method = kind_of(folder, rowset)
-        if method is not None:
+        compared = None if reference is None else model_folder(reference)
+        recipe = rows_recipe(folder, data, rowset, dtype, compared)
+        if recipe is not None:
             metrics = score_rows(
-                method,
-                folder,
-                data,
-                rowset,
-                rows=rows,
-                reference=None if reference is None else model_folder(reference),
-                out=out,
-                dtype=dtype,
-                device=device,
-                world=world,
-                console=console,
+                recipe, rowset, rows=rows, reference=compared, out=out, device=device, world=world, console=console
             )
             if world.main:
                 _show(model, data, metrics)

@@ -10,12 +10,24 @@ from __future__ import annotations
 from lockstep.methods import distill, kto, pairs, prm, rm, sft
 from lockstep.methods.base import Method
 
-_PAIRS = Method(reader=pairs.reader, objective=pairs.Pairwise)
+_PAIRS = Method(reader=pairs.reader, objective=pairs.Pairwise, scores=pairs.scores)
 
 METHODS: dict[str, Method] = {
     "sft": Method(reader=sft.reader, objective=sft.Supervised),
-    "rm": Method(reader=rm.reader, objective=rm.Ranked, model="value"),
-    "prm": Method(reader=prm.reader, objective=prm.Stepwise),
+    "rm": Method(
+        reader=rm.reader,
+        objective=rm.Ranked,
+        model="value",
+        use=("use it", "reward.model: {run}/export"),
+        scores=rm.scores,
+    ),
+    "prm": Method(
+        reader=prm.reader,
+        objective=prm.Stepwise,
+        use=("judge with it", "lockstep eval {run} STEPS"),
+        files=prm.files,
+        scores=prm.scores,
+    ),
     "dpo": _PAIRS,
     "ipo": _PAIRS,
     "simpo": _PAIRS,

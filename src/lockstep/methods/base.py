@@ -44,8 +44,15 @@ class Models(Protocol):
 
     def reference_logprobs(self, update: Update[Any]) -> torch.Tensor: ...
 
+    def scores(self, update: Update[Any]) -> torch.Tensor:
+        """A reward model's scores."""
+
     def with_teacher(self, update: Update[Any]) -> list[MicroBatch]:
         """The update's micro-batches, each with what the teacher says of its targets."""
+
+    @property
+    def reference(self) -> object | None:
+        """A frozen model of its own."""
 
     @property
     def longest(self) -> int:
@@ -89,5 +96,11 @@ class Method:
     objective: Callable[[Recipe], Objective]
     model: Literal["policy", "value"] = "policy"
     """What is trained: a language model, or its decoder with one number for a token."""
+    use: tuple[str, str] = ("talk to it", "lockstep generate {run} --chat")
+    """What one does with the model that came out, and how."""
+    files: Callable[[Recipe], dict[str, str]] = lambda recipe: {}
+    """Text files that an exported model needs besides its own, by name."""
+    scores: Callable[[Sequence[Any], Models], list[dict[str, Any]]] | None = None
+    """A line for each row, with what the model says of it: for `lockstep eval`."""
     check: Callable[[Recipe, Dataset[Any], str], tuple[list[Problem], list[str]]] = lambda recipe, rows, key: ([], [])
     """Problems of all rows together, and what is worth saying of them."""

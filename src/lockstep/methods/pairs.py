@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +23,22 @@ def reader(recipe: Recipe) -> Reader[Ranking]:
     return partial(load_rows, Dataset, partial(RankingRows, read="response", several=False))
 
 
+def scores(items: Sequence[Ranking], models: Models) -> list[dict[str, Any]]:
+    """Of each response its log-prob over the reference's, summed; without a reference, averaged."""
+    update = models.arrange(items)
+    scores_S = _sums(update, models.logprobs(update))
+    if models.reference is not None:
+        scores_S = scores_S - _sums(update, models.reference_logprobs(update))
+    else:
+        scores_S = scores_S / update.lengths_S
+    shares = scores_S.split([len(item.examples) for item in items])
+    return [{"row": str(item.origin), "scores": share.tolist()} for item, share in zip(items, shares, strict=True)]
+
+
+def _sums(update: Update[Any], values_K: torch.Tensor) -> torch.Tensor:
+    return sum_by(values_K, update.sequence_K, len(update.examples))
+
+
 class Pairwise(Plain):
     names: ClassVar = {"accuracy": "pair_accuracy"}
 
@@ -34,7 +51,7 @@ class Pairwise(Plain):
     def task(self, update: Update[Ranking], models: Models) -> Task:
         reference_S = None
         if not self.free:
-            reference_S = sum_by(models.reference_logprobs(update), update.sequence_K, len(update.examples))
+            reference_S = _sums(update, models.reference_logprobs(update))
 
         def loss(scores: Scores, batch: MicroBatch) -> Sums:
             policy = scores.logprobs_K

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from lockstep.algorithms.process import step_loss
+from lockstep.algorithms.process import good_probability, step_loss
 from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.steps import StepRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import Models, Plain, Reader, Task
 from lockstep.recipe import Recipe
+from lockstep.reward.process import PROCESS
 from lockstep.types import MicroBatch, Steps, Sums
 
 
 def reader(recipe: Recipe) -> Reader[Steps]:
     return partial(load_rows, Dataset, partial(StepRows, placeholder=recipe.prm.placeholder, tokens=recipe.prm.tokens))
+
+
+def files(recipe: Recipe) -> dict[str, str]:
+    """The words that it judges with, which whoever uses the model must know."""
+    return {PROCESS: json.dumps(recipe.prm.model_dump(), ensure_ascii=False, indent=2)}
+
+
+def scores(items: Sequence[Steps], models: Models) -> list[dict[str, Any]]:
+    """The probability that each step is good, beside its label."""
+    lines = []
+    logprobs_K = models.logprobs(models.arrange(items))
+    for item, share in zip(items, logprobs_K.split([item.example.targets for item in items]), strict=True):
+        good = good_probability(share.view(len(item.labels), -1)).tolist()
+        lines.append({"row": str(item.origin), "steps": good, "labels": [label[0] for label in item.labels]})
+    return lines
 
 
 class Stepwise(Plain):

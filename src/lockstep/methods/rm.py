@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,6 +19,13 @@ from lockstep.types import MicroBatch, Ranking, Sums
 
 def reader(recipe: Recipe) -> Reader[Ranking]:
     return partial(load_rows, Dataset, partial(RankingRows, read="score", several=True))
+
+
+def scores(items: Sequence[Ranking], models: Models) -> list[dict[str, Any]]:
+    """The score of each response."""
+    update = models.arrange(items)
+    shares = models.scores(update).split([len(item.examples) for item in items])
+    return [{"row": str(item.origin), "scores": share.tolist()} for item, share in zip(items, shares, strict=True)]
 
 
 class Ranked:

@@ -8,6 +8,7 @@ from lockstep.errors import Problem
 from lockstep.functions import is_place
 from lockstep.recipe.methods import ONLINE, OPTIONAL_SECTIONS, READS, preference_reads
 from lockstep.recipe.offline import Distill
+from lockstep.recipe.rows import estimator_row, loss_row
 from lockstep.recipe.schema import Recipe
 from lockstep.recipe.section import Section
 
@@ -48,10 +49,6 @@ ROW_KEYS: dict[str, tuple[str, ...]] = {
     "kto": ("messages_key", "prompt_key", "chosen_key", "rejected_key", "response_key", "label_key"),
     "prm": ("messages_key", "prompt_key", "text_key", "steps_key", "label_key"),
 }
-# Policy losses without a ratio of new to old probability: right only while the policy is the one that answered.
-RATIO_FREE = ("policy_gradient",)
-# Estimators that compare the samples of a prompt with each other.
-GROUPED = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_pp_baseline")
 
 
 def combination_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -190,7 +187,8 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "batch.prompts_per_update", f"{per_update} does not divide batch.prompts={batch.prompts}", f"use {fitting}"
         )
-    if algorithm.advantage in GROUPED and rollout.n < 2:
+    needs = estimator_row(algorithm.advantage)
+    if needs.groups and rollout.n < 2:
         yield Problem(
             "rollout.n",
             f"{algorithm.advantage} compares the samples of a prompt, and there is one",
@@ -212,7 +210,7 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_best", "the best checkpoint is chosen by val/loss, which online runs lack")
     if recipe.method == "on_policy_distill" and kl.reference is None:
         yield Problem("algorithm.kl.reference", "must be set: it is the teacher", "name the teacher's folder")
-    if algorithm.loss in RATIO_FREE and (per_update < batch.prompts or algorithm.epochs > 1):
+    if not loss_row(algorithm.loss).ratio and (per_update < batch.prompts or algorithm.epochs > 1):
         yield Problem(
             "batch.prompts_per_update" if per_update < batch.prompts else "algorithm.epochs",
             f"loss {algorithm.loss} has no ratio of new to old probability: a second update of a step would take "
@@ -227,7 +225,7 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("algorithm.correction.low", "is over algorithm.correction.high")
     if algorithm.overlong.buffer > rollout.max_tokens:
         yield Problem("algorithm.overlong.buffer", "is longer than rollout.max_tokens")
-    if recipe.critic.model_fields_set and algorithm.advantage != "gae":
+    if recipe.critic.model_fields_set and not needs.critic:
         yield Problem("critic", f"advantage {algorithm.advantage} has no critic", "use method ppo, or remove the keys")
     elif recipe.run.steps is not None and recipe.critic.warmup >= recipe.run.steps:
         yield Problem(
@@ -235,8 +233,7 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
             f"{recipe.critic.warmup} steps for the critic alone, of {recipe.run.steps}, leave none to the policy",
             "lower it, or raise run.steps",
         )
-    grouped = algorithm.advantage in GROUPED or is_place(algorithm.advantage)
-    if algorithm.dynamic_sampling.rounds > 1 and not grouped:
+    if algorithm.dynamic_sampling.rounds > 1 and not (needs.groups or is_place(algorithm.advantage)):
         yield Problem("algorithm.dynamic_sampling.rounds", "looks at the rewards of a group", "use a group method")
     yield from _offline_row_problems(recipe)
     yield from _sampled_validation_problems(recipe)

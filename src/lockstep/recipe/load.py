@@ -24,6 +24,7 @@ from lockstep.recipe.methods import (
     preference_reads,
     with_method_defaults,
 )
+from lockstep.recipe.rows import estimator_row
 from lockstep.recipe.schema import Recipe
 
 
@@ -146,7 +147,7 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
     unused: dict[str, Any] = dict.fromkeys(unread, True)
     if recipe.method in ONLINE:
         unused["batch"] = {"rows_per_update"}
-        if recipe.algorithm.advantage != "gae":
+        if not estimator_row(recipe.algorithm.advantage).critic:
             unused["critic"] = True
     else:
         unused["batch"] = {"prompts", "prompts_per_update"}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from lockstep.recipe.effects import CACHE, FOLDER, GROUPS, REWARD, SAMPLING, Effect
 from lockstep.recipe.own import NamedOrOwn
+from lockstep.recipe.rows import ESTIMATORS, LOSSES
 from lockstep.recipe.section import Field, Section
 
 
@@ -108,20 +109,6 @@ class Correction(Section):
     )
 
 
-Estimator = Literal[
-    "gae",
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "remax",
-    "opo",
-    "grpo_passk",
-    "gpg",
-]
-PolicyLoss = Literal["clip", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "policy_gradient"]
 Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
 
@@ -175,10 +162,10 @@ class Overlong(Section):
 
 
 class Algorithm(Section):
-    advantage: Annotated[str, NamedOrOwn(get_args(Estimator))] = Field(
+    advantage: Annotated[str, NamedOrOwn(tuple(ESTIMATORS))] = Field(
         "grpo", description="How rewards become advantages: by name, or by your own function: `path/to/file.py:name`."
     )
-    loss: Annotated[str, NamedOrOwn(get_args(PolicyLoss))] = Field(
+    loss: Annotated[str, NamedOrOwn(tuple(LOSSES))] = Field(
         "clip", description="The policy loss: by name, or your own function: `path/to/file.py:name`."
     )
     aggregation: Aggregation = Field("token_mean", description="How the token losses of an update are averaged.")

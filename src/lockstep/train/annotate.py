@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.recipe import Recipe
+from lockstep.recipe.rows import loss_row
 from lockstep.recipe.schema import Batch
 from lockstep.train.experience import Experience
 from lockstep.train.models import Models
@@ -60,7 +61,7 @@ def old_needed(recipe: Recipe, updates: int) -> bool:
     algorithm = recipe.algorithm
     corrected = algorithm.correction.weight != "none" or algorithm.correction.mask != "none"
     in_reward = algorithm.kl.where == "reward"
-    chosen_before = algorithm.loss in ("clip_cov", "kl_cov")
+    chosen_before = loss_row(algorithm.loss).held is not None
     return updates * algorithm.epochs > 1 or corrected or in_reward or chosen_before
 
 

@@ -16,6 +16,7 @@ from lockstep.parallel.shard import shard
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.recipe.rows import estimator_row
 from lockstep.recipe.schema import Optim
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
@@ -23,7 +24,7 @@ from lockstep.train.step import Learner
 
 def scoring_of(recipe: Recipe) -> Scoring:
     """Responses are scored under the distribution they are sampled from."""
-    if recipe.method == "distill":
+    if recipe.distill.teacher is not None:
         settings = recipe.distill
         return Scoring(comparison=TeacherDivergence(settings.divergence, settings.mix, settings.temperature))
     if recipe.method not in ONLINE:
@@ -43,8 +44,12 @@ def build_learner(recipe: Recipe, device: Device, world: World, place: torch.dev
     return _learner(policy, recipe, recipe.optim, device, world, place, "actor" if recipe.method in ONLINE else "train")
 
 
+def has_critic(recipe: Recipe) -> bool:
+    return recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
+
+
 def build_critic(recipe: Recipe, device: Device, world: World, place: torch.device) -> Learner | None:
-    if recipe.method not in ONLINE or recipe.algorithm.advantage != "gae":
+    if not has_critic(recipe):
         return None
     path = recipe.critic.path or recipe.model.path
     _refuse_other_vocabulary(recipe, "critic.path", path)

@@ -9,9 +9,7 @@ from lockstep.errors import Refusal
 from lockstep.methods import METHODS
 from lockstep.model.export import export_model, export_value_model
 from lockstep.recipe import Recipe
-from lockstep.recipe.methods import ONLINE
 from lockstep.reward.model import STATS
-from lockstep.reward.process import PROCESS
 from lockstep.run import checkpoint as checkpoints
 
 
@@ -20,10 +18,9 @@ def write_export(
 ) -> list[str]:
     """The checkpoint as what its method makes: a language model, or a reward model; returns what to say of it."""
     where, ends, said = str(found.path), found.state.end_tokens, [f"exported the model to {out}"]
-    if recipe.method in ONLINE or METHODS[recipe.method].model == "policy":
-        files = {}
-        if recipe.method == "prm":
-            files[PROCESS] = json.dumps(recipe.prm.model_dump(), ensure_ascii=False, indent=2)
+    method = METHODS.get(recipe.method)
+    if method is None or method.model == "policy":
+        files = method.files(recipe) if method else {}
         export_model(
             recipe.model,
             found.weights,

@@ -110,6 +110,10 @@ class Models:
         assert self.critic is not None
         return self.over_targets(self.critic.module, asked, lambda values: values)
 
+    def scores(self, asked: Asked) -> torch.Tensor:
+        """A reward model's scores."""
+        return self.over_targets(self.module, asked, lambda scores: scores)
+
     def with_teacher(self, update: Update[Any]) -> list[MicroBatch]:
         """The update's micro-batches, each with what the teacher says of its targets."""
         if self.cache is None:

@@ -18,6 +18,7 @@ from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
 from lockstep.model.load import DTYPES, load_config, with_lora
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_kind
+from lockstep.recipe.rows import estimator_row
 
 # Updates whose packing is tried out for the plan; the rest look alike.
 SAMPLED_UPDATES = 100
@@ -194,11 +195,9 @@ def _with_frozen(plan: MemoryPlan, recipe: Recipe, devices: int) -> MemoryPlan:
     parameters = 0
     if reference_kind(recipe) == "model":
         parameters = plan.parameters - (plan.trained if recipe.model.lora is not None else 0)
-    elif recipe.method == "distill" and recipe.distill.top_k is None:
+    elif recipe.distill.teacher is not None and recipe.distill.top_k is None:
         with torch.device("meta"):
-            teacher = AutoModelForCausalLM.from_config(
-                load_config(str(recipe.distill.teacher)), trust_remote_code=False
-            )
+            teacher = AutoModelForCausalLM.from_config(load_config(recipe.distill.teacher), trust_remote_code=False)
         parameters = sum(p.numel() for p in teacher.parameters())
     weights = parameters * size // devices
     return replace(plan, phases=tuple(replace(phase, weights=phase.weights + weights) for phase in plan.phases))
@@ -209,7 +208,7 @@ def _with_online_parts(plan: MemoryPlan, recipe: Recipe, config: Any, devices: i
     size = DTYPES[recipe.model.dtype].itemsize
     masters = bool(recipe.model.master_weights)
     lora = recipe.model.lora
-    has_critic = recipe.algorithm.advantage == "gae"
+    has_critic = estimator_row(recipe.algorithm.advantage).critic
     # With an adapter the critic trains one too, and its head.
     trained = (plan.trained + config.hidden_size * int(lora is not None)) * int(has_critic)
     weights = plan.parameters * int(has_critic) * size // devices

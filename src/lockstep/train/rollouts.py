@@ -11,6 +11,7 @@ from lockstep.algorithms.advantage import informative
 from lockstep.data.dataset import Loader
 from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
+from lockstep.recipe.rows import estimator_row
 from lockstep.reward.scorer import Scorer
 from lockstep.reward.shaping import overlong_penalty
 from lockstep.rollout.generator import Generator, Phases
@@ -59,7 +60,7 @@ def take_rollouts(
     # The rounds are used up: groups that teach nothing fill the step, so that its size stays what it is.
     filled = kept + uniform[: wanted - len(kept)]
     rollouts = [replace(rollout, place=index) for index, group in enumerate(filled) for rollout in group]
-    greedy = answers.greedy(rollouts) if recipe.algorithm.advantage == "remax" else None
+    greedy = answers.greedy(rollouts) if estimator_row(recipe.algorithm.advantage).greedy_baseline else None
     every += greedy or []
     failed = [rollout for rollout in every if isinstance(rollout.score, Failure)]
     _refuse_failures(failed, len(every), recipe.reward.max_failures)

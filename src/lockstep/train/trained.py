@@ -6,14 +6,13 @@ from lockstep.errors import Problem, Refusal
 from lockstep.model.load import load_config
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.recipe import Recipe
-from lockstep.recipe.methods import ONLINE
+from lockstep.train.build import has_critic
 
 
 def trained_folders(recipe: Recipe) -> dict[str, str]:
     """The folders of trained models by key, each once. References and teachers are only read."""
     folders = {"model.path": recipe.model.path}
-    has_critic = recipe.method in ONLINE and recipe.algorithm.advantage == "gae"
-    if has_critic and recipe.critic.path not in (None, recipe.model.path):
+    if has_critic(recipe) and recipe.critic.path not in (None, recipe.model.path):
         folders["critic.path"] = str(recipe.critic.path)
     return folders
 

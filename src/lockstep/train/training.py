@@ -11,6 +11,8 @@ from types import FrameType
 from lockstep.device.base import Device
 from lockstep.errors import Interrupted, Refusal
 from lockstep.kernels.fused import replaced
+from lockstep.methods import METHODS
+from lockstep.methods.base import Method
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.rollout.generator import Generator
@@ -108,7 +110,7 @@ class Training:
         run.console.end()
         if run.world.main and self.keeps:
             self.checkpointer.export(step)
-            run.summarise(step, next_words(run.recipe.method, run.folder.path))
+            run.summarise(step, next_use(run.recipe.method, run.folder.path))
 
     def close(self, *, ok: bool) -> None:
         if self._generator is not None:
@@ -210,13 +212,10 @@ def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def next_words(method: str, path: Path) -> tuple[str, str]:
+def next_use(method: str, run: Path) -> tuple[str, str]:
     """What one does with the model that came out."""
-    if method == "rm":
-        return "use it", f"reward.model: {path / 'export'}"
-    if method == "prm":
-        return "judge with it", f"lockstep eval {path} STEPS"
-    return "talk to it", f"lockstep generate {path} --chat"
+    what, how = METHODS[method].use if method in METHODS else Method.use
+    return what, how.format(run=run)
 
 
 def _due(step: int, every: int | None) -> bool:

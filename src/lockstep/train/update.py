@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 
 import torch
 
-from lockstep.algorithms import covariance, own
+from lockstep.algorithms import own
+from lockstep.algorithms.covariance import HELD
 from lockstep.algorithms.kl import divergence
 from lockstep.algorithms.policy import PolicyTokens
 from lockstep.algorithms.reduce import aggregation_weights
@@ -17,6 +19,7 @@ from lockstep.errors import Refusal
 from lockstep.kernels.logprob import Scores
 from lockstep.recipe import Recipe
 from lockstep.recipe.online import Algorithm
+from lockstep.recipe.rows import loss_row
 from lockstep.train.advantages import Advantages
 from lockstep.train.annotate import Annotated, Phases, UpdatePlan
 from lockstep.train.experience import Experience
@@ -28,18 +31,11 @@ from lockstep.types import Loss, MicroBatch, Sums
 
 def loss_of(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
     """The policy loss with the keys it reads."""
-    bounds = {"low": algorithm.clip_low, "high": algorithm.clip_high}
-    keys: dict[str, dict[str, float | None]] = {
-        "clip": {**bounds, "dual": algorithm.dual_clip},
-        "gspo": {**bounds},
-        "cispo": {**bounds},
-        "geo_mean": {**bounds},
-        "clip_cov": {**bounds},
-        "sapo": {"positive": algorithm.sapo_positive, "negative": algorithm.sapo_negative},
-        "kl_cov": {"weight": algorithm.cov_kl},
-        "policy_gradient": {},
-    }
-    return own.policy_loss(algorithm.loss, keys.get(algorithm.loss, {}))
+    return own.policy_loss(algorithm.loss, _keys(algorithm, loss_row(algorithm.loss).keys))
+
+
+def _keys(algorithm: Algorithm, names: Mapping[str, str]) -> dict[str, Any]:
+    return {argument: getattr(algorithm, key) for argument, key in names.items()}
 
 
 @dataclass(frozen=True)
@@ -183,20 +179,14 @@ def _policy_loss(
 
 def _held(algorithm: Algorithm, learned: Learned, tokens: slice, seed: tuple[int, ...]) -> torch.Tensor | None:
     """Tokens that the covariance losses hold back, chosen over the whole update."""
-    if algorithm.loss not in ("clip_cov", "kl_cov"):
+    held = loss_row(algorithm.loss).held
+    if held is None:
         return None
     old_K, advantages = learned.known.old_K, learned.advantages
     assert old_K is not None
     vectors = old_K[tokens], advantages.advantages_K[tokens], advantages.keep_K[tokens]
-    if algorithm.loss == "kl_cov":
-        return covariance.kl_cov_held(*vectors, share=algorithm.cov_share)
-    return covariance.clip_cov_held(
-        *vectors,
-        share=algorithm.cov_share,
-        low=algorithm.cov_low,
-        high=algorithm.cov_high,
-        generator=torch.Generator().manual_seed(int.from_bytes(sha256(repr(seed).encode()).digest()[:7], "big")),
-    )
+    draw = torch.Generator().manual_seed(int.from_bytes(sha256(repr(seed).encode()).digest()[:7], "big"))
+    return HELD[algorithm.loss](*vectors, **_keys(algorithm, held), generator=draw)
 
 
 def _policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lockstep.recipe import Recipe
-from lockstep.recipe.checks import GROUPED
+from lockstep.recipe.rows import estimator_row
 from lockstep.reward.scorer import active_weights
 
 # A warning is said once; it is said again after its sign has been away for this many steps.
@@ -60,7 +60,7 @@ def _compares(recipe: Recipe) -> bool:
     """Does the run learn from how the rewards of a group differ? Not where there are none, as when a teacher alone is
     followed, nor where the estimator looks at each response by itself."""
     weights, _ = active_weights(recipe.reward)
-    return recipe.rollout.n > 1 and recipe.algorithm.advantage in GROUPED and any(weights.values())
+    return recipe.rollout.n > 1 and estimator_row(recipe.algorithm.advantage).groups and any(weights.values())
 
 
 CONSTANT = WarningSign(

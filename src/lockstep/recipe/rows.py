@@ -1,0 +1,66 @@
+"""What each estimator and each policy loss needs, by name. The loops ask these rows; a recipe names what stands here.
+
+A new one is a row here and a function in `algorithms/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class EstimatorRow:
+    critic: bool = False
+    """Values of a learned critic."""
+    groups: bool = False
+    """Several responses to a prompt, which are compared with each other."""
+    greedy_baseline: bool = False
+    """The score of the likeliest response to each prompt."""
+
+
+@dataclass(frozen=True)
+class LossRow:
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Arguments of the function, and the keys of `algorithm` that they are."""
+    ratio: bool = True
+    """Whether it weighs what the policy did before the update: without, a step can have one update only."""
+    held: Mapping[str, str] | None = None
+    """Where some tokens are held back: arguments of the function that chooses them, as `keys`. Old log-probs are needed
+    before the update."""
+
+
+_BOUNDS = {"low": "clip_low", "high": "clip_high"}
+
+ESTIMATORS: dict[str, EstimatorRow] = {
+    "gae": EstimatorRow(critic=True),
+    "grpo": EstimatorRow(groups=True),
+    "dr_grpo": EstimatorRow(groups=True),
+    "rloo": EstimatorRow(groups=True),
+    "reinforce": EstimatorRow(),
+    "reinforce_pp": EstimatorRow(),
+    "reinforce_pp_baseline": EstimatorRow(groups=True),
+    "remax": EstimatorRow(greedy_baseline=True),
+    "opo": EstimatorRow(groups=True),
+    "grpo_passk": EstimatorRow(groups=True),
+    "gpg": EstimatorRow(groups=True),
+}
+LOSSES: dict[str, LossRow] = {
+    "clip": LossRow({**_BOUNDS, "dual": "dual_clip"}),
+    "gspo": LossRow(_BOUNDS),
+    "cispo": LossRow(_BOUNDS),
+    "sapo": LossRow({"positive": "sapo_positive", "negative": "sapo_negative"}),
+    "geo_mean": LossRow(_BOUNDS),
+    "clip_cov": LossRow(_BOUNDS, held={"share": "cov_share", "low": "cov_low", "high": "cov_high"}),
+    "kl_cov": LossRow({"weight": "cov_kl"}, held={"share": "cov_share"}),
+    "policy_gradient": LossRow(ratio=False),
+}
+
+
+def estimator_row(name: str) -> EstimatorRow:
+    """A function of the user's own needs nothing that we know of."""
+    return ESTIMATORS.get(name, EstimatorRow())
+
+
+def loss_row(name: str) -> LossRow:
+    return LOSSES.get(name, LossRow())
