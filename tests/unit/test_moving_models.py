@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from moving_models import FIXED, MOVING, longrope
+from moving_models import FIXED, MOVING, longrope, sft_recipe
 from small_models import SIZES, write_model
 from test_eval_rows import evaluated, response_logprob
 from transformers import LlamaConfig
@@ -118,19 +118,7 @@ def test_validation_questions_that_would_move_positions_are_refused_before_train
         {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]} for _ in range(4)
     ]
     questions = write_jsonl(tmp_path / "questions.jsonl", question_rows(5))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"""
-method: sft
-device: cpu
-run: {{folder: {tmp_path}, steps: 1, export: false}}
-model: {{path: {moving}}}
-data: {{train: {write_jsonl(tmp_path / "train.jsonl", rows)}}}
-batch: {{rows_per_update: 4, tokens: 128}}
-val: {{questions: {questions}}}
-""",
-        encoding="utf-8",
-    )
+    recipe = sft_recipe(tmp_path, moving, rows, f"val: {{questions: {questions}}}")
     assert run("train", recipe, "run.name=long", "val.max_new_tokens=6") == 2
     said = told(capsys)
     assert "val.max_new_tokens" in said
