@@ -126,3 +126,18 @@ def test_validation_questions_that_would_move_positions_are_refused_before_train
     assert not trained(tmp_path / "long")
     assert run("train", recipe, "run.name=short", "val.max_new_tokens=5") == 0
     assert trained(tmp_path / "short")
+
+
+@pytest.mark.parametrize("verb", ["eval", "sample"])
+def test_answers_that_would_move_positions_are_refused_by_option(
+    verb: str, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the weights are read. The longest question leaves five tokens."""
+    questions = write_jsonl(tmp_path / "questions.jsonl", question_rows(5))
+    words = [verb, moving, questions, *([tmp_path / "out.parquet"] if verb == "sample" else []), "--device", "cpu"]
+    with monkeypatch.context() as unread:
+        unread.delattr("lockstep.train.answering.load_policy")
+        assert run(*words, "--max-new-tokens", 6) == 2
+    said = told(capsys)
+    assert f"keep prompt and --max-new-tokens within {ORIGINAL} together" in said
+    assert run(*words, "--max-new-tokens", 5) == 0

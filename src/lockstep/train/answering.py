@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,13 +10,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.model.load import DTYPES, load_policy
+from lockstep.model.load import DTYPES, load_config, load_policy
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.recipe.online import Rollout
 from lockstep.recipe.schema import Model
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.train.generation import check_engine, make_engine, stop_ids
+from lockstep.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,13 @@ class Answerer:
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: str) -> None:
+    """Refuse, before the model is loaded, answers in which the positions of cached keys would move."""
+    config = load_config(folder)
+    longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
+    refuse_moving_positions(config.get_text_config(), longest, config.model_type, "--max-new-tokens")
 
 
 def refuse_options(dtype: str, n: int, temperature: float) -> None:

@@ -23,7 +23,7 @@ from lockstep.recipe.online import Reward, Rollout
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.collect import collect
 from lockstep.run.progress import Console
-from lockstep.train.answering import Answerer, refuse_options
+from lockstep.train.answering import Answerer, refuse_long_answers, refuse_options
 from lockstep.train.answers import encode_questions
 from lockstep.train.judging import identity_of, opened_scorer, refuse_failures
 from lockstep.train.sample_parts import Parts, fingerprint_of, sample_row
@@ -67,6 +67,7 @@ def sample_responses(job: Job, device_name: str) -> None:
         rows = read_rows(job.data)
         prompts = encode_questions(tokenizer, read_questions(rows, job.rows), job.system)
         refuse_prompts(prompts, job.sampling.max_tokens, load_config(folder))
+        refuse_long_answers(prompts, job.sampling.max_tokens, folder)
         parts = Parts(job.out, manifest_of(job, folder, rows.fingerprint))
         if world.main:
             parts.check()

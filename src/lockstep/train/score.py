@@ -19,7 +19,7 @@ from lockstep.reward.rules import rule_for
 from lockstep.run.folder import refuse_unwritable
 from lockstep.run.progress import Console
 from lockstep.run.screen import Screen, shown
-from lockstep.train.answering import Answerer, refuse_options
+from lockstep.train.answering import Answerer, refuse_long_answers, refuse_options
 from lockstep.train.answers import answers, encode_questions
 from lockstep.train.evaluate import answer_metrics
 from lockstep.train.samples import sample_line
@@ -75,9 +75,10 @@ def score_model(
         for source in sorted({question.data_source for question in questions}):
             rule_for(source)
         tokenizer = load_tokenizer(folder)
+        prompts, judge = encode_questions(tokenizer, questions), RuleJudge()
+        refuse_long_answers(prompts, max_new_tokens, folder)
         answerer = Answerer.open(folder, tokenizer, dtype, device, world)
         sampling = Sampling(max_new_tokens, temperature, stop_ids=answerer.stop_ids, seed=seed)
-        prompts, judge = encode_questions(tokenizer, questions), RuleJudge()
         with console.task("Answering", len(questions) * n) as task:
             given = answers(
                 answerer.policy,
