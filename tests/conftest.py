@@ -38,6 +38,17 @@ def same_arithmetic() -> Iterator[None]:
         sys.modules["torch"].backends.mkldnn.enabled = True
 
 
+@pytest.fixture
+def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No architecture has passed its check yet, in this process or before it."""
+    from lockstep.model import verified
+
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    verified._here.cache_clear()
+    yield
+    verified._here.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from lockstep.model.tiny import write_tiny

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +22,11 @@ from transformers import (
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.kernels import attention
-from lockstep.model import verified
 from lockstep.model.check import Unfit, check_architecture
 from lockstep.rollout.trial import check_engine_architecture
 
 pytestmark = [
+    pytest.mark.usefixtures("nothing_remembered"),
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA device"),
 ]
@@ -45,14 +43,6 @@ CONFIGS: dict[str, Any] = {
     "cohere2": Cohere2Config(),
     "latent attention": DeepseekV3Config(),
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    verified._here.cache_clear()
-    yield
-    verified._here.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

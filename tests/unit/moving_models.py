@@ -1,11 +1,14 @@
-"""Configurations of small models whose rotary positions move with the length of a sequence."""
+"""Small models whose rotary positions move with the length of a sequence, and a run that trains one."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from small_models import SIZES
 from transformers import LlamaConfig, Phi3Config
+
+from conftest import write_jsonl
 
 # Up to so many tokens the positions of a sequence are fixed.
 FIXED = 24
@@ -29,3 +32,22 @@ def dynamic() -> Any:
 
 
 MOVING = {"longrope": longrope, "dynamic": dynamic}
+
+
+def sft_recipe(folder: Path, model: Path, rows: list[dict[str, object]], more: str = "") -> Path:
+    """A recipe of one update over all rows in one line; its runs lie in `folder`."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(
+        f"""
+method: sft
+device: cpu
+run: {{folder: {folder}, steps: 1, export: false}}
+model: {{path: {model}}}
+data: {{train: {write_jsonl(folder / "train.jsonl", rows)}}}
+batch: {{rows_per_update: {len(rows)}, tokens: 400}}
+optim: {{warmup: 0}}
+{more}
+""",
+        encoding="utf-8",
+    )
+    return recipe

@@ -23,7 +23,6 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention import transformers_attention
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.masks import WINDOW, BeyondCausal, read_mask
-from lockstep.model import verified
 from lockstep.model.policy import Policy
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -90,6 +89,7 @@ def test_a_window_on_one_head_only_is_refused(head: int, others: int | None) -> 
         read_mask(mask, heads=4)
 
 
+@pytest.mark.usefixtures("nothing_remembered")
 def test_a_model_with_a_window_on_its_last_head_is_refused(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,9 +99,6 @@ def test_a_model_with_a_window_on_its_last_head_is_refused(
     monkeypatch.setattr(
         modeling_llama, "create_causal_mask", lambda **how: right(**how, and_mask_function=of_head(3, 6))
     )
-    # Other tests have seen this configuration pass.
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    verified._here.cache_clear()
     with pytest.raises(Refusal, match=r"LlamaForCausalLM: its heads see different tokens \(head 3 others"):
         load(folder)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,7 @@ CPU = torch.device("cpu")
 # Full sizes, as a folder has them: a window of thousands of tokens is checked all the same.
 WINDOWED = MistralConfig(sliding_window=4096)
 
-
-@pytest.fixture(autouse=True)
-def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    verified._here.cache_clear()
-    yield
-    verified._here.cache_clear()
+pytestmark = pytest.mark.usefixtures("nothing_remembered")
 
 
 def check(config: Any, dtype: torch.dtype = torch.float32) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from moving_models import FIXED, MOVING, longrope
+from moving_models import FIXED, MOVING, longrope, sft_recipe
 from small_models import SIZES, write_model
 from test_eval_rows import evaluated, response_logprob
 from transformers import LlamaConfig
@@ -118,19 +118,7 @@ def test_validation_questions_that_would_move_positions_are_refused_before_train
         {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]} for _ in range(4)
     ]
     questions = write_jsonl(tmp_path / "questions.jsonl", question_rows(5))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"""
-method: sft
-device: cpu
-run: {{folder: {tmp_path}, steps: 1, export: false}}
-model: {{path: {moving}}}
-data: {{train: {write_jsonl(tmp_path / "train.jsonl", rows)}}}
-batch: {{rows_per_update: 4, tokens: 128}}
-val: {{questions: {questions}}}
-""",
-        encoding="utf-8",
-    )
+    recipe = sft_recipe(tmp_path, moving, rows, f"val: {{questions: {questions}}}")
     assert run("train", recipe, "run.name=long", "val.max_new_tokens=6") == 2
     said = told(capsys)
     assert "val.max_new_tokens" in said
@@ -138,3 +126,18 @@ val: {{questions: {questions}}}
     assert not trained(tmp_path / "long")
     assert run("train", recipe, "run.name=short", "val.max_new_tokens=5") == 0
     assert trained(tmp_path / "short")
+
+
+@pytest.mark.parametrize("verb", ["eval", "sample"])
+def test_answers_that_would_move_positions_are_refused_by_option(
+    verb: str, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the weights are read. The longest question leaves five tokens."""
+    questions = write_jsonl(tmp_path / "questions.jsonl", question_rows(5))
+    words = [verb, moving, questions, *([tmp_path / "out.parquet"] if verb == "sample" else []), "--device", "cpu"]
+    with monkeypatch.context() as unread:
+        unread.delattr("lockstep.rollout.generator.load_policy")
+        assert run(*words, "--max-new-tokens", 6) == 2
+    said = told(capsys)
+    assert f"keep prompt and --max-new-tokens within {ORIGINAL} together" in said
+    assert run(*words, "--max-new-tokens", 5) == 0

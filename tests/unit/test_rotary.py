@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from moving_models import FIXED, MOVING, dynamic, longrope
+from moving_models import FIXED, MOVING, dynamic, longrope, sft_recipe
 from small_models import SIZES, load, write_model
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from conftest import run, write_jsonl
+from conftest import run
 from lockstep.data.batching import micro_batch, plan_micro_batches, shared_beginnings
 from lockstep.kernels.rotary import OwnPositions, fixed_length
 from lockstep.methods import METHODS
@@ -102,20 +102,7 @@ def test_the_token_budget_does_not_change_the_loss(tmp_path: Path, tiny_folder: 
     """Rows on both sides of the original length: short and long ones in lines of their own, mixed, and in one line."""
     original = 40
     folder = write_model(tmp_path / "model", longrope(original), tiny_folder)
-    data = write_jsonl(tmp_path / "train.jsonl", answers_of_two_lengths())
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"""
-method: sft
-device: cpu
-run: {{folder: {tmp_path}, steps: 1, export: false}}
-model: {{path: {folder}}}
-data: {{train: {data}}}
-batch: {{rows_per_update: 8, tokens: 400}}
-optim: {{warmup: 0}}
-""",
-        encoding="utf-8",
-    )
+    recipe = sft_recipe(tmp_path, folder, answers_of_two_lengths())
     settings = load_recipe(str(recipe), [])
     read, tokenizer = METHODS["sft"].reader(settings), load_tokenizer(str(folder))
     examples = read(settings.data.train, settings.data, tokenizer, 96).examples

@@ -22,13 +22,7 @@ from lockstep.rollout.trial import check_engine_architecture
 CPU = torch.device("cpu")
 KEY = "a" * 64
 
-
-@pytest.fixture(autouse=True)
-def own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    verified._here.cache_clear()
-    yield
-    verified._here.cache_clear()
+pytestmark = pytest.mark.usefixtures("nothing_remembered")
 
 
 @contextmanager

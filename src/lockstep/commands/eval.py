@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from lockstep.commands.eval_rows import rows_recipe, score_rows
-from lockstep.commands.options import refuse_options
+from lockstep.commands.options import refuse_long_answers, refuse_options
 from lockstep.data.prompts import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
@@ -67,9 +67,10 @@ def score_model(
         for source in sorted({question.data_source for question in questions}):
             rule_for(source)
         tokenizer = load_tokenizer(folder)
+        prompts, judge = encode_questions(tokenizer, questions), RuleJudge()
+        refuse_long_answers(prompts, max_new_tokens, folder)
         generator = Generator.load(folder, tokenizer, dtype, device, world)
         sampling = Sampling(max_new_tokens, temperature, stop_ids=generator.stop_ids, seed=seed)
-        prompts, judge = encode_questions(tokenizer, questions), RuleJudge()
         keys = validation_keys(len(prompts))
         with console.task("Answering", len(questions) * n) as task:
             given = generator.generate(

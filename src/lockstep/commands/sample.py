@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lockstep.commands.options import refuse_options
+from lockstep.commands.options import refuse_long_answers, refuse_options
 from lockstep.commands.sample_parts import Parts, sample_row
 from lockstep.commands.sample_rewards import identity_of, opened_scorer, refuse_failures
 from lockstep.data.prompts import read_questions
@@ -68,6 +68,7 @@ def sample_responses(job: Job, device_name: str) -> None:
         rows = read_rows(job.data)
         prompts = encode_questions(tokenizer, read_questions(rows, job.rows), job.system)
         refuse_prompts(prompts, job.sampling.max_tokens, load_config(folder))
+        refuse_long_answers(prompts, job.sampling.max_tokens, folder)
         parts = Parts(job.out, manifest_of(job, folder, rows.fingerprint))
         if world.main:
             parts.check()
