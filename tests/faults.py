@@ -15,6 +15,7 @@ import fault_modules as modules
 import fault_updates as updates
 from fault_scene import Inject, Scene, replay_with
 from lockstep.algorithms.advantage import ESTIMATORS
+from lockstep.parity.replay.replay import Replayed
 
 ROOT = "(root)"
 OTHER_BATCHES = ["batch.tokens=200"]
@@ -307,8 +308,10 @@ def name_it(run: Path, fault: Fault) -> Named | None:
         fault.inject(scene)
 
     found = replay_with(run, inject, OTHER_BATCHES)
-    if found is None:
-        return None
+    return None if found is None else named_by(fault, found)
+
+
+def named_by(fault: Fault, found: Replayed) -> Named:
     module, cause = found.module, found.cause
     said = f"{cause.what} {cause.where}" if cause else ""
     rank = module.rank if module else int("rank 1" in said)

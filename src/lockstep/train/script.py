@@ -25,7 +25,8 @@ class Script:
         """Before a step: put weights where they must be."""
 
     def after(self, session: Session, step: int) -> None:
-        """When a step is done and logged."""
+        """When a step is done, logged and saved."""
+        session.tape.leave(step + 1)
 
     def items(self, step: int, live: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Offline: the rows of an update."""

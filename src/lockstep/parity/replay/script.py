@@ -44,6 +44,7 @@ class Replay(Script):
 
     def after(self, session: Session, step: int) -> None:
         """Where a module parts for the first time, look into it while the models are here."""
+        super().after(session, step)
         if self.mode != "forced" or self.parted is not None:
             return
         found: list[Blamed | None] = [None]
