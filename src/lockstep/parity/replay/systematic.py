@@ -21,6 +21,8 @@ import torch
 from lockstep.tape.digest import distance, norm, profiles, size_of, sketch
 
 DEVIATIONS = 5.0
+# Rounding of fewer numbers does not average out.
+ENOUGH = 32
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,13 @@ class Systematic:
     means are apart, columns and rows: how far their sizes are; root mean squares over columns or rows."""
     counts: Mapping[str, float]
     """How many numbers stand behind each."""
+    spread_share: float = 1.0
+    """The share of the squared size that is not the mean's: the spread is judged as a part of that."""
 
     def rounding(self, kind: str) -> float:
         """What is left of the difference without this kind of it, and never much less than there is of it."""
-        return math.sqrt(max(self.noise**2 - self.values[kind] ** 2, 0.01 * self.noise**2))
+        noise = self.noise / math.sqrt(self.spread_share) if kind == "spread" else self.noise
+        return math.sqrt(max(noise**2 - self.values[kind] ** 2, 0.01 * noise**2))
 
     def excess(self, bounds: Mapping[str, Bound]) -> Excess:
         """The sum that is furthest beyond, or nearest to, what it may be off by."""
@@ -113,12 +118,14 @@ NOTHING = Excess("", 0.0, 0.0)
 
 
 def systematic(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> Systematic | None:
-    """Of two digests of tensors of this shape; None where one has no profiles, is 0 or is not finite."""
+    """Of two digests of tensors of this shape; None where one has no profiles, is 0, not finite or too small."""
     ours, theirs = profiles(a), profiles(b)
     size, apart = norm(a), distance(a, b)
     if ours is None or theirs is None or not size or not math.isfinite(norm(b)) or not math.isfinite(size + apart):
         return None
     rows, columns = size_of(shape)
+    if rows * columns < ENOUGH:
+        return None
     by = {name: _root_mean_square(theirs[name] - ours[name]) for name in ours}
     of = {name: _root_mean_square(ours[name]) for name in ours}
     values = {
@@ -129,11 +136,10 @@ def systematic(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> System
     }
     counts: dict[str, float] = {"slope": rows * columns, "offset": rows, "columns": rows, "rows": columns}
     spread = _spread(a, b, rows * columns)
-    if spread is not None:
-        # Where most of the size is the mean, the same rounding is a larger share of what is left.
-        values["spread"], share = spread
-        counts["spread"] = rows * columns * share
-    return Systematic(apart / size, values, counts)
+    if spread is None:
+        return Systematic(apart / size, values, counts)
+    values["spread"], counts["spread"] = spread[0], rows * columns
+    return Systematic(apart / size, values, counts, spread[1])
 
 
 def slope(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -206,8 +212,8 @@ class Line:
 
 
 def line(a: torch.Tensor, b: torch.Tensor) -> Line | None:
-    """None of vectors that are not finite, too short for a line, or constant."""
-    if a.shape != b.shape or len(a) < 8 or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+    """None of vectors that are not finite, too short, or constant."""
+    if a.shape != b.shape or len(a) < ENOUGH or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
         return None
     x, y = a.double() - a.double().mean(), b.double() - b.double().mean()
     spread = float(x.square().mean().sqrt())
