@@ -66,7 +66,7 @@ BF16 = Limits(
     gradient=Bound(2e-2, 50),
     movement=Bound(5e-2),
     logprob_slope=Bound(2e-3, 1000),
-    logprob_offset=Bound(2e-3, 300),
+    logprob_offset=Bound(5e-3, 100),
     loss=2e-3,
 )
 
