@@ -258,15 +258,18 @@ def bf16_logprobs(scene: Scene) -> None:
     wrap(scene.policy, "forward", forward)
 
 
-def scaled_head(scene: Scene) -> None:
-    class Head:
-        bias = None
+def scaled_head(factor: float) -> Inject:
+    def inject(scene: Scene) -> None:
+        class Head:
+            bias = None
 
-        @property
-        def weight(self) -> torch.Tensor:
-            return 1.01 * scene.module("model.embed_tokens").weight
+            @property
+            def weight(self) -> torch.Tensor:
+                return factor * scene.module("model.embed_tokens").weight
 
-    wrap(scene.policy.causal_lm, "get_output_embeddings", lambda own: Head())
+        wrap(scene.policy.causal_lm, "get_output_embeddings", lambda own: Head())
+
+    return inject
 
 
 # -- the way back

@@ -104,7 +104,7 @@ FORWARD = [
         "dropout left on", modules.output(f"{L1}.mlp", lambda out: functional.dropout(out, 0.1, True)), f"{L1}.mlp"
     ),
     Fault("dropout in training alone", "sft", modules.dropout_while_training(f"{L1}.mlp"), "log-probs"),
-    _module("tied head scaled", modules.scaled_head, ROOT),
+    _module("tied head scaled", modules.scaled_head(1.01), ROOT),
     _module("temperature missing in scoring", modules.scoring(temperature=1.0), ROOT, "grpo"),
     _module("truncation missing in scoring", modules.scoring(truncation=None), ROOT, "grpo-top-p"),
     _module("log-probabilities in bf16", modules.bf16_logprobs, ROOT, "grpo"),

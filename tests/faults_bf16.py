@@ -81,7 +81,7 @@ FORWARD = [
         "dropout left on", modules.output(f"{L1}.mlp", lambda out: functional.dropout(out, 0.1, True)), f"{L1}.mlp"
     ),
     Fault("dropout in training alone", SFT, modules.dropout_while_training(f"{L1}.mlp"), "log-probs"),
-    _module("tied head x 1.01", modules.scaled_head, ROOT),
+    _module("tied head x 1.02", modules.scaled_head(1.02), ROOT),
     _module("temperature missing in scoring", modules.scoring(temperature=1.0), ROOT, GRPO),
     _module("truncation missing in scoring", modules.scoring(truncation=None), ROOT, TOP_P),
     Fault("log-probabilities in bf16", GRPO, modules.bf16_logprobs, "log-probs", says="precision"),
