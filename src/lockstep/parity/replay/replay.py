@@ -22,6 +22,7 @@ from lockstep.recipe import Recipe, load_recipe
 from lockstep.run.folder import RunFolder, atomic_write_text
 from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
+from lockstep.tape.probe import FORWARD
 
 REPLAYS = "replays"
 RESULT = "replay.json"
@@ -49,11 +50,9 @@ class Replayed:
     @property
     def stage(self) -> str | None:
         """The stage to blame: a module that is off makes the model's log-probabilities, or its gradients."""
-        if self.cause is not None:
-            return self.cause.stage
         if self.module is not None:
-            return "log-probs" if self.module.phase == "forward" else "gradient"
-        return None
+            return "log-probs" if self.module.phase == FORWARD else "gradient"
+        return None if self.cause is None else self.cause.stage
 
 
 def replay(
@@ -153,6 +152,7 @@ def inherited(tolerance: Tolerance, step: int) -> Tolerance:
         loss=0.02,
         gradient=max(0.05, tolerance.gradient),
         update=tolerance.update * step,
+        systematic=None,
     )
 
 
@@ -163,9 +163,9 @@ def first_cause(checks: Sequence[Check]) -> Check | None:
 
 def _explains(module: Blamed, cause: Check) -> bool:
     """A module can only explain what comes after it: a wrong mask or reward is not a module's doing."""
-    if module.phase == "forward":
-        return cause.stage in ("log-probs", "generation", "loss", "gradient")
-    return cause.stage == "gradient"
+    if module.phase == FORWARD:
+        return cause.stage not in ("batch", "reward")
+    return cause.stage in ("gradient", "weights")
 
 
 def verdicts(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
