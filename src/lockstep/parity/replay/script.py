@@ -14,7 +14,6 @@ from lockstep.parity.replay.restore import restore_learner
 from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.reward.scorer import Scorer
 from lockstep.tape.format import TapeFolder
-from lockstep.tape.probe import FORWARD
 from lockstep.tape.record import refuse_no_weights, weights_of
 from lockstep.tape.rows import items_of, rollouts_of
 from lockstep.train.experience import experience_of
@@ -53,7 +52,7 @@ class Replay(Script):
             found = [blame(self.tape.read_step(step + 1), own, tolerance)]
         blamed = session.world.gather(found)[0][0]
         self.parted = None if blamed is None else step + 1
-        if blamed is not None and blamed.phase == FORWARD:
+        if blamed is not None:
             self.restore(session, step)  # the step has moved the weights on
             self.located = locate(session, self.tape, step + 1, blamed)
 
