@@ -10,9 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import Device
-from lockstep.errors import Refusal
+from lockstep.device.trouble import refuse_trouble
+from lockstep.errors import Problem, Refusal
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.check import CHECK_TOLERANCE, RUN_ERRORS, Unfit
+from lockstep.model.kernel_trial import refuse_kernel
 from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.shard import gathered
 from lockstep.parallel.world import World
@@ -87,19 +89,17 @@ def check_engine(engine: Engine, policy: Policy, place: torch.device, path: str)
             check_engine_architecture(policy.causal_lm.config, policy.kernel, engine.device, place)
         ours, trainers = _two_scores(engine, policy, place)
     except Unfit as unfit:
-        raise Refusal.at(f"model.path {path}", f"{name}: {unfit}", remedy) from unfit
+        # A replay goes on and judges what is generated: where the tape was recorded, this check passed.
+        refuse_kernel(Problem(f"model.path {path}", f"{name}: {unfit}", remedy))
+        return
     except RUN_ERRORS as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+        refuse_trouble(error, place)
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Refusal.at(f"model.path {path}", f"{name} cannot be run by the engine: {why}", remedy) from error
     difference = (trainers - ours).abs().max().item()
     if not difference <= CHECK_TOLERANCE[next(policy.parameters()).dtype]:
-        raise Refusal.at(
-            f"model.path {path}",
-            f"{name}: the engine's log-probabilities differ from the trainer's by {difference:.3g}",
-            remedy,
-        )
+        why = f"{name}: the engine's log-probabilities differ from the trainer's by {difference:.3g}"
+        refuse_kernel(Problem(f"model.path {path}", why, remedy))
 
 
 def _instead_of(engine: Engine) -> str:

@@ -76,7 +76,7 @@ def locate(session: Session, tape: TapeFolder, step: int, blamed: Blamed) -> Loc
 
 def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Learner:
     """The recorded weights in a model of its own on the CPU: untouched by what the replay may have wrong."""
-    plain = recipe.model.model_copy(update={"gradient_checkpointing": False})
+    plain = recipe.model.model_copy(update={"gradient_checkpointing": False, "attention": "sdpa"})
     recipe = recipe.model_copy(update={"model": plain, "device": "cpu"})
     device, place = Cpu(), torch.device("cpu")
     build = build_critic if name == "critic" else build_learner

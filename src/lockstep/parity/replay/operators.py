@@ -145,7 +145,8 @@ def _other_part(ours: Flow, theirs: Flow, mine: range, wanted: range, tolerance:
     found = _first_unknown(ours.leaving(mine), theirs.results(), tolerance)
     if found is None:
         return None
-    call = _suspect(ours.calls[mine[0] : mine[-1] + 1], found.call)
+    part = [one for one in ours.made(mine) if _first_unknown([one], theirs.results(), tolerance)]
+    call = _suspect([one.call for one in part if one.place == 0], found.call)
     instead = f"the clean module runs {_list(theirs, wanted)} instead"
     if _coarser(call):
         return _needless(Result(call, 0), instead)
@@ -173,7 +174,8 @@ def _nearest(tensor: torch.Tensor, known: Sequence[Result]) -> tuple[float, Resu
 
 
 def _suspect(part: Sequence[Operator], end: Operator) -> Operator:
-    """Of a part that is off: a cast to less precision, what only the device has and nobody could judge, or its end."""
+    """Of a part whose results the clean module does not have: a cast to less precision, an operator that only the
+    device has and nobody could judge, or its end."""
     casts = [call for call in part if _coarser(call)]
     foreign = [call for call in part if call.inputs and in_double(call) is None]
     return next(iter(casts or foreign), end)

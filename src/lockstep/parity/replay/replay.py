@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal
+from lockstep.model.kernel_trial import judged_later
 from lockstep.parity.compare.report import strict
 from lockstep.parity.replay.checks import BLAME, STAGES, Check, worst_of
 from lockstep.parity.replay.locate import Located
@@ -68,10 +69,13 @@ def replay(
     tape.manifest()
     recipe = replayed_recipe(source, name or free_name(source, mode), overrides)
     script = Replay(tape, mode, steps)
-    folder = run_script(recipe, script, console)
+    with judged_later() as problems:
+        folder = run_script(recipe, script, console)
     if folder is None:
         return None
     result = judge(tape, TapeFolder(RunFolder(folder).tape), mode, folder)
+    at_load = tuple(f"The check at load: {problem}" for problem in problems)
+    result = replace(result, remarks=(*at_load, *result.remarks))
     if result.module is not None and result.step == script.parted:
         result = replace(result, operator=script.located)
     atomic_write_text(folder / RESULT, json.dumps(as_json(result), indent=2) + "\n")
