@@ -16,6 +16,7 @@ from lockstep.parity.checklist.bench import OFFLINE, Bench, Item
 from lockstep.parity.checklist.recorded import first_tokens, first_update, repeatability, rewards, starting_weights
 from lockstep.parity.checklist.trials import engine_items, padding
 from lockstep.parity.replay.checks import share
+from lockstep.parity.replay.parts import parts_of
 from lockstep.parity.replay.replay import free_name, replayed_recipe, run_script
 from lockstep.parity.replay.script import Replay
 from lockstep.parity.replay.stages import Side
@@ -117,7 +118,9 @@ def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list
     tape = TapeFolder(source.tape)
     tape.manifest()
     script = Checklist(tape)
-    folder = run_script(replayed_recipe(source, free_name(source, "checklist"), overrides), script, console)
+    # The first step is what is looked at, so the recipe that trained it.
+    recipe = replayed_recipe(source, free_name(source, "checklist"), overrides, parts_of(source)[0].recipe)
+    folder = run_script(recipe, script, console)
     if folder is None:
         return []
     items = judged(script, Side.open(tape), Side.open(TapeFolder(RunFolder(folder).tape)))
