@@ -356,9 +356,9 @@ import lockstep.parity.replay.loop as script
 restore = script.Replay.restore
 
 
-def faulty(self, session, step):
-    restore(self, session, step)
-    session.learner.module.causal_lm.model.layers[1].input_layernorm.variance_epsilon = 1.0
+def faulty(self, training, step):
+    restore(self, training, step)
+    training.models.module.causal_lm.model.layers[1].input_layernorm.variance_epsilon = 1.0
 
 
 script.Replay.restore = faulty

@@ -10,6 +10,7 @@ import numpy as np
 from lockstep.parity.compare.comparison import Finding, Power
 from lockstep.parity.compare.figures import Pair, values_at
 from lockstep.parity.compare.log import Series
+from lockstep.parity.compare.opposed import opposition
 from lockstep.parity.compare.power import Wanted, bounds, plain, power_of, trend_bound, would_suffice
 from lockstep.parity.compare.statistics import (
     FEWEST_STEPS,
@@ -60,7 +61,16 @@ def examine(pair: Pair, a_repeats: Sequence[Series], b_repeats: Sequence[Series]
     scores, spread = score(difference, residuals)
     runs = (len(a), len(b))
     found = _findings(steps, b.mean(axis=0) - a.mean(axis=0), scores, spread, runs)
+    if sum(runs) == 2:
+        found += _opposed(steps, a[0], b[0])
     return Examined(steps, sum(runs) - 2, found, spread, power_of(spread, steps, runs))
+
+
+def _opposed(steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> list[Finding]:
+    """What is known of noise without a repeat: it does not make two runs move against each other."""
+    correlation, excess = opposition(a, b)
+    first, last = int(steps[0]), int(steps[-1])
+    return [Finding("opposed", first, last, correlation, 0.0, min(excess, LARGEST))] if excess > 1 else []
 
 
 def _covering(repeats: Sequence[Series], steps: np.ndarray) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ fp32 against bf16 showed log-probs 0.033, gradients 0.27 (of biases, in DPO, who
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.parity.replay.systematic import BF16, Limits
 
@@ -44,6 +44,17 @@ TOLERANCES = {
     "bf16": Tolerance(5e-2, 5e-2, 2e-2, 5e-1, 1e-3, 1.0, 1.5e-2, 2.5, BF16),
 }
 ORDER = ("fp32", "fp16", "bf16")
+
+
+# Single operators that are given the same numbers: what a few roundings to their type leave. Bounds, not measured: a
+# result is rounded by up to half of the type's spacing (2^-24, 2^-11, 2^-8), and a fused operator rounds once where the
+# plain module rounds two to four times.
+OPERATORS = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 2e-2}
+
+
+def operator_tolerance(dtype: str, *, backwards: bool = False) -> Tolerance:
+    """For the operators of a module and of its clean copy on equal inputs. Gradients go through twice as many."""
+    return replace(TOLERANCES[dtype], module=OPERATORS[dtype] * (2 if backwards else 1))
 
 
 def tolerance_of(*dtypes: str) -> Tolerance:
