@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.doctor import judge_machine, judge_packages
 from lockstep.doctor.facts import Diagnosis, Facts, choose_device, gather
-from lockstep.doctor.machine import Machine, ThisMachine
+from lockstep.doctor.machine import Machine
 from lockstep.doctor.report import Report, as_json, make_rows, show
 from lockstep.doctor.stacks import pins_text, stack_named
 from lockstep.errors import Refusal
@@ -25,7 +25,7 @@ def run_doctor(device: str | None, json_wanted: bool, pins: str | None) -> int:
     if pins is not None:
         print(pins_text(stack_named(pins)), end="")
         return 0
-    report = examine(ThisMachine(), device)
+    report = examine(Machine(), device)
     if json_wanted:
         print(as_json(report))
     else:
