@@ -22,9 +22,8 @@ from lockstep.recipe.checks import with_derived_defaults
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.schema import Recipe
 from lockstep.train.build import build_learner, load_reference
-from lockstep.train.consult import Consulted, Packing
-from lockstep.train.roles import Roles
-from lockstep.train.tables import Columns, Shape, Table, fingerprint, open_table
+from lockstep.train.logprob_cache import Columns, LogprobCache, Shape, fingerprint, open_cache
+from lockstep.train.models import Models, Packing
 from lockstep.types import Example, Item, Origin, Ranking
 from sides import Seconds, Stopwatch, Terms, make_clock, train_watched, trainer_settings
 
@@ -78,16 +77,15 @@ class Ours:
         world, place = World(), work.device.torch_device()
         self.learner = build_learner(self.recipe, work.device, world, place)
         reference = load_reference(self.recipe, work.device, world, place)
-        self.packing = Packing(world, work.tokens, None, pad_id=0)
         self.items = [_ranking(pair, number) for number, pair in enumerate(work.pool)]
         self.folder = tempfile.TemporaryDirectory()
-        roles = Roles(self.learner, reference, None, world, place)
-        table = self._table(roles) if precomputed else None
+        packing, longest = Packing(world, work.tokens, None, pad_id=0), work.longest
+        self.models = Models(self.learner.module, packing, place, self.learner, reference=reference, longest=longest)
         if precomputed:
-            roles = Roles(self.learner, None, None, world, place)
-        self.models = Consulted(roles, self.packing, work.longest, table)
+            self.models.cache = self._cache()
+            self.models.reference = None
         self.objective = METHODS["dpo"].objective(self.recipe)
-        said = "from a table on disk" if precomputed else "run beside the policy"
+        said = "from a log-prob cache on disk" if precomputed else "run beside the policy"
         self.about = f"packed to {work.tokens} tokens a micro-batch, prompts once a pair, reference {said}"
 
     def train_pass(self) -> Seconds:
@@ -110,17 +108,17 @@ class Ours:
         metrics = self.learner.optim_step(self.work.optim.lr)
         return outcome.loss, metrics["train/grad_norm"]
 
-    def _table(self, roles: Roles) -> Table:
+    def _cache(self) -> LogprobCache:
         examples = [example for item in self.items for example in item.examples]
 
         def compute(some: Sequence[Item]) -> Columns:
-            update = self.packing(some)
-            return {"logprobs": roles.reference_logprobs(update.batches, update.targets)}
+            return {"logprobs": self.models.reference_logprobs(self.models.arrange(some))}
 
         identity = fingerprint(self.work.model, examples, {"dtype": self.work.dtype})
         shapes = {"logprobs": Shape("float32")}
         parent = Path(self.folder.name)
-        return open_table(parent, "reference", identity, shapes, self.items, compute, roles.world, lambda rows: None)
+        world = self.models.world
+        return open_cache(parent, "reference", identity, shapes, self.items, compute, world, lambda rows: None)
 
 
 class Trl:

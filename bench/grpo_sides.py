@@ -13,20 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import reward
-from lockstep.data.dataset import Loader
-from lockstep.parallel.world import World
 from lockstep.recipe.checks import with_derived_defaults
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.schema import Recipe
-from lockstep.reward.scorer import Scorer
 from lockstep.run.progress import Console
-from lockstep.train.annotate import annotate, plan_updates
-from lockstep.train.roles import Roles
-from lockstep.train.session import opened
-from lockstep.train.setup import prepare_online
-from lockstep.train.take import take_experience
-from lockstep.train.update import update
-from lockstep.types import Prompt
+from lockstep.train.online import open_online, train_step
 from online_work import Work, make_trainer
 from sides import Seconds, Stopwatch
 
@@ -60,22 +51,7 @@ class Ours:
         self.work, self.steps, self.step = work, steps, 0
         self.recipe = _recipe(work, folder)
         self.open = ExitStack()
-        console, self.world = Console.silent(), World()
-        self.prepared = prepare_online(self.recipe, work.device, 1, console)
-        place = work.device.torch_device()
-        self.scorer = self.open.enter_context(Scorer.open(self.recipe.reward, self.prepared.train.data_sources, place))
-        self.session = self.open.enter_context(opened(self.prepared, work.device, self.world, console, {}, self.scorer))
-        session = self.session
-        self.loader: Loader[Prompt] = Loader(
-            self.prepared.train.sources,
-            self.prepared.train.weights,
-            rows_per_update=work.prompts,
-            seed=work.seed,
-            shuffle=False,
-            total_rows=None,
-        )
-        self.roles = Roles(session.learner, session.reference, session.critic, self.world, session.torch_device)
-        session.carried = {"position": 0.0, "kl_coefficient": work.beta}
+        self.online = self.open.enter_context(open_online(self.recipe, Console.silent()))
         rollout = self.recipe.rollout
         self.about = (
             f"native engine, at most {rollout.max_sequences} at once, cache kept between steps; "
@@ -92,29 +68,24 @@ class Ours:
 
     def first_step(self) -> Step:
         metrics, responses = self._step()
-        prompts = [list(prompt.ids) for prompt in self.loader.take(0) for _ in range(self.work.n)]
+        prompts = [list(prompt.ids) for prompt in self.online.loader.take(0) for _ in range(self.work.n)]
         return Step(metrics["actor/loss"], metrics["actor/grad_norm"], metrics["critic/score/mean"], prompts, responses)
 
     def close(self) -> None:
         self.open.close()
 
     def _step(self) -> tuple[dict[str, float], list[list[int]]]:
-        """A step of `train_online`, in the same order."""
-        recipe, session, beta = self.recipe, self.session, self.work.beta
-        with session.phases("step"):
-            taken = take_experience(self.loader, session, self.scorer, recipe)
-            experience = taken.experience
-            parts = plan_updates(experience, recipe, self.world, self.prepared.pad_id)
-            known = annotate(experience, parts, self.roles, recipe, beta, session.phases)
-            metrics = taken.metrics | known.metrics
-            metrics |= update(parts, experience, known, self.roles, recipe, beta, self.step, ENDLESS, session.phases)
+        """A step of `train_online`."""
+        training = self.online.training
+        with training.step(self.step + 1):
+            rollouts = self.online.take_rollouts()
+            metrics = train_step(rollouts, self.online, self.step)
         self.step += 1
-        session.carried["position"] = float(taken.position)
-        timed = session.phases.take()
+        timed = training.run.phases.take()
         for name, seconds in timed.items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
-        session.metrics.append(self.step, metrics | timed)
-        return metrics, [rollout.ids for rollout in experience.rollouts]
+        training.run.metrics.append(self.step, metrics | timed)
+        return metrics, [rollout.ids for rollout in rollouts.experience.rollouts]
 
 
 class Trl:

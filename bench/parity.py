@@ -17,11 +17,14 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 
 from half_billion import write_half_billion
 from lockstep.data.prepare.arithmetic import write_arithmetic
@@ -29,13 +32,14 @@ from lockstep.device.select import select
 from lockstep.model.tiny import write_tiny
 from lockstep.parity.compare.compare import compare
 from lockstep.parity.compare.logs import read_log
-from lockstep.recipe import load_recipe
+from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.progress import Console
-from lockstep.train.offline import train_offline
-from lockstep.train.online import train_online
-from lockstep.train.script import Script
-from lockstep.train.session import Session
+from lockstep.train.offline import open_offline
+from lockstep.train.offline import train_step as offline_step
+from lockstep.train.online import open_online
+from lockstep.train.online import train_step as online_step
+from lockstep.train.training import Training
 from online_work import temporary_folder
 from report import machine, write_record
 
@@ -43,27 +47,31 @@ WAYS = {"no tape": ["tape=false"], "tape": ["tape=true", "tape.every=1000000"], 
 STEPS, METRICS = 10_000, 50
 
 
-class Clock(Script):
-    """A run that is only timed."""
-
-    keeps = False
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-        self.worked: list[float] = []
-
-    def after(self, session: Session, step: int) -> None:
-        session.device.synchronise()
-        self.ends.append(time.perf_counter())
-        self.worked.append(time.process_time())
+@contextmanager
+def opened(recipe: Recipe) -> Iterator[tuple[Training, Callable[[int], dict[str, float]]]]:
+    """A run that leaves nothing behind, and its step."""
+    if recipe.method in ONLINE:
+        with open_online(recipe, Console.silent(), keeps=False) as online:
+            yield online.training, lambda step: online_step(online.take_rollouts(), online, step)
+    else:
+        with open_offline(recipe, Console.silent(), keeps=False) as offline:
+            yield offline.training, lambda step: offline_step(offline.loader.take(step), offline, step)
 
 
 def seconds_a_step(recipe: Path, words: list[str]) -> tuple[float, float]:
     """The mean over all steps but the first, by the clock and in CPU time."""
-    settings, clock = load_recipe(str(recipe), words), Clock()
-    (train_online if settings.method in ONLINE else train_offline)(settings, Console.silent(), clock)
-    by_clock, worked = ((times[-1] - times[0]) / (len(times) - 1) for times in (clock.ends, clock.worked))
-    return by_clock, worked
+    ends: list[float] = []
+    worked: list[float] = []
+    with opened(load_recipe(str(recipe), words)) as (training, train):
+        for step in training.steps():
+            with training.step(step + 1):
+                metrics = train(step)
+            training.finish_step(step + 1, metrics)
+            training.run.device.synchronise()
+            ends.append(time.perf_counter())
+            worked.append(time.process_time())
+    by_clock, own = ((times[-1] - times[0]) / (len(times) - 1) for times in (ends, worked))
+    return by_clock, own
 
 
 def write_recipe(folder: Path, method: str, words: argparse.Namespace) -> Path:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from lockstep.data.batching import micro_batch, plan_micro_batches, to_device
 from lockstep.model.load import load_policy
-from lockstep.recipe.online import Rollout
+from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.hf import HfEngine
 from lockstep.rollout.native.engine import NativeEngine
@@ -33,7 +33,7 @@ class Ours:
         settings = Model.model_validate({"path": work.model, "dtype": work.dtype})
         self.place = work.device.torch_device()
         self.policy = load_policy(settings, self.place, work.device.attention, seed=0)
-        rollout = Rollout(n=work.n, max_tokens=work.max_tokens, free_cache=False)
+        rollout = RolloutSettings(n=work.n, max_tokens=work.max_tokens, free_cache=False)
         if engine == "native":
             self.engine: Any = NativeEngine(self.policy, work.device, rollout, str)
             self.about = f"at most {rollout.max_sequences} at once, blocks of {rollout.block_tokens} tokens"

@@ -24,11 +24,11 @@ def rows(change: Callable[[Example], Example]) -> Inject:
     """The first row of an offline update."""
 
     def inject(scene: Scene) -> None:
-        def items(own: Any, step: int, live: Any) -> Any:
-            first, *rest = own(step, live)
+        def rows(own: Any, offline: Any, step: int) -> Any:
+            first, *rest = own(offline, step)
             return [change(first), *rest]
 
-        wrap(scene.script, "items", items)
+        wrap(scene.replay, "rows", rows)
 
     return inject
 
@@ -61,22 +61,22 @@ def response_mask(scene: Scene) -> None:
 
 def sampling(**changes: Any) -> Inject:
     def inject(scene: Scene) -> None:
-        wrap(scene.session.speaking.engine, "generate", lambda own, asked, how: own(asked, replace(how, **changes)))
+        wrap(scene.training.generator.engine, "generate", lambda own, asked, how: own(asked, replace(how, **changes)))
 
     return inject
 
 
 def stale_engine(scene: Scene) -> None:
     """The engine runs a copy of the weights, of the step before."""
-    learner, engine = scene.session.learner, scene.session.speaking.engine
-    now = scene.script.tape.read_weights(2)
-    restore_learner(learner, scene.script.tape.read_weights(1), "tape")
+    learner, engine = scene.training.models.trained, scene.training.generator.engine
+    now = scene.replay.tape.read_weights(2)
+    restore_learner(learner, scene.replay.tape.read_weights(1), "tape")
     engine.policy = copy.deepcopy(scene.policy)  # type: ignore[attr-defined]
     restore_learner(learner, now, "tape")
 
 
 def decode_positions(scene: Scene) -> None:
-    engine: Any = scene.session.speaking.engine
+    engine: Any = scene.training.generator.engine
 
     def hidden(own: Any, tokens: Any, positions: Any, layout: Any) -> Any:
         return own(tokens, positions + 1 if isinstance(layout, DecodePass) else positions, layout)
@@ -91,7 +91,7 @@ def decode_positions(scene: Scene) -> None:
 
 def wrong_block(scene: Scene) -> None:
     """Who was preempted reads another's block afterwards."""
-    engine: Any = scene.session.speaking.engine
+    engine: Any = scene.training.generator.engine
     preempted: set[int] = set()
     around_method(
         scene, Scheduler, "_preempt", lambda own, scheduler, sample: (preempted.add(id(sample)), own(scheduler, sample))
@@ -134,7 +134,7 @@ def reward_weight(factor: float) -> Inject:
 
 
 def no_overlong(scene: Scene) -> None:
-    patched(scene, "lockstep.train.take", "overlong_penalty", lambda own, *args: 0.0)
+    patched(scene, "lockstep.train.rollouts", "overlong_penalty", lambda own, *args: 0.0)
 
 
 # -- advantages

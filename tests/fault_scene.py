@@ -1,4 +1,4 @@
-"""Where a fault is put in: the live session of a replay, right after a step's weights were restored."""
+"""Where a fault is put in: the live run of a replay, right after a step's weights were restored."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from torch import nn
 
+from lockstep.parity.replay.loop import Mode, Replay
 from lockstep.parity.replay.replay import Replayed, replay
-from lockstep.parity.replay.script import Mode, Replay
 from lockstep.run.progress import Console
-from lockstep.train.session import Session
+from lockstep.train.training import Training
 
 
 @dataclass(frozen=True)
 class Scene:
-    """`patch` undoes what is changed outside the session."""
+    """`patch` undoes what is changed outside the run."""
 
-    session: Session
-    script: Replay
+    training: Training
+    replay: Replay
     patch: pytest.MonkeyPatch
 
     def module(self, name: str) -> Any:
@@ -31,11 +31,11 @@ class Scene:
 
     @property
     def policy(self) -> Any:
-        return self.session.learner.module
+        return self.training.models.trained.module
 
     @property
     def optimizer(self) -> Any:
-        return self.session.learner.optimizer
+        return self.training.models.trained.optimizer
 
 
 Inject = Callable[[Scene], None]
@@ -61,9 +61,9 @@ def replay_with(
     with pytest.MonkeyPatch.context() as patch:
 
         class Faulty(Replay):
-            def restore(self, session: Session, step: int) -> None:
-                super().restore(session, step)
-                inject(Scene(session, self, patch))
+            def restore(self, training: Training, step: int) -> None:
+                super().restore(training, step)
+                inject(Scene(training, self, patch))
 
         patch.setattr("lockstep.parity.replay.replay.Replay", Faulty)
         return replay(run, mode, list(words), Console.silent(), steps)

@@ -18,7 +18,7 @@ def divisor_of_micro_batch(scene: Scene) -> None:
     def forward_backward(own: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
         return own(batches, loss, float(len(batches[0].targets_K)))
 
-    wrap(scene.session.learner, "forward_backward", forward_backward)
+    wrap(scene.training.models.trained, "forward_backward", forward_backward)
 
 
 def policy_loss(**keys: float) -> Inject:
@@ -32,7 +32,7 @@ def policy_loss(**keys: float) -> Inject:
 
 
 def kl_coefficient(value: float) -> Inject:
-    return lambda scene: scene.session.carried.update(kl_coefficient=value)
+    return lambda scene: scene.training.carried.update(kl_coefficient=value)
 
 
 def kl_estimator(name: str) -> Inject:
@@ -50,9 +50,9 @@ def preference(**changes: float) -> Inject:
 
 
 def reference_is_policy(scene: Scene) -> None:
-    from lockstep.train.roles import Roles
+    from lockstep.train.models import Models
 
-    scene.patch.setattr(Roles, "reference_logprobs", Roles.logprobs)
+    scene.patch.setattr(Models, "reference_logprobs", Models.logprobs)
 
 
 def value_clip(scene: Scene) -> None:
@@ -61,7 +61,7 @@ def value_clip(scene: Scene) -> None:
 
 def lost_token(scene: Scene) -> None:
     """One target of the update counts nothing."""
-    learner = scene.session.learner
+    learner = scene.training.models.trained
 
     def forward_backward(own: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
         def less(output: Any, batch: Any) -> Any:
@@ -86,7 +86,7 @@ def gradients(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Inject:
                 weight.grad = change(name, weight.grad)
             return outcome
 
-        wrap(scene.session.learner, "forward_backward", forward_backward)
+        wrap(scene.training.models.trained, "forward_backward", forward_backward)
 
     return inject
 
@@ -163,7 +163,7 @@ def rate_not_passed_on(scene: Scene) -> None:
 
 
 def wrong_rate(scene: Scene) -> None:
-    wrap(scene.session.learner, "optim_step", lambda own, lr: own(2 * lr))
+    wrap(scene.training.models.trained, "optim_step", lambda own, lr: own(2 * lr))
 
 
 def moments_reset(scene: Scene) -> None:
@@ -217,7 +217,7 @@ def weights_lost_after(name: str) -> Inject:
                 parameter.copy_(before)
             return metrics
 
-        wrap(scene.session.learner, "optim_step", optim_step)
+        wrap(scene.training.models.trained, "optim_step", optim_step)
 
     return inject
 
@@ -226,7 +226,7 @@ def weights_lost_after(name: str) -> Inject:
 
 
 def on_rank(rank: int, inject: Inject) -> Inject:
-    return lambda scene: inject(scene) if scene.session.world.rank == rank else None
+    return lambda scene: inject(scene) if scene.training.run.world.rank == rank else None
 
 
 def shard_not_written_back(name: str) -> Inject:

@@ -17,10 +17,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lockstep.errors import Refusal
+from lockstep.recipe.facts import facts_of
 from lockstep.recipe.load import builtin_names, load_recipe, sections_of
+from lockstep.recipe.own import PLACE, NamedOrOwn
 from lockstep.recipe.schema import Recipe, Source
 from lockstep.run.progress import print_problems
-from lockstep.train.resume import FREE
 
 WORDS = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}
 PLURALS = {str: "texts", int: "whole numbers", float: "numbers"}
@@ -106,11 +107,20 @@ optim: {lr: "1e-5", weight_decay: -0.1}
 
 def reference() -> str:
     """The whole page."""
-    free = ", ".join(f"`{key}*`" if key.endswith(".") else f"`{key}`" for key in FREE)
-    free = textwrap.fill(free, 120, break_on_hyphens=False)
+    free = textwrap.fill(", ".join(f"`{key}`" for key in _resumable()), 120, break_on_hyphens=False)
     builtin = ", ".join(f"`{name}`" for name in builtin_names())
     intro = INTRO.format(builtin=builtin, bad=BAD, answer=_answer(BAD), free=free)
     return intro + "".join(f"\n{table}" for table in _tables(Recipe, ""))
+
+
+def _resumable() -> Iterator[str]:
+    """Keys that may change when a run goes on, whole groups first. Of a data file the content is compared instead."""
+    groups = {name: field.annotation for name, field in Recipe.model_fields.items()}
+    yield from (name if name == "device" else f"{name}.*" for name in groups if facts_of(name).resumable)
+    for group, section in groups.items():
+        if not facts_of(group).resumable and group != "data":
+            keys = getattr(section, "model_fields", {})
+            yield from (f"{group}.{key}" for key in keys if facts_of(f"{group}.{key}").resumable)
 
 
 def _answer(text: str) -> str:
@@ -152,6 +162,8 @@ def _is_section(info: FieldInfo) -> bool:
 def _values(info: FieldInfo) -> str:
     parts = [_type(info.annotation)]
     for limit in info.metadata:
+        if isinstance(limit, NamedOrOwn):
+            parts = [", ".join(f"`{name}`" for name in limit.names) + f" or `{PLACE}`"]
         parts += [f"`{sign} {_number(getattr(limit, name))}`" for name, sign in SIGNS.items() if hasattr(limit, name)]
         if pattern := getattr(limit, "pattern", None):
             parts.append(f"matching `{pattern}`")

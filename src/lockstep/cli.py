@@ -35,18 +35,9 @@ def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
     checked = load_recipe(recipe, overrides or [])
 
-    from lockstep.recipe.methods import ONLINE
-    from lockstep.run.progress import Console
+    from lockstep.train.start import run_recipe
 
-    if checked.method in ONLINE:
-        from lockstep.run.text import ONLINE_COLUMNS
-        from lockstep.train.online import train_online
-
-        train_online(checked, Console.open(ONLINE_COLUMNS, every=checked.log.every, lines=True))
-    else:
-        from lockstep.train.offline import train_offline
-
-        train_offline(checked, Console.open(every=checked.log.every))
+    run_recipe(checked)
 
 
 @app.command()
@@ -60,7 +51,7 @@ def plan(
 
     checked = load_recipe(recipe, overrides or [])
 
-    from lockstep.train.plan_report import show_plan
+    from lockstep.commands.plan import show_plan
 
     show_plan(checked, devices)
 
@@ -132,9 +123,9 @@ def generate(
     if prompt is None and not chat:
         raise typer.BadParameter("give a prompt, or --chat")
 
-    from lockstep.rollout.talk import Talker, converse
+    from lockstep.commands.generate import Conversation, converse
 
-    talker = Talker(
+    conversation = Conversation(
         model,
         device,
         max_new_tokens=max_new_tokens,
@@ -147,9 +138,9 @@ def generate(
         repetition_penalty=repetition_penalty,
     )
     if chat:
-        converse(talker, prompt)
+        converse(conversation, prompt)
     elif prompt is not None:
-        write(talker.continue_text(prompt) if raw else talker.answer(prompt))
+        write(conversation.continue_text(prompt) if raw else conversation.answer(prompt))
 
 
 @app.command(name="eval")
@@ -170,7 +161,7 @@ def evaluate(
 ) -> None:
     """Accuracy of MODEL on DATA: of its answers by the rule of each row's data source; of a reward model, of a process
     reward model or of a language model's own preference on rows that say what is better."""
-    from lockstep.train.score import score_model
+    from lockstep.commands.eval import score_model
 
     score_model(
         model,
@@ -222,8 +213,8 @@ def sample(
 
     Without a reward option the rule of each row's data source scores; several rewards are added up.
     """
+    from lockstep.commands.sample import Job, sample_responses
     from lockstep.recipe.online import Reward
-    from lockstep.train.sample import Job, sample_responses
     from lockstep.types import Sampling
 
     rules = dict(_pair(words, "--rule", "SOURCE=RULE") for words in rule or [])
@@ -337,7 +328,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder."""
-    from lockstep.train.export_run import export_run
+    from lockstep.commands.export import export_run
 
     write(export_run(run, folder, step=step, best=best, adapter=adapter))
 
@@ -395,7 +386,7 @@ def show(
 
     checked = load_recipe(recipe, overrides or [])
 
-    from lockstep.train.show import show_rows
+    from lockstep.commands.show import show_rows
 
     show_rows(checked, rows)
 

@@ -212,11 +212,19 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to be continued `n` times. `key` is the prompt's part of the noise's counter."""
+    """A prompt to be continued `n` times. `key` is the prompt's part of the noise's counter, `first` the number of the
+    first sample.
+
+    `max_tokens` is a limit of its own, below the sampling's. `question` is what the prompt asks, for what is more than
+    a model; engines do not look at it.
+    """
 
     ids: Sequence[int]
     key: int
     n: int = 1
+    first: int = 0
+    max_tokens: int | None = None
+    question: Question | None = None
 
 
 @dataclass(frozen=True)
@@ -228,7 +236,19 @@ class Completion:
     ids: list[int]
     logprobs: list[float]
     stop: str
-    """Why it ended: `token`, `string` or `length`."""
+    """Why it ended: `token`, `string` or `length`; `environment` where the last turn is not the policy's."""
+    trained: Sequence[int] = ()
+    """As in `Rollout`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trained", _mask(self.trained, self.ids))
+
+
+def _mask(trained: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """One entry for each token; none at all says that the policy wrote every token."""
+    if trained and len(trained) != len(ids):
+        raise ValueError(f"a mask of {len(trained)} entries for {len(ids)} tokens")
+    return list(trained) or [1] * len(ids)
 
 
 @dataclass(frozen=True)
@@ -259,10 +279,20 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A run of tokens by one writer: the policy, or an environment."""
+
+    policy: bool
+    ids: list[int]
+
+
+@dataclass(frozen=True)
 class Rollout:
     """A completion with its prompt, its text and its judgement. `place` is the prompt's place in the step.
 
-    `earned` are the shares of the score that belong to a token before the last: (token, share).
+    `trained[i]` is 1 where the policy wrote token i, and 0 where an environment did: such a token is seen, never
+    trained, and its entry in `logprobs` is 0. `earned` are the shares of the score that belong to a token before the
+    last: (token, share).
     """
 
     prompt: Prompt
@@ -274,3 +304,22 @@ class Rollout:
     text: str
     score: Score | Failure
     earned: tuple[tuple[int, float], ...] = ()
+    trained: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trained", _mask(self.trained, self.ids))
+
+    @property
+    def written(self) -> int:
+        """Tokens that the policy wrote."""
+        return sum(self.trained)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The tokens in order, cut wherever the writer changes."""
+        found: list[Turn] = []
+        for token, trained in zip(self.ids, self.trained, strict=True):
+            if not found or found[-1].policy != bool(trained):
+                found.append(Turn(bool(trained), []))
+            found[-1].ids.append(token)
+        return found

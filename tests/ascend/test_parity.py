@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.parity.replay.loop import Replay
 from lockstep.parity.replay.replay import Replayed, replay
-from lockstep.parity.replay.script import Replay
 from lockstep.parity.replay.show import first_divergence
 from lockstep.run.progress import Console
-from lockstep.train.session import Session
+from lockstep.train.training import Training
 from taped_runs import record, write_lively
 
 pytestmark = pytest.mark.ascend
@@ -43,9 +43,9 @@ def test_a_fault_on_the_device_is_named(tmp_path: Path, model: Path, monkeypatch
     run = record(tmp_path, model, "sft", steps=1)
     restore = Replay.restore
 
-    def broken(self: Replay, session: Session, step: int) -> None:
-        restore(self, session, step)
-        proj = session.module.causal_lm.model.layers[1].mlp.down_proj  # type: ignore[union-attr]
+    def broken(self: Replay, training: Training, step: int) -> None:
+        restore(self, training, step)
+        proj = training.models.module.causal_lm.model.layers[1].mlp.down_proj  # type: ignore[union-attr]
         proj.forward = lambda x: torch.nn.functional.linear(x.half(), proj.weight.half()).float()
 
     monkeypatch.setattr(Replay, "restore", broken)

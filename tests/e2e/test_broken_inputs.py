@@ -14,12 +14,12 @@ import pytest
 
 from conftest import question_rows, run, write_jsonl
 from hang import HANG
+from lockstep.commands.sample_parts import Parts
 from lockstep.errors import Refusal
+from lockstep.run.checkpoint import damage_of
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import missing_steps, read_metrics
 from lockstep.run.trackers.common import tracker_id
-from lockstep.train.checkpoint import damage_of
-from lockstep.train.sample_parts import Parts
 
 Capture = pytest.CaptureFixture[str]
 QUICK = ["run.export=false", "data.val=[]", "optim.schedule=constant"]

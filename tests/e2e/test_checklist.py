@@ -22,10 +22,10 @@ from lockstep.model.tiny import write_tiny
 from lockstep.parity.checklist.checklist import Checklist, Item, as_json, run_checklist, show
 from lockstep.reward.scorer import Scorer
 from lockstep.run.progress import Console
-from lockstep.train.session import Session
+from lockstep.train.training import Training
 from taped_runs import record
 
-Fault = Callable[[Session, pytest.MonkeyPatch], None]
+Fault = Callable[[Training, pytest.MonkeyPatch], None]
 
 ENGINE = ["first tokens", "rewards", "weight hand-over", "prefill and decode"]
 ALWAYS = ["starting weights", "first loss and gradient", "learning rate 0", "padding and packing", "repeatability"]
@@ -46,13 +46,13 @@ def checked(run: Path, fault: Fault | None = None, *words: str, loading: Fault |
     with pytest.MonkeyPatch.context() as patch:
 
         class Faulty(Checklist):
-            def restore(self, session: Session, step: int) -> None:
+            def restore(self, training: Training, step: int) -> None:
                 first = self.bench is None
                 if first and loading is not None:
-                    loading(session, patch)
-                super().restore(session, step)
+                    loading(training, patch)
+                super().restore(training, step)
                 if first and fault is not None:
-                    fault(session, patch)
+                    fault(training, patch)
 
         patch.setattr("lockstep.parity.checklist.checklist.Checklist", Faulty)
         return {item.name: item for item in run_checklist(run, words, Console.silent())}
@@ -108,8 +108,8 @@ def test_another_model_folder_is_named(sft: Path, tmp_path: Path) -> None:
 
 
 def test_weights_that_were_loaded_wrongly_are_named(sft: Path) -> None:
-    def loading(session: Session, patch: pytest.MonkeyPatch) -> None:
-        weights = dict(session.learner.module.named_parameters())
+    def loading(training: Training, patch: pytest.MonkeyPatch) -> None:
+        weights = dict(training.models.trained.module.named_parameters())
         weights["model.model.layers.1.mlp.up_proj.weight"].data[3, 5] += 1e-6
 
     items = checked(sft, loading=loading)
@@ -121,8 +121,8 @@ def test_weights_that_were_loaded_wrongly_are_named(sft: Path) -> None:
 
 
 def sampling(**changes: Any) -> Fault:
-    def fault(session: Session, patch: pytest.MonkeyPatch) -> None:
-        wrap(session.speaking.engine, "generate", lambda own, asked, how: own(asked, replace(how, **changes)))
+    def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
+        wrap(training.generator.engine, "generate", lambda own, asked, how: own(asked, replace(how, **changes)))
 
     return fault
 
@@ -134,7 +134,7 @@ def test_other_noise_gives_other_first_tokens(grpo: Path) -> None:
 
 
 def test_another_reward_is_told_from_everything_else(grpo: Path) -> None:
-    def fault(session: Session, patch: pytest.MonkeyPatch) -> None:
+    def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         own = Scorer._sum
 
         def total(scorer: Scorer, outcomes: Any) -> Any:
@@ -152,11 +152,11 @@ def test_another_reward_is_told_from_everything_else(grpo: Path) -> None:
 
 
 def test_a_doubled_loss_is_seen_in_loss_and_gradient(sft: Path) -> None:
-    def fault(session: Session, patch: pytest.MonkeyPatch) -> None:
+    def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def doubled(own: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
             return own(batches, loss, 0.5 * (divisor or sum(len(batch.targets_K) for batch in batches)))
 
-        wrap(session.learner, "forward_backward", doubled)
+        wrap(training.models.trained, "forward_backward", doubled)
 
     items = checked(sft, fault)
     assert having(items, False) == ["first loss and gradient"]
@@ -166,12 +166,12 @@ def test_a_doubled_loss_is_seen_in_loss_and_gradient(sft: Path) -> None:
 
 
 def test_a_lost_gradient_is_seen_in_the_norm_alone(sft: Path) -> None:
-    def fault(session: Session, patch: pytest.MonkeyPatch) -> None:
+    def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def norm(own: Any, scale: float = 1.0) -> Any:
-            session.learner.optimizer.trained["model.layers.1.mlp.down_proj.weight"].grad = None
+            training.models.trained.optimizer.trained["model.layers.1.mlp.down_proj.weight"].grad = None
             return own(scale)
 
-        wrap(session.learner.optimizer, "gradient_norm", norm)
+        wrap(training.models.trained.optimizer, "gradient_norm", norm)
 
     item = checked(sft, fault)["first loss and gradient"]
     assert item.passed is False
@@ -182,8 +182,8 @@ def test_a_lost_gradient_is_seen_in_the_norm_alone(sft: Path) -> None:
 
 
 def test_stale_weights_in_the_engine_are_seen_after_an_update(grpo: Path) -> None:
-    def fault(session: Session, patch: pytest.MonkeyPatch) -> None:
-        session.speaking.engine.policy = copy.deepcopy(session.module)  # type: ignore[attr-defined]
+    def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
+        training.generator.engine.policy = copy.deepcopy(training.models.module)  # type: ignore[attr-defined]
 
     items = checked(grpo, fault)
     assert having(items, False) == ["weight hand-over"]
@@ -191,15 +191,15 @@ def test_stale_weights_in_the_engine_are_seen_after_an_update(grpo: Path) -> Non
 
 
 def test_a_single_stale_layer_is_seen_too(grpo: Path) -> None:
-    def fault(session: Session, patch: pytest.MonkeyPatch) -> None:
-        live: Any = session.module
+    def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
+        live: Any = training.models.module
         handed = copy.copy(live.causal_lm.model.layers)
         stale = copy.deepcopy(live)
         stale.causal_lm.model.layers = torch.nn.ModuleList([stale.causal_lm.model.layers[0], *handed[1:]])
         stale.causal_lm.model.embed_tokens = live.causal_lm.model.embed_tokens
         stale.causal_lm.model.norm = live.causal_lm.model.norm
         stale.causal_lm.lm_head = live.causal_lm.lm_head
-        session.speaking.engine.policy = stale  # type: ignore[attr-defined]
+        training.generator.engine.policy = stale  # type: ignore[attr-defined]
 
     items = checked(grpo, fault)
     assert having(items, False) == ["weight hand-over"]
@@ -207,8 +207,10 @@ def test_a_single_stale_layer_is_seen_too(grpo: Path) -> None:
 
 
 def test_an_update_that_moves_nothing_proves_nothing(grpo: Path) -> None:
-    def fault(session: Session, patch: pytest.MonkeyPatch) -> None:
-        wrap(session.learner.optimizer, "step", lambda own, lr, norm: session.learner.optimizer.forget())
+    def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
+        wrap(
+            training.models.trained.optimizer, "step", lambda own, lr, norm: training.models.trained.optimizer.forget()
+        )
 
     items = checked(grpo, fault)
     assert having(items, None) == ["weight hand-over"]
@@ -216,8 +218,8 @@ def test_an_update_that_moves_nothing_proves_nothing(grpo: Path) -> None:
 
 
 def test_weights_that_move_at_rate_0(sft: Path) -> None:
-    def fault(session: Session, patch: pytest.MonkeyPatch) -> None:
-        wrap(session.learner.optimizer, "step", lambda own, lr, norm: own(max(lr, 1e-5), norm))
+    def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
+        wrap(training.models.trained.optimizer, "step", lambda own, lr, norm: own(max(lr, 1e-5), norm))
 
     items = checked(sft, fault)
     assert having(items, False) == ["learning rate 0"]
@@ -225,13 +227,13 @@ def test_weights_that_move_at_rate_0(sft: Path) -> None:
 
 
 def test_an_engine_that_wears_out_at_rate_0(grpo: Path) -> None:
-    def fault(session: Session, patch: pytest.MonkeyPatch) -> None:
+    def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def step(own: Any, lr: float, norm: Any) -> None:
             own(lr, norm)
             if lr == 0:
-                sampling(temperature=1.0)(session, patch)
+                sampling(temperature=1.0)(training, patch)
 
-        wrap(session.learner.optimizer, "step", step)
+        wrap(training.models.trained.optimizer, "step", step)
 
     items = checked(grpo, fault)
     assert items["learning rate 0"].passed is False
@@ -246,7 +248,7 @@ def test_an_engine_that_wears_out_at_rate_0(grpo: Path) -> None:
 def after_each(method: str) -> Fault:
     """What a pass of this kind has put into the cache is changed when it is done."""
 
-    def fault(session: Session, patch: pytest.MonkeyPatch) -> None:
+    def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def made(own: Any, *args: Any) -> Any:
             runner = own(*args)
             if not hasattr(runner, "worn"):
@@ -259,7 +261,7 @@ def after_each(method: str) -> Fault:
                 runner.cache.slots.mul_(1.01)
             return result
 
-        wrap(session.speaking.engine, "_runner", made)
+        wrap(training.generator.engine, "_runner", made)
 
     return fault
 
@@ -280,24 +282,24 @@ def test_a_fault_of_decode_is_told_from_prefill(grpo: Path) -> None:
 
 
 def test_padded_rows_at_wrong_positions(sft: Path) -> None:
-    def fault(session: Session, patch: pytest.MonkeyPatch) -> None:
+    def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def forward(own: Any, batch: Any) -> Any:
             return own(batch if batch.packed else replace(batch, position_ids_NT=2 * batch.position_ids_NT))
 
-        wrap(session.learner.module, "forward", forward)
+        wrap(training.models.trained.module, "forward", forward)
 
     assert having(checked(sft, fault), False) == ["padding and packing"]
 
 
 def test_a_step_that_does_not_repeat_is_information(sft: Path) -> None:
-    def fault(session: Session, patch: pytest.MonkeyPatch) -> None:
+    def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
 
         def hook(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
             calls.append(1)
             return output * (1 + 1e-7 * (len(calls) % 5))
 
-        session.module.get_submodule("model.model.norm").register_forward_hook(hook)
+        training.models.module.get_submodule("model.model.norm").register_forward_hook(hook)
 
     items = checked(sft, fault)
     assert having(items, False) == []

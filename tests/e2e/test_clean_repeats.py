@@ -12,7 +12,7 @@ import torch
 from fault_modules import other_arithmetic
 from fault_scene import Inject, replay_with
 from lockstep.parity.replay.checks import Check
-from lockstep.parity.replay.script import Mode
+from lockstep.parity.replay.loop import Mode
 from taped_runs import record, write_lively
 
 # The tapes are recorded once, so one worker runs all of them.

@@ -11,7 +11,7 @@ import torch
 from lockstep.device.select import select
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.recipe import load_recipe
-from lockstep.recipe.online import Rollout
+from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.run.metrics import read_metrics
@@ -59,7 +59,7 @@ def prompts() -> list[Request]:
 def generate(folder: Path, device_name: str, dtype: str, **settings: int) -> list[Completion]:
     device = select(device_name)
     policy = load_policy(Model(path=str(folder), dtype=dtype), device.torch_device(), device.attention, seed=0)  # type: ignore[arg-type]
-    engine = NativeEngine(policy, device, Rollout(**settings), load_tokenizer(str(folder)).decode)  # type: ignore[arg-type]
+    engine = NativeEngine(policy, device, RolloutSettings(**settings), load_tokenizer(str(folder)).decode)  # type: ignore[arg-type]
     made = engine.generate(prompts(), Sampling(max_tokens=30, stop_ids=(7, 9, 33), seed=5))
     return sorted(made, key=lambda c: (c.request, c.sample))
 

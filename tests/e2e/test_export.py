@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lockstep.commands.export import export_run
 from lockstep.errors import Refusal
 from lockstep.model.load import load_policy
 from lockstep.model.weights import restore_weights
 from lockstep.recipe import load_recipe
+from lockstep.run import checkpoint as checkpoints
 from lockstep.run.progress import Console
-from lockstep.train import checkpoint as checkpoints
-from lockstep.train.export_run import export_run
 from lockstep.train.offline import train_offline
 
 IDS = torch.tensor([[257, 65, 66, 43, 49, 50, 51, 10]])

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from conftest import chat_rows, write_jsonl
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
+from lockstep.run import checkpoint as checkpoints
 from lockstep.run.files import checksum
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
-from lockstep.train import checkpoint as checkpoints
 from lockstep.train.offline import train_offline
 
 

@@ -13,11 +13,11 @@ from test_torchrun import torchrun
 
 from conftest import REWARD, lockstep, question_rows, write_jsonl
 from kills import Moment, interrupted, killed
+from lockstep.commands.sample import Job, sample_responses
 from lockstep.data.prompts import read_questions
 from lockstep.data.read import read_rows
 from lockstep.errors import Refusal
 from lockstep.recipe.online import Reward
-from lockstep.train.sample import Job, sample_responses
 from lockstep.types import Sampling
 
 Rows = list[dict[str, object]]
@@ -98,6 +98,23 @@ def test_failures_are_stored_and_never_zero(home: Path, tiny_folder: Path) -> No
     strict = Reward(function=f"{home / 'reward.py'}:picky", workers=1, max_failures=0.01)
     with pytest.raises(Refusal, match=r"--max-failures 0\.01"):
         sampled(home, tiny_folder, "strict.parquet", reward=strict)
+
+
+def test_what_a_reward_prints_is_kept_beside_the_samples(home: Path, tiny_folder: Path) -> None:
+    printing = "\n\ndef loud(data_source, solution_str, ground_truth, extra_info):\n"
+    printing += '    print("judging", extra_info["index"], flush=True)\n'
+    printing += '    assert extra_info["index"] != 7, "not seven"\n    return len(set(solution_str)) / 20\n'
+    (home / "reward.py").write_text(REWARD + printing, encoding="utf-8")
+    sampled(home, tiny_folder, "loud.parquet", "loud")
+    log = home / "loud.parquet.rewards" / "worker-0.log"
+    lines = log.read_text(encoding="utf-8").splitlines()
+    # The dry run's calls come first; then every question's three responses.
+    assert [lines.count(f"judging {index}") >= 3 for index in range(10)] == [True] * 10
+    # Where it fails the file is named, while the samples hold the reason alone.
+    strict = Reward(function=f"{home / 'reward.py'}:loud", workers=1, max_failures=0.01)
+    with pytest.raises(Refusal, match="not seven") as refused:
+        sampled(home, tiny_folder, "strict.parquet", reward=strict)
+    assert f"what it printed last is in {home / 'strict.parquet.rewards' / 'worker-0.log'}" in str(refused.value)
 
 
 def test_killed_and_started_again_writes_the_same_file(home: Path, tiny_folder: Path) -> None:

@@ -19,9 +19,9 @@ from conftest import REWARD, chat_rows, question_rows, write_jsonl
 from hang import HANG
 from kills import Moment, killed
 from lockstep.errors import Refusal
+from lockstep.parity.replay.loop import Mode
 from lockstep.parity.replay.modules import traces_of
 from lockstep.parity.replay.replay import judge, replay
-from lockstep.parity.replay.script import Mode
 from lockstep.recipe import load_recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.metrics import read_metrics
@@ -351,7 +351,7 @@ def test_two_processes_tape_what_one_does(kind: str, tiny_folder: Path, tmp_path
 
 
 FAULT = """
-import lockstep.parity.replay.script as script
+import lockstep.parity.replay.loop as script
 
 restore = script.Replay.restore
 

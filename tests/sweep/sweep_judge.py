@@ -20,10 +20,10 @@ from lockstep.model.load import load_policy
 from lockstep.model.miniature import VOCABULARY, miniature_config, randomise
 from lockstep.model.placeholders import placeholder_ids
 from lockstep.model.policy import Policy
-from lockstep.recipe.online import Rollout
+from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Model
+from lockstep.rollout.check import check_engine
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.train.generation import check_engine
 from lockstep.types import Example, Origin, Request, Sampling
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def judge(case: Case, folder: Path) -> Outcome:
     wrong = _training(policy)
     if wrong:
         return Outcome("WRONG", wrong)
-    engine = NativeEngine(policy, select("cpu"), Rollout(block_tokens=8), lambda ids: "")
+    engine = NativeEngine(policy, select("cpu"), RolloutSettings(block_tokens=8), lambda ids: "")
     try:
         check_engine(engine, policy, CPU, str(folder))
     except Refusal as refusal:

@@ -18,7 +18,8 @@ Before training, the architecture of a model folder is tried as a small random c
 kept, sizes and limits scaled down), in fp32 and in the dtype that is trained: log-probs and the gradient of every
 parameter, packed and padded, on sequences longer than each window, chunk and original length, and the engine's greedy
 tokens, against transformers' own. What differs is refused with the reason. The result is remembered
-(`~/.cache/lockstep`, or `LOCKSTEP_CACHE`) for this configuration, these packages and this code.
+(`~/.cache/lockstep`, or `LOCKSTEP_CACHE`) for this configuration, these packages, this code and
+this kind of device.
 
 The sweep builds every causal language model class of transformers {version} small, also with windows, layers and rotary
 scalings that its defaults leave off (`llama+yarn`), and holds what is accepted against transformers once more, with

@@ -14,7 +14,7 @@ from lockstep.device.select import select
 from lockstep.kernels.noise import gumbel_noise, sequence_keys
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.policy import Policy
-from lockstep.recipe.online import Rollout
+from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Lora, Model
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.native.engine import NativeEngine
@@ -47,7 +47,7 @@ def load(folder: Path, lora: Lora | None = None) -> Policy:
 
 
 def native(policy: Policy, folder: Path, **settings: Any) -> NativeEngine:
-    return NativeEngine(policy, select("cpu"), Rollout(**settings), load_tokenizer(str(folder)).decode)
+    return NativeEngine(policy, select("cpu"), RolloutSettings(**settings), load_tokenizer(str(folder)).decode)
 
 
 def run(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from test_experience import FAILED, recipe_of, rollout
 
 from lockstep.device.select import select
 from lockstep.parallel.world import World
-from lockstep.train.annotate import Annotated, annotate, old_needed, plan_updates
+from lockstep.recipe import Recipe
+from lockstep.train.advantages import estimate_advantages
+from lockstep.train.annotate import UpdatePlan, annotate, old_needed, plan_updates
 from lockstep.train.build import build_learner, build_reference
 from lockstep.train.experience import Experience, experience_of
-from lockstep.train.roles import Roles
+from lockstep.train.models import Models, Packing
 from lockstep.types import MicroBatch
 
 # Two prompts, two responses each; K = 2 + 1 + 3 + 1 tokens.
@@ -39,8 +42,8 @@ def made() -> Experience:
     )
 
 
-class FakeRoles:
-    """Gives prepared vectors part by part, and remembers what it was asked."""
+class FakeModels:
+    """Gives prepared vectors update by update, and remembers what it was asked."""
 
     def __init__(self, *, critic: bool = False, old: Sequence[float] = OLD):
         self.critic = object() if critic else None
@@ -48,20 +51,20 @@ class FakeRoles:
         self._used = dict.fromkeys(self._vectors, 0)
         self.asked: list[tuple[str, list[MicroBatch]]] = []
 
-    def _next(self, name: str, batches: list[MicroBatch], count: int) -> torch.Tensor:
-        self.asked.append((name, batches))
+    def _next(self, name: str, plan: UpdatePlan) -> torch.Tensor:
+        self.asked.append((name, plan.batches))
         first = self._used[name]
-        self._used[name] += count
-        return torch.tensor(self._vectors[name][first : first + count])
+        self._used[name] += plan.targets
+        return torch.tensor(self._vectors[name][first : first + plan.targets])
 
-    def logprobs(self, batches: list[MicroBatch], count: int) -> torch.Tensor:
-        return self._next("old", batches, count)
+    def logprobs(self, plan: UpdatePlan) -> torch.Tensor:
+        return self._next("old", plan)
 
-    def reference_logprobs(self, batches: list[MicroBatch], count: int) -> torch.Tensor:
-        return self._next("reference", batches, count)
+    def reference_logprobs(self, plan: UpdatePlan) -> torch.Tensor:
+        return self._next("reference", plan)
 
-    def values(self, batches: list[MicroBatch], count: int) -> torch.Tensor:
-        return self._next("values", batches, count)
+    def values(self, plan: UpdatePlan) -> torch.Tensor:
+        return self._next("values", plan)
 
 
 class Phases(list[str]):
@@ -71,11 +74,18 @@ class Phases(list[str]):
         yield
 
 
-def annotated(beta: float = 0.1, *, old: Sequence[float] = OLD, **keys: Any) -> tuple[Annotated, FakeRoles, Phases]:
+def planned(experience: Experience, recipe: Recipe, world: World | None = None) -> list[UpdatePlan]:
+    models = Models(torch.nn.Identity(), Packing.of(recipe, world or World(), 0), torch.device("cpu"))
+    return plan_updates(experience, models, recipe.batch)
+
+
+def annotated(beta: float = 0.1, *, old: Sequence[float] = OLD, **keys: Any) -> tuple[Any, FakeModels, Phases]:
+    """What the models said and what followed from it, in one."""
     recipe = recipe_of(**{"batch__prompts": 2, "rollout__n": 2, **keys})
-    roles, phases = FakeRoles(critic=recipe.algorithm.advantage == "gae", old=old), Phases()
-    parts = plan_updates(made(), recipe, World(), pad_id=0)
-    return annotate(made(), parts, roles, recipe, beta, phases), roles, phases  # type: ignore[arg-type]
+    models, phases = FakeModels(critic=recipe.algorithm.advantage == "gae", old=old), Phases()
+    known = annotate(planned(made(), recipe), models, recipe, phases)  # type: ignore[arg-type]
+    advantages = estimate_advantages(made(), known, recipe, beta)
+    return SimpleNamespace(**vars(known), **vars(advantages)), models, phases
 
 
 # -- what is computed --------------------------------------------------------------------------------------------------
@@ -108,33 +118,33 @@ def test_old_log_probabilities_are_computed_only_where_something_needs_them(
 @pytest.mark.parametrize(
     ("keys", "phases"),
     [
-        ({"method": "dr_grpo"}, ["adv"]),
-        ({}, ["ref", "adv"]),
-        ({"algorithm__epochs": 2}, ["old_log_prob", "ref", "adv"]),
-        ({"method": "rloo"}, ["old_log_prob", "ref", "adv"]),
-        ({"method": "ppo", "algorithm__kl__where": "none"}, ["values", "adv"]),
-        ({"method": "ppo"}, ["old_log_prob", "ref", "values", "adv"]),
+        ({"method": "dr_grpo"}, []),
+        ({}, ["ref"]),
+        ({"algorithm__epochs": 2}, ["old_log_prob", "ref"]),
+        ({"method": "rloo"}, ["old_log_prob", "ref"]),
+        ({"method": "ppo", "algorithm__kl__where": "none"}, ["values"]),
+        ({"method": "ppo"}, ["old_log_prob", "ref", "values"]),
     ],
     ids=str,
 )
 def test_models_are_run_only_where_the_recipe_uses_them(keys: dict[str, Any], phases: list[str]) -> None:
-    known, roles, seen = annotated(**keys)
+    known, models, seen = annotated(**keys)
     assert seen == phases
     names = {"old_log_prob": known.old_K, "ref": known.reference_K, "values": known.values_K}
-    assert {name for name, vector in names.items() if vector is not None} == set(phases) - {"adv"}
-    assert len(roles.asked) == len(phases) - 1
+    assert {name for name, vector in names.items() if vector is not None} == set(phases)
+    assert len(models.asked) == len(phases)
 
 
 def test_vectors_of_several_updates_are_joined_in_order() -> None:
-    known, roles, _ = annotated(batch__prompts_per_update=1)
+    known, models, _ = annotated(batch__prompts_per_update=1)
     assert known.old_K is not None
     assert known.reference_K is not None
     assert known.old_K.tolist() == pytest.approx(OLD)
     assert known.reference_K.tolist() == pytest.approx(REFERENCE)
     # Old and reference run the very micro-batches that the update will run.
-    parts = [batches for name, batches in roles.asked if name == "old"]
+    parts = [batches for name, batches in models.asked if name == "old"]
     assert len(parts) == 2
-    assert [batches for name, batches in roles.asked if name == "reference"] == parts
+    assert [batches for name, batches in models.asked if name == "reference"] == parts
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
@@ -255,15 +265,15 @@ def many() -> Experience:
 def test_every_response_is_in_one_update_once_and_in_order(batch: dict[str, Any], each: int, sizes: list[int]) -> None:
     experience = many()
     recipe = recipe_of(**{"batch__prompts": 6, "batch__prompts_per_update": each, **batch})
-    parts = plan_updates(experience, recipe, World(), pad_id=0)
+    parts = planned(experience, recipe)
     assert [part.responses.stop - part.responses.start for part in parts] == sizes
     assert [part.responses.start for part in parts] == [0, *(part.responses.stop for part in parts)][:-1]
     assert [part.tokens.start for part in parts] == [0, *(part.tokens.stop for part in parts)][:-1]
-    assert parts[-1].tokens.stop == len(experience.sequence_K) == sum(part.count for part in parts)
+    assert parts[-1].tokens.stop == len(experience.sequence_K) == sum(part.targets for part in parts)
     line = [token for r in experience.rollouts for token in r.ids]
     for part in parts:
         places = torch.cat([b.index_K for b in part.batches])
-        assert sorted(places.tolist()) == list(range(part.count))
+        assert sorted(places.tolist()) == list(range(part.targets))
         targets = torch.cat([b.targets_K for b in part.batches])
         assert targets[places.argsort()].tolist() == line[part.tokens]
 
@@ -271,12 +281,12 @@ def test_every_response_is_in_one_update_once_and_in_order(batch: dict[str, Any]
 def test_ranks_share_an_update_without_overlap() -> None:
     experience = many()
     recipe = recipe_of(batch__prompts=6, batch__prompts_per_update=3, batch__tokens=30)
-    ranks = [plan_updates(experience, recipe, World(rank, 2), pad_id=0) for rank in range(2)]
+    ranks = [planned(experience, recipe, World(rank, 2)) for rank in range(2)]
     for one, two in zip(*ranks, strict=True):
         assert len(one.batches) == len(two.batches)
         assert (one.tokens, one.responses) == (two.tokens, two.responses)
         places = torch.cat([b.index_K for part in (one, two) for b in part.batches])
-        assert sorted(places.tolist()) == list(range(one.count))
+        assert sorted(places.tolist()) == list(range(one.targets))
 
 
 @pytest.mark.parametrize("batch", [{"batch__tokens": 30}, {"batch__rows": 2}], ids=str)
@@ -289,9 +299,10 @@ def test_a_real_policy_gives_its_tokens_in_the_order_of_the_responses(tiny_folde
         str(tiny_folder), **{"batch__prompts": 6, "batch__prompts_per_update": 2, "algorithm__epochs": 2, **batch}
     )
     where = (select("cpu"), World(), torch.device("cpu"))
-    roles = Roles(build_learner(recipe, *where), build_reference(recipe, *where), None, World(), where[2])
-    parts = plan_updates(experience, recipe, World(), pad_id=0)
-    known = annotate(experience, parts, roles, recipe, 0.1, Phases())
+    learner, packing = build_learner(recipe, *where), Packing.of(recipe, World(), 0)
+    models = Models(learner.module, packing, where[2], learner, reference=build_reference(recipe, *where))
+    parts = planned(experience, recipe)
+    known = annotate(parts, models, recipe, Phases())
     library = AutoModelForCausalLM.from_pretrained(tiny_folder)
     expected = []
     with torch.no_grad():
@@ -303,4 +314,4 @@ def test_a_real_policy_gives_its_tokens_in_the_order_of_the_responses(tiny_folde
     assert known.reference_K is not None
     assert known.old_K.tolist() == pytest.approx(expected, abs=1e-4)
     assert torch.equal(known.old_K, known.reference_K)
-    assert roles.policy.module.training
+    assert models.module.training

@@ -17,7 +17,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.kernels.paged import KVCache
 from lockstep.model.policy import Policy
-from lockstep.recipe.online import Rollout
+from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.runner import Runner
 from lockstep.types import Completion, Request, Sampling
@@ -231,7 +231,7 @@ def test_captured_passes_give_what_eager_ones_give(
     policy: Policy, requests: list[Request], usual: list[Completion], settings: dict[str, Any]
 ) -> None:
     device = Recorder()
-    engine = NativeEngine(policy, device, Rollout(**settings), lambda ids: "")
+    engine = NativeEngine(policy, device, RolloutSettings(**settings), lambda ids: "")
     assert_same(run(engine, requests, SAMPLING), usual)
     # A recording for each bucket of the batch, not for each batch.
     assert 1 <= device.captured <= 6
@@ -243,7 +243,7 @@ def test_captured_passes_under_preemption_and_with_stop_strings(policy: Policy, 
     eager = native(policy, folder)
     expected = run(eager, requests, sampling)
     assert {"string", "length"} <= {c.stop for c in expected}
-    tight = Rollout(block_tokens=4, cache_gb=gigabytes(16, 4), prefill_tokens=20)
+    tight = RolloutSettings(block_tokens=4, cache_gb=gigabytes(16, 4), prefill_tokens=20)
     engine = NativeEngine(policy, Recorder(), tight, eager.decode)
     assert_same(run(engine, requests, sampling), expected)
     assert engine.preempted > 0
@@ -254,14 +254,14 @@ def test_a_single_token_and_a_single_sample(policy: Policy, folder: Path) -> Non
     requests = [Request([5], 0), Request([5, 6], 1)]
     expected = run(native(policy, folder), requests, sampling)
     assert [c.ids for c in expected] == [slow_sample(policy, r, 0, sampling)[0] for r in requests]
-    captured = NativeEngine(policy, Recorder(), Rollout(), lambda ids: "")
+    captured = NativeEngine(policy, Recorder(), RolloutSettings(), lambda ids: "")
     assert_same(run(captured, requests, sampling), expected)
 
 
 def test_a_kept_cache_and_its_passes_are_used_again_until_the_weights_move(folder: Path) -> None:
     """`free_cache: false` on a device that captures: only the first call captures, until the weights move."""
     policy, device = load(folder), Recorder()
-    engine = NativeEngine(policy, device, Rollout(free_cache=False), lambda ids: "")
+    engine = NativeEngine(policy, device, RolloutSettings(free_cache=False), lambda ids: "")
     requests = [Request([5, 6, 7], 0)]
     first = run(engine, requests, SAMPLING)
     captured = device.captured

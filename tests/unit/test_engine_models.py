@@ -29,10 +29,11 @@ from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
-from lockstep.recipe.online import Rollout
+from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Lora
+from lockstep.rollout.check import check_engine
+from lockstep.rollout.engines import ENGINES
 from lockstep.rollout.hf import HfEngine
-from lockstep.train.generation import check_engine, make_engine
 from lockstep.types import Completion, Request, Sampling
 
 CPU = torch.device("cpu")
@@ -130,9 +131,11 @@ def test_a_model_that_trains_and_cannot_be_cached_is_refused_by_the_engine(tmp_p
     policy = load(folder)
     tokenizer = load_tokenizer(str(folder))
     with pytest.raises(Refusal, match=r"DiffLlamaForCausalLM: .*attends more than once in a layer") as refusal:
-        check_engine(make_engine(Rollout(), policy, select("cpu"), tokenizer), policy, CPU, str(folder))
+        check_engine(ENGINES["native"](policy, select("cpu"), RolloutSettings(), tokenizer), policy, CPU, str(folder))
     assert "rollout.engine=hf" in refusal.value.problems[0].remedy
-    check_engine(make_engine(Rollout(engine="hf"), policy, select("cpu"), tokenizer), policy, CPU, str(folder))
+    check_engine(
+        ENGINES["hf"](policy, select("cpu"), RolloutSettings(engine="hf"), tokenizer), policy, CPU, str(folder)
+    )
 
 
 def test_an_engine_is_held_against_the_trainer(tmp_path: Path, tiny_folder: Path) -> None:

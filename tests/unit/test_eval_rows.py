@@ -11,10 +11,10 @@ from test_reward_model import write_reward_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from conftest import write_jsonl
+from lockstep.commands.eval import score_model
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.reward.process import PROCESS
-from lockstep.train.score import score_model
 
 PAIRS = [
     {"prompt": "2+3?", "chosen": "#### 5", "rejected": "so #### 6"},

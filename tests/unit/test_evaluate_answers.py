@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 from test_experience import rollout
 
-from lockstep.train.evaluate import answer_metrics, pass_at
+from lockstep.evaluate.answers import answer_metrics, pass_at
 from lockstep.types import Failure, Question, Rollout, Score
 
 

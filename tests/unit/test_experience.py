@@ -45,6 +45,8 @@ def rollout(
     stop: str = "token",
     text: str = "",
     source: str = "arithmetic",
+    trained: Sequence[int] = (),
+    earned: tuple[tuple[int, float], ...] = (),
 ) -> Rollout:
     return Rollout(
         prompt=Prompt(question(place, source), list(prompt)),
@@ -55,6 +57,8 @@ def rollout(
         stop=stop,
         text=text,
         score=Score(float(score)) if isinstance(score, int | float) else score,
+        trained=trained,
+        earned=earned,
     )
 
 
@@ -144,3 +148,40 @@ def test_nothing_scored_is_an_empty_experience(baselines: dict[int, float] | Non
     assert experience.sequences == 0
     assert experience.sequence_K.dtype == torch.long
     assert len(experience.scores_S) == len(experience.engine_K) == len(experience.last_K) == 0
+
+
+def with_turns() -> list[Rollout]:
+    """Two turns of the policy around one of an environment; then one that ends with the environment's."""
+    return [
+        rollout(0, [10, 90, 91, 11, 12], 1.0, logprobs=[-0.1, 0, 0, -0.2, -0.3], trained=[1, 0, 0, 1, 1]),
+        rollout(1, [13, 14, 92], 0.5, logprobs=[-0.4, -0.5, 0], trained=[1, 1, 0], earned=((0, 0.1), (2, 0.2))),
+    ]
+
+
+def test_what_an_environment_wrote_is_seen_and_not_trained() -> None:
+    experience = experience_of(with_turns())
+    first = experience.examples[0]
+    assert list(first.ids) == [5, 6, 7, 10, 90, 91, 11, 12]
+    assert list(first.trained) == [0, 0, 0, 1, 0, 0, 1, 1]
+    assert experience.sequence_K.tolist() == [0, 0, 0, 1, 1]
+    assert experience.engine_K.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5])
+    assert experience.last_K.tolist() == [2, 4]
+    assert experience.tokens_of(slice(1, 2)) == slice(3, 5)
+    # A share that was earned in the environment's turn is the policy's last token's before it.
+    assert experience.earned_K.tolist() == pytest.approx([0, 0, 0, 0.1, 0.2])
+    assert sum(e.targets for e in experience.examples) == len(experience.sequence_K)
+
+
+def test_turns_are_cut_where_the_writer_changes() -> None:
+    first, second = with_turns()
+    assert [(turn.policy, turn.ids) for turn in first.turns] == [(True, [10]), (False, [90, 91]), (True, [11, 12])]
+    assert [turn.policy for turn in second.turns] == [True, False]
+    assert (first.written, second.written) == (3, 2)
+    assert list(rollout(0, [1, 2], 0.0).trained) == [1, 1]
+    with pytest.raises(ValueError, match="a mask of 1 entries for 2 tokens"):
+        rollout(0, [1, 2], 0.0, trained=[1])
+
+
+def test_a_response_of_an_environment_alone_is_refused() -> None:
+    with pytest.raises(Refusal, match="has no token of the policy's"):
+        experience_of([rollout(0, [90, 91], 1.0, trained=[0, 0])])

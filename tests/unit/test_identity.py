@@ -17,9 +17,9 @@ from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.train import offline
-from lockstep.train.consult import consulted
+from lockstep.train.caching import add_cache
+from lockstep.train.models import Models
 from lockstep.train.offline import train_offline
-from lockstep.train.session import Session
 from preference_rows import write_recipe
 
 QUICK = ["run.steps=2", "run.export=false", "data.val=[]"]
@@ -34,16 +34,15 @@ def recipe_of(tiny_folder: Path, tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[Session], None]) -> None:
+def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
     """Something goes wrong between loading the models and the first update."""
 
-    def spoiled(session: Session, prepared: Any) -> Any:
-        models = consulted(session, prepared)
+    def spoiled(models: Models, *rest: Any) -> None:
+        add_cache(models, *rest)
         with torch.no_grad():
-            change(session)
-        return models
+            change(models)
 
-    monkeypatch.setattr(offline, "consulted", spoiled)
+    monkeypatch.setattr(offline, "add_cache", spoiled)
 
 
 LORA = "model.lora.rank=4"
@@ -92,8 +91,8 @@ def problem_of(recipe: Any) -> Any:
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_a_policy_that_moved_is_refused(recipe_of, tmp_path: Path, monkeypatch, method: str) -> None:
-    def change(session: Session) -> None:
-        session.module.get_parameter("model.model.norm.weight")[3] += 0.01
+    def change(models: Any) -> None:
+        models.module.get_parameter("model.model.norm.weight")[3] += 0.01
 
     spoil(monkeypatch, change)
     problem = problem_of(recipe_of(method))
@@ -105,26 +104,26 @@ def test_a_policy_that_moved_is_refused(recipe_of, tmp_path: Path, monkeypatch, 
 
 
 def test_a_reference_that_moved_is_refused(recipe_of, monkeypatch) -> None:
-    def change(session: Session) -> None:
-        assert session.reference is not None
-        session.reference.get_parameter("model.model.norm.weight")[3] += 0.01
+    def change(models: Any) -> None:
+        assert models.reference is not None
+        models.reference.get_parameter("model.model.norm.weight")[3] += 0.01
 
     spoil(monkeypatch, change)
     assert "loaded differently" in problem_of(recipe_of("dpo")).remedy
 
 
 def test_an_adapter_that_does_not_start_at_zero_is_refused(recipe_of, monkeypatch) -> None:
-    def change(session: Session) -> None:
-        name = next(name for name, _ in session.module.trainable() if "lora_B" in name)
-        session.module.stored.get_parameter(name).fill_(0.02)
+    def change(models: Any) -> None:
+        name = next(name for name, _ in models.module.trainable() if "lora_B" in name)
+        models.module.stored.get_parameter(name).fill_(0.02)
 
     spoil(monkeypatch, change)
     assert "the adapter does not start at zero" in problem_of(recipe_of("dpo", LORA)).remedy
 
 
 def test_a_model_that_gives_no_numbers_is_refused(recipe_of, monkeypatch) -> None:
-    def change(session: Session) -> None:
-        session.module.get_parameter("model.model.norm.weight").fill_(float("nan"))
+    def change(models: Any) -> None:
+        models.module.get_parameter("model.model.norm.weight").fill_(float("nan"))
 
     spoil(monkeypatch, change)
     assert problem_of(recipe_of("dpo")).where.startswith("step 0")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import SIZES, load, write_model
-from transformers import Llama4TextConfig, MistralConfig, PhimoeConfig, Qwen2Config, Qwen2MoeConfig
+from transformers import Llama4TextConfig, LlamaConfig, MistralConfig, PhimoeConfig, Qwen2Config, Qwen2MoeConfig
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -17,11 +17,13 @@ from transformers.masking_utils import (
     or_masks,
     sliding_window_causal_mask_function,
 )
+from transformers.models.llama import modeling_llama
 
 from lockstep.errors import Refusal
 from lockstep.kernels.attention import transformers_attention
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.masks import WINDOW, BeyondCausal, read_mask
+from lockstep.model import verified
 from lockstep.model.policy import Policy
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -29,18 +31,18 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 @pytest.mark.parametrize("window", [1, 2, 7, 64, 4095, 4096, 131072])
 def test_a_window_is_read_off_its_mask(window: int) -> None:
-    assert read_mask(sliding_window_causal_mask_function(window)).window == window
+    assert read_mask(sliding_window_causal_mask_function(window), heads=3).window == window
 
 
 def test_a_causal_mask_has_no_window() -> None:
-    assert read_mask(causal_mask_function).window is None
-    assert read_mask(and_masks(causal_mask_function, causal_mask_function)).window is None
+    assert read_mask(causal_mask_function, heads=3).window is None
+    assert read_mask(and_masks(causal_mask_function, causal_mask_function), heads=3).window is None
 
 
 @pytest.mark.parametrize("chunk", [2, 8, 128, 8192])
 def test_chunks_are_told_by_name(chunk: int) -> None:
     with pytest.raises(BeyondCausal, match=f"chunks of {chunk} tokens"):
-        read_mask(chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.long)))
+        read_mask(chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.long)), heads=3)
 
 
 def first_token_too(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -67,7 +69,41 @@ def not_the_last(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) 
 )
 def test_what_is_more_than_causal_and_window_is_refused(mask: Any) -> None:
     with pytest.raises(BeyondCausal):
-        read_mask(mask)
+        read_mask(mask, heads=3)
+
+
+def of_head(number: int, window: int) -> Any:
+    """Within a window on one head, without one on the others."""
+
+    def mask(batch: Any, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (head != number) | (key > query - window)
+
+    return mask
+
+
+@pytest.mark.parametrize("head", [0, 1, 3])
+@pytest.mark.parametrize("others", [None, 64], ids=["causal", "in a wider window"])
+def test_a_window_on_one_head_only_is_refused(head: int, others: int | None) -> None:
+    around = causal_mask_function if others is None else sliding_window_causal_mask_function(others)
+    mask = and_masks(around, of_head(head, 32))
+    with pytest.raises(BeyondCausal, match=rf"its heads see different tokens \(head {head or 1} others than head 0\)"):
+        read_mask(mask, heads=4)
+
+
+def test_a_model_with_a_window_on_its_last_head_is_refused(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the model's four heads are asked, by the mask that its own forward makes."""
+    folder = write_model(tmp_path / "model", LlamaConfig(**SIZES), tiny_folder)
+    right = modeling_llama.create_causal_mask
+    monkeypatch.setattr(
+        modeling_llama, "create_causal_mask", lambda **how: right(**how, and_mask_function=of_head(3, 6))
+    )
+    # Other tests have seen this configuration pass.
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    verified._here.cache_clear()
+    with pytest.raises(Refusal, match=r"LlamaForCausalLM: its heads see different tokens \(head 3 others"):
+        load(folder)
 
 
 def windows(policy: Policy) -> list[int | None]:

@@ -9,18 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3Config, LlamaConfig, MistralConfig, MixtralConfig, Phi4MultimodalConfig, PhimoeConfig
+from small_models import SIZES, load, write_model
+from transformers import (
+    Gemma3Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi4MultimodalConfig,
+    PhimoeConfig,
+)
 
+from lockstep.data.batching import micro_batch
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.kernels import attention, paged, varlen
 from lockstep.model import verified
-from lockstep.model.check import Unfit, check_architecture
-from lockstep.model.miniature import LIMIT, miniature_config
+from lockstep.model.check import LENGTHS, Unfit, check_architecture, own_logprobs
+from lockstep.model.miniature import LIMIT, VOCABULARY, miniature_config
 from lockstep.model.placeholders import placeholder_ids, refuse_placeholders
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.rollout.trial import check_engine_architecture
-from lockstep.types import Origin
+from lockstep.types import Example, Origin
 
 CPU = torch.device("cpu")
 # Full sizes, as a folder has them: a window of thousands of tokens is checked all the same.
@@ -142,6 +152,33 @@ def test_a_miniature_keeps_switches_and_scales_limits() -> None:
     assert (small.sliding_window, small.rms_norm_eps, small.tie_word_embeddings) == (LIMIT, 1e-3, True)
     assert miniature_config(MistralConfig(sliding_window=None)).sliding_window is None
     assert miniature_config(LlamaConfig(num_key_value_heads=1)).num_key_value_heads == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(vocab_size=5, eos_token_id=4, bos_token_id=3),
+        LlamaConfig(max_position_embeddings=8),
+        GPT2Config(vocab_size=2, n_positions=4, eos_token_id=1, bos_token_id=1),
+    ],
+    ids=["five words", "eight positions", "two words and four positions"],
+)
+def test_a_model_smaller_than_the_trial_is_tried_all_the_same(config: Any) -> None:
+    small = miniature_config(config)
+    assert small.vocab_size == VOCABULARY
+    assert small.max_position_embeddings >= max(LENGTHS)
+    check(config)
+
+
+def test_a_model_of_few_words_is_loaded_and_trains(tmp_path: Path, tiny_folder: Path) -> None:
+    """The real model is held to transformers on tokens that it has."""
+    config = LlamaConfig(**{**SIZES, "vocab_size": 3}, eos_token_id=2, bos_token_id=1)
+    policy = load(write_model(tmp_path / "model", config, tiny_folder))
+    example = Example([0, 1, 2, 1], [0, 1, 1, 1], Origin("rows", 0))
+    logprobs = policy(micro_batch([example], packed=True, pad_id=0)).logprobs_K
+    with policy.generating() as model:
+        wanted = own_logprobs(model, torch.tensor([[0, 1, 2, 1]]))
+    torch.testing.assert_close(logprobs, wanted, atol=1e-5, rtol=0)
 
 
 def test_a_load_balancing_loss_is_refused() -> None:

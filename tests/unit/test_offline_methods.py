@@ -6,7 +6,6 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lockstep.errors import Refusal
+from lockstep.evaluate import rows as evaluate_rows
 from lockstep.kernels.divergence import TeacherDivergence
 from lockstep.methods import METHODS
 from lockstep.model.heads import load_value_model
@@ -23,9 +23,7 @@ from lockstep.model.policy import Policy, Scoring, Teacher
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.schema import Model
-from lockstep.train import held_out
-from lockstep.train.consult import Consulted, Packing
-from lockstep.train.roles import Roles
+from lockstep.train.models import Models, Packing
 from lockstep.types import Example, Item, Judged, Origin, Probe, Ranking, Steps
 
 CPU = torch.device("cpu")
@@ -87,17 +85,14 @@ def policy_of(folder: Path, scoring: Scoring | None = None) -> Policy:
     return load_policy(Model(path=str(folder)), CPU, "sdpa", 0, scoring)
 
 
-def models_of(
-    module: Any, cut: dict[str, int | None], reference: Policy | None = None, longest: int = 500
-) -> Consulted:
+def models_of(module: Any, cut: dict[str, int | None], reference: Policy | None = None, longest: int = 500) -> Models:
     packing = Packing(World(), cut["tokens"], cut["rows"], 0)
-    learner: Any = SimpleNamespace(module=module)
-    return Consulted(Roles(learner, reference, None, World(), CPU), packing, longest)
+    return Models(module, packing, CPU, reference=reference, longest=longest)
 
 
-def measured(recipe: Recipe, items: Sequence[Item], models: Consulted) -> dict[str, float]:
+def measured(recipe: Recipe, items: Sequence[Item], models: Models) -> dict[str, float]:
     objective = METHODS[recipe.method].objective(recipe)
-    return held_out.measure(models.roles.policy.module, items, objective, models, World(), CPU)
+    return evaluate_rows.measure(items, objective, models)
 
 
 class Plain:
@@ -449,7 +444,7 @@ def test_validation_rows_may_come_in_several_groups(
         ("prm", STEPS, policy, None),
     ]
     at_once = [measured(recipe_of(m), items, models_of(own, CUTS[0], other)) for m, items, own, other in cases]
-    monkeypatch.setattr(held_out, "GROUP", 2)
+    monkeypatch.setattr(evaluate_rows, "GROUP", 2)
     grouped = [measured(recipe_of(m), items, models_of(own, CUTS[0], other)) for m, items, own, other in cases]
     for one, two in zip(at_once, grouped, strict=True):
         assert two == pytest.approx(one, rel=1e-5, abs=1e-6)

@@ -18,12 +18,12 @@ from lockstep.recipe import load_recipe
 from lockstep.recipe.load import dump_recipe
 from lockstep.recipe.methods import OFFLINE, PREFERENCE_READS, READS, reference_folder, reference_kind
 from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
-from lockstep.recipe.online import Rollout
+from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Source
 from lockstep.run.progress import Console
 from lockstep.train.build import refuse_other_words
 from lockstep.train.offline import train_offline
-from lockstep.train.setup import prepare
+from lockstep.train.prepare import prepare
 from preference_rows import judged_rows, write_recipe
 
 TEACHER = ["distill.teacher=t"]
@@ -75,7 +75,7 @@ def test_every_key_of_the_offline_sections_is_tried_here() -> None:
     sections = {"preference": Preference, "rm": RewardModelSettings, "prm": ProcessReward, "distill": Distill}
     known = {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields}
     assert known == {key for key in OTHERS if key.split(".")[0] in sections}
-    assert "n" in Rollout.model_fields
+    assert "n" in RolloutSettings.model_fields
 
 
 @pytest.mark.parametrize("method", OFFLINE)

@@ -14,7 +14,7 @@ from lockstep.data.batching import plan_micro_batches
 from lockstep.data.prompts import PromptCounts, PromptSet
 from lockstep.errors import Refusal
 from lockstep.train.plan import MemoryPlan, OnlinePlan, Phase, kv_bytes, plan_memory, plan_online
-from lockstep.train.setup import prompt_limit
+from lockstep.train.prepare import prompt_limit
 from lockstep.types import Prompt
 
 

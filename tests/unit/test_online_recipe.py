@@ -18,7 +18,7 @@ from lockstep.recipe import load_recipe
 from lockstep.recipe.checks import RATIO_FREE
 from lockstep.recipe.load import dump_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE, READS
-from lockstep.recipe.online import Algorithm
+from lockstep.recipe.online import Estimator
 from lockstep.recipe.schema import MethodName
 
 
@@ -266,7 +266,7 @@ def test_a_loss_without_a_ratio_updates_once_a_step(tmp_path: Path, method: str,
     assert load_recipe(recipe, ["batch.prompts=16", word, "algorithm.loss=clip"]).algorithm.loss == "clip"
 
 
-@pytest.mark.parametrize("advantage", get_args(Algorithm.model_fields["advantage"].annotation))
+@pytest.mark.parametrize("advantage", get_args(Estimator))
 def test_no_estimator_makes_up_for_the_ratio(base: str, advantage: str) -> None:
     words = [f"algorithm.advantage={advantage}", "algorithm.loss=policy_gradient", "rollout.n=4"]
     (problem,) = refused(base, *words, "algorithm.epochs=2")

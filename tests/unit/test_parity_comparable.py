@@ -14,10 +14,11 @@ from pydantic import BaseModel
 
 from lockstep.parity.compare.comparable import differences, leaves
 from lockstep.parity.compare.comparison import Difference
-from lockstep.parity.compare.effects import EFFECTS, READ_WHERE, effect_of
 from lockstep.parity.compare.log import Evidence, Log
+from lockstep.recipe.facts import facts_of
 from lockstep.recipe.load import resolved
 from lockstep.recipe.methods import with_method_defaults
+from lockstep.recipe.own import NamedOrOwn
 from lockstep.recipe.schema import Recipe
 
 ENV: dict[str, Any] = {
@@ -309,24 +310,20 @@ BY_HAND = {"run.steps", "run.epochs", "model.path"}
 def test_every_key_of_a_recipe_has_a_row() -> None:
     keys = list(every_key())
     assert {"model.lora.rank", "data.train.weight", "algorithm.kl.where", "method"} <= set(keys)
-    assert [key for key in keys if effect_of(key) is None and key not in BY_HAND] == []
-
-
-def test_every_row_is_of_a_key() -> None:
-    keys = set(every_key())
-    groups = {".".join(key.split(".")[:depth]) for key in keys for depth in (1, 2, 3)}
-    assert set(EFFECTS) - keys - groups == set()
-    assert set(READ_WHERE) | {other for other, _ in READ_WHERE.values()} <= keys
+    assert [key for key in keys if facts_of(key).effect is None and key not in BY_HAND] == []
 
 
 def test_values_that_decide_whether_a_key_is_read_exist() -> None:
     fields = dict(leaves(Recipe))
-    for other, values in READ_WHERE.values():
-        assert set(values) <= set(typing.get_args(fields[other].annotation))
+    chosen = [facts.read_where for key in fields if (facts := facts_of(key)).read_where is not None]
+    assert len(chosen) > 15
+    for other, values in chosen:
+        named = [kind.names for kind in fields[other].metadata if isinstance(kind, NamedOrOwn)]
+        assert set(values) <= set(*named or [typing.get_args(fields[other].annotation)])
 
 
 def test_sections_without_a_row_of_their_own_are_listed_key_by_key() -> None:
     """A new key in these groups must be thought about: it has no row to fall back on."""
     for group in ("run", "model", "batch", "rollout", "reward"):
-        assert group not in EFFECTS
-        assert effect_of(f"{group}.new") is None
+        assert facts_of(group).effect is None
+        assert facts_of(f"{group}.new").effect is None

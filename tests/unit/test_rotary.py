@@ -8,37 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from moving_models import FIXED, MOVING, dynamic, longrope
 from small_models import SIZES, load, write_model
-from transformers import AutoModelForSequenceClassification, LlamaConfig, Phi3Config
+from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from conftest import lockstep, write_jsonl
-from lockstep.data.batching import micro_batch, shared_beginnings
+from conftest import run, write_jsonl
+from lockstep.data.batching import micro_batch, plan_micro_batches, shared_beginnings
 from lockstep.kernels.rotary import OwnPositions, fixed_length
+from lockstep.methods import METHODS
+from lockstep.model.load import load_tokenizer
+from lockstep.recipe import load_recipe
 from lockstep.reward.model import load_reward_model
+from lockstep.run.metrics import read_metrics
 from lockstep.types import Example, Origin
 
-FIXED = 24
 LENGTHS = (40, 5, FIXED, FIXED + 1, 31, 40)
-
-
-def longrope() -> Any:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [4.0, 5.0, 6.0, 7.0],
-        "original_max_position_embeddings": FIXED,
-    }
-    sizes = {**SIZES, "max_position_embeddings": 96}
-    return Phi3Config(**sizes, original_max_position_embeddings=FIXED, pad_token_id=0, rope_parameters=rope)
-
-
-def dynamic() -> Any:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    return LlamaConfig(**{**SIZES, "max_position_embeddings": FIXED}, rope_parameters=rope)
-
-
-MOVING = {"longrope": longrope, "dynamic": dynamic}
 
 
 def rows() -> list[Example]:
@@ -101,23 +85,24 @@ def test_the_fixed_length_is_that_of_the_kind() -> None:
     assert fixed_length(LlamaConfig(**{**SIZES, "max_position_embeddings": 64}, rope_parameters=rope)) == 64
 
 
-def sums(count: int) -> list[dict[str, object]]:
+def answers_of_two_lengths() -> list[dict[str, object]]:
+    """Four rows of 26 tokens and four of 50, in turn."""
     return [
         {
             "messages": [
-                {"role": "user", "content": f"{a}+{a}?"},
-                {"role": "assistant", "content": "so " * (3 * (a % 4)) + str(2 * a)},
+                {"role": "user", "content": f"{a}+1?"},
+                {"role": "assistant", "content": ("so " * 8 if a % 2 else "") + str(a + 1)},
             ]
         }
-        for a in range(count)
+        for a in range(8)
     ]
 
 
 def test_the_token_budget_does_not_change_the_loss(tmp_path: Path, tiny_folder: Path) -> None:
-    """The same rows in lines of several lengths, some beyond the original length."""
-    folder = write_model(tmp_path / "model", longrope(), tiny_folder)
-    data = write_jsonl(tmp_path / "train.jsonl", sums(8))
-    losses = []
+    """Rows on both sides of the original length: short and long ones in lines of their own, mixed, and in one line."""
+    original = 40
+    folder = write_model(tmp_path / "model", longrope(original), tiny_folder)
+    data = write_jsonl(tmp_path / "train.jsonl", answers_of_two_lengths())
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"""
@@ -126,17 +111,26 @@ device: cpu
 run: {{folder: {tmp_path}, steps: 1, export: false}}
 model: {{path: {folder}}}
 data: {{train: {data}}}
-batch: {{rows_per_update: 8, tokens: 64}}
+batch: {{rows_per_update: 8, tokens: 400}}
 optim: {{warmup: 0}}
 """,
         encoding="utf-8",
     )
-    for tokens in (64, 130, 400):
-        done = lockstep("train", recipe, f"run.name=run{tokens}", f"batch.tokens={tokens}")
-        assert done.returncode == 0, done.stderr + done.stdout
-        line = (tmp_path / f"run{tokens}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
-        losses.append(float(line.split('"train/loss":')[1].split(",")[0]))
-    assert max(losses) - min(losses) < 1e-5
+    settings = load_recipe(str(recipe), [])
+    read, tokenizer = METHODS["sft"].reader(settings), load_tokenizer(str(folder))
+    examples = read(settings.data.train, settings.data, tokenizer, 96).examples
+    lengths = [len(example) for example in examples]
+    assert sorted(lengths) == [26] * 4 + [50] * 4
+    budgets = {52: {1}, 104: {1, 2}, 400: {2}}
+    for tokens, sides in budgets.items():
+        (lines,) = plan_micro_batches(lengths, devices=1, tokens=tokens, rows=None)
+        assert {len({lengths[row] > original for row in line}) for line in lines} == sides
+    with torch.no_grad(), load(folder).eval().generating() as model:
+        trained = [alone(model, list(example.ids))[[place for place, _ in example.asked()]] for example in examples]
+    for tokens in budgets:
+        assert run("train", recipe, f"run.name=run{tokens}", f"batch.tokens={tokens}") == 0
+        ((_, metrics),) = read_metrics(tmp_path / f"run{tokens}" / "metrics.jsonl")
+        assert metrics["train/loss"] == pytest.approx(-torch.cat(trained).mean().item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", MOVING)

@@ -43,7 +43,9 @@ def record(step: int, value: float = 0.5) -> StepRecord:
     return StepRecord(step, {"carried": {"position": 8.0}, "updates": [{"learner": "train", "loss": value}]}, tensors)
 
 
-def rollout(score: Score | Failure, place: int = 0, sample: int = 0, text: str = "ça va ✓\n") -> Rollout:
+def rollout(
+    score: Score | Failure, place: int = 0, sample: int = 0, text: str = "ça va ✓\n", trained: tuple[int, ...] = ()
+) -> Rollout:
     question = Question(
         "arithmetic",
         [{"role": "system", "content": "är"}, {"role": "user", "content": "1+1?"}],
@@ -53,12 +55,14 @@ def rollout(score: Score | Failure, place: int = 0, sample: int = 0, text: str =
     )
     prompt = Prompt(question, [5, 6, 7])
     # Numbers that single precision does not hold must come back too: these are Python's.
-    return Rollout(prompt, place, sample, [9, 8], [-0.1, -2.0000000001], "token", text, score, ((0, 0.25), (1, -0.5)))
+    earned = ((0, 0.25), (1, -0.5))
+    return Rollout(prompt, place, sample, [9, 8], [-0.1, -2.0000000001], "token", text, score, earned, trained)
 
 
 ROLLOUTS = [
     rollout(Score(0.75, {"letters": 0.5, "length": 0.25}, ((3, 0.1), (7, 0.2)))),
     rollout(Score(0.0), 1, 2, ""),
+    rollout(Score(0.0), 1, 3, "", (1, 0)),
     rollout(Failure("letters", "cannot judge “this”"), 2),
 ]
 
@@ -68,6 +72,12 @@ def test_rollouts_come_back(tape: TapeFolder, chosen: list[Rollout]) -> None:
     file = tape.rollouts_file(1)
     tape.write_table(file, rollout_rows(chosen))
     assert rollouts_of(tape.read_table(file)) == chosen
+
+
+def test_a_tape_without_masks_has_the_policys_tokens_only() -> None:
+    (row,) = rollout_rows([rollout(Score(1.0))])
+    del row["trained"]
+    assert list(rollouts_of([row])[0].trained) == [1, 1]
 
 
 @pytest.mark.parametrize(

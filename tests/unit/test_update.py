@@ -17,12 +17,13 @@ from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.train import update as updates
-from lockstep.train.annotate import Annotated, Part, plan_updates
+from lockstep.train.advantages import Advantages
+from lockstep.train.annotate import Annotated, UpdatePlan, plan_updates
 from lockstep.train.build import build_critic, build_learner
 from lockstep.train.experience import Experience, experience_of
+from lockstep.train.models import Models, Packing
 from lockstep.train.online import _next_coefficient
-from lockstep.train.roles import Roles
-from lockstep.train.update import refuse_disagreement, update, update_critic, update_policy
+from lockstep.train.update import Learned, refuse_disagreement, update, update_critic, update_policy
 
 CPU = torch.device("cpu")
 BETA, ENTROPY, TEMPERATURE = 0.2, 0.05, 0.7
@@ -56,36 +57,39 @@ def noise(seed: int, scale: float = 1.0) -> torch.Tensor:
     return scale * torch.randn(TOKENS, generator=torch.Generator().manual_seed(seed))
 
 
-def roles_of(recipe: Recipe) -> Roles:
+def models_of(recipe: Recipe, world: World | None = None) -> Models:
     where = (select("cpu"), World(), CPU)
-    return Roles(build_learner(recipe, *where), None, build_critic(recipe, *where), World(), CPU)
+    learner, packing = build_learner(recipe, *where), Packing.of(recipe, world or World(), 0)
+    return Models(learner.module, packing, CPU, learner, build_critic(recipe, *where))
 
 
-def known_of(old: torch.Tensor | None, reference: torch.Tensor | None = None, **more: torch.Tensor) -> Annotated:
+def planned(models: Models, recipe: Recipe) -> list[UpdatePlan]:
+    return plan_updates(made(), models, recipe.batch)
+
+
+def known_of(old: torch.Tensor | None, reference: torch.Tensor | None = None, **more: torch.Tensor) -> Learned:
     """Advantages drawn at random; everything is kept and weighs 1 unless given."""
     base = {
-        "old_K": old,
-        "reference_K": reference,
-        "values_K": None,
         "rewards_K": torch.zeros(TOKENS),
         "advantages_K": noise(4),
         "returns_K": torch.zeros(TOKENS),
         "keep_K": torch.ones(TOKENS),
         "importance_K": torch.ones(TOKENS),
     }
-    return Annotated(**{**base, **more})  # type: ignore[arg-type]
+    known = Annotated(old, reference, more.pop("values_K", None))
+    return Learned(made(), known, Advantages(**{**base, **more}, metrics={}))
 
 
 def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def stepped(roles: Roles, recipe: Recipe, known: Annotated, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, dict]:
+def stepped(models: Models, recipe: Recipe, learned: Learned, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, dict]:
     """Metrics and gradients of one update of the policy that stops short of its optimizer."""
-    monkeypatch.setattr(roles.policy, "optim_step", lambda lr: {})
-    (part,) = plan_updates(made(), recipe, World(), pad_id=0)
-    metrics = update_policy(part, made(), known, roles, recipe, BETA, 0.0, (0,))
-    return metrics, gradients(roles.policy.module.model)  # type: ignore[union-attr]
+    monkeypatch.setattr(models.trained, "optim_step", lambda lr: {})
+    (plan,) = planned(models, recipe)
+    metrics = update_policy(plan, learned, models, recipe, BETA, 0.0, (0,))
+    return metrics, gradients(models.module.model)  # type: ignore[arg-type]
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -149,13 +153,21 @@ def drawn(library: Any) -> torch.Tensor:
         return padded.scores(library, TEMPERATURE)[0][padded.trained > 0]
 
 
-def by_hand(library: Any, recipe: Recipe, known: Annotated) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def by_hand(library: Any, recipe: Recipe, learned: Learned) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """PPO's clip with a dual bound, k3 divergence and entropy, written out over padded rows."""
     padded, kind, limit = Padded(), recipe.algorithm.aggregation, recipe.rollout.max_tokens
+    known, advantages = learned.known, learned.advantages
     assert known.old_K is not None
     assert known.reference_K is not None
     old, reference, advantages, keep, importance = (
-        padded.spread(v) for v in (known.old_K, known.reference_K, known.advantages_K, known.keep_K, known.importance_K)
+        padded.spread(v)
+        for v in (
+            known.old_K,
+            known.reference_K,
+            advantages.advantages_K,
+            advantages.keep_K,
+            advantages.importance_K,
+        )
     )
     library.zero_grad()
     logprobs, entropy = padded.scores(library, TEMPERATURE)
@@ -217,7 +229,7 @@ def test_the_policys_gradient_is_that_of_the_loss_written_out(
     recipe = grpo(tiny_folder, algorithm__aggregation=aggregation, **batch)
     known = known_of(drawn + noise(2, 0.4), drawn + noise(3, 0.4))
     expected, expected_gradients = by_hand(library, recipe, known)
-    metrics, found = stepped(roles_of(recipe), recipe, known, monkeypatch)
+    metrics, found = stepped(models_of(recipe), recipe, known, monkeypatch)
     assert 0.1 < expected["actor/pg_clipfrac"] < 0.9, "the bounds must matter"
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
     same(found, expected_gradients)
@@ -242,7 +254,7 @@ def test_masked_tokens_have_no_part_and_weights_scale_the_surrogate_alone(
     )
     recipe = grpo(tiny_folder, algorithm__aggregation=aggregation, **batch)
     expected, expected_gradients = by_hand(library, recipe, known)
-    metrics, found = stepped(roles_of(recipe), recipe, known, monkeypatch)
+    metrics, found = stepped(models_of(recipe), recipe, known, monkeypatch)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert set(metrics) == set(expected)
     same(found, expected_gradients)
@@ -270,14 +282,14 @@ def test_metrics_of_kept_tokens_do_not_depend_on_the_number_of_processes(
     keep[[0, 1, 2, 3, 9]] = 0
     known = known_of(drawn + noise(2, 0.4), drawn + noise(3, 0.4), keep_K=keep)
     recipe = grpo(tiny_folder, batch__tokens=20)
-    alone, _ = stepped(roles_of(recipe), recipe, known, monkeypatch)
+    alone, _ = stepped(models_of(recipe), recipe, known, monkeypatch)
 
     def share(rank: int, world: Rank) -> dict[str, float]:
-        roles = roles_of(recipe)
-        roles.policy.world = world  # type: ignore[assignment]
-        monkeypatch.setattr(roles.policy, "optim_step", lambda lr: {})
-        (part,) = plan_updates(made(), recipe, World(rank, 2), pad_id=0)
-        return update_policy(part, made(), known, roles, recipe, BETA, 0.0, (0,))
+        models = models_of(recipe, World(rank, 2))
+        models.trained.world = world  # type: ignore[assignment]
+        monkeypatch.setattr(models.trained, "optim_step", lambda lr: {})
+        (plan,) = planned(models, recipe)
+        return update_policy(plan, known, models, recipe, BETA, 0.0, (0,))
 
     # What a rank says depends on its own tokens only: the first says it to nobody, the second hears it.
     first = Rank()
@@ -295,14 +307,13 @@ def test_an_update_that_keeps_nothing_has_no_means_and_weighs_nothing_in_the_ste
     keep = torch.ones(TOKENS)
     keep[:7] = 0  # both responses to the first prompt
     known = known_of(drawn, drawn - 0.5, keep_K=keep)
-    parts = plan_updates(made(), recipe, World(), pad_id=0)
-    metrics = update(parts, made(), known, roles_of(recipe), recipe, BETA, 0, 10, untimed)
+    models = models_of(recipe)
+    plans = planned(models, recipe)
+    metrics = update(plans, known, models, recipe, BETA, 0, 10, untimed)
     # k3 of d = 0.5 at every kept token.
     assert metrics["actor/kl"] == pytest.approx(torch.tensor(-0.5).exp().item() + 0.5 - 1, rel=1e-3)
     for nothing in (torch.zeros(TOKENS), torch.zeros(TOKENS)):
-        metrics = update(
-            parts, made(), known_of(drawn, drawn, keep_K=nothing), roles_of(recipe), recipe, BETA, 0, 10, untimed
-        )
+        metrics = update(plans, known_of(drawn, drawn, keep_K=nothing), models_of(recipe), recipe, BETA, 0, 10, untimed)
         assert metrics["actor/loss"] == metrics["actor/pg_loss"] == 0.0
         assert not {"actor/kl", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl"} & set(metrics)
 
@@ -323,12 +334,12 @@ def test_an_impossible_token_that_is_left_out_changes_nothing(
     keep = torch.tensor([float(token != word) for token in ids])
     assert 0 < keep.sum() < TOKENS
     recipe = grpo(tiny_folder, batch__tokens=20)
-    roles = roles_of(recipe)
-    head = roles.policy.module.model.lm_head  # type: ignore[union-attr]
+    models = models_of(recipe)
+    head = models.module.model.lm_head  # type: ignore[union-attr]
     head.bias = torch.nn.Parameter(torch.zeros(head.out_features), requires_grad=False)
     head.bias.data[word] = -torch.inf
     old = torch.where(keep > 0, drawn, -torch.inf)
-    metrics, found = stepped(roles, recipe, known_of(old, old, keep_K=keep), monkeypatch)
+    metrics, found = stepped(models, recipe, known_of(old, old, keep_K=keep), monkeypatch)
     assert all(torch.tensor(value).isfinite() for value in metrics.values()), metrics
     assert all(gradient.isfinite().all() for gradient in found.values())
     assert metrics["actor/kl"] < 1.0
@@ -340,7 +351,7 @@ def test_without_old_log_probabilities_the_ratio_is_one(
     recipe = grpo(tiny_folder, batch__tokens=20)
     reference = drawn + noise(3, 0.4)
     expected, expected_gradients = by_hand(library, recipe, known_of(drawn, reference))
-    metrics, found = stepped(roles_of(recipe), recipe, known_of(None, reference), monkeypatch)
+    metrics, found = stepped(models_of(recipe), recipe, known_of(None, reference), monkeypatch)
     assert "actor/ppo_kl" not in metrics  # 0 by definition
     assert metrics["actor/pg_clipfrac"] == 0.0
     assert metrics["actor/loss"] == pytest.approx(expected["actor/loss"], rel=1e-4)
@@ -363,7 +374,7 @@ def test_held_tokens_do_not_depend_on_the_micro_batches(
             algorithm__kl={"where": "none"},
             **batch,
         )
-        found.append(stepped(roles_of(recipe), recipe, known_of(drawn + noise(2, 0.4)), monkeypatch))
+        found.append(stepped(models_of(recipe), recipe, known_of(drawn + noise(2, 0.4)), monkeypatch))
     for metrics, gradient in found:
         # 40 % of 22 tokens, rounded down.
         assert metrics["actor/pg_heldfrac"] == pytest.approx(8 / 22)
@@ -394,7 +405,7 @@ def test_kl_cov_holds_the_tokens_of_highest_covariance(
         algorithm__entropy=0.0,
         algorithm__kl={"where": "none"},
     )
-    metrics, found = stepped(roles_of(recipe), recipe, known_of(old), monkeypatch)
+    metrics, found = stepped(models_of(recipe), recipe, known_of(old), monkeypatch)
     assert metrics["actor/loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
     same(found, gradients(library))
 
@@ -415,18 +426,18 @@ def test_the_critics_gradient_is_that_of_the_loss_written_out(
     tiny_folder: Path, library: Any, clip: float | None, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = ppo(tiny_folder, critic__clip=clip, **{"batch__tokens": None, **batch})
-    roles = roles_of(recipe)
-    assert roles.critic is not None
-    monkeypatch.setattr(roles.critic, "optim_step", lambda lr: {})
+    models = models_of(recipe)
+    assert models.critic is not None
+    monkeypatch.setattr(models.critic, "optim_step", lambda lr: {})
     head = torch.randn(1, 64, generator=torch.Generator().manual_seed(6)) / 8
     with torch.no_grad():
-        roles.critic.module.head.weight.copy_(head)  # type: ignore[union-attr, operator]
+        models.critic.module.head.weight.copy_(head)  # type: ignore[union-attr, operator]
     keep = torch.ones(TOKENS)
     keep[[2, 10]] = 0
     old, returns = noise(7), noise(8)
-    (part,) = plan_updates(made(), recipe, World(), pad_id=0)
+    (plan,) = planned(models, recipe)
     known = known_of(None, values_K=old, returns_K=returns, keep_K=keep)
-    metrics = update_critic(part, made(), known, roles, recipe, 0.0)
+    metrics = update_critic(plan, known, models, recipe, 0.0)
 
     padded = Padded()
     library.zero_grad()
@@ -447,7 +458,7 @@ def test_the_critics_gradient_is_that_of_the_loss_written_out(
         share = ((near - returns).square() > (values - returns).square())[kept].float().mean()
         assert metrics["critic/vf_clipfrac"] == pytest.approx(float(share))
     expected = {f"decoder.{name}": gradient for name, gradient in gradients(library.model).items()}
-    same(gradients(roles.critic.module), {**expected, "head.weight": weight.grad})
+    same(gradients(models.critic.module), {**expected, "head.weight": weight.grad})
 
 
 def bits(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -456,17 +467,17 @@ def bits(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def test_steps_of_the_critics_warm_up_leave_the_policy_bit_for_bit(tiny_folder: Path) -> None:
     recipe = ppo(tiny_folder, critic__warmup=2, critic__lr=1e-3, optim__lr=1e-3, optim__schedule="constant")
-    roles = roles_of(recipe)
-    assert roles.critic is not None
+    models = models_of(recipe)
+    assert models.critic is not None
     known = known_of(None, values_K=noise(7), returns_K=noise(8))
-    parts = plan_updates(made(), recipe, World(), pad_id=0)
+    plans = planned(models, recipe)
     moved = []
     for step in range(3):
-        before, critic_before = bits(roles.policy.module), bits(roles.critic.module)
-        metrics = update(parts, made(), known, roles, recipe, 0.0, step, 10, untimed)
+        before, critic_before = bits(models.module), bits(models.critic.module)
+        metrics = update(plans, known, models, recipe, 0.0, step, 10, untimed)
         assert "critic/vf_loss" in metrics
-        assert not torch.equal(bits(roles.critic.module)["head.weight"], critic_before["head.weight"])
-        after = bits(roles.policy.module)
+        assert not torch.equal(bits(models.critic.module)["head.weight"], critic_before["head.weight"])
+        after = bits(models.module)
         moved.append(any(not torch.equal(after[name], before[name]) for name in before))
         assert ("actor/pg_loss" in metrics) is moved[-1]
     assert moved == [False, False, True]
@@ -480,16 +491,17 @@ def test_metrics_of_several_updates_are_means_and_maxima(
 ) -> None:
     recipe = grpo(tiny_folder, batch__prompts_per_update=1, algorithm__epochs=2, optim__schedule="constant")
     known = known_of(drawn + noise(2, 0.4), drawn + noise(3, 0.4))
-    parts = plan_updates(made(), recipe, World(), pad_id=0)
-    seen: list[tuple[Part, dict[str, float]]] = []
+    models = models_of(recipe)
+    plans = planned(models, recipe)
+    seen: list[tuple[UpdatePlan, dict[str, float]]] = []
 
-    def recorded(part: Part, *rest: Any) -> dict[str, float]:
-        seen.append((part, update_policy(part, *rest)))
+    def recorded(plan: UpdatePlan, *rest: Any) -> dict[str, float]:
+        seen.append((plan, update_policy(plan, *rest)))
         return seen[-1][1]
 
     monkeypatch.setattr(updates, "update_policy", recorded)
-    metrics = update(parts, made(), known, roles_of(recipe), recipe, BETA, 0, 10, untimed)
-    assert [part.tokens for part, _ in seen] == [part.tokens for part in parts] * 2
+    metrics = update(plans, known, models, recipe, BETA, 0, 10, untimed)
+    assert [plan.tokens for plan, _ in seen] == [plan.tokens for plan in plans] * 2
     for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "training/rollout_probs_diff_mean"):
         assert metrics[name] == pytest.approx(sum(each[name] for _, each in seen) / 6), name
     largest = "training/rollout_probs_diff_max"
@@ -499,10 +511,10 @@ def test_metrics_of_several_updates_are_means_and_maxima(
 
 def test_the_rates_follow_the_step_and_the_critic_has_its_own_peak(tiny_folder: Path) -> None:
     recipe = ppo(tiny_folder, optim__lr=0.01, optim__schedule="linear", critic__lr=0.1)
-    roles = roles_of(recipe)
-    parts = plan_updates(made(), recipe, World(), pad_id=0)
+    models = models_of(recipe)
+    plans = planned(models, recipe)
     known = known_of(None, values_K=noise(7), returns_K=noise(8))
-    metrics = update(parts, made(), known, roles, recipe, 0.0, 5, 20, untimed)
+    metrics = update(plans, known, models, recipe, 0.0, 5, 20, untimed)
     assert metrics["actor/lr"] == pytest.approx(0.0075)
     assert metrics["critic/lr"] == pytest.approx(0.075)
 
@@ -526,9 +538,9 @@ def test_a_disagreement_over_the_limit_names_the_key(mean: float, most: float | 
 
 def test_a_disagreement_stops_before_the_weights_move(tiny_folder: Path, drawn: torch.Tensor) -> None:
     recipe = grpo(tiny_folder, rollout__max_probs_diff=1e-9, algorithm__kl={"where": "none"})
-    roles = roles_of(recipe)
-    before = bits(roles.policy.module)
-    (part,) = plan_updates(made(), recipe, World(), pad_id=0)
+    models = models_of(recipe)
+    before = bits(models.module)
+    (plan,) = planned(models, recipe)
     with pytest.raises(Refusal):
-        update_policy(part, made(), known_of(drawn), roles, recipe, 0.0, 1e-2, (0,))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in bits(roles.policy.module).items())
+        update_policy(plan, known_of(drawn), models, recipe, 0.0, 1e-2, (0,))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in bits(models.module).items())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from lockstep.commands.export import export_run
 from lockstep.data.batching import micro_batch
 from lockstep.errors import Refusal
 from lockstep.model.export import export_value_model
@@ -19,10 +20,9 @@ from lockstep.model.weights import restore_weights, trained_weights
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Lora, Model
 from lockstep.reward.model import STATS, load_reward_model
+from lockstep.run import checkpoint as checkpoints
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
-from lockstep.train import checkpoint as checkpoints
-from lockstep.train.export_run import export_run
 from lockstep.train.offline import train_offline
 from lockstep.types import Origin, Probe, Question
 from preference_rows import write_recipe

@@ -37,6 +37,11 @@ class Signals:
     values_K: torch.Tensor | None = None
     baseline_S: torch.Tensor | None = None
 
+    @property
+    def scores_S(self) -> torch.Tensor:
+        """What each sequence earned over all its tokens."""
+        return sum_by(self.rewards_K, self.sequence_K, len(self.group_S))
+
 
 @dataclass(frozen=True)
 class Estimate:

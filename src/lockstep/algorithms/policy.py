@@ -132,6 +132,12 @@ def policy_gradient(tokens: PolicyTokens) -> Sums:
     return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(tokens.counted_K))
 
 
+def own_loss(tokens: PolicyTokens, *, function: Callable[[PolicyTokens], torch.Tensor]) -> Sums:
+    """A loss at each token by a function of the user's, with the caller's weights and the one division of all."""
+    tokens = _counted(tokens)
+    return _sums(tokens, torch.where(tokens.counted_K, function(tokens), 0.0))
+
+
 LOSSES: dict[str, Callable[..., Sums]] = {
     "clip": clip,
     "gspo": gspo,

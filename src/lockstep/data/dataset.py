@@ -146,7 +146,7 @@ def load_rows(
     opened: Sequence[RowSet] | None = None,
 ) -> LoadedT:
     """Read and encode every row before anything is trained; all bad rows are told together."""
-    rowsets = opened if opened is not None else [read_rows(source.path) for source in sources]
+    rowsets = opened if opened is not None else [read_rows(source.path, reader=data.reader) for source in sources]
     weights = [source.weight for source in sources if source.weight is not None]
     loaded = kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []

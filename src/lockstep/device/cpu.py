@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import platform
+import re
 from pathlib import Path
 
 import torch
 
 from lockstep.device.base import Device, Memory
 from lockstep.device.host_memory import host_memory, reset_host_peak
+
+
+def _arm_chip(listing: str) -> str | None:
+    """Arm's cores have numbers in the place of a name, as `Arm 0x41 part 0xd0c` for Neoverse N1."""
+    numbers = dict(re.findall(r"^CPU (implementer|part)\s*: (\S+)$", listing, re.MULTILINE))
+    return f"Arm {numbers['implementer']} part {numbers['part']}" if len(numbers) == 2 else None
 
 
 class Cpu(Device):
@@ -58,6 +65,7 @@ class Cpu(Device):
             for line in listing.read_text().splitlines():
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()
+            return _arm_chip(listing.read_text()) or platform.machine()
         return platform.processor() or platform.machine()
 
     def versions(self) -> dict[str, str | None]:

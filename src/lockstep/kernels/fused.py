@@ -17,6 +17,16 @@ KERNEL_PACKAGES = ("triton", "torch_npu")
 FUSED: dict[str, Callable[[nn.Module], list[str]]] = {"npu_fusion": npu_modules.plug_in}
 
 
-def fuse(model: nn.Module, kernel: str) -> list[str]:
-    """Put in what the device has; returns what was replaced."""
-    return FUSED[kernel](model) if kernel in FUSED else []
+# Where on a model stands what was replaced in it.
+REPLACED = "lockstep_fused"
+
+
+def fuse(model: nn.Module, kernel: str) -> None:
+    """Put in what the device has; `replaced` tells what that was."""
+    setattr(model, REPLACED, FUSED[kernel](model) if kernel in FUSED else [])
+
+
+def replaced(model: nn.Module) -> list[str]:
+    """What `fuse` replaced in a model, also where it stands inside of another module by now."""
+    # Of each module's own: adapters hand the attributes of what they stand around on.
+    return [line for module in model.modules() for line in vars(module).get(REPLACED, ())]

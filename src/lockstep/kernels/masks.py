@@ -48,13 +48,22 @@ class MaskProbe:
     called: list[nn.Module] = field(default_factory=list)
 
 
-def read_mask(mask_function: Callable[..., torch.Tensor]) -> Seen:
-    """The window of a mask function of transformers, `(batch, head, query, key) -> seen`, all index tensors."""
+def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
+    """The window of a mask function of transformers, `(batch, head, query, key) -> seen`, all index tensors.
+
+    Our attention has one window for all `heads` of a layer, so heads that see different tokens are refused.
+    """
 
     def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         nothing = torch.zeros(1, dtype=torch.long)
         query, key = torch.broadcast_tensors(query, key)
-        return torch.as_tensor(mask_function(nothing, nothing, query, key)).expand(query.shape)
+        head_H = torch.arange(heads).view(-1, *[1] * query.dim())
+        seen_H = torch.as_tensor(mask_function(nothing, head_H, query, key)).expand(heads, *query.shape)
+        differs = (seen_H != seen_H[0]).flatten(1).any(1)
+        if differs.any():
+            head = int(differs.nonzero()[0])
+            raise BeyondCausal(f"its heads see different tokens (head {head} others than head 0)")
+        return seen_H[0]
 
     window = _window(sees)
     queries = _queries(window)
@@ -141,7 +150,7 @@ def _probe_attention(
     """Notes what the module is shown; gives back the values, as if each token saw only itself."""
     if probe is None:
         raise BeyondCausal(f"{type(module).__name__} is not handed the keywords of the forward pass")
-    seen = read_mask(attention_mask.function) if isinstance(attention_mask, Mask) else None
+    seen = read_mask(attention_mask.function, query.shape[1]) if isinstance(attention_mask, Mask) else None
     window = seen.window if seen is not None else sliding_window
     if seen is not None and sliding_window and window is not None and sliding_window != window:
         raise BeyondCausal(

@@ -44,7 +44,7 @@ class Models(Protocol):
 
     def reference_logprobs(self, update: Update[Any]) -> torch.Tensor: ...
 
-    def taught(self, update: Update[Any]) -> list[MicroBatch]:
+    def with_teacher(self, update: Update[Any]) -> list[MicroBatch]:
         """The update's micro-batches, each with what the teacher says of its targets."""
 
     @property

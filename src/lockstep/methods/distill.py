@@ -23,4 +23,4 @@ class Distilled(Plain):
                 {"nll": likelihood.detach(), "divergence": divergence.detach()},
             )
 
-        return Task(models.taught(update), loss, update.targets)
+        return Task(models.with_teacher(update), loss, update.targets)

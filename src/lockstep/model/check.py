@@ -23,7 +23,7 @@ from lockstep.kernels.wide_products import prepare_products
 from lockstep.model.decoder import OUTSIDE
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise
 from lockstep.model.policy import Policy, Scoring
-from lockstep.model.verified import fingerprint, is_verified, remember
+from lockstep.model.verified import fingerprint, hardware, is_verified, remember
 from lockstep.types import MicroBatch
 
 # How far our packed log-probabilities may lie from transformers' own before the model counts as unsupported.
@@ -184,7 +184,7 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
 def check_architecture(config: Any, path: str, dtype: torch.dtype, kernel: str, device: torch.device) -> None:
     """Refuse a folder whose architecture we would train wrongly; needs no weights, and is remembered."""
     prepare_products(dtype)
-    key = fingerprint(config, "train", str(dtype), kernel, device.type)
+    key = fingerprint(config, "train", str(dtype), kernel, *hardware(device))
     if is_verified(key):
         return
     try:

@@ -120,3 +120,13 @@ class Teacher(nn.Module):
     def forward(self, batch: MicroBatch) -> Whole:
         hidden_KH = self.policy.states(batch).flatten(0, 1).index_select(0, batch.predictors_K)
         return Whole(hidden_KH, output_head(self.policy.causal_lm))
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Without dropout."""
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train()

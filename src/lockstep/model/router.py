@@ -15,20 +15,23 @@ COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "layerdrop", "drop_rate")
 
 
-def refuse_router_loss(config: Any, path: str) -> None:
-    """A loss for balanced experts is a product of sums over the whole update; single micro-batches cannot know it."""
+def refuse_router_loss(config: Any, where: str) -> None:
+    """A loss for balanced experts is a product of sums over the whole update; single micro-batches cannot know it.
+
+    `where` names the key and its folder.
+    """
     text = config.get_text_config(decoder=True)
     coefficient = next((getattr(text, name) for name in COEFFICIENTS if getattr(text, name, None)), 0.0)
     if getattr(text, "output_router_logits", False) and coefficient:
         raise Refusal.at(
-            f"model.path {path}",
+            where,
             f"its config.json asks for a load-balancing loss (output_router_logits, coefficient {coefficient:g}), "
             "which is not part of any method here",
             "set output_router_logits to false in its config.json to train without it",
         )
 
 
-def refuse_router_noise(config: Any, path: str) -> None:
+def refuse_router_noise(config: Any, where: str) -> None:
     """Responses are sampled and scored without it, and what is drawn depends on how rows are packed."""
     key = fingerprint(config, "noise")
     if is_verified(key):
@@ -40,7 +43,7 @@ def refuse_router_noise(config: Any, path: str) -> None:
         return
     if noisy:
         raise Refusal.at(
-            f"model.path {path}",
+            where,
             "in training its layers draw random numbers besides dropout (router noise), so that log-probs in training "
             "are not those of generation and scoring",
             "set router_jitter_noise and input_jitter_noise to 0 in its config.json; where its routers sample experts "

@@ -15,6 +15,8 @@ import torch
 import transformers
 
 import lockstep
+from lockstep.device.base import EMULATED
+from lockstep.device.select import DEVICES
 from lockstep.kernels.fused import KERNEL_PACKAGES
 
 # The folders whose code decides what a model computes.
@@ -27,6 +29,12 @@ def fingerprint(config: Any, *more: str) -> str:
     versions = [torch.__version__, transformers.__version__, *map(_version, KERNEL_PACKAGES), _code()]
     text = json.dumps([data, versions, more], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def hardware(place: torch.device) -> list[str]:
+    """The device a check ran on, for its fingerprint: a home may be shared by machines of several kinds."""
+    device = DEVICES[place.type]()
+    return [device.name, device.chip(), os.environ.get(EMULATED, "")]
 
 
 def is_verified(key: str) -> bool:

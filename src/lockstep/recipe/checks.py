@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.errors import Problem
+from lockstep.functions import is_place
 from lockstep.recipe.methods import ONLINE, OPTIONAL_SECTIONS, READS, preference_reads
 from lockstep.recipe.offline import Distill
 from lockstep.recipe.schema import Recipe
@@ -234,7 +235,8 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
             f"{recipe.critic.warmup} steps for the critic alone, of {recipe.run.steps}, leave none to the policy",
             "lower it, or raise run.steps",
         )
-    if algorithm.dynamic_sampling.rounds > 1 and algorithm.advantage not in GROUPED:
+    grouped = algorithm.advantage in GROUPED or is_place(algorithm.advantage)
+    if algorithm.dynamic_sampling.rounds > 1 and not grouped:
         yield Problem("algorithm.dynamic_sampling.rounds", "looks at the rewards of a group", "use a group method")
     yield from _offline_row_problems(recipe)
     yield from _sampled_validation_problems(recipe)

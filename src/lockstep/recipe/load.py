@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,17 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.errors import Problem, Refusal
+from lockstep.functions import give
 from lockstep.recipe.checks import combination_problems, with_derived_defaults
-from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, READS, preference_reads, with_method_defaults
+from lockstep.recipe.methods import (
+    OFFLINE,
+    ONLINE,
+    OPTIONAL_SECTIONS,
+    READS,
+    over,
+    preference_reads,
+    with_method_defaults,
+)
 from lockstep.recipe.schema import Recipe
 
 
@@ -76,10 +85,53 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     if not isinstance(values, dict):
         raise Refusal.at(name_or_path, f"a recipe is a mapping of keys, not {type(values).__name__}")
     problems = [problem for word in overrides for problem in _apply_override(values, word)]
+    return _checked(values, problems)
+
+
+def recipe_with(recipe: str | Path | Recipe, overrides: Mapping[str, Any]) -> Recipe:
+    """A recipe, or a file or built-in name of one, with values of Python's over its own.
+
+    A key is dotted (`{"optim.lr": 1e-4}`) or a group (`{"optim": {"lr": 1e-4}}`). A function may stand where the
+    recipe takes `path/to/file.py:name`: it is kept for the runs of this process, and the recipe says where it is from.
+    """
+    if isinstance(recipe, Recipe):
+        values = recipe.model_dump(mode="json", exclude_unset=True)
+    else:
+        values = _parse_yaml(recipe_text(str(recipe)), str(recipe))
+        if not isinstance(values, dict):
+            raise Refusal.at(str(recipe), f"a recipe is a mapping of keys, not {type(values).__name__}")
+    for key, value in overrides.items():
+        *parents, leaf = key.split(".")
+        group: dict[str, Any] = {leaf: _plain(value, key)}
+        for parent in reversed(parents):
+            group = {parent: group}
+        values = over(values, group)
+    return _checked(values, [])
+
+
+def _plain(value: Any, key: str) -> Any:
+    """Values as a YAML file has them; a function becomes its place."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner, f"{key}.{name}") for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, key) for inner in value]
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_unset=True)
+    if isinstance(value, Path):
+        return str(value)
+    if not callable(value):
+        return value
+    if key == "reward.function" and getattr(value, "__module__", "") == "__main__":
+        raise Refusal.at(
+            key, "its processes would run your script again", "put it into a file of its own: path/to/file.py:name"
+        )
+    return give(key, value)
+
+
+def _checked(values: dict[str, Any], problems: list[Problem]) -> Recipe:
     recipe, more = _validate(with_method_defaults(values))
-    problems += more
-    if problems or recipe is None:
-        raise Refusal(problems)
+    if problems or more or recipe is None:
+        raise Refusal([*problems, *more])
     return with_derived_defaults(recipe)
 
 

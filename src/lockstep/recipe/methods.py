@@ -156,12 +156,13 @@ def reference_folder(recipe: Recipe) -> str:
 def with_method_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a recipe over the defaults of its method."""
     defaults = {**OFFLINE, **ONLINE}.get(str(values.get("method", "sft")), {})
-    return _over(defaults, values)
+    return over(defaults, values)
 
 
-def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Values over others; groups of keys are merged."""
     merged = {**below, **above}
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict):
-            merged[key] = _over(below[key], above[key])
+            merged[key] = over(below[key], above[key])
     return merged

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from lockstep.recipe.section import Section
+from lockstep.recipe.effects import FOLDER, Effect
+from lockstep.recipe.section import Field, Section
 
 
 class Preference(Section):
@@ -23,12 +22,15 @@ class Preference(Section):
     )
     nll: float = Field(0.0, ge=0, description="Weight of the chosen response's mean negative log-likelihood.")
     reference: str | None = Field(
-        None, description="Folder of the reference model. Default: `model.path` (with LoRA: the adapter switched off)."
+        None,
+        description="Folder of the reference model. Default: `model.path` (with LoRA: the adapter switched off).",
+        effect=FOLDER,
     )
     precompute: bool = Field(
         False,
         description="Compute the reference's log-probabilities once, before training, and keep them on disk: the "
         "reference then takes no memory.",
+        effect=Effect("harmless", "the same reference log-probabilities, computed earlier"),
     )
     reference_free: bool = Field(
         False, description="`kto`: no reference; mean log-probabilities take the place of log-ratios."
@@ -57,11 +59,17 @@ class ProcessReward(Section):
 
 
 class Distill(Section):
-    teacher: str | None = Field(None, description="Folder of the teacher.")
+    teacher: str | None = Field(None, description="Folder of the teacher.", effect=FOLDER)
     divergence: Literal["forward", "reverse", "jsd"] = Field(
         "forward", description="KL(teacher, student), KL(student, teacher), or Jensen-Shannon's mixture of both."
     )
-    mix: float = Field(0.5, gt=0, lt=1, description="`jsd`: the teacher's share in the mixture.")
+    mix: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="`jsd`: the teacher's share in the mixture.",
+        read_where=("distill.divergence", ("jsd",)),
+    )
     temperature: float = Field(1.0, gt=0, description="Divides the logits of both.")
     coefficient: float = Field(
         0.5, ge=0, le=1, description="Weight of the divergence; the rest is the rows' own log-likelihood (SFT)."

@@ -2,48 +2,91 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from lockstep.recipe.effects import CACHE, FOLDER, GROUPS, REWARD, SAMPLING, Effect
+from lockstep.recipe.own import NamedOrOwn
+from lockstep.recipe.section import Field, Section
 
-from lockstep.recipe.section import Section
 
-
-class Rollout(Section):
+class RolloutSettings(Section):
     engine: Literal["native", "hf"] = Field(
-        "native", description="`native` is the built-in engine, `hf` plain `generate`: slow, for comparison."
+        "native",
+        description="`native` is the built-in engine, `hf` plain `generate`: slow, for comparison.",
+        effect=Effect("matters", "the same distribution by other kernels: rounding moves some tokens"),
     )
-    n: int = Field(8, ge=1, description="Responses sampled for each prompt.")
-    max_tokens: int = Field(256, ge=1, description="Longest response in tokens.")
+    function: str | None = Field(
+        None,
+        description="Your own function that writes a whole response, turn by turn: `path/to/file.py:name`. It asks the "
+        "engine for each turn of the policy.",
+        effect=Effect("matters", "another function, or the same one elsewhere: the samples tell"),
+    )
+    n: int = Field(8, ge=1, description="Responses sampled for each prompt.", effect=GROUPS)
+    max_tokens: int = Field(
+        256,
+        ge=1,
+        description="Longest response in tokens.",
+        effect=Effect("blocks", "responses end at another length, and unfinished ones earn less"),
+    )
     temperature: float = Field(
-        1.0, gt=0, description="Divides the logits, in the engine and in the trainer's log-probabilities alike."
+        1.0,
+        gt=0,
+        description="Divides the logits, in the engine and in the trainer's log-probabilities alike.",
+        effect=SAMPLING,
     )
-    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the most likely tokens that hold this probability.")
-    top_k: int = Field(0, ge=0, description="Sample from the so many most likely tokens; 0 is all.")
-    min_p: float = Field(0.0, ge=0, lt=1, description="Leave out tokens below this share of the likeliest one's.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the most likely tokens that hold this probability.", effect=SAMPLING
+    )
+    top_k: int = Field(0, ge=0, description="Sample from the so many most likely tokens; 0 is all.", effect=SAMPLING)
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Leave out tokens below this share of the likeliest one's.", effect=SAMPLING
+    )
     truncated: Literal["refuse", "mask", "ignore"] = Field(
         "refuse",
         description="With `top_p`, `top_k` or `min_p`: the trainer scores with the same truncation (`mask`) or under "
         "the whole distribution (`ignore`: ratios are then off); `refuse` asks to choose.",
+        effect=Effect("blocks", "log-probabilities are of another distribution"),
     )
-    stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
-    stop_ids: list[int] = Field(default_factory=list, description="Tokens that end a response, besides the model's.")
-    max_sequences: int = Field(256, ge=1, description="Native: responses decoded at once on one device.")
-    prefill_tokens: int = Field(8192, ge=1, description="Native: prompt tokens of one forward pass.")
-    block_tokens: int = Field(16, ge=1, description="Native: tokens of one block of the key/value cache.")
+    stop: list[str] = Field(
+        default_factory=list,
+        description="Texts that end a response.",
+        effect=Effect("blocks", "responses end elsewhere"),
+    )
+    stop_ids: list[int] = Field(
+        default_factory=list,
+        description="Tokens that end a response, besides the model's.",
+        effect=Effect("blocks", "responses end elsewhere"),
+    )
+    max_sequences: int = Field(
+        256, ge=1, description="Native: responses decoded at once on one device.", effect=CACHE, resumable=True
+    )
+    prefill_tokens: int = Field(
+        8192, ge=1, description="Native: prompt tokens of one forward pass.", effect=CACHE, resumable=True
+    )
+    block_tokens: int = Field(
+        16, ge=1, description="Native: tokens of one block of the key/value cache.", effect=CACHE, resumable=True
+    )
     cache_gb: float | None = Field(
         None,
         gt=0,
         description="Native: memory of the key/value cache. Default: what the step can use, at most half of what is "
         "free.",
+        effect=CACHE,
+        resumable=True,
     )
     free_cache: bool = Field(
         True,
         description="Native: give the cache back after each phase. `false` keeps it, and with it what was captured for "
         "it: faster where memory is plentiful.",
+        effect=CACHE,
+        resumable=True,
     )
     max_probs_diff: float | None = Field(
-        None, gt=0, description="Stop when the mean difference of engine's and trainer's probabilities is over this."
+        None,
+        gt=0,
+        description="Stop when the mean difference of engine's and trainer's probabilities is over this.",
+        effect=Effect("harmless", "only when the run is stopped"),
+        resumable=True,
     )
 
 
@@ -51,12 +94,18 @@ class Correction(Section):
     weight: Literal["none", "token", "sequence"] = Field(
         "none", description="Truncated importance sampling: trainer's over engine's probability, as a weight."
     )
-    cap: float = Field(2.0, gt=0, description="Largest weight.")
+    cap: float = Field(
+        2.0, gt=0, description="Largest weight.", read_where=("algorithm.correction.weight", ("token", "sequence"))
+    )
     mask: Literal["none", "token", "sequence"] = Field(
         "none", description="Leave out tokens, or sequences (by their geometric mean), whose ratio is out of band."
     )
-    low: float = Field(0.5, gt=0, description="Lower end of the band.")
-    high: float = Field(2.0, gt=0, description="Upper end of the band.")
+    low: float = Field(
+        0.5, gt=0, description="Lower end of the band.", read_where=("algorithm.correction.mask", ("token", "sequence"))
+    )
+    high: float = Field(
+        2.0, gt=0, description="Upper end of the band.", read_where=("algorithm.correction.mask", ("token", "sequence"))
+    )
 
 
 Estimator = Literal[
@@ -84,14 +133,28 @@ class Kl(Section):
         "k3",
         description="k3 is also known as low_var_kl. `+`: this value, with the gradient of k2 (straight through); "
         "`k2+` is k2.",
+        read_where=("algorithm.kl.where", ("loss", "reward")),
     )
-    coefficient: float = Field(0.001, ge=0, description="Weight of the divergence.")
+    coefficient: float = Field(
+        0.001, ge=0, description="Weight of the divergence.", read_where=("algorithm.kl.where", ("loss", "reward"))
+    )
     target: float | None = Field(
-        None, gt=0, description="Adapt the coefficient so that the divergence (per token) comes to this value."
+        None,
+        gt=0,
+        description="Adapt the coefficient so that the divergence (per token) comes to this value.",
+        read_where=("algorithm.kl.where", ("loss", "reward")),
     )
-    horizon: int = Field(10000, ge=1, description="Sequences over which the coefficient adapts.")
+    horizon: int = Field(
+        10000,
+        ge=1,
+        description="Sequences over which the coefficient adapts.",
+        read_where=("algorithm.kl.where", ("loss", "reward")),
+    )
     reference: str | None = Field(
-        None, description="Folder of the reference model. Default: `model.path` (with LoRA: the adapter switched off)."
+        None,
+        description="Folder of the reference model. Default: `model.path` (with LoRA: the adapter switched off).",
+        effect=FOLDER,
+        read_where=("algorithm.kl.where", ("loss", "reward")),
     )
 
 
@@ -112,34 +175,74 @@ class Overlong(Section):
 
 
 class Algorithm(Section):
-    advantage: Estimator = Field("grpo", description="How rewards become advantages.")
-    loss: PolicyLoss = Field("clip", description="The policy loss.")
+    advantage: Annotated[str, NamedOrOwn(get_args(Estimator))] = Field(
+        "grpo", description="How rewards become advantages: by name, or by your own function: `path/to/file.py:name`."
+    )
+    loss: Annotated[str, NamedOrOwn(get_args(PolicyLoss))] = Field(
+        "clip", description="The policy loss: by name, or your own function: `path/to/file.py:name`."
+    )
     aggregation: Aggregation = Field("token_mean", description="How the token losses of an update are averaged.")
     epochs: int = Field(1, ge=1, description="Passes over the responses of a step.")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount of a token's later rewards.")
-    lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.")
+    lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.", read_where=("algorithm.advantage", ("gae",)))
     clip_low: float = Field(0.2, ge=0, description="The ratio is clipped at 1 - this.")
     clip_high: float = Field(0.2, ge=0, description="The ratio is clipped at 1 + this.")
     dual_clip: float | None = Field(
-        3.0, gt=1, description="`clip`: bound of the ratio where the advantage is negative; `null` is none."
+        3.0,
+        gt=1,
+        description="`clip`: bound of the ratio where the advantage is negative; `null` is none.",
+        read_where=("algorithm.loss", ("clip",)),
     )
-    sapo_positive: float = Field(1.0, gt=0, description="`sapo`: temperature where the advantage is positive.")
-    sapo_negative: float = Field(1.05, gt=0, description="`sapo`: temperature where the advantage is negative.")
+    sapo_positive: float = Field(
+        1.0,
+        gt=0,
+        description="`sapo`: temperature where the advantage is positive.",
+        read_where=("algorithm.loss", ("sapo",)),
+    )
+    sapo_negative: float = Field(
+        1.05,
+        gt=0,
+        description="`sapo`: temperature where the advantage is negative.",
+        read_where=("algorithm.loss", ("sapo",)),
+    )
     cov_share: float = Field(
-        0.0002, ge=0, le=1, description="`clip_cov`, `kl_cov`: share of tokens that are held back."
+        0.0002,
+        ge=0,
+        le=1,
+        description="`clip_cov`, `kl_cov`: share of tokens that are held back.",
+        read_where=("algorithm.loss", ("clip_cov", "kl_cov")),
     )
-    cov_low: float = Field(1.0, description="`clip_cov`: lowest covariance of a token that may be held back.")
-    cov_high: float = Field(5.0, description="`clip_cov`: highest covariance of a token that may be held back.")
-    cov_kl: float = Field(1.0, ge=0, description="`kl_cov`: weight of the divergence of the tokens held back.")
+    cov_low: float = Field(
+        1.0,
+        description="`clip_cov`: lowest covariance of a token that may be held back.",
+        read_where=("algorithm.loss", ("clip_cov",)),
+    )
+    cov_high: float = Field(
+        5.0,
+        description="`clip_cov`: highest covariance of a token that may be held back.",
+        read_where=("algorithm.loss", ("clip_cov",)),
+    )
+    cov_kl: float = Field(
+        1.0,
+        ge=0,
+        description="`kl_cov`: weight of the divergence of the tokens held back.",
+        read_where=("algorithm.loss", ("kl_cov",)),
+    )
     entropy: float = Field(0.0, description="Weight of the entropy bonus.")
-    kl: Kl = Field(default_factory=Kl)
-    correction: Correction = Field(default_factory=Correction)
-    dynamic_sampling: DynamicSampling = Field(default_factory=DynamicSampling)
-    overlong: Overlong = Field(default_factory=Overlong)
+    kl: Kl = Field(default_factory=Kl, effect=Effect("blocks", "the pull to the reference is another"))
+    correction: Correction = Field(
+        default_factory=Correction, effect=Effect("blocks", "tokens are weighted or left out otherwise")
+    )
+    dynamic_sampling: DynamicSampling = Field(
+        default_factory=DynamicSampling, effect=Effect("blocks", "other groups are trained on")
+    )
+    overlong: Overlong = Field(default_factory=Overlong, effect=REWARD)
 
 
 class Critic(Section):
-    path: str | None = Field(None, description="Folder that the critic starts from. Default: `model.path`.")
+    path: str | None = Field(
+        None, description="Folder that the critic starts from. Default: `model.path`.", effect=FOLDER
+    )
     lr: float = Field(1e-5, gt=0, description="Peak learning rate of the critic; the schedule is the policy's.")
     clip: float | None = Field(0.5, gt=0, description="How far a value may move from the old one; `null` is no bound.")
     warmup: int = Field(0, ge=0, description="Steps in which only the critic is trained.")
@@ -150,32 +253,81 @@ class Reward(Section):
         default_factory=dict,
         description="Rule of each data source: `gsm8k`, `gsm8k_flexible`, `math`, `exact`. Known without being "
         "said: `arithmetic` and `openai/gsm8k` (gsm8k).",
+        effect=REWARD,
     )
-    function: str | None = Field(None, description="Your own function: `path/to/file.py:name`.")
-    model: str | None = Field(None, description="Folder of a reward model (sequence classification, one label).")
+    function: str | None = Field(
+        None,
+        description="Your own function: `path/to/file.py:name`.",
+        effect=Effect("matters", "another function, or the same one elsewhere: the rewards tell"),
+    )
+    model: str | None = Field(
+        None, description="Folder of a reward model (sequence classification, one label).", effect=FOLDER
+    )
     process: str | None = Field(
         None,
         description="Folder of a process reward model (method `prm`): each step of a response earns its probability of "
         "being good over the number of steps, at the token where it ends.",
+        effect=FOLDER,
     )
-    separator: str = Field("\n", min_length=1, description="Text between the steps that `process` judges.")
+    separator: str = Field(
+        "\n", min_length=1, description="Text between the steps that `process` judges.", effect=REWARD
+    )
     remote: str | list[str] | None = Field(
-        None, description="Address of an HTTP endpoint that scores batches; or several, that share the batches."
+        None,
+        description="Address of an HTTP endpoint that scores batches; or several, that share the batches.",
+        effect=Effect("matters", "another endpoint: a model behind it may judge otherwise"),
     )
-    format: str | None = Field(None, description="Regular expression that a whole response must match: 1, else 0.")
+    format: str | None = Field(
+        None, description="Regular expression that a whole response must match: 1, else 0.", effect=REWARD
+    )
     weights: dict[Literal["rule", "function", "model", "process", "remote", "format"], float] = Field(
         default_factory=dict,
         description="Weight of each reward. Default: 1 for each that is set; the rule counts when it is named here or "
         "nothing else is set.",
+        effect=REWARD,
     )
-    workers: int = Field(2, ge=1, description="Processes that run the function.")
-    time_limit: float = Field(10.0, gt=0, description="Seconds that one call of the function may take.")
-    memory_limit_gb: float = Field(4.0, gt=0, description="Memory of a process that runs the function.")
+    workers: int = Field(
+        2,
+        ge=1,
+        description="Processes that run the function.",
+        effect=Effect("harmless", "how many processes judge at once"),
+        resumable=True,
+    )
+    time_limit: float = Field(
+        10.0,
+        gt=0,
+        description="Seconds that one call of the function may take.",
+        effect=Effect("harmless", "only where a call is cut off; reward/failed tells"),
+    )
+    memory_limit_gb: float = Field(
+        4.0,
+        gt=0,
+        description="Memory of a process that runs the function.",
+        effect=Effect("harmless", "only where a call is cut off; reward/failed tells"),
+    )
     max_failures: float = Field(
-        0.1, ge=0, le=1, description="Stop when more than this share of a step's responses could not be scored."
+        0.1,
+        ge=0,
+        le=1,
+        description="Stop when more than this share of a step's responses could not be scored.",
+        effect=Effect("harmless", "only when the run is stopped"),
+        resumable=True,
     )
-    remote_batch: int = Field(32, ge=1, description="Responses sent to the endpoint at once.")
+    remote_batch: int = Field(
+        32,
+        ge=1,
+        description="Responses sent to the endpoint at once.",
+        effect=Effect("harmless", "how many responses are sent at once"),
+    )
     remote_timeout: float = Field(
-        30.0, gt=0, description="Seconds that a request to an endpoint may take, to the last byte of its answer."
+        30.0,
+        gt=0,
+        description="Seconds that a request to an endpoint may take, to the last byte of its answer.",
+        effect=Effect("harmless", "only where a call is cut off; reward/failed tells"),
     )
-    remote_retries: int = Field(4, ge=0, description="Further tries after a failed one, with growing pauses.")
+    remote_retries: int = Field(
+        4,
+        ge=0,
+        description="Further tries after a failed one, with growing pauses.",
+        effect=Effect("harmless", "only where a call is cut off; reward/failed tells"),
+    )

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
+from lockstep.recipe.effects import COLUMN, GROUPS, LIMIT, MICRO, NAME, RATE, STORED, UPDATE, Effect
 from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
-from lockstep.recipe.online import Algorithm, Critic, Reward, Rollout
-from lockstep.recipe.section import Section
+from lockstep.recipe.online import Algorithm, Critic, Reward, RolloutSettings
+from lockstep.recipe.section import Field, Section
 from lockstep.recipe.tape import Tape
 
 
@@ -27,25 +28,46 @@ def _as_tape(value: Any) -> Any:
 
 
 class Run(Section):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder.")
-    folder: str = Field("runs", description="Folder that holds the run folders.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything that is random in the run.")
-    epochs: int | None = Field(
-        None, ge=1, description="Passes over the training rows. Default 1 when `run.steps` is not set."
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder.", effect=NAME
     )
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; instead of `run.epochs`.")
+    folder: str = Field("runs", description="Folder that holds the run folders.", effect=NAME, resumable=True)
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=2**63,
+        description="Seed of everything that is random in the run.",
+        effect=Effect("matters", "other samples and another order of rows: curves agree in distribution only"),
+    )
+    epochs: int | None = Field(
+        None, ge=1, description="Passes over the training rows. Default 1 when `run.steps` is not set.", resumable=True
+    )
+    steps: int | None = Field(None, ge=1, description="Optimizer steps; instead of `run.epochs`.", resumable=True)
     resume: Literal["auto", "never", "required"] = Field(
         "auto",
         description="`auto` continues from the newest whole checkpoint, `never` refuses a folder that exists, "
         "`required` refuses when there is nothing to continue.",
+        effect=STORED,
+        resumable=True,
     )
-    deterministic: bool = Field(False, description="Switch the device's deterministic kernels on.")
+    deterministic: bool = Field(
+        False,
+        description="Switch the device's deterministic kernels on.",
+        effect=Effect("matters", "kernels without a fixed order add noise from run to run"),
+    )
     allow_fallback: bool = Field(
         True,
         description="Operators that the device does not have may run on the CPU, where they are counted and named; "
         "`false` makes the first one an error. Looked at in the first step.",
+        effect=Effect("harmless", "an operator that the device lacks runs on the CPU, or stops the run"),
+        resumable=True,
     )
-    export: bool = Field(True, description="Write the trained model to the run's `export/` folder at the end.")
+    export: bool = Field(
+        True,
+        description="Write the trained model to the run's `export/` folder at the end.",
+        effect=STORED,
+        resumable=True,
+    )
 
 
 class Lora(Section):
@@ -62,25 +84,44 @@ class Lora(Section):
 
 class Model(Section):
     path: str = Field(description="Hugging Face folder (or hub name) of the model and its tokenizer.")
-    dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="Precision of the forward and backward pass.")
+    dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32",
+        description="Precision of the forward and backward pass.",
+        effect=Effect("matters", "rounding in every operation: curves part slowly"),
+    )
     master_weights: bool | None = Field(
         None,
         description="Keep fp32 copies of the trained weights, sum gradients in fp32. Default: yes for bf16, fp16.",
+        effect=Effect("matters", "small updates are rounded away without fp32 copies"),
     )
-    lora: Lora | None = Field(None, description="Train a LoRA adapter instead of all weights.")
+    lora: Lora | None = Field(
+        None,
+        description="Train a LoRA adapter instead of all weights.",
+        effect=Effect("blocks", "other parameters are trained"),
+    )
     gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, more time."
+        False,
+        description="Recompute activations in the backward pass: less memory, more time.",
+        effect=Effect("harmless", "activations are computed again, with the same values"),
     )
     attention: Literal["auto", "sdpa"] = Field(
-        "auto", description="`auto` takes the device's packed attention kernel, `sdpa` the plain-torch twin."
+        "auto",
+        description="`auto` takes the device's packed attention kernel, `sdpa` the plain-torch twin.",
+        effect=Effect("matters", "another kernel, another order of sums: rounding"),
     )
 
 
 class Source(Section):
     path: str = Field(
-        description="parquet, jsonl, json or csv file, a folder or glob of them, or `hub:name[:config[:split]]`."
+        description="parquet, jsonl, json or csv file, a folder or glob of them, or `hub:name[:config[:split]]`.",
+        resumable=True,
     )
-    weight: float | None = Field(None, gt=0, description="Share of this source in the mix; on all sources or on none.")
+    weight: float | None = Field(
+        None,
+        gt=0,
+        description="Share of this source in the mix; on all sources or on none.",
+        effect=Effect("blocks", "the sources are mixed in other shares"),
+    )
     shape: Literal["messages", "prompt_response", "text"] | None = Field(
         None, description="As `data.shape`, for this source."
     )
@@ -101,8 +142,19 @@ Sources = Annotated[list[Source], BeforeValidator(_as_sources)]
 
 
 class Data(Section):
-    train: Sources = Field(min_length=1, description="Training rows: a path, a list of paths, or a list of sources.")
-    val: Sources = Field(default_factory=list, description="Validation rows, in the same forms.")
+    train: Sources = Field(
+        min_length=1, description="Training rows: a path, a list of paths, or a list of sources.", effect=COLUMN
+    )
+    val: Sources = Field(
+        default_factory=list,
+        description="Validation rows, in the same forms.",
+        effect=Effect("harmless", "only the val/ curves are of other rows"),
+    )
+    reader: str | None = Field(
+        None,
+        description="Your own function that yields the rows of each path of `train` and `val`: `path/to/file.py:name`.",
+        effect=Effect("matters", "another function, or the same one elsewhere: the rows' checksums tell"),
+    )
     shape: Literal["auto", "messages", "prompt_response", "text"] = Field(
         "auto",
         description="`messages`: a chat, every assistant turn is trained; `prompt_response`: the response is trained; "
@@ -133,62 +185,101 @@ class Data(Section):
         description="Column of the verdict (`kto`) or of the verdicts on the steps (`prm`). Default `label`, `labels`.",
     )
     steps_key: str | None = Field(None, description="Column of a list of steps (`prm`). Default `completions`.")
-    system: str | None = Field(None, description="System message put before rows that have none.")
+    system: str | None = Field(
+        None,
+        description="System message put before rows that have none.",
+        effect=Effect("blocks", "prompts begin with another text"),
+    )
     template: Literal["auto", "none"] = Field(
         "auto",
         description="`auto` renders prompts with the tokenizer's chat template where it has one; "
         "`none` joins prompt and response as they are.",
+        effect=Effect("blocks", "prompts are written in another form"),
     )
     require_end: bool = Field(
-        True, description="Refuse rows whose last trained token is not an end token: the model would not learn to stop."
+        True,
+        description="Refuse rows whose last trained token is not an end token: the model would not learn to stop.",
+        effect=Effect("harmless", "rows are refused or not; what is trained is the same"),
     )
     max_tokens: int | None = Field(
-        None, ge=2, description="Longest row in tokens. Default: the model's context, or `batch.tokens` if smaller."
+        None,
+        ge=2,
+        description="Longest row in tokens. Default: the model's context, or `batch.tokens` if smaller.",
+        effect=LIMIT,
     )
     max_prompt_tokens: int | None = Field(
         None,
         ge=1,
         description="Online: longest prompt in tokens. Default: what `rollout.max_tokens` leaves of the context.",
+        effect=LIMIT,
     )
     overlong: Literal["error", "drop", "truncate_left", "truncate_right"] = Field(
         "error",
         description="What happens to a row over `max_tokens` (online: a prompt over `max_prompt_tokens`). "
         "Dropped and truncated rows are counted.",
+        effect=LIMIT,
     )
-    shuffle: bool = Field(True, description="Visit the rows in a new seeded order each epoch.")
+    shuffle: bool = Field(
+        True,
+        description="Visit the rows in a new seeded order each epoch.",
+        effect=Effect("matters", "rows come in another order: curves agree in distribution only"),
+    )
 
 
 class Batch(Section):
-    rows_per_update: int = Field(32, ge=1, description="Offline: rows of one optimizer step, over all devices.")
-    prompts: int = Field(32, ge=1, description="Online: prompts of one step, over all devices.")
+    rows_per_update: int = Field(
+        32, ge=1, description="Offline: rows of one optimizer step, over all devices.", effect=GROUPS
+    )
+    prompts: int = Field(32, ge=1, description="Online: prompts of one step, over all devices.", effect=GROUPS)
     prompts_per_update: int | None = Field(
-        None, ge=1, description="Online: prompts of one optimizer step; must divide `batch.prompts`, the default."
+        None,
+        ge=1,
+        description="Online: prompts of one optimizer step; must divide `batch.prompts`, the default.",
+        effect=GROUPS,
     )
     tokens: int | None = Field(
         None,
         ge=1,
         description="Token budget of one packed micro-batch on one device. Default 4096 when `batch.rows` is not set.",
+        effect=MICRO,
+        resumable=True,
     )
     rows: int | None = Field(
-        None, ge=1, description="Rows of one right-padded micro-batch on one device; instead of `batch.tokens`."
+        None,
+        ge=1,
+        description="Rows of one right-padded micro-batch on one device; instead of `batch.tokens`.",
+        effect=MICRO,
+        resumable=True,
     )
 
 
 class Optim(Section):
-    lr: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    lr: float = Field(1e-5, gt=0, description="Peak learning rate.", effect=RATE)
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decay rates.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.01, ge=0, description="Decay of weight matrices; biases and norms are spared.")
     clip: float | None = Field(1.0, gt=0, description="Largest gradient norm; `null` switches clipping off.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="Shape of the learning rate after the warm-up."
+        "cosine", description="Shape of the learning rate after the warm-up.", effect=RATE
     )
     warmup: int | float = Field(
-        0.0, ge=0, description="Warm-up: steps (a whole number) or a share of all steps (below 1)."
+        0.0, ge=0, description="Warm-up: steps (a whole number) or a share of all steps (below 1).", effect=RATE
     )
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Lowest learning rate as a share of `lr`.")
+    min_lr_ratio: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Lowest learning rate as a share of `lr`.",
+        effect=RATE,
+        read_where=("optim.schedule", ("cosine", "linear", "wsd")),
+    )
     decay: float = Field(
-        0.2, gt=0, le=1, description="wsd: share of all steps in which the rate falls linearly to its minimum."
+        0.2,
+        gt=0,
+        le=1,
+        description="wsd: share of all steps in which the rate falls linearly to its minimum.",
+        effect=RATE,
+        read_where=("optim.schedule", ("wsd",)),
     )
 
 
@@ -251,27 +342,45 @@ class Recipe(Section):
     """A whole run."""
 
     method: MethodName = Field(
-        "sft", description="What is trained, and how; `lockstep recipes METHOD` shows its defaults."
+        "sft",
+        description="What is trained, and how; `lockstep recipes METHOD` shows its defaults.",
+        effect=Effect("blocks", "another objective is trained"),
     )
     device: str = Field(
         "auto",
         description="Where it runs: a device's name, or `auto` for the first that can be used. A named device that is "
         "absent is an error.",
+        effect=Effect("harmless", "the same updates are meant on every device; this is what is compared"),
+        resumable=True,
     )
     run: Run = Field(default_factory=Run)
     model: Model
-    data: Data
+    data: Data = Field(effect=COLUMN)
     batch: Batch = Field(default_factory=Batch)
-    optim: Optim = Field(default_factory=Optim)
-    rollout: Rollout = Field(default_factory=Rollout)
+    optim: Optim = Field(default_factory=Optim, effect=UPDATE)
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     reward: Reward = Field(default_factory=Reward)
-    algorithm: Algorithm = Field(default_factory=Algorithm)
-    critic: Critic = Field(default_factory=Critic)
-    preference: Preference = Field(default_factory=Preference)
-    rm: RewardModelSettings = Field(default_factory=RewardModelSettings)
-    prm: ProcessReward = Field(default_factory=ProcessReward)
-    distill: Distill = Field(default_factory=Distill)
-    val: Val = Field(default_factory=Val)
-    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
-    log: LogSettings = Field(default_factory=LogSettings)
-    tape: Annotated[Tape, BeforeValidator(_as_tape)] = Field(default_factory=Tape)
+    algorithm: Algorithm = Field(
+        default_factory=Algorithm, effect=Effect("blocks", "another loss or advantage from the same responses")
+    )
+    critic: Critic = Field(
+        default_factory=Critic, effect=Effect("blocks", "values, and the advantages from them, are learned otherwise")
+    )
+    preference: Preference = Field(
+        default_factory=Preference, effect=Effect("blocks", "another loss from the same pairs")
+    )
+    rm: RewardModelSettings = Field(
+        default_factory=RewardModelSettings, effect=Effect("blocks", "another loss from the same responses")
+    )
+    prm: ProcessReward = Field(
+        default_factory=ProcessReward, effect=Effect("blocks", "other places are judged, or by other words")
+    )
+    distill: Distill = Field(default_factory=Distill, effect=Effect("blocks", "another divergence from the teacher"))
+    val: Val = Field(
+        default_factory=Val,
+        effect=Effect("harmless", "when and how is validated; training does not see it"),
+        resumable=True,
+    )
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings, effect=STORED, resumable=True)
+    log: LogSettings = Field(default_factory=LogSettings, effect=STORED, resumable=True)
+    tape: Annotated[Tape, BeforeValidator(_as_tape)] = Field(default_factory=Tape, effect=STORED, resumable=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from lockstep.recipe.section import Section
+from lockstep.recipe.section import Field, Section
 
 
 class Tape(Section):

@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
+from lockstep.functions import LONGEST_WHY
+
 # Of one line. A score with thousands of further numbers fits.
 LONGEST_LINE = 2**20
-LONGEST_WHY = 300
 # The answer to loading the function; calls count from 1.
 LOADING = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from pathlib import Path
 
-from lockstep.errors import Refusal
+from lockstep.functions import located
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import Given, Raised
 from lockstep.reward.parts import PartOutcome, RewardPart, promised
@@ -53,14 +53,3 @@ class FunctionPart(RewardPart):
         if isinstance(answer, Raised):
             return Failure(self.name, answer.why, answer.log)
         return {self.name: answer.score, **{f"{self.name}/{key}": value for key, value in answer.more.items()}}
-
-
-def located(place: str, key: str) -> tuple[Path, str]:
-    """File and name of `path/to/file.py:name`; refused where there is no such file."""
-    path, _, name = place.rpartition(":")
-    if not path or not name.isidentifier():
-        raise Refusal.at(key, f"{place!r} does not name a function", "write path/to/file.py:name")
-    file = Path(path).expanduser().absolute()
-    if not file.is_file():
-        raise Refusal.at(key, f"there is no file {path}", "give the path from the folder that you start in")
-    return file, name

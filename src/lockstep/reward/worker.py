@@ -7,7 +7,6 @@ says whether the function could be loaded.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import os
 import pickle
@@ -16,16 +15,16 @@ import resource
 import signal
 import socket
 import struct
-import sys
 import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.reward.answers import LOADING, LONGEST_WHY, Given, Loaded, Raised, Unusable, line_of, number
+from lockstep.functions import LONGEST_WHY, Unloadable, load, told
+from lockstep.reward.answers import LOADING, Given, Loaded, Raised, Unusable, line_of, number
 
-CALL = "data_source, solution_str, ground_truth, extra_info"
+CALL = ("data_source", "solution_str", "ground_truth", "extra_info")
 # Before each pickled call: its number and its length.
 HEADER = struct.Struct(">QQ")
 
@@ -39,7 +38,7 @@ def serve(descriptor: int, path: str, name: str, memory_bytes: int) -> None:
     me = os.getpid()
     calls: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
-    function = load(Path(path), name)
+    function = _loaded(Path(path), name)
     _end_copies(me)
     if isinstance(function, Unusable):
         connection.sendall(line_of(LOADING, function))
@@ -86,31 +85,12 @@ def limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
-def load(path: Path, name: str) -> Callable[..., Any] | Unusable:
-    """The function `name` of the file, or why it cannot be had. Modules beside the file can be imported by it."""
-    sys.path.append(str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        return Unusable("is not a Python file", "name a file that ends with .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
+def _loaded(path: Path, name: str) -> Callable[..., Any] | Unusable:
+    """The function, or why it cannot be had."""
     try:
-        spec.loader.exec_module(module)
-    except BaseException as error:  # noqa: BLE001 - whatever the user's file raises is what must be told
-        return Unusable(f"cannot be imported: {told(error, str(path))}", "mend the file")
-    function = getattr(module, name, None)
-    if function is None:
-        names = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        return Unusable(f"has no {name}", f"its functions are: {', '.join(names) or 'none'}")
-    if not callable(function):
-        return Unusable(f"{name} is a {type(function).__name__}, not a function", f"write: def {name}({CALL})")
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(CALL.split(", ")))
-    except TypeError as error:
-        return Unusable(f"{name} cannot be called with {CALL}: {error}", f"write: def {name}({CALL})")
-    except ValueError:
-        return Unusable(f"{name} does not say what arguments it takes", f"write: def {name}({CALL})")
-    return function
+        return load(path, name, CALL)
+    except Unloadable as error:
+        return Unusable(error.why, error.remedy)
 
 
 def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Raised:
@@ -154,16 +134,3 @@ def _shown(value: Any) -> str:
     """Its beginning; of a long text no second copy is made."""
     text = repr(value[:80] if isinstance(value, str | bytes) else value)
     return text[:80] + ("..." if len(text) > 80 or (isinstance(value, str | bytes) and len(value) > 80) else "")
-
-
-def told(error: BaseException, path: str) -> str:
-    """What an exception says at its end, on one line, and where in the user's file it was."""
-    try:
-        last = " ".join(traceback.format_exception_only(type(error), error)[-1].split())[:LONGEST_WHY]
-    except BaseException:  # noqa: BLE001 - an exception of the user's own class may not be able to say what it is
-        last = type(error).__name__
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if frame.f_code.co_filename == path]
-    if isinstance(error, SyntaxError) and error.filename == path and error.lineno:
-        lines.append(error.lineno)
-    return last + (f" ({Path(path).name} line {lines[-1]})" if lines else "")

@@ -52,7 +52,7 @@ def collect(
     A response is handed to the judge as soon as it is finished, so that judging overlaps with the decoding of the rest.
     """
     mine = list(range(world.rank, len(prompts), world.size))
-    requests = [Request(prompts[place].ids, keys[place], n) for place in mine]
+    requests = [Request(prompts[place].ids, keys[place], n, question=prompts[place].question) for place in mine]
     judged: list[tuple[dict[str, Any], Future[Score | Failure]]] = []
     with phases("gen"):
         for completion in engine.generate(requests, sampling):
@@ -64,6 +64,7 @@ def collect(
                 "ids": completion.ids,
                 "logprobs": completion.logprobs,
                 "stop": completion.stop,
+                "trained": completion.trained,
                 "text": text,
             }
             judged.append((made, judge.submit(prompts[place].question, text)))

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
+
+import torch
 
 from lockstep.types import Completion, Request, Sampling
 
 
 class Engine(Protocol):
+    """One file and a row of `rollout/engines.py`."""
+
+    instead: str
+    """What to do about a model that this engine does not generate from as the trainer scores it."""
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Every completion of every request, each as soon as it is finished."""
+        """Every completion of every request, each as soon as it is finished.
+
+        Its log-probs are those of the distribution that was sampled from: temperature applied, left-out tokens left
+        out.
+        """
         ...
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take the policy's weights as they are now. Called before prompts are generated from."""
+        ...
+
+    def free(self) -> None:
+        """Give back the memory that only generation needs."""
+        ...
+
+    def close(self) -> None:
+        """The run is over."""
+        ...
+
+
+class SharedWeights:
+    """For engines that run the trained modules themselves: there is no second copy to bring up to date."""
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Nothing to do: what was trained is what generates."""
+
+    def free(self) -> None:
+        """Nothing is held between two calls."""
+
+    def close(self) -> None:
+        self.free()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from lockstep.kernels.noise import sequence_keys
 from lockstep.rollout.ending import why_ended
+from lockstep.rollout.engine import SharedWeights
 from lockstep.rollout.native.sampler import choose
 from lockstep.types import Completion, Request, Sampling
 
@@ -21,8 +23,10 @@ from lockstep.types import Completion, Request, Sampling
 BATCH = 64
 
 
-class HfEngine:
+class HfEngine(SharedWeights):
     """`opened` gives the model ready for `generate`; `decode` turns token ids into text, for stop strings."""
+
+    instead = "use another model: the trainer cannot score what this one generates"
 
     def __init__(
         self, opened: Callable[[], AbstractContextManager[PreTrainedModel]], decode: Callable[[list[int]], str]
@@ -30,13 +34,19 @@ class HfEngine:
         self.opened, self.decode = opened, decode
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        rows = [(number, sample) for number, request in enumerate(requests) for sample in range(request.n)]
+        rows = [
+            (number, sample)
+            for number, request in enumerate(requests)
+            for sample in range(request.first, request.first + request.n)
+        ]
         for start in range(0, len(rows), BATCH):
             part = rows[start : start + BATCH]
             with self.opened() as model:
                 answers = _generate(model, [requests[number] for number, _ in part], [s for _, s in part], sampling)
             for (number, sample), (ids, logprobs) in zip(part, answers, strict=True):
-                yield self._cut(number, sample, ids, logprobs, sampling)
+                own = requests[number].max_tokens
+                limited = sampling if own is None else replace(sampling, max_tokens=min(sampling.max_tokens, own))
+                yield self._cut(number, sample, ids, logprobs, limited)
 
     def _cut(self, number: int, sample: int, ids: list[int], logprobs: list[float], sampling: Sampling) -> Completion:
         """`generate` goes on to the end of the longest; a response ends where it ends."""

@@ -19,8 +19,8 @@ from lockstep.model.check import (
     tokens,
 )
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY
-from lockstep.model.verified import fingerprint, is_verified, remember
-from lockstep.recipe.online import Rollout
+from lockstep.model.verified import fingerprint, hardware, is_verified, remember
+from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.types import Request, Sampling
 
@@ -31,7 +31,7 @@ LONGEST = ORIGINAL_LENGTH + LIMIT
 
 def check_engine_architecture(config: Any, kernel: str, device: Device, place: torch.device) -> None:
     """`Unfit` where the built-in engine would generate other than transformers; needs no weights, and is remembered."""
-    key = fingerprint(config, "engine", kernel, device.name)
+    key = fingerprint(config, "engine", kernel, *hardware(place))
     if not is_verified(key):
         try_engine(build_miniature(config, kernel, place), device)
         remember(key)
@@ -44,7 +44,10 @@ def try_engine(miniature: Miniature, device: Device) -> None:
     longest = min(LONGEST, fixed or LONGEST)
     prompts = [tokens(length, VOCABULARY) for length in PROMPTS]
     theirs = [_greedy(policy.causal_lm, ids, longest - max(PROMPTS)) for ids in prompts]
-    for settings in (Rollout(block_tokens=4), Rollout(block_tokens=4, prefill_tokens=3, max_sequences=1)):
+    for settings in (
+        RolloutSettings(block_tokens=4),
+        RolloutSettings(block_tokens=4, prefill_tokens=3, max_sequences=1),
+    ):
         engine = NativeEngine(policy, device, settings, lambda ids: "")
         requests = [Request(ids, key) for key, ids in enumerate(prompts)]
         try:

@@ -62,7 +62,7 @@ class RunFolder:
 
     def reward_output(self, rank: int) -> Path:
         """What the names of the files begin with that keep the last lines of a process's reward workers."""
-        return self.path / "rewards" / ("worker" if rank == 0 else f"rank{rank}-worker")
+        return worker_output(self.path / "rewards", rank)
 
     @property
     def trackers(self) -> Path:
@@ -184,3 +184,8 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
+
+
+def worker_output(folder: Path, rank: int) -> Path:
+    """As `RunFolder.reward_output`, in a folder of any name."""
+    return folder / ("worker" if rank == 0 else f"rank{rank}-worker")

@@ -43,6 +43,7 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
         "prompt_ids": list(rollout.prompt.ids),
         "ids": list(rollout.ids),
         "logprobs": list(rollout.logprobs),
+        "trained": list(rollout.trained),
         "stop": rollout.stop,
         "text": rollout.text,
         "score": total,
@@ -87,6 +88,8 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         row["text"],
         score,
         earned,
+        # A tape of before there were environments has no mask: every token is the policy's.
+        row.get("trained") or (),
     )
 
 

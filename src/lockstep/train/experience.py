@@ -35,7 +35,7 @@ class Experience:
     @property
     def last_K(self) -> torch.Tensor:
         """Where each response ends."""
-        lengths = torch.tensor([len(rollout.ids) for rollout in self.rollouts])
+        lengths = torch.tensor([rollout.written for rollout in self.rollouts])
         return lengths.cumsum(0) - 1
 
     def of_prompts(self, first: int, last: int) -> slice:
@@ -46,7 +46,7 @@ class Experience:
 
     def tokens_of(self, responses: slice) -> slice:
         """Tokens of a run of responses."""
-        lengths = [len(rollout.ids) for rollout in self.rollouts]
+        lengths = [rollout.written for rollout in self.rollouts]
         return slice(sum(lengths[: responses.start]), sum(lengths[: responses.stop]))
 
 
@@ -61,13 +61,13 @@ def experience_of(rollouts: Sequence[Rollout], baselines: dict[int, float] | Non
         if not isinstance(rollout.score, Failure) and (baselines is None or rollout.place in baselines)
     ]
     _refuse_empty(scored)
-    lengths = torch.tensor([len(rollout.ids) for rollout in scored], dtype=torch.long)
+    lengths = torch.tensor([rollout.written for rollout in scored], dtype=torch.long)
     return Experience(
         rollouts=scored,
         examples=[_example(rollout) for rollout in scored],
         sequence_K=torch.repeat_interleave(torch.arange(len(scored)), lengths),
         group_S=torch.tensor([rollout.place for rollout in scored], dtype=torch.long),
-        engine_K=torch.tensor([score for rollout in scored for score in rollout.logprobs], dtype=torch.float32),
+        engine_K=torch.tensor([score for rollout in scored for score in _written(rollout)], dtype=torch.float32),
         scores_S=torch.tensor([r.score.total for r in scored if isinstance(r.score, Score)], dtype=torch.float32),
         earned_K=_earned(scored, int(lengths.sum())),
         baseline_S=None if baselines is None else torch.tensor([baselines[rollout.place] for rollout in scored]),
@@ -78,11 +78,11 @@ def _refuse_empty(rollouts: Sequence[Rollout]) -> None:
     problems = [
         Problem(
             f"response {rollout.sample} to {rollout.prompt.question.origin}",
-            "has no token, so there is none to carry its score",
+            "has no token of the policy's, so there is none to carry its score",
             "an engine returns at least the token that ended the response; the last checkpoint is untouched",
         )
         for rollout in rollouts
-        if not rollout.ids
+        if not rollout.written
     ]
     if problems:
         raise Refusal(shortened(problems, "responses"))
@@ -92,11 +92,17 @@ def _earned(rollouts: Sequence[Rollout], tokens: int) -> torch.Tensor:
     earned_K, start = torch.zeros(tokens), 0
     for rollout in rollouts:
         for token, share in rollout.earned:
-            earned_K[start + token] += share
-        start += len(rollout.ids)
+            # What is earned while an environment writes belongs to the policy's last token before it.
+            earned_K[start + max(sum(rollout.trained[: token + 1]) - 1, 0)] += share
+        start += rollout.written
     return earned_K
 
 
+def _written(rollout: Rollout) -> list[float]:
+    """The engine's log-probabilities of the policy's own tokens."""
+    return [score for score, trained in zip(rollout.logprobs, rollout.trained, strict=True) if trained]
+
+
 def _example(rollout: Rollout) -> Example:
-    prompt, response = list(rollout.prompt.ids), rollout.ids
-    return Example(prompt + response, [0] * len(prompt) + [1] * len(response), rollout.prompt.question.origin)
+    prompt = list(rollout.prompt.ids)
+    return Example(prompt + rollout.ids, [0] * len(prompt) + list(rollout.trained), rollout.prompt.question.origin)

@@ -1,7 +1,7 @@
 """Before the first update policy and reference are the same model, so the loss is a number known beforehand.
 
 Where it is not, something is wrong that no curve shows later: another dtype or file, an adapter that does not start at
-zero, a table of another run, a reference that is scored in another way.
+zero, a log-prob cache of another run, a reference that is scored in another way.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import torch
 
 from lockstep.data.updates import Update
 from lockstep.errors import Refusal
-from lockstep.methods.base import Models, Objective
+from lockstep.evaluate.rows import measure
+from lockstep.methods.base import Objective
 from lockstep.model.check import CHECK_TOLERANCE
 from lockstep.model.load import DTYPES
 from lockstep.model.resolve import model_folder
+from lockstep.recipe import Recipe
 from lockstep.recipe.methods import reference_folder, reference_kind
-from lockstep.train.held_out import measure
-from lockstep.train.session import Session
+from lockstep.run.progress import Console
+from lockstep.train.models import Models
 from lockstep.types import Item
 
 # A log-probability of the same weights in the same micro-batches. Libraries may still choose another order of sums, so
@@ -31,29 +33,30 @@ LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2
 CAUSES = {
     "adapter": "the adapter does not start at zero: it must not change the model before it is trained",
     "model": "the two were loaded differently (files that changed meanwhile, dtype)",
-    "disk": "the table under the run folder's `tables/` was made by another model; remove it",
+    "disk": "the log-prob cache under the run folder's `tables/` was made by another model; remove it",
 }
 
 
-def assert_identity(items: Sequence[Item], objective: Objective, models: Models, session: Session) -> None:
+def assert_identity(
+    items: Sequence[Item], objective: Objective, models: Models, recipe: Recipe, console: Console
+) -> None:
     """Refuse to train when the first update does not see policy and reference agree."""
-    recipe, kind = session.recipe, reference_kind(session.recipe)
-    wanted = objective.start()
+    kind, wanted = reference_kind(recipe), objective.start()
     if kind == "none":
         return
     other = Path(model_folder(reference_folder(recipe))) != Path(model_folder(recipe.model.path))
     if other:
-        session.console.say(f"the reference is another model ({reference_folder(recipe)}): the first loss may be any")
+        console.say(f"the reference is another model ({reference_folder(recipe)}): the first loss may be any")
         return
     update = models.arrange(items)
     own, reference = models.logprobs(update), models.reference_logprobs(update)
     dtype = DTYPES[recipe.model.dtype]
-    # A table was made in other micro-batches.
+    # A cache was made in other micro-batches.
     tolerance = (CHECK_TOLERANCE if kind == "disk" else SAME_BATCHES)[dtype]
-    _refuse_apart(update, own, reference, tolerance, kind)
+    _refuse_divergence(update, own, reference, tolerance, kind)
     if wanted is None or (kind == "disk" and dtype != torch.float32):
-        return  # the sum of a table's rounding in half precision moves the loss at will
-    found = measure(session.learner.module, items, objective, models, session.world, session.torch_device)
+        return  # the sum of a cache's rounding in half precision moves the loss at will
+    found = measure(items, objective, models)
     loss = found["loss"] - recipe.preference.nll * found.get("nll", 0.0)
     if abs(loss - wanted) > (tolerance if kind == "disk" else LOSS_TOLERANCE[dtype]):
         raise Refusal.at(
@@ -61,10 +64,10 @@ def assert_identity(items: Sequence[Item], objective: Objective, models: Models,
             f"the loss is {loss:.6f} where equal models give {wanted:.6f}, although their log-probabilities agree",
             "this is a defect of the loss; please report it with the recipe",
         )
-    session.console.say(f"before the first step policy and reference agree: loss {loss:.6f}")
+    console.say(f"before the first step policy and reference agree: loss {loss:.6f}")
 
 
-def _refuse_apart(update: Update[Any], own: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> None:
+def _refuse_divergence(update: Update[Any], own: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> None:
     apart = (own - reference).abs()
     worst = int(apart.argmax())
     if float(apart[worst]) <= most:

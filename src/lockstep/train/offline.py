@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+from lockstep.data.dataset import Loader
 from lockstep.device.select import explain
+from lockstep.evaluate.rows import measure
 from lockstep.methods import METHODS
-from lockstep.parallel.world import World, joined
+from lockstep.methods.base import Objective
+from lockstep.parallel.world import joined
 from lockstep.recipe import Recipe
 from lockstep.reward.rule_judge import RuleJudge
 from lockstep.run.progress import Console
-from lockstep.train.consult import consulted
-from lockstep.train.held_out import measure
+from lockstep.train.caching import add_cache
 from lockstep.train.identity import assert_identity
 from lockstep.train.optim import learning_rate
-from lockstep.train.plan import make_loader
-from lockstep.train.script import Script
-from lockstep.train.session import Session, opened
-from lockstep.train.setup import Prepared, prepare
+from lockstep.train.plan import BatchPlan, make_loader
+from lockstep.train.prepare import prepare
+from lockstep.train.taping import record_rows
+from lockstep.train.training import Training, opened
 
 
-def train_offline(recipe: Recipe, console: Console, script: Script | None = None) -> None:
-    script = script or Script()
+def train_offline(recipe: Recipe, console: Console) -> None:
+    with open_offline(recipe, console) as offline:
+        training = offline.training
+        training.validate_at_start()
+        for step in training.steps():
+            with training.step(step + 1):
+                rows = offline.loader.take(step)
+                metrics = train_step(rows, offline, step)
+            training.finish_step(step + 1, metrics)
+        training.finish()
+
+
+@dataclass(frozen=True)
+class Offline:
+    """What the steps of an offline run share."""
+
+    training: Training
+    loader: Loader[Any]
+    objective: Objective
+    batches: BatchPlan
+
+
+@contextmanager
+def open_offline(recipe: Recipe, console: Console, *, keeps: bool = True) -> Iterator[Offline]:
+    """Everything that the loop needs, checked and loaded. A replay `keeps` nothing."""
     device, sentence = explain(recipe.device)
     # Before the first tensor and the first collective: libraries read these switches once.
     switches = device.deterministic(True) if recipe.run.deterministic else {}
@@ -29,40 +57,34 @@ def train_offline(recipe: Recipe, console: Console, script: Script | None = None
         console = console if world.main else Console.silent()
         console.say(sentence)
         prepared = prepare(recipe, device, world.size, console)
-        with opened(prepared, device, world, console, switches, RuleJudge(), keeps=script.keeps) as session:
-            _loop(recipe, prepared, session, world, script)
+        with opened(prepared, device, world, console, switches, RuleJudge(), keeps=keeps) as training:
+            loader, models = make_loader(recipe, prepared.train), training.models
+            objective = METHODS[recipe.method].objective(recipe)
+            models.longest = prepared.limit
+            add_cache(models, recipe, prepared, device, console)
+            if prepared.val is not None:
+                rows = prepared.val.items
+                training.validator.loss_on_rows = lambda: measure(rows, objective, models)
+            if training.position.step == 0:
+                assert_identity(loader.take(0), objective, models, recipe, console)
+            yield Offline(training, loader, objective, prepared.batches)
 
 
-def _loop(recipe: Recipe, prepared: Prepared, session: Session, world: World, script: Script) -> None:
-    loader = make_loader(recipe, prepared.train)
-    objective = METHODS[recipe.method].objective(recipe)
-    models = consulted(session, prepared)
-    learner, steps = session.learner, prepared.batches.steps
-    if prepared.val is not None:
-        rows, place = prepared.val.items, session.torch_device
-        session.held_out = lambda: measure(learner.module, rows, objective, models, world, place)
-    if session.step == 0:
-        assert_identity(loader.take(0), objective, models, session)
-
-    session.validate_at_start()
-    for step in script.steps(session.step, steps):
-        script.restore(session, step)
-        session.tape.begin(step + 1, session.carried)
-        with session.step_phase():
-            items = script.items(step, partial(loader.take, step))
-            session.tape.rows(items)
-            models.references.clear()
-            task = objective.task(models.arrange(items), models)
-            session.tape.vectors({f"reference{number or ''}": said for number, said in enumerate(models.references)})
-            outcome = learner.forward_backward(task.batches, task.loss, task.divisor)
-            reported = objective.report(outcome.sums, task.divisor)
-            metrics = {
-                "train/loss": outcome.loss,
-                **{f"train/{name}": value for name, value in reported.items()},
-                "train/tokens": outcome.tokens,
-                "train/trained_tokens": outcome.targets,
-            }
-            metrics |= learner.optim_step(learning_rate(step, steps, recipe.optim))
-        session.finish_step(step + 1, metrics)
-        script.after(session, step)
-    session.finish()
+def train_step(rows: Sequence[Any], offline: Offline, step: int) -> dict[str, float]:
+    """One update on some rows; returns its metrics."""
+    training, objective = offline.training, offline.objective
+    models, run = training.models, training.run
+    learner, batches = models.trained, offline.batches
+    models.heard = []
+    task = objective.task(models.arrange(rows), models)
+    record_rows(training.tape, rows, models.heard)
+    outcome = learner.forward_backward(task.batches, task.loss, task.divisor)
+    reported = objective.report(outcome.sums, task.divisor)
+    return {
+        "train/epoch": batches.epoch(step + 1),
+        "train/loss": outcome.loss,
+        **{f"train/{name}": value for name, value in reported.items()},
+        "train/tokens": outcome.tokens,
+        "train/trained_tokens": outcome.targets,
+        **learner.optim_step(learning_rate(step, batches.steps, run.recipe.optim)),
+    }

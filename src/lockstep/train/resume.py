@@ -5,34 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.errors import Problem, Refusal
-
-# Keys that may change between two parts of a run: they do not change what an update computes.
-# (Micro-batch sizes never change a gradient, limits of the engine never a sample; more steps stretch the schedule,
-# which is said aloud.)
-# A data file may move: its content is compared instead.
-FREE = (
-    "run.steps",
-    "run.epochs",
-    "run.folder",
-    "run.resume",
-    "run.export",
-    "run.allow_fallback",
-    "device",
-    "log.",
-    "checkpoint.",
-    "val.",
-    "tape.",
-    "batch.tokens",
-    "batch.rows",
-    "rollout.max_sequences",
-    "rollout.prefill_tokens",
-    "rollout.block_tokens",
-    "rollout.cache_gb",
-    "rollout.free_cache",
-    "rollout.max_probs_diff",
-    "reward.workers",
-    "reward.max_failures",
-)
+from lockstep.recipe.facts import facts_of
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -50,7 +23,7 @@ def refuse_changed_recipe(before: dict[str, Any], now: dict[str, Any]) -> list[s
     """Refuse a recipe that would train something else; returns the harmless changes as sentences."""
     old, new = flatten(before), flatten(now)
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    harmful = [key for key in changed if not _free(key)]
+    harmful = [key for key in changed if not facts_of(key).resumable]
     if harmful:
         raise Refusal(
             [
@@ -63,12 +36,6 @@ def refuse_changed_recipe(before: dict[str, Any], now: dict[str, Any]) -> list[s
             ]
         )
     return [f"{key} changed from {old.get(key)!r} to {new.get(key)!r}" for key in changed]
-
-
-def _free(key: str) -> bool:
-    if key.startswith("data.") and key.endswith(".path"):
-        return True
-    return any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
 
 
 def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> None:

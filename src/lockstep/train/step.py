@@ -87,9 +87,9 @@ class Learner:
         self.observer.summed(mean, whole, int(targets), self.scale.value if self.scale else 1.0)
         return Outcome(mean, *self._companions(every), targets=int(targets), tokens=int(tokens))
 
-    def optim_step(self, lr: float) -> dict[str, float]:
-        """One update with what `forward_backward` left behind."""
-        norm = self.optimizer.gradient_norm(self.scale.value if self.scale else 1.0)
+    def optim_step(self, lr: float, divisor: float = 1.0) -> dict[str, float]:
+        """One update with what `forward_backward` left behind, over `divisor` where that was not divided yet."""
+        norm = self.optimizer.gradient_norm((self.scale.value if self.scale else 1.0) * divisor)
         metrics = {f"{self.name}/grad_norm": norm.item(), f"{self.name}/lr": lr}
         finite = bool(torch.isfinite(norm))
         if self.scale:

@@ -1,16 +1,21 @@
-"""The tape of a session: what is recorded, and the room it takes."""
+"""The tape of a run: what is recorded, and the room it takes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from lockstep.recipe.load import resolved
+from lockstep.run.checkpoint import require_disk
 from lockstep.run.environment import describe_environment
 from lockstep.tape.record import Recorder, Taped, TapeRecorder
-from lockstep.train.checkpoint import require_disk
-
-if TYPE_CHECKING:
-    from lockstep.train.session import Session
+from lockstep.train.advantages import Advantages
+from lockstep.train.annotate import Annotated
+from lockstep.train.models import Models
+from lockstep.train.rollouts import Rollouts
+from lockstep.train.run import Run
 
 # Trained parameters up to which a tape keeps weights and optimizer state by default.
 SMALL = 16_000_000
@@ -18,42 +23,50 @@ SMALL = 16_000_000
 BYTES_A_PARAMETER = 16
 
 
-def recorder_of(session: Session) -> Recorder:
-    """The recorder that the recipe asks for, at the step where the session stands. A tape that is full stays so."""
-    recipe = session.recipe
-    if not recipe.tape.record or session.over:
+def recorder_of(run: Run, models: Models, step: int) -> Recorder:
+    """The recorder that the recipe asks for, after `step` steps. The tape of a finished run stays as it is."""
+    recipe, steps = run.recipe, run.prepared.batches.steps
+    if not recipe.tape.record or step >= steps:
         return Recorder()
-    settings, trained = recipe.tape, session.prepared.memory.trained
+    settings, trained = recipe.tape, run.prepared.memory.trained
     keeps = settings.weights if settings.weights is not None else trained <= SMALL
-    learners: list[Taped] = [session.learner, *([session.critic] if session.critic else [])]
-    recorder = TapeRecorder(
-        session.folder.tape,
-        settings,
-        learners,
-        session.world,
-        keeps_weights=keeps,
-        aside=session.phases.aside,
-    )
-    if session.world.main and keeps:
-        snapshots = -(-min(settings.steps, session.prepared.batches.steps) // settings.every)
+    learners: list[Taped] = [*models.learners]
+    aside = run.phases.aside
+    recorder = TapeRecorder(run.folder.tape, settings, learners, run.world, keeps_weights=keeps, aside=aside)
+    if run.world.main and keeps:
+        snapshots = -(-min(settings.steps, steps) // settings.every)
         less = "raise tape.every, lower tape.steps, set tape.weights=false"
-        require_disk(session.folder.path, trained * BYTES_A_PARAMETER * snapshots, "the tape with weights", less)
-    recorder.open(_manifest(session), session.step)
+        require_disk(run.folder.path, trained * BYTES_A_PARAMETER * snapshots, "the tape with weights", less)
+    recorder.open(_manifest(run, models), step)
     return recorder
 
 
-def _manifest(session: Session) -> dict[str, object]:
+def _manifest(run: Run, models: Models) -> dict[str, object]:
     return {
-        "recipe": resolved(session.recipe),
-        "device": session.device.facts(),
-        "world_size": session.world.size,
-        "model": session.fingerprint,
-        "data": session.prepared.fingerprints,
-        "vocabulary": session.prepared.config.vocab_size,
+        "recipe": resolved(run.recipe),
+        "device": run.device.facts(),
+        "world_size": run.world.size,
+        "model": run.fingerprint,
+        "data": run.prepared.fingerprints,
+        "vocabulary": run.prepared.config.vocab_size,
         "parameters": {
             learner.name: {name: list(p.shape) for name, p in learner.optimizer.parameters.items()}
-            for learner in (session.learner, session.critic)
-            if learner is not None
+            for learner in models.learners
         },
         "environment": describe_environment(),
     }
+
+
+def record_rollouts(tape: Recorder, rollouts: Rollouts, known: Annotated, advantages: Advantages) -> None:
+    """Online: what a step learns from, before its first update."""
+    experience = rollouts.experience
+    tape.rollouts(rollouts.generated, rollouts.judged_S, experience.baseline_S)
+    tape.examples(experience.examples)
+    numbers = {**vars(known), **vars(advantages)}
+    tape.vectors({name.removesuffix("_K"): value for name, value in numbers.items() if name.endswith("_K")})
+
+
+def record_rows(tape: Recorder, rows: Sequence[Any], references: Sequence[torch.Tensor]) -> None:
+    """Offline: the rows of an update, and what the reference says of them."""
+    tape.rows(rows)
+    tape.vectors({f"reference{number or ''}": said for number, said in enumerate(references)})

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from hashlib import sha256
 
 import torch
 
-from lockstep.algorithms import covariance
+from lockstep.algorithms import covariance, own
 from lockstep.algorithms.kl import divergence
-from lockstep.algorithms.policy import LOSSES, PolicyTokens
+from lockstep.algorithms.policy import PolicyTokens
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.algorithms.value import value_loss
 from lockstep.errors import Refusal
 from lockstep.kernels.logprob import Scores
 from lockstep.recipe import Recipe
 from lockstep.recipe.online import Algorithm
-from lockstep.train.annotate import Annotated, Part, Phases
+from lockstep.train.advantages import Advantages
+from lockstep.train.annotate import Annotated, Phases, UpdatePlan
 from lockstep.train.experience import Experience
+from lockstep.train.models import Models
 from lockstep.train.optim import learning_rate
-from lockstep.train.roles import Roles
 from lockstep.train.step import Outcome
 from lockstep.types import Loss, MicroBatch, Sums
 
@@ -38,14 +39,22 @@ def loss_of(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
         "kl_cov": {"weight": algorithm.cov_kl},
         "policy_gradient": {},
     }
-    return partial(LOSSES[algorithm.loss], **keys[algorithm.loss])
+    return own.policy_loss(algorithm.loss, keys.get(algorithm.loss, {}))
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What the updates of a step learn from: its responses, what the models said of them, and their advantages."""
+
+    experience: Experience
+    known: Annotated
+    advantages: Advantages
 
 
 def update(
-    parts: Sequence[Part],
-    experience: Experience,
-    known: Annotated,
-    roles: Roles,
+    plans: Sequence[UpdatePlan],
+    learned: Learned,
+    models: Models,
     recipe: Recipe,
     kl_coefficient: float,
     step: int,
@@ -57,15 +66,15 @@ def update(
     critic_rate = learning_rate(step, steps, recipe.optim.model_copy(update={"lr": recipe.critic.lr}))
     done: list[dict[str, float]] = []
     for epoch in range(recipe.algorithm.epochs):
-        for number, part in enumerate(parts):
+        for number, plan in enumerate(plans):
             metrics: dict[str, float] = {}
-            if roles.critic is not None:
+            if models.critic is not None:
                 with phases("update_critic"):
-                    metrics |= update_critic(part, experience, known, roles, recipe, critic_rate)
-            if roles.critic is None or step >= recipe.critic.warmup:
+                    metrics |= update_critic(plan, learned, models, recipe, critic_rate)
+            if models.critic is None or step >= recipe.critic.warmup:
                 seed = (recipe.run.seed, step, epoch, number)
                 with phases("update_actor"):
-                    metrics |= update_policy(part, experience, known, roles, recipe, kl_coefficient, rate, seed)
+                    metrics |= update_policy(plan, learned, models, recipe, kl_coefficient, rate, seed)
             done.append(metrics)
     names = dict.fromkeys(name for metrics in done for name in metrics)
     return {name: _over_updates(name, [metrics[name] for metrics in done if name in metrics]) for name in names}
@@ -81,39 +90,39 @@ def _per_kept(sums: dict[str, float], kept: float) -> dict[str, float]:
 
 
 def update_policy(
-    part: Part,
-    experience: Experience,
-    known: Annotated,
-    roles: Roles,
+    plan: UpdatePlan,
+    learned: Learned,
+    models: Models,
     recipe: Recipe,
     kl_coefficient: float,
     lr: float,
     seed: tuple[int, ...],
 ) -> dict[str, float]:
     """One optimizer step of the policy on a part of the experience."""
-    algorithm, tokens = recipe.algorithm, part.tokens
-    sequence_K = experience.sequence_K[tokens] - part.responses.start
-    sequences = part.responses.stop - part.responses.start
+    algorithm, tokens = recipe.algorithm, plan.tokens
+    experience, known, advantages = learned.experience, learned.known, learned.advantages
+    sequence_K = experience.sequence_K[tokens] - plan.responses.start
+    sequences = plan.responses.stop - plan.responses.start
     average_K, divisor = aggregation_weights(
-        algorithm.aggregation, sequence_K, known.keep_K[tokens], sequences, recipe.rollout.max_tokens
+        algorithm.aggregation, sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens
     )
     loss = _policy_loss(
         algorithm,
-        roles.device,
+        models.device,
         kl_coefficient,
         sequence_K=sequence_K,
-        advantages_K=known.advantages_K[tokens],
+        advantages_K=advantages.advantages_K[tokens],
         average_K=average_K,
-        importance_K=known.importance_K[tokens],
+        importance_K=advantages.importance_K[tokens],
         engine_K=experience.engine_K[tokens],
         old_K=None if known.old_K is None else known.old_K[tokens],
         reference_K=None if known.reference_K is None else known.reference_K[tokens],
-        held_K=_held(algorithm, known, tokens, seed),
+        held_K=_held(algorithm, learned, tokens, seed),
     )
-    outcome = roles.policy.forward_backward(part.batches, loss, divisor)
+    outcome = models.trained.forward_backward(plan.batches, loss, divisor)
     metrics = _policy_metrics(outcome, divisor, float((average_K > 0).sum()))
     refuse_disagreement(metrics, recipe.rollout.max_probs_diff)
-    return metrics | roles.policy.optim_step(lr)
+    return metrics | models.trained.optim_step(lr)
 
 
 def _policy_loss(
@@ -172,12 +181,13 @@ def _policy_loss(
     return of_batch
 
 
-def _held(algorithm: Algorithm, known: Annotated, tokens: slice, seed: tuple[int, ...]) -> torch.Tensor | None:
+def _held(algorithm: Algorithm, learned: Learned, tokens: slice, seed: tuple[int, ...]) -> torch.Tensor | None:
     """Tokens that the covariance losses hold back, chosen over the whole update."""
     if algorithm.loss not in ("clip_cov", "kl_cov"):
         return None
-    assert known.old_K is not None
-    vectors = known.old_K[tokens], known.advantages_K[tokens], known.keep_K[tokens]
+    old_K, advantages = learned.known.old_K, learned.advantages
+    assert old_K is not None
+    vectors = old_K[tokens], advantages.advantages_K[tokens], advantages.keep_K[tokens]
     if algorithm.loss == "kl_cov":
         return covariance.kl_cov_held(*vectors, share=algorithm.cov_share)
     return covariance.clip_cov_held(
@@ -217,24 +227,23 @@ def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
         )
 
 
-def update_critic(
-    part: Part, experience: Experience, known: Annotated, roles: Roles, recipe: Recipe, lr: float
-) -> dict[str, float]:
+def update_critic(plan: UpdatePlan, learned: Learned, models: Models, recipe: Recipe, lr: float) -> dict[str, float]:
     """One optimizer step of the critic on a part of the experience."""
-    assert roles.critic is not None
-    assert known.values_K is not None
-    tokens, clip = part.tokens, recipe.critic.clip
-    old_K, returns_K, keep_K = known.values_K[tokens], known.returns_K[tokens], known.keep_K[tokens]
+    values_K, advantages = learned.known.values_K, learned.advantages
+    assert models.critic is not None
+    assert values_K is not None
+    tokens, clip = plan.tokens, recipe.critic.clip
+    old_K, returns_K, keep_K = values_K[tokens], advantages.returns_K[tokens], advantages.keep_K[tokens]
 
     def loss(values_K: torch.Tensor, batch: MicroBatch) -> Sums:
-        old, returns, keep = (vector[batch.index_K].to(roles.device) for vector in (old_K, returns_K, keep_K))
+        old, returns, keep = (vector[batch.index_K].to(models.device) for vector in (old_K, returns_K, keep_K))
         return value_loss(values_K, old, returns, keep, clip=clip)
 
     kept = float((keep_K > 0).sum())
-    outcome = roles.critic.forward_backward(part.batches, loss, max(kept, 1.0))
+    outcome = models.critic.forward_backward(plan.batches, loss, max(kept, 1.0))
     names = {"vf_clipfrac": "critic/vf_clipfrac", "vpred": "critic/vpred_mean"}
     return {
         "critic/vf_loss": outcome.loss,
         **{names[name]: value for name, value in _per_kept(outcome.sums, kept).items()},
-        **roles.critic.optim_step(lr),
+        **models.critic.optim_step(lr),
     }

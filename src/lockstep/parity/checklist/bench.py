@@ -1,4 +1,4 @@
-"""What the trials of the checklist work with: a live session at the recorded step, its learners and its engine.
+"""What the trials of the checklist work with: a run at the recorded step, its models and its generator.
 
 Trials run on every rank, and on a few sequences of the step, so that they stay cheap beside it.
 """
@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from lockstep.data.updates import Update, arrange
+from lockstep.data.updates import Update
 from lockstep.parity.replay.checks import root_mean_square
 from lockstep.parity.replay.restore import restore_learner
 from lockstep.parity.replay.tolerance import Tolerance
-from lockstep.rollout.collect import collect
+from lockstep.recipe import Recipe
+from lockstep.rollout.sampling import training_sampling
 from lockstep.tape.format import StepRecord
 from lockstep.tape.observer import answers_of
 from lockstep.tape.rows import fed_examples
 from lockstep.train.experience import Experience, experience_of
-from lockstep.train.generation import ready, training_sampling
-from lockstep.train.roles import over_targets
-from lockstep.train.session import Session
+from lockstep.train.models import Models
 from lockstep.train.step import Learner
+from lockstep.train.training import Training
 from lockstep.types import Example, Failure, MicroBatch, Prompt, Question, Rollout, Score, Sums
 
 # What a trial takes of the recorded step.
@@ -46,17 +46,21 @@ class Item:
 
 @dataclass(frozen=True)
 class Bench:
-    """The session at the recorded step: `start` are the weights before it, `rollouts` its responses (none offline)."""
+    """A run at the recorded step: `start` are the weights before it, `rollouts` its responses (none offline)."""
 
-    session: Session
+    training: Training
     record: StepRecord
     rollouts: Sequence[Rollout]
     start: dict[str, torch.Tensor]
     tolerance: Tolerance
 
     @property
-    def learners(self) -> list[Learner]:
-        return [learner for learner in (self.session.learner, self.session.critic) if learner is not None]
+    def models(self) -> Models:
+        return self.training.models
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.training.run.recipe
 
     @cached_property
     def examples(self) -> Sequence[Example]:
@@ -64,31 +68,26 @@ class Bench:
         return [example for example in fed_examples(self.record.tensors) if example.targets][:SEQUENCES]
 
     def restore(self) -> None:
-        for learner in self.learners:
+        for learner in self.models.learners:
             restore_learner(learner, self.start, "the recorded weights")
 
     def arranged(self, examples: Sequence[Example]) -> Update[Example]:
         """As the recipe makes micro-batches."""
-        batch = self.session.recipe.batch
-        return self._arranged(examples, tokens=batch.tokens, rows=batch.rows)
+        return self.models.arrange(examples)
 
-    def _arranged(self, examples: Sequence[Example], *, tokens: int | None, rows: int | None) -> Update[Example]:
-        pad_id = self.session.prepared.pad_id
-        return arrange(examples, self.session.world, tokens=tokens, rows=rows, pad_id=pad_id)
+    def _arranged(self, *, tokens: int | None, rows: int | None) -> Update[Example]:
+        return replace(self.models.packing, tokens=tokens, rows=rows)(self.examples)
 
     def packed(self) -> Update[Example]:
         longest = max(len(example) for example in self.examples)
-        return self._arranged(self.examples, tokens=self.session.recipe.batch.tokens or 2 * longest, rows=None)
+        return self._arranged(tokens=self.recipe.batch.tokens or 2 * longest, rows=None)
 
     def padded(self) -> Update[Example]:
-        return self._arranged(self.examples, tokens=None, rows=2)
+        return self._arranged(tokens=None, rows=2)
 
     def answers(self, learner: Learner, update: Update[Example]) -> torch.Tensor:
         """The learner's number for each target: of a policy the log-probability."""
-        session = self.session
-        return over_targets(
-            learner.module, update.batches, update.targets, session.world, session.torch_device, answers_of
-        )
+        return self.models.over_targets(learner.module, update, answers_of)
 
     def update(self, learner: Learner, rate: float) -> None:
         """A real update whose gradient is never 0: towards what was answered, whatever the run's own loss says."""
@@ -137,24 +136,19 @@ class _Unjudged:
 
 def speak(bench: Bench, max_tokens: int | None = None) -> Spoken:
     """What the engine answers to the first recorded prompts, with the noise that the recorded run drew."""
-    session, recipe = bench.session, bench.session.recipe
+    generator, recipe = bench.training.generator, bench.recipe
     prompts: dict[int, Prompt] = {rollout.place: rollout.prompt for rollout in bench.rollouts}
-    places = sorted(prompts)[:PROMPTS]
+    chosen = sorted(prompts)[:PROMPTS]
     first_key = int(bench.record.info["carried"]["position"])
-    speaker = session.speaking
-    sampling = training_sampling(recipe, speaker.stop_ids)
+    sampling = training_sampling(recipe, generator.stop_ids)
     sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
-    with ready(speaker.policy, session.world, session.torch_device):
-        rollouts = collect(
-            speaker.engine,
-            _Unjudged(),
-            [prompts[place] for place in places],
-            [first_key + place for place in places],
-            min(recipe.rollout.n, SAMPLES),
-            sampling,
-            session.world,
-            speaker.decode,
-            session.phases,
-        )
+    rollouts = generator.generate(
+        [prompts[index] for index in chosen],
+        [first_key + index for index in chosen],
+        min(recipe.rollout.n, SAMPLES),
+        sampling,
+        _Unjudged(),
+        bench.training.run.phases,
+    )
     experience = experience_of(rollouts)
-    return Spoken(experience, bench.answers(session.learner, bench.arranged(experience.examples)))
+    return Spoken(experience, bench.answers(bench.models.trained, bench.arranged(experience.examples)))

@@ -16,18 +16,19 @@ from lockstep.parity.checklist.bench import OFFLINE, Bench, Item
 from lockstep.parity.checklist.recorded import first_tokens, first_update, repeatability, rewards, starting_weights
 from lockstep.parity.checklist.trials import engine_items, padding
 from lockstep.parity.replay.checks import share
-from lockstep.parity.replay.replay import free_name, replayed_recipe, run_script
-from lockstep.parity.replay.script import Replay
+from lockstep.parity.replay.loop import Replay
+from lockstep.parity.replay.replay import free_name, replayed_recipe, run_replay
 from lockstep.parity.replay.stages import Side
 from lockstep.parity.replay.tolerance import tolerance_of
+from lockstep.recipe.methods import ONLINE
 from lockstep.run.folder import RunFolder, atomic_write_text
-from lockstep.run.metrics import rewind_lines
 from lockstep.run.progress import Console
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.observer import Observer
 from lockstep.tape.record import weights_of
 from lockstep.tape.rows import rollouts_of
-from lockstep.train.session import Session
+from lockstep.train.models import Models
+from lockstep.train.training import Training
 from lockstep.types import Rollout
 
 __all__ = ["Item", "as_json", "run_checklist", "show"]
@@ -39,7 +40,7 @@ MARKS = {True: "passed", False: "FAILED", None: "-"}
 
 
 class Checklist(Replay):
-    """The first step twice from the recorded weights, to see whether it repeats; then trials in the same session.
+    """The first step twice from the recorded weights, to see whether it repeats; then trials in the same run.
 
     The second time recorded responses stand in for generated ones.
     """
@@ -52,55 +53,57 @@ class Checklist(Replay):
         self.unlike: list[str] = []
         self.tried: list[Item] = []
 
-    def steps(self, first: int, total: int) -> Iterable[int]:
+    def steps(self) -> Iterable[int]:
         if 1 not in self.tape.steps():
             raise Refusal.at(
                 str(self.tape.path), "the first step is not on the tape", "record the run again: tape=true run.name=NEW"
             )
         return [0, 0]
 
-    def restore(self, session: Session, step: int) -> None:
+    def restore(self, training: Training, step: int) -> None:
         self.mode = "forced" if self.bench is None else "chained"
-        self.bench = self.bench or self._set_up(session)
-        session.carried |= self.bench.record.info["carried"]
+        self.bench = self.bench or self._set_up(training)
+        training.carried.update(self.bench.record.info["carried"])
         self.bench.restore()
 
-    def _set_up(self, session: Session) -> Bench:
-        start, self.unlike = self._start(session)
-        rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(1))) if session.online else []
-        tolerance = tolerance_of(self.tape.manifest()["recipe"]["model"]["dtype"], session.recipe.model.dtype)
-        return Bench(session, self.tape.read_step(1), rollouts, start, tolerance)
+    def _set_up(self, training: Training) -> Bench:
+        start, self.unlike = self._start(training.models)
+        rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(1))) if _online(training) else []
+        tolerance = tolerance_of(self.tape.manifest()["recipe"]["model"]["dtype"], training.run.recipe.model.dtype)
+        return Bench(training, self.tape.read_step(1), rollouts, start, tolerance)
 
-    def _start(self, session: Session) -> tuple[dict[str, torch.Tensor], list[str]]:
+    def _start(self, models: Models) -> tuple[dict[str, torch.Tensor], list[str]]:
         """Weights before the step, and which of the model folder's are others. A tape without weights began there."""
-        learners = [learner for learner in (session.learner, session.critic) if learner is not None]
         if 1 not in self.tape.weighed():
-            return {name: tensor.clone() for name, tensor in weights_of(learners).items()}, []
+            return {name: tensor.clone() for name, tensor in weights_of(models.learners).items()}, []
         taped = self.tape.read_weights(1)
         unlike = [
             name
-            for learner in learners
+            for learner in models.learners
             for name, loaded in trained_weights(learner.module.stored).items()  # type: ignore[arg-type]
             if not _alike(loaded, taped.get(f"{learner.name}/model/{name}"))
         ]
         return taped, unlike
 
-    def after(self, session: Session, step: int) -> None:
-        if session.world.main:
-            own = TapeFolder(session.folder.tape)
-            if not self.own and session.online:
+    def after(self, training: Training, step: int) -> None:
+        run = training.run
+        if run.world.main:
+            own = TapeFolder(run.folder.tape)
+            if not self.own and _online(training):
                 self.generated = rollouts_of(own.read_table(own.rollouts_file(1)))
             self.own.append(own.read_step(1))
         if self.mode == "forced":
-            if session.world.main:  # the step comes again
-                session.metrics.rewind(step)
-                rewind_lines(session.folder.samples, step)
+            run.rewind(step)  # it comes again
             return
         assert self.bench is not None
-        for learner in self.bench.learners:
+        for learner in self.bench.models.learners:
             learner.observer = Observer()  # the tape is complete
-        with session.console.task("Trying engine and trainer", None):
+        with run.console.task("Trying engine and trainer", None):
             self.tried = [*engine_items(self.bench), padding(self.bench)]
+
+
+def _online(training: Training) -> bool:
+    return training.run.recipe.method in ONLINE
 
 
 def _alike(loaded: torch.Tensor, taped: torch.Tensor | None) -> bool:
@@ -116,28 +119,28 @@ def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()
-    script = Checklist(tape)
-    folder = run_script(replayed_recipe(source, free_name(source, "checklist"), overrides), script, console)
+    loop = Checklist(tape)
+    folder = run_replay(loop, replayed_recipe(source, free_name(source, "checklist"), overrides), console)
     if folder is None:
         return []
-    items = judged(script, Side.open(tape), Side.open(TapeFolder(RunFolder(folder).tape)))
+    items = judged(loop, Side.open(tape), Side.open(TapeFolder(RunFolder(folder).tape)))
     atomic_write_text(folder / RESULT, json.dumps(as_json(items), indent=2) + "\n")
     return items
 
 
-def judged(script: Checklist, a: Side, b: Side) -> list[Item]:
-    """What the replayed step says against the recorded one, around what was tried in its session."""
-    recorded, (own, again) = a.tape.read_step(1), script.own
+def judged(loop: Checklist, a: Side, b: Side) -> list[Item]:
+    """What the replayed step says against the recorded one, around what was tried in its run."""
+    recorded, (own, again) = a.tape.read_step(1), loop.own
     tolerance = tolerance_of(*(side.recipe["model"]["dtype"] for side in (a, b)))
-    if script.generated:
-        heard = [first_tokens(a, recorded, script.generated, tolerance), rewards(recorded, own)]
+    if loop.generated:
+        heard = [first_tokens(a, recorded, loop.generated, tolerance), rewards(recorded, own)]
     else:
         heard = [Item(name, None, "", OFFLINE) for name in ("first tokens", "rewards")]
     return [
-        starting_weights(a.manifest, b.manifest, script.unlike),
+        starting_weights(a.manifest, b.manifest, loop.unlike),
         *heard,
         first_update(recorded, own, tolerance),
-        *script.tried,
+        *loop.tried,
         repeatability(own, again),
     ]
 

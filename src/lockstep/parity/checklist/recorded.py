@@ -11,7 +11,7 @@ import torch
 
 from lockstep.parity.checklist.bench import Item
 from lockstep.parity.replay.checks import Check, finite, worst_place
-from lockstep.parity.replay.script import by_place
+from lockstep.parity.replay.loop import by_place
 from lockstep.parity.replay.stages import Side, responses
 from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.format import StepRecord
@@ -58,7 +58,10 @@ def first_tokens(a: Side, recorded: StepRecord, generated: Sequence[Rollout], to
 
 
 def _beginnings(rollouts: Iterable[Rollout]) -> list[Rollout]:
-    return [replace(r, ids=r.ids[:FIRST_TOKENS], logprobs=r.logprobs[:FIRST_TOKENS]) for r in rollouts]
+    return [
+        replace(r, ids=r.ids[:FIRST_TOKENS], logprobs=r.logprobs[:FIRST_TOKENS], trained=r.trained[:FIRST_TOKENS])
+        for r in rollouts
+    ]
 
 
 def rewards(recorded: StepRecord, own: StepRecord) -> Item:

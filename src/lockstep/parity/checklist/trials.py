@@ -1,4 +1,4 @@
-"""Items of the checklist that are tried in a live session. Every trial ends with the weights it began with."""
+"""Items of the checklist that are tried in a live run. Every trial ends with the weights it began with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _none(name: str, why: str) -> Item:
 
 def hand_over(bench: Bench, before: Spoken) -> Item:
     """After an update the engine must speak with the new weights, and the old ones must not explain what it says."""
-    name, learner = "weight hand-over", bench.session.learner
+    name, learner = "weight hand-over", bench.models.trained
     # An engine that was off before the update is another item's finding.
     allowed = max(bench.tolerance.logprob, 2 * before.apart)
     rate = _visible_rate(bench, VISIBLE * allowed)
@@ -61,12 +61,12 @@ def hand_over(bench: Bench, before: Spoken) -> Item:
 
 
 def _rates(bench: Bench) -> list[float]:
-    return [bench.session.recipe.optim.lr * 10**power for power in range(RATES)]
+    return [bench.recipe.optim.lr * 10**power for power in range(RATES)]
 
 
 def _visible_rate(bench: Bench, least: float) -> float | None:
     """The first rate whose update the trainer's own log-probabilities show; the update stays made."""
-    learner, update = bench.session.learner, bench.arranged(bench.examples)
+    learner, update = bench.models.trained, bench.arranged(bench.examples)
     bench.restore()
     old_K = bench.answers(learner, update)
     for rate in _rates(bench):
@@ -81,12 +81,13 @@ def rate_zero(bench: Bench, before: Spoken | None) -> Item:
     """Updates at a rate of 0 must change nothing, in the trainer or between the engine and the trainer."""
     bench.restore()
     update, allowed = bench.arranged(bench.examples), bench.tolerance.logprob
-    old = {learner.name: bench.answers(learner, update) for learner in bench.learners}
-    for learner in bench.learners:
+    old = {learner.name: bench.answers(learner, update) for learner in bench.models.learners}
+    for learner in bench.models.learners:
         for _ in range(STANDSTILL):
             bench.update(learner, 0.0)
     drifts = {
-        learner.name: root_mean_square(old[learner.name], bench.answers(learner, update)) for learner in bench.learners
+        learner.name: root_mean_square(old[learner.name], bench.answers(learner, update))
+        for learner in bench.models.learners
     }
     drift = max(drifts.values())
     measured = f"{STANDSTILL} updates at rate 0 moved the model's answers by {drift:.2g} (allowed {allowed:.2g})"
@@ -138,7 +139,7 @@ def prefill_and_decode(bench: Bench, whole: Spoken) -> Item:
 def padding(bench: Bench) -> Item:
     """The same sequences packed in a line and padded two by two."""
     bench.restore()
-    allowed, learner = bench.tolerance.logprob, bench.session.learner
+    allowed, learner = bench.tolerance.logprob, bench.models.trained
     line_K = bench.answers(learner, bench.packed())
     # A value head that begins at 0 says 0 of everything: it must learn something to be tried.
     if bool((line_K == line_K[0]).all()) and _visible_rate(bench, least=1.0) is None:

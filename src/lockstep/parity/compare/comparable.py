@@ -10,8 +10,9 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from lockstep.parity.compare.comparison import Difference
-from lockstep.parity.compare.effects import READ_WHERE, UNKNOWN, UNREAD, Effect, effect_of
 from lockstep.parity.compare.log import Evidence, Log
+from lockstep.recipe.effects import Effect
+from lockstep.recipe.facts import facts_of
 from lockstep.recipe.schema import Recipe
 from lockstep.run.metrics import missing_steps
 
@@ -26,7 +27,9 @@ _ABSENT = object()
 _COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "sglang")
 # Of the device's facts: what the machine was doing, or what other parts say already.
 _PASSING = ("memory", "visible", "count", "torch", "ray_resource")
-_DEVICE: Effect = ("harmless", "this is what is compared; sums in another order round otherwise")
+_DEVICE = Effect("harmless", "this is what is compared; sums in another order round otherwise")
+UNREAD = Effect("harmless", "neither side reads it")
+UNKNOWN = Effect("matters", "not known here; look it up in the recipe's reference")
 
 
 def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
@@ -73,8 +76,9 @@ def _recipes(recipe_a: Values, recipe_b: Values, env_a: Values, env_b: Values) -
 
 
 def _weighed(key: str, a: Any, b: Any, sides: _Sides, env_a: Values, env_b: Values) -> Effect:
-    if key in READ_WHERE:
-        other, values = READ_WHERE[key]
+    facts = facts_of(key)
+    if facts.read_where is not None:
+        other, values = facts.read_where
         if not any(value in values for value in sides.get(other)):
             return UNREAD
     if key == "model.path":
@@ -84,12 +88,14 @@ def _weighed(key: str, a: Any, b: Any, sides: _Sides, env_a: Values, env_b: Valu
         known = all(_at(env, "data.train") for env in (env_a, env_b))
         return _told(known, "the rows are compared by their fingerprints")
     if key in ("reward.function", "reward.model", "reward.process", "reward.remote") and (a is None or b is None):
-        return "blocks", "one side has a reward that the other has not"
-    return effect_of(key) or UNKNOWN
+        return Effect("blocks", "one side has a reward that the other has not")
+    return facts.effect or UNKNOWN
 
 
 def _told(known: bool, how: str) -> Effect:
-    return ("harmless", f"only a name: {how}") if known else ("matters", "another path, and no fingerprints to compare")
+    if known:
+        return Effect("harmless", f"only a name: {how}")
+    return Effect("matters", "another path, and no fingerprints to compare")
 
 
 def _length(sides: _Sides) -> Difference:
@@ -116,7 +122,7 @@ def _data(a: Evidence, b: Evidence) -> Differences:
         found.append(Difference("data", "data.train", train_a, train_b, "blocks", "other training rows"))
     for key in ("data.kept.rows", "data.kept.tokens"):
         if all(_has(one.env, key) for one in (a, b)):
-            kept: Effect = ("blocks", "other tokens are trained, by template, tokenizer or limits")
+            kept = Effect("blocks", "other tokens are trained, by template, tokenizer or limits")
             found += _told_apart("data", key, a, b, kept)
     val_a, val_b = _fingerprints(a, "data.val"), _fingerprints(b, "data.val")
     if val_a != val_b:
@@ -140,7 +146,7 @@ def _model(a: Evidence, b: Evidence) -> Differences:
         # No template is a fact too; no checksum is none.
         told = [_has(one.env, key) if key == "model.template" else bool(_at(one.env, key)) for one in (a, b)]
         if all(told):
-            found += _told_apart(part, key, a, b, ("blocks", effect))
+            found += _told_apart(part, key, a, b, Effect("blocks", effect))
         else:
             unknown.append(_silent(f"{subject} (fingerprint)", told))
     return found, unknown
@@ -148,18 +154,19 @@ def _model(a: Evidence, b: Evidence) -> Differences:
 
 def _versions(a: Evidence, b: Evidence) -> Differences:
     found, unknown = [], []
-    code: Effect = ("matters", "other code: what it computes may differ")
+    code = Effect("matters", "other code: what it computes may differ")
     for key in ("lockstep", "git_commit"):
         found += _told_apart("versions", key, a, b, code)
     packages = [_at(one.env, "packages") for one in (a, b)]
     if all(isinstance(one, dict) for one in packages):
         for name in sorted({*packages[0], *packages[1]}):
-            effect: Effect = code if name in _COMPUTING else ("harmless", "not a part of the computation")
+            effect = code if name in _COMPUTING else Effect("harmless", "not a part of the computation")
             found += _told_apart("versions", f"packages.{name}", a, b, effect)
     else:
         unknown.append(_silent("the versions of packages", packages))
+    unused = Effect("harmless", "not a part of the computation")
     for key in ("python", "platform"):
-        found += _told_apart("versions", key, a, b, ("harmless", "not a part of the computation"))
+        found += _told_apart("versions", key, a, b, unused)
     return found, unknown
 
 
@@ -183,7 +190,7 @@ def _device(a: Evidence, b: Evidence) -> Differences:
     for name in [name for name in {**facts[0], **facts[1]} if name not in _PASSING]:
         found += _told_apart("device", f"device.{name}", a, b, _DEVICE)
     found += _told_apart("device", "machine", a, b, _DEVICE)
-    shared: Effect = ("harmless", "how an update is shared out; there is one division over all processes")
+    shared = Effect("harmless", "how an update is shared out; there is one division over all processes")
     return found + _told_apart("device", "world_size", a, b, shared), []
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from lockstep.recipe.effects import Weight
+
 Verdict = Literal["in step", "within noise", "cannot tell", "out of step", "not comparable"]
 Kind = Literal["loss", "reward", "other"]
-Weight = Literal["blocks", "matters", "harmless"]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lockstep.errors import Refusal
 from lockstep.parity.checklist import checklist
+from lockstep.parity.replay.loop import MODES
 from lockstep.parity.replay.replay import as_json, replay
-from lockstep.parity.replay.script import MODES
 from lockstep.parity.replay.show import show
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.folder import RunFolder

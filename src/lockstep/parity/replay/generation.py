@@ -14,7 +14,7 @@ import torch
 
 from lockstep.kernels.noise import gumbel_noise, sequence_keys
 from lockstep.parity.replay.checks import Check
-from lockstep.parity.replay.script import by_place
+from lockstep.parity.replay.loop import by_place
 from lockstep.types import Rollout
 
 

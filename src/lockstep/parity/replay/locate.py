@@ -22,7 +22,8 @@ from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.record import short
 from lockstep.tape.rows import fed_examples
 from lockstep.train.build import build_critic, build_learner
-from lockstep.train.session import Session
+from lockstep.train.models import Models
+from lockstep.train.run import Run
 from lockstep.train.step import Learner
 
 
@@ -41,26 +42,26 @@ class Located:
     script: str | None = None
 
 
-def locate(session: Session, tape: TapeFolder, step: int, blamed: Blamed) -> Located | None:
+def locate(run: Run, models: Models, tape: TapeFolder, step: int, blamed: Blamed) -> Located | None:
     """Every rank takes part (a sharded model runs together); the first one judges."""
     record = tape.read_step(step)
     settings = record.info["probe"]
     chosen = short(fed_examples(record.tensors), settings["rows"])
     batch = micro_batch(chosen, packed=True, pad_id=0)
-    learner = session.critic if blamed.learner == "critic" and session.critic else session.learner
+    learner = next(one for one in models.learners if one.name == blamed.learner)
     here = to_device(batch, learner.device)
     heard = hear(learner.module, blamed.module, lambda: learner.module(here))
-    everyone = session.world.gather(heard)
-    if not session.world.main:
+    everyone = run.world.gather(heard)
+    if not run.world.main:
         return None
     heard = everyone[blamed.rank]
     if step not in tape.weighed() and step != 1:
         return Located("unknown", None, "the weights of this step are not on the tape", [], [], None)
-    clean = clean_learner(session.recipe, blamed.learner, tape, step)
+    clean = clean_learner(run.recipe, blamed.learner, tape, step)
     same = hear(clean.module, blamed.module, lambda: clean.module(batch))
     clean.module.double()
     exact = hear(clean.module, blamed.module, lambda: clean.module(batch))
-    return judge_module(heard, same, exact, blamed, record, session)
+    return judge_module(heard, same, exact, blamed, record, run)
 
 
 def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Learner:
@@ -76,12 +77,10 @@ def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Lea
     return learner
 
 
-def judge_module(
-    heard: Heard, same: Heard, exact: Heard, blamed: Blamed, record: StepRecord, session: Session
-) -> Located:
+def judge_module(heard: Heard, same: Heard, exact: Heard, blamed: Blamed, record: StepRecord, run: Run) -> Located:
     """Which side is off, and which operator of the replay's module. `same` and `exact` are a clean copy of the module
     in the replay's own precision and in double precision."""
-    tolerance = tolerance_of(session.recipe.model.dtype)
+    tolerance = tolerance_of(run.recipe.model.dtype)
     replay_off = _far(heard.outputs or [], exact.outputs or [], tolerance.module)
     recorded_off = _recorded_far(record, blamed, exact, tolerance.module)
     side = "both" if replay_off and recorded_off else "recorded run" if recorded_off else "replay"
@@ -91,7 +90,7 @@ def judge_module(
     if culprit is None:
         why = "no single operator of the module is off on its own inputs"
         return Located(side, None, why, shapes, dtypes, None)
-    script = _reproducer(culprit, session.folder.path, blamed)
+    script = _reproducer(culprit, run.folder.path, blamed)
     return Located(
         side,
         culprit.call.name,

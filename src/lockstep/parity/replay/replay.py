@@ -14,17 +14,14 @@ from lockstep.errors import Refusal
 from lockstep.parity.compare.report import strict
 from lockstep.parity.replay.checks import BLAME, STAGES, Check, worst_of
 from lockstep.parity.replay.locate import Located
+from lockstep.parity.replay.loop import Mode, Replay
 from lockstep.parity.replay.modules import Blamed, blame
-from lockstep.parity.replay.script import Mode, Replay
 from lockstep.parity.replay.stages import Side, judge_step
 from lockstep.parity.replay.tolerance import Tolerance, tolerance_of
 from lockstep.recipe import Recipe, load_recipe
-from lockstep.recipe.methods import ONLINE
 from lockstep.run.folder import RunFolder, atomic_write_text
 from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
-from lockstep.train.offline import train_offline
-from lockstep.train.online import train_online
 
 REPLAYS = "replays"
 RESULT = "replay.json"
@@ -67,20 +64,20 @@ def replay(
     tape = TapeFolder(source.tape)
     tape.manifest()
     recipe = replayed_recipe(source, name or free_name(source, mode), overrides)
-    script = Replay(tape, mode, steps)
-    folder = run_script(recipe, script, console)
+    loop = Replay(tape, mode, steps)
+    folder = run_replay(loop, recipe, console)
     if folder is None:
         return None
     result = judge(tape, TapeFolder(RunFolder(folder).tape), mode, folder)
-    if result.module is not None and result.step == script.parted:
-        result = replace(result, operator=script.located)
+    if result.module is not None and result.step == loop.parted:
+        result = replace(result, operator=loop.located)
     atomic_write_text(folder / RESULT, json.dumps(as_json(result), indent=2) + "\n")
     return result
 
 
-def run_script(recipe: Recipe, script: Replay, console: Console) -> Path | None:
+def run_replay(replay: Replay, recipe: Recipe, console: Console) -> Path | None:
     """The folder of the run; None for ranks that only took part."""
-    (train_online if recipe.method in ONLINE else train_offline)(recipe, console, script)
+    replay.run(recipe, console)
     return None if int(os.environ.get("RANK", "0")) else Path(recipe.run.folder) / recipe.run.name
 
 

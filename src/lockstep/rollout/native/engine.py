@@ -13,8 +13,9 @@ from lockstep.errors import Refusal
 from lockstep.kernels.noise import sequence_keys
 from lockstep.kernels.paged import KVCache
 from lockstep.model.policy import Policy
-from lockstep.recipe.online import Rollout
+from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.ending import why_ended
+from lockstep.rollout.engine import SharedWeights
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.runner import Runner
 from lockstep.rollout.native.scheduler import Scheduler
@@ -25,10 +26,12 @@ from lockstep.types import Completion, Request, Sampling
 FREE_SHARE = 0.5
 
 
-class NativeEngine:
+class NativeEngine(SharedWeights):
     """`decode` turns token ids into text; it is needed for stop strings only."""
 
-    def __init__(self, policy: Policy, device: Device, settings: Rollout, decode: Callable[[list[int]], str]):
+    instead = "set rollout.engine=hf; the built-in engine keeps only keys and values between tokens"
+
+    def __init__(self, policy: Policy, device: Device, settings: RolloutSettings, decode: Callable[[list[int]], str]):
         self.policy, self.device, self.settings, self.decode = policy, device, settings, decode
         self.preempted = 0
         self._cache_kept: KVCache | None = None
@@ -61,8 +64,12 @@ class NativeEngine:
             self.policy.train(training)
             self.preempted = scheduler.preempted
             if settings.free_cache:
-                self._cache_kept = None
-                self._runners.clear()
+                self.free()
+
+    def free(self) -> None:
+        """Drop the cache and the captured passes."""
+        self._cache_kept = None
+        self._runners.clear()
 
     def _round(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
         work = scheduler.next(runner.passes)
@@ -86,6 +93,8 @@ class NativeEngine:
             sample.tokens.append(token)
             sample.logprobs.append(logprob)
             sample.stop = why_ended(sample.tokens, sample.prompt, sampling, self.decode)
+            if not sample.stop and len(sample.tokens) >= sample.limit:
+                sample.stop = "length"
             if sample.stop:
                 return
 
@@ -95,8 +104,8 @@ class NativeEngine:
         where = tuple(parameter.data_ptr() for parameter in self.policy.parameters())
         kept = self._cache_kept
         if kept is None or where != self._weights or kept.blocks < self._blocks(samples, longest)[0]:
-            self._cache_kept, kept = None, None
-            self._runners.clear()
+            kept = None
+            self.free()
         runner = self._runners.get(sampling)
         if runner is None or runner.longest < longest:
             kept = kept or self._cache(samples, longest)
@@ -149,9 +158,9 @@ def _sequences(requests: Sequence[Request], sampling: Sampling) -> tuple[list[Pr
         if not prompt:
             raise ValueError(f"request {number} has no prompt tokens")
         prefixes.append(Prefix(prompt[:-1]))
-        for which in range(request.n):
+        limit = len(prompt) + min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
+        for which in range(request.first, request.first + request.n):
             keys = sequence_keys(sampling.seed, request.key, which)
-            limit = len(prompt) + sampling.max_tokens
             samples.append(
                 Sample(list(prompt), request=number, number=which, prompt=len(prompt), limit=limit, keys=keys)
             )

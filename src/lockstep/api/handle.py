@@ -1,0 +1,473 @@
+"""A model in your hands: sample, log-probabilities, gradients, steps. `lockstep.load` makes one.
+
+    model = lockstep.load("folder", lr=1e-4)
+    responses = model.sample(["2+3="], n=8)
+    model.forward_backward([r.datum(advantage=1.0) for r in responses], "policy_gradient")
+    model.optim_step()
+
+One process and one device; runs on several are `lockstep.train`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.api.data import Datum, PromptLike, Response, as_data
+from lockstep.api.losses import Chosen, LossFunction, Per, chosen_loss
+from lockstep.data.chat import check_messages, render_prompt
+from lockstep.data.completions import ResponseEncoder
+from lockstep.data.encoding import Encoding, as_chat
+from lockstep.data.updates import Update, arrange, row_size
+from lockstep.device.base import Device
+from lockstep.device.select import select
+from lockstep.errors import Refusal
+from lockstep.kernels.logprob import Scores
+from lockstep.kernels.rotary import fixed_length
+from lockstep.kernels.truncate import Truncation
+from lockstep.model.export import export_model
+from lockstep.model.load import DTYPES, load_config, load_policy, load_tokenizer, refuse_foreign_tokenizer
+from lockstep.model.policy import Policy, Scoring
+from lockstep.model.resolve import model_folder
+from lockstep.model.router import refuse_router_loss, refuse_router_noise
+from lockstep.model.weights import restore_weights, trained_weights
+from lockstep.parallel.world import World
+from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.schema import Data, Lora, Model, Optim
+from lockstep.rollout.check import check_engine
+from lockstep.rollout.ending import end_ids
+from lockstep.rollout.native.engine import NativeEngine
+from lockstep.run import checkpoint as checkpoints
+from lockstep.train.models import over_targets
+from lockstep.train.optim import LossScale, Optimizer
+from lockstep.train.step import Learner
+from lockstep.types import Example, MicroBatch, Origin, Request, Sampling, Sums
+
+# Gradients of sums are as many times larger than those of means as an update has tokens.
+_FIRST_SCALE = 2.0**7
+
+
+def load(
+    model: str | Path,
+    *,
+    device: str = "auto",
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    lora: int | Lora | None = None,
+    lr: float = 1e-5,
+    weight_decay: float = 0.0,
+    clip: float | None = 1.0,
+    reference: bool | str | Path = False,
+    template: Literal["auto", "none"] = "auto",
+    batch_tokens: int = 4096,
+    gradient_checkpointing: bool = False,
+    seed: int = 0,
+) -> Handle:
+    """A handle on the model of a Hugging Face folder (or of a run folder).
+
+    `lora` is a rank, or the settings of a recipe; without, all weights are trained. `clip` bounds the gradient norm.
+    `reference` keeps a frozen copy of the model, or of another folder's, to ask for log-probabilities; with `lora`
+    the model without its adapter is one at no cost, and needs no copy. `template` is the recipe's `data.template`:
+    by `auto` a text is a user's message where the tokenizer has a chat template. `batch_tokens` bounds the
+    micro-batches, which never change a gradient.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise Refusal.at("lockstep.load", "a handle is one process on one device", "use lockstep.train under torchrun")
+    chosen = select(device)
+    folder = model_folder(str(model))
+    adapter = Lora(rank=lora) if isinstance(lora, int) else lora
+    if adapter is not None and adapter.alpha is None:
+        adapter = adapter.model_copy(update={"alpha": 2.0 * adapter.rank})
+    if dtype not in DTYPES:
+        raise Refusal.at("dtype", f"{dtype!r} is not known", f"one of {', '.join(DTYPES)}")
+    if not chosen.supports(DTYPES[dtype]):
+        usable = [name for name, kind in DTYPES.items() if chosen.supports(kind)]
+        raise Refusal.at("dtype", f"{chosen.name} does not compute in {dtype}", f"use {' or '.join(usable)}")
+    settings = Model(path=folder, dtype=dtype, lora=adapter, gradient_checkpointing=gradient_checkpointing)
+    tokenizer, config = load_tokenizer(folder), load_config(folder)
+    refuse_foreign_tokenizer(tokenizer, config.vocab_size, folder)
+    refuse_router_loss(config, folder)
+    refuse_router_noise(config, folder)
+    chosen.use(0)
+    place = chosen.torch_device(0)
+    policy = load_policy(settings, place, chosen.attention, seed)
+    policy.train()
+    frozen = None
+    if reference is not False and not (reference is True and adapter is not None):
+        frozen = _frozen(settings, folder if reference is True else str(reference), chosen, place, config.vocab_size)
+    optim = Optim(lr=lr, weight_decay=weight_decay, clip=clip)
+    optimizer = Optimizer(policy.trainable(), optim, masters=dtype != "fp32", fused=chosen.fused_optimizer)
+    scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None
+    learner = Learner(policy, optimizer, place, World(), scale)
+    data = Data(train=["-"], template=template)  # type: ignore[list-item]
+    return Handle(settings, tokenizer, learner, frozen, chosen, data, lr, batch_tokens, seed)
+
+
+def _frozen(settings: Model, path: str, device: Device, place: torch.device, words: int) -> Policy:
+    other = load_config(path).vocab_size
+    if other != words:
+        raise Refusal.at(f"reference {path}", f"has {other:,} tokens, and the model {words:,}", "use one of its family")
+    alone = settings.model_copy(update={"path": path, "lora": None})
+    policy = load_policy(alone, place, device.attention, seed=0)
+    policy.requires_grad_(False)
+    return policy
+
+
+@dataclass
+class _Gathered:
+    """What `forward_backward` has left for the next step: how much its sums are over."""
+
+    count: int = 0
+    per: Per | None = None
+
+
+class Handle:
+    """A model that samples, scores and learns. Losses are sums; `optim_step` divides once by what was counted."""
+
+    def __init__(
+        self,
+        settings: Model,
+        tokenizer: PreTrainedTokenizerBase,
+        learner: Learner,
+        reference: Policy | None,
+        device: Device,
+        data: Data,
+        lr: float,
+        batch_tokens: int,
+        seed: int,
+    ):
+        self.settings, self.tokenizer, self.lr, self.seed = settings, tokenizer, lr, seed
+        self.steps = 0
+        self.sampled = 0
+        policy = learner.module
+        assert isinstance(policy, Policy)
+        self._policy, self._learner, self._reference, self._batch_tokens = policy, learner, reference, batch_tokens
+        self._engine = NativeEngine(policy, device, RolloutSettings(), tokenizer.decode)
+        self._engine_checked = False
+        self._encoding = Encoding(tokenizer, data)
+        self._encode = ResponseEncoder(self._encoding)
+        self._stop_ids = tuple(end_ids(policy.causal_lm, tokenizer))
+        self._gathered = _Gathered()
+
+    # Examples ----------------------------------------------------------------------------------------------------
+
+    def example(self, prompt: str | Sequence[Any], response: str, **columns: Any) -> Datum:
+        """A prompt and a response that is trained, as tokens, exactly as the rows of a recipe become them."""
+        return self._datum(prompt, [response], columns)
+
+    def pair(self, prompt: str | Sequence[Any], chosen: str, rejected: str, **columns: Any) -> Datum:
+        """Two responses to one prompt, the better one first."""
+        return self._datum(prompt, [chosen, rejected], columns)
+
+    def tokens(self, ids: Sequence[int], trained: Sequence[int], **columns: Any) -> Datum:
+        """Token ids with a mask: 1 for what the policy wrote (trained), 0 for what it only sees."""
+        if len(ids) != len(trained) or not set(trained) <= {0, 1}:
+            raise Refusal.at(
+                "trained", f"{len(trained)} entries for {len(ids)} tokens, or others than 0 and 1", "one for each token"
+            )
+        return Datum((Example(list(ids), [int(one) for one in trained], Origin("tokens of an example", 0)),), columns)
+
+    def encode(self, prompt: PromptLike) -> list[int]:
+        """The token ids that a prompt is continued from."""
+        origin = Origin("prompt", 0)
+        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+            ids = [token for token in prompt if isinstance(token, int)]
+        elif isinstance(prompt, str) and not self._encoding.templated:
+            ids = self._encoding.opening + self._encoding.ids(prompt)
+        else:
+            messages = as_chat(prompt)
+            self._encoding.need_template(origin)
+            check_messages([*messages, {"role": "assistant", "content": "?"}], origin)
+            ids = self._encoding.ids(render_prompt(self.tokenizer, messages, origin))
+        if not ids:
+            raise Refusal.at("prompt", f"{prompt!r} has no tokens", "say something")
+        return ids
+
+    # The verbs ---------------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        prompts: str | Sequence[PromptLike],
+        *,
+        n: int = 1,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        stop: Sequence[str] = (),
+    ) -> list[Response]:
+        """`n` responses to each prompt, those of a prompt side by side. Temperature 0 is greedy.
+
+        Each call draws anew; the same calls of a handle with the same `seed` draw the same. Log-probabilities are
+        those of the distribution that was drawn from (of the greedy choice: of the model's own).
+        """
+        if n > 1 and not temperature:
+            raise Refusal.at("n", f"{n} greedy responses would all be the same", "give a temperature")
+        asked = [self.encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        self._refuse_too_long(asked, max_tokens)
+        truncation = Truncation(top_k, top_p, min_p)
+        scoring = Scoring(temperature or 1.0, truncation if truncation.active else None)
+        sampling = Sampling(
+            max_tokens,
+            temperature,
+            top_p,
+            top_k,
+            min_p,
+            stop_ids=self._stop_ids,
+            stop_strings=tuple(stop),
+            seed=self.seed,
+            score_truncated=True,
+        )
+        requests = [Request(ids, self.sampled + number, n) for number, ids in enumerate(asked)]
+        self.sampled += len(asked)
+        with torch.no_grad():
+            if not self._engine_checked:
+                check_engine(self._engine, self._policy, self._learner.device, self.settings.path)
+                self._engine_checked = True
+            made = list(self._engine.generate(requests, sampling))
+        made.sort(key=lambda one: (one.request, one.sample))
+        return [
+            Response(
+                one.request,
+                one.sample,
+                tuple(asked[one.request]),
+                tuple(one.ids),
+                tuple(one.logprobs),
+                str(self.tokenizer.decode(one.ids, skip_special_tokens=True)),
+                one.stop,
+                scoring,
+            )
+            for one in made
+        ]
+
+    def logprobs(self, examples: Sequence[Datum | Response], *, reference: bool = False) -> list[torch.Tensor]:
+        """Log-probabilities of the trained tokens, a vector on the host for each sequence (a pair has two).
+
+        `reference` asks the frozen copy, or with LoRA the model without its adapter.
+        """
+        data = as_data(examples)
+        found: dict[int, list[torch.Tensor]] = {}
+        with self._asked(reference) as policy:
+            for scoring, numbers in _by_scoring(data):
+                update = self._arranged([data[number] for number in numbers])
+                with _scored_as(policy, scoring):
+                    flat = over_targets(
+                        policy, update, self._learner.world, self._learner.device, lambda scores: scores.logprobs_K
+                    )
+                vectors = iter(flat.split(update.lengths_S.tolist()))
+                for number in numbers:
+                    found[number] = [next(vectors) for _ in data[number].sequences]
+        return [vector for number in sorted(found) for vector in found[number]]
+
+    def forward_backward(
+        self,
+        examples: Sequence[Datum | Response],
+        loss: str | LossFunction,
+        *,
+        per: Per | None = None,
+        **settings: Any,
+    ) -> dict[str, float]:
+        """Add the gradient of the sum of the losses, and count what it is a sum over; nothing is divided yet.
+
+        `loss` is one of ours by its name in a recipe (`settings` are its keys there), or a function that is called as
+        `loss(*logprobs, **columns)` for each example and returns a sum. `per` is what `optim_step` divides by: trained
+        tokens (ours of supervised and policy losses) or examples (ours of pairs, and functions). So the same examples
+        in one call or in several give the same step. Returns means over this call: `loss`, and what the loss counts.
+        """
+        data = as_data(examples)
+        chosen = chosen_loss(loss, per, settings)
+        if self._gathered.per not in (None, chosen.per):
+            raise Refusal.at(
+                "per",
+                f"this step has sums over {self._gathered.per}s, and loss {chosen.name} counts {chosen.per}s",
+                "say per= in both calls, or take an optim_step between them",
+            )
+        count = len(data) if chosen.per == "example" else sum(datum.targets for datum in data)
+        totals: dict[str, float] = {"loss": 0.0}
+        try:
+            for scoring, numbers in _by_scoring(data):
+                update = self._arranged([data[number] for number in numbers])
+                with _scored_as(self._policy, scoring):
+                    outcome = self._learner.forward_backward(update.batches, _batch_loss(chosen, update), 1.0)
+                for name, value in {"loss": outcome.loss, **outcome.sums}.items():
+                    totals[name] = totals.get(name, 0.0) + value
+        except BaseException:
+            # Half of a call must not end up in a step.
+            self.forget()
+            raise
+        self._gathered = _Gathered(self._gathered.count + count, chosen.per)
+        return {name: value / count for name, value in totals.items()}
+
+    def optim_step(self, *, lr: float | None = None) -> dict[str, float]:
+        """One step of AdamW with the gathered gradients over what was counted; `lr` is by default the handle's."""
+        if not self._gathered.count:
+            raise Refusal.at("optim_step", "no gradient was gathered", "call forward_backward first")
+        rate = self.lr if lr is None else lr
+        if not (math.isfinite(rate) and rate >= 0):
+            raise Refusal.at("lr", f"{rate} is no learning rate", "give 0 or more")
+        try:
+            metrics = self._learner.optim_step(rate, divisor=float(self._gathered.count))
+        except BaseException:
+            self.forget()
+            raise
+        self._gathered = _Gathered()
+        self.steps += 1
+        return {name.partition("/")[2]: value for name, value in metrics.items()}
+
+    def forget(self) -> None:
+        """Throw away what `forward_backward` has gathered."""
+        self._learner.optimizer.forget()
+        self._gathered = _Gathered()
+
+    # Folders -----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> Path:
+        """Everything that training goes on from, as `folder/step_N`; whole or not there. See `restore`."""
+        if self._gathered.count:
+            raise Refusal.at("save", "gathered gradients would not be saved", "take an optim_step, or forget() them")
+        if not self.steps:
+            raise Refusal.at("save", "nothing was trained yet", "take an optim_step, or export the model")
+        target = checkpoints.folder_of(Path(folder), self.steps)
+        if target.exists():
+            raise Refusal.at(str(target), "exists already", "choose another folder")
+        scale = self._learner.scale
+        state = checkpoints.State(
+            step=self.steps,
+            rows_seen=0,
+            recipe={"model": self.settings.model_dump(mode="json"), "run": {"seed": self.seed}},
+            data={},
+            world_size=1,
+            loss_scale=[scale.value, float(scale.quiet)] if scale else [],
+            skipped=self._learner.skipped,
+            carried={"sampled": float(self.sampled)},
+        )
+        tensors = {
+            checkpoints.MODEL: trained_weights(self._policy.stored),
+            checkpoints.OPTIMIZER: self._learner.optimizer.tensors(),
+        }
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return checkpoints.save(Path(folder), state, tensors)
+
+    def restore(self, folder: str | Path) -> None:
+        """Go on from what `save` returned, or from the newest step in a folder of them. The model and its settings
+        must be those that were saved."""
+        steps = checkpoints.steps_in(Path(folder))
+        path = checkpoints.folder_of(Path(folder), steps[-1]) if steps else Path(folder)
+        damage = checkpoints.damage_of(path)
+        if damage is not None:
+            raise Refusal.at(str(path), f"is no whole checkpoint: {damage}", "give a folder that save() wrote")
+        found = checkpoints.read(path)
+        saved, own = found.state.recipe["model"], self.settings.model_dump(mode="json")
+        for key in ("dtype", "lora"):
+            if saved[key] != own[key]:
+                raise Refusal.at(
+                    str(path), f"was saved with {key}={saved[key]!r}, and the handle has {own[key]!r}", "load it alike"
+                )
+        restore_weights(self._policy.stored, found.weights, str(path))
+        self._learner.optimizer.restore(found.optimizer)
+        scale = self._learner.scale
+        if scale is not None:
+            scale.value, scale.quiet = found.state.loss_scale[0], int(found.state.loss_scale[1])
+        self._learner.skipped, self.steps = found.state.skipped, found.state.step
+        self.sampled = int(found.state.carried["sampled"])
+        self.forget()
+
+    def export(self, folder: str | Path, *, adapter: bool = False) -> Path:
+        """The model as a Hugging Face folder, an adapter merged into it; or, `adapter`, as a PEFT folder alone."""
+        out = Path(folder)
+        weights = trained_weights(self._policy.stored)
+        export_model(self.settings, weights, out, where="the handle", adapter=adapter, end_tokens=self._stop_ids)
+        return out
+
+    # Below the verbs ---------------------------------------------------------------------------------------------
+
+    def _datum(self, prompt: Any, responses: list[str], columns: dict[str, Any]) -> Datum:
+        origin = Origin(f"example {responses[0][:40]!r} after", 0)
+        turns = prompt if isinstance(prompt, str) else list(prompt)
+        return Datum(tuple(self._encode(turns, responses, origin)), columns)
+
+    def _arranged(self, data: Sequence[Datum]) -> Update[Datum]:
+        moving = fixed_length(self._policy.causal_lm.config.get_text_config()) is not None
+        # Sequences of a pair share their beginning when packed, which such models place by the sequence's length.
+        packed = not (moving and any(len(datum.sequences) > 1 for datum in data))
+        for datum in data:
+            if packed and row_size(datum, packed=True) > self._batch_tokens:
+                raise Refusal.at(
+                    str(datum.origin),
+                    f"has {row_size(datum, packed=True)} tokens, over batch_tokens={self._batch_tokens}",
+                    "give lockstep.load a larger batch_tokens",
+                )
+        pad = self.tokenizer.pad_token_id
+        return arrange(
+            data,
+            self._learner.world,
+            tokens=self._batch_tokens if packed else None,
+            rows=None if packed else 1,
+            pad_id=pad if pad is not None else 0,
+        )
+
+    @contextmanager
+    def _asked(self, reference: bool) -> Iterator[Policy]:
+        """Who answers for log-probabilities."""
+        if not reference:
+            yield self._policy
+        elif self._reference is not None:
+            yield self._reference
+        elif self.settings.lora is not None:
+            with self._policy.without_adapter():
+                yield self._policy
+        else:
+            raise Refusal.at("reference", "the handle has none", "lockstep.load(..., reference=True) keeps a copy")
+
+    def _refuse_too_long(self, asked: Sequence[Sequence[int]], max_tokens: int) -> None:
+        context = getattr(self._policy.causal_lm.config, "max_position_embeddings", None)
+        for number, ids in enumerate(asked):
+            if context is not None and len(ids) + max_tokens > context:
+                raise Refusal.at(
+                    f"prompt {number}",
+                    f"{len(ids)} tokens and a response of {max_tokens} are over the model's context of {context}",
+                    "lower max_tokens, or shorten the prompt",
+                )
+
+
+def _by_scoring(data: Sequence[Datum]) -> list[tuple[Scoring, list[int]]]:
+    """Numbers of the examples whose log-probabilities are asked of the same distribution."""
+    groups: dict[Scoring, list[int]] = {}
+    for number, datum in enumerate(data):
+        groups.setdefault(datum.scoring, []).append(number)
+    return list(groups.items())
+
+
+@contextmanager
+def _scored_as(policy: Policy, scoring: Scoring) -> Iterator[None]:
+    before, policy.scoring = policy.scoring, scoring
+    try:
+        yield
+    finally:
+        policy.scoring = before
+
+
+def _batch_loss(chosen: Chosen, update: Update[Datum]) -> Any:
+    """The loss of a micro-batch: the sum over its examples, each asked by itself."""
+    counts = [len(datum.sequences) for datum in update.items]
+
+    def loss(scores: Scores, batch: MicroBatch) -> Sums:
+        sequences_S, _ = update.sequences_of(batch)
+        vectors = iter(scores.logprobs_K.split(update.lengths_S[sequences_S].tolist()))
+        items = torch.unique_consecutive(update.item_S[sequences_S]).tolist()
+        every = [chosen(update.items[item], [next(vectors) for _ in range(counts[item])]) for item in items]
+        names = every[0].metrics
+        return Sums(
+            torch.stack([one.loss for one in every]).sum(),
+            {name: torch.stack([one.metrics[name] for one in every]).sum() for name in names},
+        )
+
+    return loss

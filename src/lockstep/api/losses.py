@@ -1,0 +1,177 @@
+"""Losses of a handle: ours by their names in a recipe, or any callable on log-probabilities and columns.
+
+A loss is called once for each example, `loss(*logprobs, **columns)`: a vector of log-probabilities for each of the
+example's sequences, then the example's own columns by name. It returns a sum, never a mean: the one division is that
+of `optim_step`, by what is counted here as `per`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from pydantic import ValidationError
+
+from lockstep.algorithms import policy, preference
+from lockstep.algorithms.supervised import nll
+from lockstep.api.data import Datum
+from lockstep.errors import Problem, Refusal
+from lockstep.recipe.methods import PREFERENCE_READS
+from lockstep.recipe.offline import Preference
+from lockstep.recipe.online import Algorithm
+from lockstep.recipe.section import Section
+from lockstep.types import Sums
+
+Per = Literal["token", "example"]
+LossFunction = Callable[..., "torch.Tensor | Sums"]
+
+# What the policy losses call a setting, and its key of `algorithm`.
+_KEYS = {
+    "low": "clip_low",
+    "high": "clip_high",
+    "dual": "dual_clip",
+    "positive": "sapo_positive",
+    "negative": "sapo_negative",
+    "weight": "cov_kl",
+}
+# They hold tokens back that are chosen over a whole update, which a call does not see.
+_WHOLE_UPDATE = ("clip_cov", "kl_cov")
+_RESPONSES = tuple(name for name in policy.LOSSES if name not in _WHOLE_UPDATE)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A loss with its settings, what it is divided by, and what to call it in a message."""
+
+    function: LossFunction
+    per: Per
+    name: str
+
+    def __call__(self, datum: Datum, logprobs: Sequence[torch.Tensor]) -> Sums:
+        try:
+            inspect.signature(self.function).bind(*logprobs, **datum.columns)
+        except TypeError as error:
+            columns = ", ".join(datum.columns) or "none"
+            raise Refusal.at(
+                f"loss {self.name}",
+                f"cannot be called for {datum.origin}, which has {len(logprobs)} sequence(s) and the columns "
+                f"{columns}: {error}",
+                "give the example the columns that the loss names: example.having(name=value)",
+            ) from error
+        found = self.function(*logprobs, **datum.columns)
+        sums = found if isinstance(found, Sums) else Sums(found)
+        _refuse_no_number(sums.loss, self.name, datum)
+        return Sums(sums.loss.reshape(()), sums.metrics, sums.maxima)
+
+
+def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str, Any]) -> Chosen:
+    """The loss that was asked for, ready to be called for each example."""
+    if per is not None and per not in get_args(Per):
+        raise Refusal.at("per", f"{per!r} is not known", f"one of {', '.join(get_args(Per))}")
+    if callable(loss):
+        name = getattr(loss, "__name__", type(loss).__name__)
+        if settings:
+            raise Refusal.at(
+                f"loss {name}",
+                f"is a function of yours, and {', '.join(settings)} belong to no loss of ours",
+                "bind them with functools.partial, or put them into the examples' columns",
+            )
+        return Chosen(loss, per or "example", name)
+    if loss == "nll":
+        _refuse_unread(loss, settings, ())
+        return Chosen(lambda logprobs: nll(logprobs), per or "token", loss)
+    if loss in _RESPONSES:
+        return Chosen(_of_response(loss, settings), per or "token", loss)
+    if loss in preference.LOSSES:
+        return Chosen(_of_pair(loss, settings), per or "example", loss)
+    if loss in _WHOLE_UPDATE:
+        raise Refusal.at(f"loss {loss}", "chooses tokens over a whole update", "use lockstep.train with algorithm.loss")
+    names = ["nll", *_RESPONSES, *preference.LOSSES]
+    raise Refusal.at(f"loss {loss!r}", "is not known", f"a function, or one of {', '.join(names)}")
+
+
+def _of_response(name: str, settings: Mapping[str, Any]) -> LossFunction:
+    function = policy.LOSSES[name]
+    keyword = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    _refuse_unread(name, settings, [_KEYS[word] for word in keyword])
+    keys = _checked(Algorithm, {"loss": name, **settings}, "algorithm")
+    bound = partial(function, **{word: getattr(keys, _KEYS[word]) for word in keyword})
+
+    def loss(logprobs: torch.Tensor, *, advantage: Any, old: Any = None) -> Sums:
+        """`advantage`: one number, or one for each token. `old`: log-probabilities before the update."""
+        before = logprobs.detach() if old is None else _vector(old, logprobs, "old")
+        advantages = _vector(advantage, logprobs, "advantage", spread=True)
+        sequence = torch.zeros(len(logprobs), dtype=torch.long, device=logprobs.device)
+        return bound(policy.PolicyTokens(logprobs, before, advantages, torch.ones_like(logprobs), sequence))
+
+    return loss
+
+
+def _of_pair(name: str, settings: Mapping[str, Any]) -> LossFunction:
+    read = [key for key in PREFERENCE_READS[name] if key not in ("loss", "reference", "precompute")]
+    _refuse_unread(name, settings, read)
+    keys = _checked(Preference, {"loss": name, **settings}, "preference").model_dump(include=set(read))
+
+    def loss(chosen: torch.Tensor, rejected: torch.Tensor, *, reference: Any = None) -> Sums:
+        """`reference`: what the reference says of the chosen tokens, and of the rejected ones."""
+        known: list[torch.Tensor | None] = [None, None]
+        if reference is not None:
+            known = [_vector(said, own, "reference") for said, own in zip(reference, (chosen, rejected), strict=True)]
+        sums = [None if said is None else said.sum()[None] for said in known]
+        lengths = [torch.tensor([len(own)], device=own.device) for own in (chosen, rejected)]
+        pairs = preference.Pairs(chosen.sum()[None], rejected.sum()[None], *lengths, *sums)
+        return preference.preference_loss(pairs, kind=name, **keys)
+
+    return loss
+
+
+def _vector(value: Any, like: torch.Tensor, column: str, *, spread: bool = False) -> torch.Tensor:
+    vector = torch.as_tensor(value, dtype=like.dtype, device=like.device).detach()
+    if spread and vector.ndim == 0:
+        vector = vector.expand(like.shape)
+    if vector.shape != like.shape or not bool(torch.isfinite(vector).all()):
+        what = "a number or " if spread else ""
+        raise Refusal.at(
+            f"column {column}",
+            f"has shape {tuple(vector.shape)}, and {len(like)} tokens are trained"
+            if vector.shape != like.shape
+            else "has numbers that are not finite",
+            f"give {what}one finite number for each trained token",
+        )
+    return vector
+
+
+def _checked(kind: type[Section], values: Mapping[str, Any], section: str) -> Any:
+    try:
+        return kind(**values)
+    except ValidationError as failure:
+        raise Refusal(
+            [Problem(f"{section}.{'.'.join(map(str, e['loc']))}", e["msg"]) for e in failure.errors()]
+        ) from failure
+
+
+def _refuse_unread(name: str, settings: Mapping[str, Any], read: Sequence[str]) -> None:
+    """A setting that the loss would not look at is refused, not ignored."""
+    unread = [key for key in settings if key not in read]
+    if unread:
+        raise Refusal.at(
+            f"loss {name}", f"does not read {', '.join(unread)}", f"its settings: {', '.join(read) or 'none'}"
+        )
+
+
+def _refuse_no_number(loss: Any, name: str, datum: Datum) -> None:
+    what = None
+    if not isinstance(loss, torch.Tensor):
+        what = f"returned a {type(loss).__name__}, not a tensor"
+    elif loss.numel() != 1:
+        what = f"returned {loss.numel()} numbers (shape {tuple(loss.shape)}), not one"
+    elif not loss.requires_grad:
+        what = "returned a number that does not depend on the log-probabilities: nothing would be trained"
+    if what is not None:
+        raise Refusal.at(
+            f"loss {name}", f"{what}, for {datum.origin}", "return the sum over the example's tokens, a tensor"
+        )

@@ -1,0 +1,1 @@
+"""What a verb of the command line does beyond one call. Imported by `cli.py` alone."""

@@ -1,0 +1,49 @@
+"""`lockstep plan`: the batch plan and the memory of a recipe as tables."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from lockstep.device.select import explain
+from lockstep.recipe import Recipe
+from lockstep.recipe.methods import ONLINE
+from lockstep.run.progress import Console
+from lockstep.run.screen import Screen
+from lockstep.train.plan import MemoryPlan, refuse_misfit
+from lockstep.train.prepare import prepare, prepare_online
+
+
+def show_plan(recipe: Recipe, devices: int) -> None:
+    """Prints first, refuses after: the numbers say what to change."""
+    device, sentence = explain(recipe.device)
+    console = Console.open()
+    console.say(sentence)
+    find = prepare_online if recipe.method in ONLINE else prepare
+    prepared = find(recipe, device, devices, console, must_fit=False)
+    counts = prepared.train.counts
+    console.banner(
+        f"plan of {recipe.run.name}",
+        [
+            *[("data", note) for note in prepared.train.notes],
+            ("tokens", counts.sentence()),
+            ("left out", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"),
+            *prepared.batches.lines(),
+            ("parameters", f"{prepared.memory.parameters:,}, of which {prepared.memory.trained:,} trained"),
+            ("checkpoint", f"{prepared.memory.checkpoint_bytes / 2**20:,.1f} MiB on disk"),
+        ],
+    )
+    Screen.on_stdout().print(_memory_table(prepared.memory))
+    available = device.memory().total
+    refuse_misfit(prepared.memory, available, device.name)
+    console.say(f"fits: {device.name} has {available / 2**30:.1f} GiB")
+
+
+def _memory_table(memory: MemoryPlan) -> Table:
+    table = Table(title="memory of one device, MiB (estimate)", title_justify="left")
+    table.add_column("phase")
+    for name in ("weights", "gradients", "optimizer", "activations", "total"):
+        table.add_column(name, justify="right")
+    for phase in memory.phases:
+        parts = (phase.weights, phase.gradients, phase.optimizer, phase.activations, phase.total)
+        table.add_row(phase.name, *[f"{part / 2**20:,.1f}" for part in parts])
+    return table

@@ -1,0 +1,194 @@
+"""`lockstep sample`: several responses to each question, scored and stored, for rejection sampling and new pairs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from lockstep.commands.options import refuse_options
+from lockstep.commands.sample_parts import Parts, sample_row
+from lockstep.commands.sample_rewards import identity_of, opened_scorer, refuse_failures
+from lockstep.data.prompts import read_questions
+from lockstep.data.read import read_rows
+from lockstep.device.select import explain
+from lockstep.errors import Interrupted, Problem, Refusal, shortened
+from lockstep.model.fingerprint import model_files
+from lockstep.model.load import load_config, load_tokenizer
+from lockstep.model.resolve import model_folder
+from lockstep.parallel.world import World, joined
+from lockstep.recipe.online import Reward, RolloutSettings
+from lockstep.reward.scorer import Scorer
+from lockstep.rollout.generator import Generator
+from lockstep.rollout.questions import encode_questions
+from lockstep.run.progress import Console
+from lockstep.types import Prompt, Sampling
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is sampled, from which model, and how it is judged."""
+
+    model: str
+    data: str
+    out: Path
+    n: int
+    sampling: Sampling
+    reward: Reward
+    rows: int | None = None
+    system: str | None = None
+    dtype: str = "fp32"
+    chunk: int = 64
+    """Questions that are answered between two savings."""
+
+
+@dataclass
+class SamplingPace:
+    """What this process, and the others beside it, produced."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def sample_responses(job: Job, device_name: str) -> None:
+    """Answer, score, store and tell; the same job goes on where it was stopped."""
+    refuse_options(job.dtype, job.n, job.sampling.temperature)
+    device, sentence = explain(device_name)
+    with joined(device) as world:
+        console = Console.open() if world.main else Console.silent()
+        console.say(sentence)
+        folder = model_folder(job.model)
+        tokenizer = load_tokenizer(folder)
+        rows = read_rows(job.data)
+        prompts = encode_questions(tokenizer, read_questions(rows, job.rows), job.system)
+        refuse_prompts(prompts, job.sampling.max_tokens, load_config(folder))
+        parts = Parts(job.out, manifest_of(job, folder, rows.fingerprint))
+        if world.main:
+            parts.check()
+        place, output = device.torch_device(world.local_rank), parts.reward_output(world.rank)
+        with opened_scorer(job.reward, prompts, place, console, output) as scorer:
+            # Chunks follow each other with the same weights: cache and captured passes serve them all.
+            settings = RolloutSettings(free_cache=False)
+            generator = Generator.load(folder, tokenizer, job.dtype, device, world, settings)
+            with parts.held() if world.main else nullcontext():
+                pace = _sample(job, prompts, generator, scorer, parts, world, console)
+                if world.main:
+                    parts.merge(_chunks(job, prompts))
+                    console.banner(f"{job.model} on {job.data}", summary(job.out, pace))
+                    console.say(f"wrote {job.out}")
+
+
+def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
+    """All that a response or its reward depends on. Limits, devices and processes do not change them."""
+    sampling = job.sampling
+    return {
+        "MODEL": model_files(folder),
+        "DATA": data,
+        "--n": job.n,
+        "--temperature": sampling.temperature,
+        "--top-p": sampling.top_p,
+        "--top-k": sampling.top_k,
+        "--min-p": sampling.min_p,
+        "--max-new-tokens": sampling.max_tokens,
+        "--seed": sampling.seed,
+        "--rows": job.rows,
+        "--system": job.system,
+        "--dtype": job.dtype,
+        "--chunk": job.chunk,
+        **identity_of(job.reward),
+    }
+
+
+def refuse_prompts(prompts: Sequence[Prompt], longest_response: int, config: Any) -> None:
+    """Refuse prompts that leave a response no room in the model's context, or that a stored row could not hold."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    problems: list[Problem] = []
+    for prompt in prompts:
+        where, length = str(prompt.question.origin), len(prompt.ids)
+        if context and length + longest_response > context:
+            why = f"{length} tokens and a response of {longest_response} are over the model's context of {context}"
+            problems.append(Problem(where, why, f"set --max-new-tokens to {context - length} or less, or remove it"))
+        held = {key for message in prompt.question.prompt for key, value in message.items() if value is not None}
+        if more := sorted(held - {"role", "content"}):
+            why = f"a message of the prompt has {', '.join(more)}; samples keep role and content only"
+            problems.append(Problem(where, why, "remove the key from the row"))
+    if problems:
+        raise Refusal(shortened(problems, "rows"))
+
+
+def _chunks(job: Job, prompts: Sequence[Prompt]) -> int:
+    return -(-len(prompts) // job.chunk)
+
+
+def _sample(
+    job: Job,
+    prompts: Sequence[Prompt],
+    generator: Generator,
+    scorer: Scorer,
+    parts: Parts,
+    world: World,
+    console: Console,
+) -> SamplingPace:
+    """Answer the chunks that are not on disk yet. A question's noise is keyed by its row, so chunks do not matter."""
+    chunks = _chunks(job, prompts)
+    # Rank 0 alone looks: it alone writes.
+    done = world.gather(parts.finished(chunks) if world.main else set[int]())[0]
+    if done:
+        console.say(f"{parts.folder} holds {len(done)} of {chunks} chunks; going on")
+    sampling = replace(job.sampling, stop_ids=generator.stop_ids)
+    spans = {
+        number: range(number * job.chunk, min((number + 1) * job.chunk, len(prompts)))
+        for number in range(chunks)
+        if number not in done
+    }
+    pace = SamplingPace()
+    try:
+        with console.task("Sampling", job.n * sum(map(len, spans.values()))) as task:
+            for number, span in spans.items():
+                start = time.perf_counter()
+                made = generator.generate(
+                    [prompts[row] for row in span],
+                    list(span),
+                    job.n,
+                    sampling,
+                    scorer,
+                    advance=lambda done: task.advance(done * world.size),
+                )
+                pace.seconds += time.perf_counter() - start
+                pace.tokens += sum(len(rollout.ids) for rollout in made)
+                refuse_failures(made, job.reward.max_failures, parts.folder)
+                if world.main:
+                    parts.write(number, [sample_row(rollout, span[rollout.place]) for rollout in made])
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped; {parts.folder} keeps what was finished, the same command goes on") from None
+    return pace
+
+
+def summary(out: Path, pace: SamplingPace) -> list[tuple[str, str]]:
+    """The file in numbers. Rewards are over the responses that have one."""
+    table = pq.ParquetFile(out).read(["question", "reward", "stop", "tokens"])
+    scored = table.filter(pc.is_valid(table["reward"]))
+    rewards = scored["reward"].to_numpy()
+    best = scored.group_by("question").aggregate([("reward", "max")])["reward_max"].to_numpy()
+    cut = pc.sum(pc.equal(table["stop"], "length")).as_py()
+    rows = [
+        ("questions", f"{pc.count_distinct(table['question']).as_py():,}"),
+        ("responses", f"{len(table):,}, {cut:,} cut off at the length limit"),
+        ("tokens", f"{pc.sum(table['tokens']).as_py():,}"),
+        ("failures", f"{len(table) - len(scored):,} could not be scored"),
+    ]
+    if len(scored):
+        rows += [
+            ("mean reward", f"{rewards.mean():.4f}"),
+            ("scored 1", f"{(rewards >= 1).mean():.4f} of the responses have a reward of 1 or more"),
+            ("best of n", f"{best.mean():.4f} is the mean over questions of the best reward"),
+        ]
+    if pace.tokens:
+        rows.append(("speed", f"{pace.tokens / pace.seconds:,.0f} tokens/s"))
+    return rows

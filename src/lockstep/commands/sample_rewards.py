@@ -1,0 +1,102 @@
+"""The rewards of `lockstep sample`: named by options of the command, tried before the first response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.errors import Problem, Refusal
+from lockstep.functions import located
+from lockstep.model.fingerprint import model_files
+from lockstep.model.resolve import model_folder
+from lockstep.recipe.online import Reward
+from lockstep.reward.rules import DEFAULT_RULES, RULES
+from lockstep.reward.scorer import Scorer, active_weights
+from lockstep.run.files import checksum
+from lockstep.run.progress import Console
+from lockstep.types import Failure, Prompt, Rollout
+
+# How a reward's key in a recipe is called on the command line.
+OPTIONS = {
+    "reward.function": "--reward-function",
+    "reward.model": "--reward-model",
+    "reward.remote": "--reward-remote",
+    "reward.format": "--format",
+    "reward.rules.": "--rule ",
+    "reward.rules": "--rule",
+}
+
+
+def identity_of(reward: Reward) -> dict[str, Any]:
+    """What the scores depend on, by option: files by their content, so that a mended function is another one."""
+    model = model_folder(reward.model) if reward.model else None
+    return {
+        "--rule": reward.rules,
+        "--reward-function": _function(reward.function) if reward.function else None,
+        # A path that is no folder is refused when the model is loaded.
+        "--reward-model": model_files(model) if model and Path(model).is_dir() else model,
+        "--reward-remote": reward.remote,
+        "--format": reward.format,
+    }
+
+
+def _function(place: str) -> dict[str, str]:
+    file, name = located(place, "--reward-function")
+    return {"name": name, "file": checksum(file)}
+
+
+def opened_scorer(
+    reward: Reward, prompts: Sequence[Prompt], place: torch.device, console: Console, output: Path
+) -> Scorer:
+    """The rewards, tried on real rows; what is refused is named by its option.
+
+    The last lines that a function prints are kept in files whose names begin with `output`.
+    """
+    sources = sorted({prompt.question.data_source for prompt in prompts})
+    unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]
+    if unruled and "rule" in active_weights(reward)[0]:
+        remedy = f"give a --reward-function, or --rule SOURCE=RULE, RULE being {', '.join(RULES)}"
+        raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy) for source in unruled])
+    try:
+        scorer = Scorer.open(reward, sources, place, output=output)
+        try:
+            with console.task("Trying the rewards on real rows", None):
+                tried = scorer.dry_run([prompt.question for prompt in prompts])
+        except BaseException:
+            scorer.close()
+            raise
+    except Refusal as refusal:
+        raise as_options(refusal) from refusal
+    for line in tried.lines:
+        console.say(line)
+    for warning in tried.warnings:
+        console.warn(warning)
+    return scorer
+
+
+def as_options(refusal: Refusal) -> Refusal:
+    """The same, in the words of this command."""
+
+    def said(text: str) -> str:
+        for key, option in OPTIONS.items():
+            text = text.replace(key, option)
+        return text
+
+    return Refusal([Problem(said(p.where), said(p.why), said(p.remedy)) for p in refusal.problems])
+
+
+def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:
+    """A reward that fails often is not worth the sampling: stop, keeping the chunks before."""
+    failed = [(rollout, rollout.score) for rollout in made if isinstance(rollout.score, Failure)]
+    if len(failed) <= most * len(made):
+        return
+    first, failure = failed[0]
+    raise Refusal.at(
+        OPTIONS.get(f"reward.{failure.part}", f"reward {failure.part}"),
+        f"{len(failed)} of {len(made)} responses could not be scored, over --max-failures {most:g}; the first, to "
+        f"{first.prompt.question.origin}: {failure.told}; response: {first.text[:200]!r}",
+        f"mend the reward, or raise --max-failures; finished chunks stay in {folder}",
+    )

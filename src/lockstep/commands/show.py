@@ -1,0 +1,99 @@
+"""`lockstep data show`: rows as the model will see them, trained tokens coloured."""
+
+from __future__ import annotations
+
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.device.select import select
+from lockstep.recipe import Recipe
+from lockstep.recipe.methods import ONLINE
+from lockstep.run.output import visible
+from lockstep.run.progress import Console
+from lockstep.run.screen import Screen, shown
+from lockstep.train.prepare import prepare, prepare_online
+from lockstep.types import Example, Item, Judged, Probe, Ranking, Steps
+
+TRAINED, CONTEXT = "bold green", "dim"
+
+
+def show_rows(recipe: Recipe, rows: int) -> None:
+    if recipe.method in ONLINE:
+        _show_prompts(recipe, rows)
+    else:
+        _show_examples(recipe, rows)
+
+
+def _show_prompts(recipe: Recipe, rows: int) -> None:
+    console = Console.open()
+    prepared = prepare_online(recipe, select(recipe.device), 1, console, must_fit=False)
+    screen = Screen.on_stdout()
+    for source in prepared.train.sources:
+        for prompt in source[:rows]:
+            question = prompt.question
+            title = (
+                f"{question.origin}: {len(prompt.ids)} tokens, {question.data_source}, answer {question.ground_truth}"
+            )
+            screen.print(shown(title, "bold"), soft_wrap=True)
+            screen.print(shown(prepared.tokenizer.decode(list(prompt.ids)), CONTEXT), soft_wrap=True)
+    counts = prepared.train.counts
+    console.banner(
+        "data",
+        [
+            *[("source", note) for note in prepared.train.notes],
+            ("prompts", f"{counts.rows:,} kept, {counts.dropped:,} dropped, {counts.truncated:,} truncated"),
+            ("tokens", counts.sentence()),
+        ],
+    )
+
+
+def _show_examples(recipe: Recipe, rows: int) -> None:
+    console = Console.open()
+    prepared = prepare(recipe, select(recipe.device), 1, console, must_fit=False)
+    screen = Screen.on_stdout()
+    for source in prepared.train.sources:
+        for item in source[:rows]:
+            for number, example in enumerate(item.examples):
+                title = f"{item.origin}{role_of(item, number)}: {len(example)} tokens, {example.targets} trained"
+                screen.print(shown(title, "bold"), soft_wrap=True)
+                screen.print(render(example, prepared.tokenizer, marks=not screen.is_terminal), soft_wrap=True)
+    counts = prepared.train.counts
+    console.banner(
+        "data",
+        [
+            *[("source", note) for note in prepared.train.notes],
+            ("rows", f"{counts.rows:,} kept, {counts.dropped:,} dropped, {counts.truncated:,} truncated"),
+            ("tokens", f"{counts.tokens:,}, of which {counts.trained_tokens:,} trained"),
+            ("longest row", f"{counts.longest:,} tokens"),
+            ("split rows", f"{counts.split:,} tokenised in pieces at the border of prompt and answer"),
+        ],
+    )
+
+
+def role_of(item: Item, number: int) -> str:
+    """What a sequence is to its row."""
+    if isinstance(item, Ranking):
+        margin = f", margin {item.margin:g}" if item.margin and not number else ""
+        names = ("chosen", "rejected") if len(item.examples) == 2 else [f"rank {i + 1}" for i in range(99)]
+        return f", {names[number]}{margin}"
+    if isinstance(item, Judged):
+        return ", desirable" if item.desirable else ", undesirable"
+    if isinstance(item, Steps):
+        return f", verdicts {' '.join(f'{label[0]:g}' for label in item.labels)}"
+    return ""
+
+
+def render(example: Example, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:
+    """The row's text by runs of tokens; without colours what is trained, or judged, stands in [[double brackets]]."""
+    text = Text()
+    start = 0
+    marked = set(example.positions) if isinstance(example, Probe) else {position + 1 for position, _ in example.asked()}
+    while start < len(example):
+        end = start
+        trained = start in marked
+        while end < len(example) and (end in marked) == trained:
+            end += 1
+        piece = visible(tokenizer.decode(list(example.ids[start:end])))
+        text.append(f"[[{piece}]]" if trained and marks else piece, style=TRAINED if trained else CONTEXT)
+        start = end
+    return text

@@ -1,0 +1,170 @@
+"""Functions of the user's own: `path/to/file.py:name` in a recipe, or a callable given from Python.
+
+Nothing heavy is imported here: the processes of a reward function must start in a moment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.errors import Refusal
+
+LONGEST_WHY = 300
+
+# Callables that were given from Python, by the place that the recipe names them with.
+_given: dict[str, Callable[..., Any]] = {}
+# Files that were run already, by path and time of change: two functions of one file share its globals.
+_modules: dict[tuple[Path, int], ModuleType] = {}
+
+
+class Unloadable(Exception):
+    """A function that cannot be had: why, and what to do."""
+
+    def __init__(self, why: str, remedy: str):
+        super().__init__(why)
+        self.why, self.remedy = why, remedy
+
+
+@dataclass(frozen=True)
+class OwnFunction:
+    """A function of the user's with the key that names it. What it raises is told with file, name and line."""
+
+    key: str
+    place: str
+    function: Callable[..., Any]
+
+    @property
+    def where(self) -> str:
+        return f"{self.key} {self.place}"
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return self.function(*arguments, **named)
+        except Refusal:
+            raise
+        except Exception as error:
+            file = self.place.rpartition(":")[0]
+            raise Refusal.at(self.where, f"raised {told(error, file)}", "mend the function") from error
+
+    def refuse(self, why: str, remedy: str) -> Refusal:
+        return Refusal.at(self.where, why, remedy)
+
+
+def is_place(value: str) -> bool:
+    """Whether a value is written as a place (`file.py:name`), not as a name of ours."""
+    return ":" in value
+
+
+def located(place: str, key: str) -> tuple[Path, str]:
+    """File and name of `path/to/file.py:name`; refused where there is no such file."""
+    path, _, name = place.rpartition(":")
+    if not path or not name.isidentifier():
+        raise Refusal.at(key, f"{place!r} does not name a function", "write path/to/file.py:name")
+    file = Path(path).expanduser().absolute()
+    if not file.is_file():
+        raise Refusal.at(key, f"there is no file {path}", "give the path from the folder that you start in")
+    return file, name
+
+
+def own_function(place: str, key: str, call: Sequence[str]) -> OwnFunction:
+    """The function behind a place, which must be callable with the arguments `call` by position."""
+    if place in _given:
+        function = _given[place]
+    else:
+        file, name = located(place, key)
+        try:
+            function = function_of(_run(file), name, call, file)
+        except Unloadable as error:
+            raise Refusal.at(f"{key} {place}", error.why, error.remedy) from error
+    try:
+        refuse_signature(function, place.rpartition(":")[2], call, by_name=False)
+    except Unloadable as error:
+        raise Refusal.at(f"{key} {place}", error.why, error.remedy) from error
+    return OwnFunction(key, place, function)
+
+
+def give(key: str, function: Callable[..., Any]) -> str:
+    """Remember a callable for the runs of this process; returns the place that stands for it in the recipe."""
+    name = getattr(function, "__name__", "")
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or not name.isidentifier():
+        what = name or type(function).__name__
+        raise Refusal.at(
+            key, f"{what} has no file and name that the recipe could keep", "give a function made with def"
+        )
+    place = f"{code.co_filename}:{name}"
+    _given[place] = function
+    return place
+
+
+def load(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
+    """The function `name` of the file, callable with `call` by name. Modules beside the file can be imported by it."""
+    function = function_of(_run(path), name, call, path)
+    refuse_signature(function, name, call, by_name=True)
+    return function
+
+
+def function_of(module: ModuleType, name: str, call: Sequence[str], path: Path) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if function is None:
+        names = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise Unloadable(f"has no {name}", f"its functions are: {', '.join(names) or 'none'}")
+    if not callable(function):
+        raise Unloadable(
+            f"{name} is a {type(function).__name__}, not a function", f"write: def {name}({', '.join(call)})"
+        )
+    return function
+
+
+def refuse_signature(function: Callable[..., Any], name: str, call: Sequence[str], *, by_name: bool) -> None:
+    words = ", ".join(call)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        raise Unloadable(f"{name} does not say what arguments it takes", f"write: def {name}({words})") from None
+    try:
+        if by_name:
+            signature.bind(**dict.fromkeys(call))
+        else:
+            signature.bind(*call)
+    except TypeError as error:
+        raise Unloadable(f"{name} cannot be called with {words}: {error}", f"write: def {name}({words})") from None
+
+
+def _run(path: Path) -> ModuleType:
+    known = path.resolve(), path.stat().st_mtime_ns
+    if known in _modules:
+        return _modules[known]
+    sys.path.append(str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise Unloadable("is not a Python file", "name a file that ends with .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:  # noqa: BLE001 - whatever the user's file raises is what must be told
+        raise Unloadable(f"cannot be imported: {told(error, str(path))}", "mend the file") from None
+    _modules[known] = module
+    return module
+
+
+def told(error: BaseException, path: str) -> str:
+    """What an exception says at its end, on one line, and where in the user's file it was."""
+    try:
+        last = " ".join(traceback.format_exception_only(type(error), error)[-1].split())[:LONGEST_WHY]
+    except BaseException:  # noqa: BLE001 - an exception of the user's own class may not be able to say what it is
+        last = type(error).__name__
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == path]
+    if isinstance(error, SyntaxError) and error.filename == path and error.lineno:
+        lines.append(error.lineno)
+    return last + (f" ({Path(path).name} line {lines[-1]})" if lines else "")

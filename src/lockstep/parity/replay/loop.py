@@ -1,0 +1,156 @@
+"""The loop of a replay: the steps of another run again, with its recorded rows, responses and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from lockstep.errors import Refusal
+from lockstep.parity.replay.locate import Located, locate
+from lockstep.parity.replay.modules import Blamed, blame
+from lockstep.parity.replay.restore import restore_learner
+from lockstep.parity.replay.tolerance import tolerance_of
+from lockstep.recipe import Recipe
+from lockstep.recipe.methods import ONLINE
+from lockstep.run.progress import Console
+from lockstep.tape.format import TapeFolder
+from lockstep.tape.probe import FORWARD
+from lockstep.tape.record import refuse_no_weights, weights_of
+from lockstep.tape.rows import items_of, rollouts_of
+from lockstep.train.experience import experience_of
+from lockstep.train.offline import Offline, open_offline
+from lockstep.train.offline import train_step as offline_step
+from lockstep.train.online import Online, open_online
+from lockstep.train.online import train_step as online_step
+from lockstep.train.rollouts import Rollouts, counted, rescored
+from lockstep.train.run import Run
+from lockstep.train.training import Training
+from lockstep.types import Failure, Rollout
+
+Mode = Literal["forced", "chained", "free"]
+MODES: tuple[Mode, ...] = ("forced", "chained", "free")
+
+
+class Replay:
+    """forced: each snapshot step starts from the recorded weights. chained: own weights, recorded rows and responses.
+    free: only the start is recorded."""
+
+    def __init__(self, tape: TapeFolder, mode: Mode, only: Sequence[int] = ()):
+        self.tape, self.mode, self.only = tape, mode, tuple(only)
+        self.start: dict[str, torch.Tensor] = {}
+        """What the model folder holds, where the tape has no weights."""
+        self.located: Located | None = None
+        self.parted: int | None = None
+        """The first step at which a module parts."""
+
+    def run(self, recipe: Recipe, console: Console) -> None:
+        """Make the steps in a run folder of their own, which keeps a tape and no model."""
+        if recipe.method in ONLINE:
+            with open_online(recipe, console, keeps=False) as online:
+                self._loop(online.training, lambda step: online_step(self.rollouts(online, step), online, step))
+        else:
+            with open_offline(recipe, console, keeps=False) as offline:
+                self._loop(offline.training, lambda step: offline_step(self.rows(offline, step), offline, step))
+
+    def _loop(self, training: Training, train: Callable[[int], dict[str, float]]) -> None:
+        for step in self.steps():
+            self.restore(training, step)
+            with training.step(step + 1):
+                metrics = train(step)
+            training.finish_step(step + 1, metrics)
+            self.after(training, step)
+        training.finish()
+
+    def rows(self, offline: Offline, step: int) -> Sequence[Any]:
+        if self.mode == "free":
+            return offline.loader.take(step)
+        return items_of(self.tape.read_table(self.tape.rows_file(step + 1)))
+
+    def rollouts(self, online: Online, step: int) -> Rollouts:
+        return online.take_rollouts() if self.mode == "free" else self._recorded_rollouts(online, step)
+
+    def _recorded_rollouts(self, online: Online, step: int) -> Rollouts:
+        """The recorded responses, judged again."""
+        training, recipe = online.training, online.training.run.recipe
+        rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
+        # Own responses tell of the engine; only from the recorded weights must they be the recorded ones.
+        generated = online.take_rollouts().experience.rollouts if self.mode == "forced" else rollouts
+        judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
+        baseline = self.tape.read_step(step + 1).tensors.get("step/baseline")
+        indices = [rollout.place for rollout in rollouts]
+        baselines = None if baseline is None else dict(zip(indices, baseline.tolist(), strict=True))
+        position = int(training.carried["position"]) + recipe.batch.prompts
+        experience, metrics = experience_of(rollouts, baselines), counted(rollouts, rollouts, [])
+        return Rollouts(experience, [], position, metrics, generated, judged_S)
+
+    def after(self, training: Training, step: int) -> None:
+        """Where a module parts for the first time, look into it while the models are here."""
+        if self.mode != "forced" or self.parted is not None:
+            return
+        found: list[Blamed | None] = [None]
+        run = training.run
+        if run.world.main:
+            own = TapeFolder(run.folder.tape).read_step(step + 1)
+            tolerance = tolerance_of(self.tape.manifest()["recipe"]["model"]["dtype"], run.recipe.model.dtype)
+            found = [blame(self.tape.read_step(step + 1), own, tolerance)]
+        blamed = run.world.gather(found)[0][0]
+        self.parted = None if blamed is None else step + 1
+        if blamed is not None and blamed.phase == FORWARD:
+            self.restore(training, step)  # the step has moved the weights on
+            self.located = locate(run, training.models, self.tape, step + 1, blamed)
+
+    def steps(self) -> Iterable[int]:
+        """The steps to make, counted from 0."""
+        # Without weights on the tape the model folder holds those of the first step.
+        recorded = (self.tape.weighed() or [1]) if self.mode == "forced" else _from_the_start(self.tape.steps())
+        whole = set(self.tape.steps())
+        wanted = [step for step in recorded if step in whole and (not self.only or step in self.only)]
+        if not wanted:
+            refuse_no_weights(self.tape, self.only[0] if self.only else 1)
+        return [step - 1 for step in wanted]
+
+    def restore(self, training: Training, step: int) -> None:
+        number = step + 1
+        if self.mode == "forced" or number == 1:
+            weights = self._weights(training, number)
+            for learner in training.models.learners if weights else []:
+                restore_learner(learner, weights, str(self.tape.path))
+        if self.mode != "free":
+            training.carried.update(self.tape.read_step(number).info["carried"])
+
+    def _weights(self, training: Training, number: int) -> dict[str, torch.Tensor]:
+        """Those of the tape. Where it has none the model has just been loaded, and a forced replay remembers it."""
+        kept = number in self.tape.weighed()
+        if not kept or training.run.recipe.model.lora is not None:
+            refuse_other_weights(self.tape, training.run)
+        if kept:
+            return self.tape.read_weights(number)
+        if self.mode == "forced" and not self.start:
+            self.start = {name: value.clone() for name, value in weights_of(training.models.learners).items()}
+        return self.start
+
+
+def refuse_other_weights(tape: TapeFolder, run: Run) -> None:
+    """A tape without all weights is only worth something beside the model that it was recorded from."""
+    recorded, here = (model.get("weights") for model in (tape.manifest()["model"], run.fingerprint))
+    if run.world.main and recorded and here and recorded != here:
+        raise Refusal.at(
+            f"model.path {run.recipe.model.path}",
+            "holds other weights than those the recorded run began with, and the tape has not all of them",
+            "bring that model back, or record again with tape.weights=true",
+        )
+
+
+def _total(score: Any) -> float:
+    return float("nan") if isinstance(score, Failure) else score.total
+
+
+def _from_the_start(steps: Sequence[int]) -> list[int]:
+    """The recorded steps up to the first gap."""
+    return [step for number, step in enumerate(steps, start=1) if step == number]
+
+
+def by_place(rollouts: Sequence[Rollout]) -> dict[tuple[int, int], Rollout]:
+    return {(rollout.place, rollout.sample): rollout for rollout in rollouts}

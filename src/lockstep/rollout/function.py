@@ -1,0 +1,308 @@
+"""Responses by a function of the user's own: turns of the policy, and between them whatever an environment says.
+
+`rollout(prompt, generate)` is called once for each response and returns `(ids, trained)`: the tokens of the response
+and a mask, 1 where the policy wrote the token and 0 where an environment did. `generate(ids)` continues token ids with
+the policy. Functions run side by side in threads, and those that wait for the policy are answered together; the noise
+of a turn depends on prompt, sample and turn alone, so which thread is first changes nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from lockstep.errors import Problem, Refusal
+from lockstep.functions import OwnFunction, own_function
+from lockstep.rollout.engine import Engine, SharedWeights
+from lockstep.types import Completion, Prompt, Request, Sampling
+
+KEY = "rollout.function"
+CALL = ("prompt", "generate")
+RETURN = "return (ids, trained): the response's token ids, and for each 1 (the policy wrote it) or 0 (it did not)"
+# Functions that run at the same time.
+SIDE_BY_SIDE = 256
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the policy wrote in one turn. Empty, with `stop` "length", where the response had no room left."""
+
+    ids: list[int]
+    logprobs: list[float]
+    text: str
+    stop: str
+
+
+class _Over(BaseException):
+    """Ends a function that nobody waits for any more. No `except Exception` of the user's keeps it."""
+
+
+@dataclass
+class _Ask:
+    """A turn that a function waits for."""
+
+    request: Request
+    answered: threading.Event = field(default_factory=threading.Event)
+    completion: Completion | None = None
+
+
+@dataclass
+class _Done:
+    """A function that has returned, or failed."""
+
+    response: _Response
+    returned: Any = None
+    error: BaseException | None = None
+
+
+class Generate:
+    """What a function asks the policy with: `generate(ids)`, and the tokenizer's `encode` and `decode`."""
+
+    def __init__(self, response: _Response, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]):
+        self._response = response
+        self.encode, self.decode = encode, decode
+
+    def __call__(self, ids: Sequence[int], *, max_tokens: int | None = None) -> Written:
+        """Continue `ids`, which begin with the prompt's, by at most `max_tokens` (and what the response has left)."""
+        completion = self._response.ask(list(ids), max_tokens)
+        text = self.decode(completion.ids)
+        return Written(list(completion.ids), list(completion.logprobs), text, completion.stop)
+
+
+class _Response:
+    """One response in the making: its thread, and the turns that the policy wrote for it."""
+
+    def __init__(self, number: int, request: Request, sample: int, limit: int, inbox: queue.SimpleQueue[Any]):
+        assert request.question is not None
+        self.number, self.request, self.sample, self.limit = number, request, sample, limit
+        self.prompt = Prompt(request.question, request.ids)
+        self.turns: list[tuple[list[int], Completion]] = []
+        self.over = False
+        self._inbox = inbox
+
+    def ask(self, ids: list[int], max_tokens: int | None) -> Completion:
+        if self.over:
+            raise _Over
+        before = list(self.request.ids)
+        if ids[: len(before)] != before:
+            raise ValueError("generate was given token ids that do not begin with the prompt's (prompt.ids)")
+        room = self.limit - (len(ids) - len(before))
+        room = room if max_tokens is None else min(room, max_tokens)
+        if room <= 0:
+            return Completion(0, self.sample, [], [], "length")
+        key = _turn_key(self.request.key, len(self.turns))
+        ask = _Ask(Request(ids, key, first=self.sample, max_tokens=room))
+        self._inbox.put(ask)
+        ask.answered.wait()
+        if ask.completion is None:
+            raise _Over
+        self.turns.append((ids, ask.completion))
+        return ask.completion
+
+    def run(self, function: OwnFunction, generate: Generate) -> None:
+        try:
+            self._inbox.put(_Done(self, function(self.prompt, generate)))
+        except BaseException as error:  # noqa: BLE001 - told by the one who waits for the response
+            self._inbox.put(_Done(self, error=error))
+
+
+class FunctionEngine:
+    """An engine whose responses are written by a function, which asks `inner` for the policy's turns.
+
+    A request without a question (an engine's own check) goes straight to `inner`.
+    """
+
+    def __init__(
+        self,
+        inner: Engine,
+        place: str,
+        encode: Callable[[str], list[int]],
+        decode: Callable[[list[int]], str],
+        vocabulary: int,
+    ):
+        self.inner, self.vocabulary, self.instead = inner, vocabulary, inner.instead
+        self.function = own_function(place, KEY, CALL)
+        self._encode, self._decode = encode, decode
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.inner.sync(weights)
+
+    def free(self) -> None:
+        self.inner.free()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        if any(request.question is None for request in requests):
+            yield from self.inner.generate(requests, sampling)
+            return
+        inbox: queue.SimpleQueue[_Ask | _Done] = queue.SimpleQueue()
+        waiting = [
+            _Response(number, request, sample, sampling.max_tokens, inbox)
+            for number, request in enumerate(requests)
+            for sample in range(request.first, request.first + request.n)
+        ]
+        running: list[_Response] = []
+        asks: list[_Ask] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < SIDE_BY_SIDE:
+                    running.append(self._started(waiting.pop(0)))
+                # Until every function either waits for the policy or is done: then they are answered together.
+                while len(asks) < len(running):
+                    said = inbox.get()
+                    if isinstance(said, _Ask):
+                        asks.append(said)
+                    else:
+                        running.remove(said.response)
+                        yield self._completion(said)
+                self._answer(asks, sampling)
+                asks = []
+        finally:
+            for response in running:
+                response.over = True
+            for ask in asks:
+                ask.answered.set()
+
+    def _started(self, response: _Response) -> _Response:
+        generate = Generate(response, self._encode, self._decode)
+        threading.Thread(target=response.run, args=(self.function, generate), daemon=True).start()
+        return response
+
+    def _answer(self, asks: Sequence[_Ask], sampling: Sampling) -> None:
+        for completion in self.inner.generate([ask.request for ask in asks], sampling):
+            asks[completion.request].completion = completion
+        for ask in asks:
+            ask.answered.set()
+
+    def _completion(self, done: _Done) -> Completion:
+        """The response that a function returned, or a refusal that names function and row."""
+        response = done.response
+        origin = response.prompt.question.origin
+        if isinstance(done.error, Refusal):
+            problem = done.error.problems[0]
+            raise Refusal([Problem(problem.where, f"{problem.why}, for {origin}", problem.remedy)]) from done.error
+        if done.error is not None:
+            raise done.error
+        try:
+            ids, trained = _checked(done.returned, response.limit, self.vocabulary)
+            logprobs, stop = _provenance(ids, trained, response)
+        except ValueError as error:
+            raise self.function.refuse(f"{error}, for {origin}", RETURN) from error
+        return Completion(response.number, response.sample, ids, logprobs, stop, trained)
+
+
+def _turn_key(key: int, turn: int) -> int:
+    """The first turn draws what the engine alone would draw; the next ones have noise of their own."""
+    if not turn:
+        return key
+    return int.from_bytes(sha256(f"{key}:{turn}".encode()).digest()[:7], "big")
+
+
+def _checked(returned: Any, limit: int, vocabulary: int) -> tuple[list[int], list[int]]:
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        what = f"{len(returned)} things" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
+        raise ValueError(f"returned {what}, not two")
+    ids, trained = (_whole_numbers(part, name) for part, name in zip(returned, ("ids", "trained"), strict=True))
+    if len(ids) != len(trained):
+        raise ValueError(f"returned {len(ids)} ids and {len(trained)} entries of the mask")
+    if set(trained) - {0, 1}:
+        raise ValueError(f"returned a mask with {sorted(set(trained) - {0, 1})[0]} in it")
+    if not any(trained):
+        raise ValueError("returned no token that the policy wrote: there is nothing to train")
+    if len(ids) > limit:
+        raise ValueError(f"returned {len(ids)} tokens, over rollout.max_tokens={limit}")
+    strange = [token for token in ids if not 0 <= token < vocabulary]
+    if strange:
+        raise ValueError(f"returned the token {strange[0]}, and the model has {vocabulary}")
+    return ids, trained
+
+
+def _whole_numbers(part: Any, name: str) -> list[int]:
+    try:
+        numbers = [number.item() if hasattr(number, "item") else number for number in part]
+    except TypeError:
+        raise ValueError(f"returned {name} as a {type(part).__name__}, not a list") from None
+    wrong = [number for number in numbers if not isinstance(number, int)]
+    if wrong:
+        raise ValueError(f"returned {name} with {wrong[0]!r} in it, which is no whole number")
+    return [int(number) for number in numbers]
+
+
+def _provenance(ids: Sequence[int], trained: Sequence[int], response: _Response) -> tuple[list[float], str]:
+    """The engine's log-probability of each of the policy's tokens, 0 for the others; and why the response ended.
+
+    A token counts as the policy's only where the policy was asked to continue exactly what stands before it: any other
+    would be trained with the probability of something that was never drawn.
+    """
+    prompt = list(response.request.ids)
+    logprobs, stop, place = [0.0] * len(ids), "environment", 0
+    while place < len(ids):
+        if not trained[place]:
+            place, stop = place + 1, "environment"
+            continue
+        here = prompt + list(ids[:place])
+        drawn = [turn for context, turn in response.turns if context == here and turn.ids and turn.ids[0] == ids[place]]
+        if not drawn:
+            raise ValueError(
+                f"marks token {place} of the response as the policy's, and generate never wrote it after what stands "
+                "before it"
+            )
+        length, turn = max(((_shared(turn.ids, ids[place:], trained[place:]), turn) for turn in drawn), key=_first)
+        logprobs[place : place + length] = turn.logprobs[:length]
+        place += length
+        stop = turn.stop if length == len(turn.ids) else "environment"
+    return logprobs, stop
+
+
+def _first(pair: tuple[int, Completion]) -> int:
+    return pair[0]
+
+
+def _shared(written: Sequence[int], ids: Sequence[int], trained: Sequence[int]) -> int:
+    """How many tokens of a turn were kept, and are marked as the policy's."""
+    length = 0
+    for one, other, marked in zip(written, ids, trained, strict=False):
+        if one != other or not marked:
+            break
+        length += 1
+    return length
+
+
+class Canned(SharedWeights):
+    """An engine without a model, for the dry run: every turn is the same few tokens."""
+
+    instead = ""
+
+    def __init__(self, ids: Sequence[int]):
+        self.ids = list(ids)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        for number, request in enumerate(requests):
+            ids = self.ids[: request.max_tokens or sampling.max_tokens]
+            for sample in range(request.first, request.first + request.n):
+                stop = "token" if len(ids) == len(self.ids) else "length"
+                yield Completion(number, sample, ids, [-1.0] * len(ids), stop)
+
+
+def try_function(
+    place: str,
+    prompt: Prompt,
+    limit: int,
+    turn: Sequence[int],
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str],
+    vocabulary: int,
+) -> str:
+    """Call the function for a prompt, with a policy that always says `turn`; what it returned, in a line."""
+    engine = FunctionEngine(Canned(turn), place, encode, decode, vocabulary)
+    (made,) = engine.generate([Request(prompt.ids, 0, question=prompt.question)], Sampling(limit))
+    seen = len(made.ids) - sum(made.trained)
+    return f"{KEY} {place}: {sum(made.trained)} tokens of the policy and {seen} of the environment, tried on a stand-in"

@@ -1,0 +1,103 @@
+"""A policy and the engine that samples from it: prompts in, scored rollouts out. Whoever generates does it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.data.batching import micro_batch, to_device
+from lockstep.device.base import Device
+from lockstep.model.load import load_policy
+from lockstep.model.policy import Policy
+from lockstep.parallel.shard import gathered
+from lockstep.parallel.world import World
+from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.schema import Model
+from lockstep.rollout.check import check_engine
+from lockstep.rollout.collect import Judge, collect
+from lockstep.rollout.ending import end_ids
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.engines import ENGINES
+from lockstep.rollout.function import FunctionEngine
+from lockstep.types import Prompt, Rollout, Sampling
+
+Phases = Callable[[str], AbstractContextManager[None]]
+
+
+class Generator:
+    """`end_tokens` end a response besides the model's own and the tokenizer's; `path` names the model in refusals."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: RolloutSettings,
+        device: Device,
+        world: World,
+        path: str,
+        end_tokens: Sequence[int] = (),
+    ):
+        self.policy, self.tokenizer, self.world = policy, tokenizer, world
+        self.device = device.torch_device(world.local_rank)
+        self.engine = ENGINES[settings.engine](policy, device, settings, tokenizer)
+        self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
+        with self.whole_weights():
+            check_engine(self.engine, policy, self.device, path)
+        self.responder: Engine = self.engine if settings.function is None else self._own(settings.function)
+        """Who writes whole responses: the engine, or a function of the user's that asks it."""
+
+    def _own(self, function: str) -> FunctionEngine:
+        def encode(text: str) -> list[int]:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        vocabulary = self.policy.causal_lm.get_input_embeddings().weight.shape[0]
+        return FunctionEngine(self.engine, function, encode, self.decode, vocabulary)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: str,
+        device: Device,
+        world: World,
+        settings: RolloutSettings | None = None,
+    ) -> Generator:
+        """A whole model on this rank's device, for commands that only generate."""
+        model = Model(path=folder, dtype=dtype)  # type: ignore[arg-type]
+        policy = load_policy(model, device.torch_device(world.local_rank), device.attention, seed=0)
+        return cls(policy, tokenizer, settings or RolloutSettings(), device, world, folder)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        keys: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        judge: Judge,
+        phases: Phases = lambda phase: nullcontext(),
+        advance: Callable[[int], None] = lambda done: None,
+    ) -> list[Rollout]:
+        """`n` judged responses to each prompt, in order, the same on every rank. `keys` choose each prompt's noise."""
+        with self.whole_weights():
+            self.engine.sync(self.policy.stored.named_parameters())
+            return collect(self.responder, judge, prompts, keys, n, sampling, self.world, self.decode, phases, advance)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Whole weights on every rank, so that each can generate by itself."""
+        if self.world.size > 1:
+            # A sharded model must be entered through its root once; the engines enter below it.
+            with torch.no_grad():
+                self.policy(to_device(micro_batch([], packed=True, pad_id=0), self.device))
+        with gathered(self.policy):
+            yield
+
+    def close(self) -> None:
+        self.engine.close()

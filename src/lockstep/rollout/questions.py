@@ -1,0 +1,34 @@
+"""Questions of a validation as prompts, and who judges the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.data.prompts import check_prompt, prompt_ids, with_system
+from lockstep.rollout.collect import Judge
+from lockstep.types import Prompt, Question
+
+# Validation draws its noise where no training prompt does.
+FIRST_KEY = 2**40
+
+
+def validation_keys(count: int) -> list[int]:
+    return [FIRST_KEY + index for index in range(count)]
+
+
+class Examiner(Judge, Protocol):
+    """A judge that can also read the final answer out of a response, for majority votes."""
+
+    def answer_of(self, question: Question, text: str) -> str | None: ...
+
+
+def encode_questions(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], system: str | None = None
+) -> list[Prompt]:
+    for question in questions:
+        check_prompt(tokenizer, question)
+    asked = [with_system(question, system) for question in questions]
+    return [Prompt(question, prompt_ids(tokenizer, question)) for question in asked]

@@ -1,0 +1,152 @@
+"""Numbers for every target of a data set, computed once by a frozen model and kept on disk.
+
+A cache is found again by its fingerprint: the model's files, the rows as tokens (which hold the template's part too)
+and what was asked. It is a folder of plain `.npy` files with a `manifest.json`, written aside and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.data.updates import Update, even_groups
+from lockstep.model.fingerprint import model_checksums
+from lockstep.parallel.world import World
+from lockstep.run.checkpoint import require_disk
+from lockstep.run.files import written_aside
+from lockstep.types import Example, Item
+
+MANIFEST = "manifest.json"
+# Rows that are computed together: enough to pack well.
+GROUP = 256
+
+Columns = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A column of a cache: its type, and how many numbers it has for a target (0: one, without an axis of its own)."""
+
+    dtype: str
+    width: int = 0
+
+    def of(self, targets: int) -> tuple[int, ...]:
+        return (targets, self.width) if self.width else (targets,)
+
+
+class LogprobCache:
+    """The numbers of the targets of known examples, read from disk as they are needed."""
+
+    def __init__(self, folder: Path, names: Sequence[str], examples: Sequence[Example]):
+        self._columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names}
+        ends = accumulate(example.targets for example in examples)
+        self._starts = {id(example): end - example.targets for example, end in zip(examples, ends, strict=True)}
+        self._examples = examples  # keeps the identities alive
+
+    def knows(self, example: Example) -> bool:
+        return id(example) in self._starts
+
+    def rows(self, update: Update[Any]) -> np.ndarray:
+        """Where the targets of an update stand in the cache."""
+        spans = [np.arange(self._starts[id(e)], self._starts[id(e)] + e.targets) for e in update.examples]
+        return np.concatenate(spans)
+
+    def take(self, name: str, rows: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(self._columns[name][rows]))
+
+
+def fingerprint(path: str, examples: Sequence[Example], asked: dict[str, Any]) -> dict[str, Any]:
+    """What a cache depends on."""
+    return {"model": model_checksums(path), "rows": _rows_digest(examples), "asked": asked}
+
+
+def open_cache(
+    parent: Path,
+    kind: str,
+    identity: dict[str, Any],
+    shapes: dict[str, Shape],
+    items: Sequence[Item],
+    compute: Callable[[Sequence[Item]], Columns],
+    world: World,
+    advance: Callable[[int], None],
+) -> LogprobCache:
+    """The cache of these rows, from disk or computed now. `compute` gives the columns of some rows on every rank."""
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    folder = parent / f"{kind}-{digest[:16]}"
+    examples = [example for item in items for example in item.examples]
+    targets = sum(example.targets for example in examples)
+    if world.gather(_is_whole(folder, shapes, targets))[0]:
+        advance(len(items))
+    else:
+        parts = _computed(items, compute, advance)
+        if world.main:
+            _write(folder, identity, shapes, targets, parts)
+        else:
+            for _ in parts:
+                pass  # a rank's share of each part goes to the one that writes
+        world.barrier()
+    return LogprobCache(folder, list(shapes), examples)
+
+
+def _is_whole(folder: Path, shapes: dict[str, Shape], targets: int) -> bool:
+    """Whether the folder holds what it should; one that was damaged is made again."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    for name, shape in shapes.items():
+        try:
+            column = np.load(folder / f"{name}.npy", mmap_mode="r")
+        except (OSError, ValueError):
+            return False
+        if column.shape != shape.of(targets) or column.dtype != np.dtype(shape.dtype):
+            return False
+    return True
+
+
+def _computed(
+    items: Sequence[Item], compute: Callable[[Sequence[Item]], Columns], advance: Callable[[int], None]
+) -> Iterator[Columns]:
+    for group in even_groups(items, GROUP):
+        yield compute(group)
+        advance(len(group))
+
+
+def _write(
+    folder: Path, identity: dict[str, Any], shapes: dict[str, Shape], targets: int, parts: Iterable[Columns]
+) -> None:
+    with written_aside(folder, over=True) as aside:
+        aside.mkdir(parents=True)
+        _write_columns(aside, folder.name, shapes, targets, parts)
+        (aside / MANIFEST).write_text(json.dumps(identity, indent=2), encoding="utf-8")
+
+
+def _write_columns(aside: Path, name: str, shapes: dict[str, Shape], targets: int, parts: Iterable[Columns]) -> None:
+    size = sum(int(np.prod(shape.of(targets))) * np.dtype(shape.dtype).itemsize for shape in shapes.values())
+    require_disk(aside, size, name)
+    files = {
+        name: np.lib.format.open_memmap(aside / f"{name}.npy", "w+", shape.dtype, shape.of(targets))
+        for name, shape in shapes.items()
+    }
+    start = 0
+    for part in parts:
+        end = start + len(next(iter(part.values())))
+        for name, file in files.items():
+            file[start:end] = part[name].numpy()
+        start = end
+    for file in files.values():
+        file.flush()
+
+
+def _rows_digest(examples: Sequence[Example]) -> str:
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(np.asarray([len(example), *example.ids], dtype=np.int64).tobytes())
+        digest.update(np.asarray(example.asked(), dtype=np.int64).tobytes())
+    return digest.hexdigest()

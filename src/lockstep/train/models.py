@@ -1,0 +1,145 @@
+"""The models of a run: who answers for log-probs and values, and what learns.
+
+Answers cover all targets of an update, on the host, the same on every rank: each rank fills in its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.data.batching import to_device
+from lockstep.data.updates import Update, arrange
+from lockstep.kernels.divergence import Likeliest
+from lockstep.model.policy import Policy, Teacher, evaluating
+from lockstep.parallel.world import World
+from lockstep.recipe import Recipe
+from lockstep.train.logprob_cache import LogprobCache
+from lockstep.train.step import Learner
+from lockstep.types import Item, MicroBatch
+
+T = TypeVar("T", bound=Item)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How rows become micro-batches in this run."""
+
+    world: World
+    tokens: int | None
+    rows: int | None
+    pad_id: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, world: World, pad_id: int) -> Packing:
+        return cls(world, recipe.batch.tokens, recipe.batch.rows, pad_id)
+
+    def __call__(self, items: Sequence[T]) -> Update[T]:
+        return arrange(items, self.world, tokens=self.tokens, rows=self.rows, pad_id=self.pad_id)
+
+
+class Asked(Protocol):
+    """Micro-batches of this rank, and how many targets those of all ranks have together."""
+
+    @property
+    def batches(self) -> Sequence[MicroBatch]: ...
+
+    @property
+    def targets(self) -> int: ...
+
+
+@dataclass
+class Models:
+    """`module` is the policy, or the reward model where that is trained; `learner` trains it, if anybody does."""
+
+    module: nn.Module
+    packing: Packing
+    device: torch.device
+    learner: Learner | None = None
+    critic: Learner | None = None
+    reference: Policy | None = None
+    """A frozen model of its own; None when there is none, or when it is the policy without its adapter."""
+    teacher: Teacher | None = None
+    cache: LogprobCache | None = None
+    """What a reference or a teacher said of all rows, instead of the model itself."""
+    longest: int = 0
+    """The longest sequence in tokens that the run allows."""
+    heard: list[torch.Tensor] | None = None
+    """Where a list: what the reference said since it was put here, for the tape."""
+
+    @property
+    def trained(self) -> Learner:
+        assert self.learner is not None
+        return self.learner
+
+    @property
+    def learners(self) -> list[Learner]:
+        return [learner for learner in (self.learner, self.critic) if learner is not None]
+
+    @property
+    def world(self) -> World:
+        return self.packing.world
+
+    def arrange(self, items: Sequence[T]) -> Update[T]:
+        return self.packing(items)
+
+    def logprobs(self, asked: Asked) -> torch.Tensor:
+        """The policy's log-probs, as it is now."""
+        return self.over_targets(self.module, asked, lambda scores: scores.logprobs_K)
+
+    def reference_logprobs(self, asked: Asked) -> torch.Tensor:
+        if self.cache is not None:
+            assert isinstance(asked, Update)
+            found = self.cache.take("logprobs", self.cache.rows(asked))
+        elif self.reference is not None:
+            found = self.over_targets(self.reference, asked, lambda scores: scores.logprobs_K)
+        else:
+            assert isinstance(self.module, Policy)
+            with self.module.without_adapter():
+                found = self.logprobs(asked)
+        if self.heard is not None:
+            self.heard.append(found)
+        return found
+
+    def values(self, asked: Asked) -> torch.Tensor:
+        assert self.critic is not None
+        return self.over_targets(self.critic.module, asked, lambda values: values)
+
+    def with_teacher(self, update: Update[Any]) -> list[MicroBatch]:
+        """The update's micro-batches, each with what the teacher says of its targets."""
+        if self.cache is None:
+            assert self.teacher is not None
+            return [replace(batch, teacher=self.teacher) for batch in update.batches]
+        return [replace(batch, teacher=_Cached(self.cache, self.cache.rows(update))) for batch in update.batches]
+
+    def over_targets(self, module: nn.Module, asked: Asked, pick: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        return over_targets(module, asked, self.world, self.device, pick)
+
+
+@torch.no_grad()
+def over_targets(
+    module: nn.Module, asked: Asked, world: World, device: torch.device, pick: Callable[[Any], torch.Tensor]
+) -> torch.Tensor:
+    """A number for each target: what `pick` finds in the module's output."""
+    vector = torch.zeros(asked.targets)
+    with evaluating(module):
+        for batch in asked.batches:
+            vector[batch.index_K] = pick(module(to_device(batch, device))).cpu()
+    return world.sum_tensor(vector)
+
+
+@dataclass(frozen=True)
+class _Cached:
+    """A teacher whose distributions are on disk."""
+
+    cache: LogprobCache
+    rows_K: np.ndarray
+
+    def __call__(self, batch: MicroBatch) -> Likeliest:
+        rows, device = self.rows_K[batch.index_K.numpy()], batch.targets_K.device
+        return Likeliest(self.cache.take("ids", rows).long().to(device), self.cache.take("logprobs", rows).to(device))

@@ -1,0 +1,311 @@
+"""Everything that can be refused, before a weight is loaded: device, tokenizer, rows, questions, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.data.dataset import Dataset
+from lockstep.data.prompts import PromptSet, load_prompts, read_questions
+from lockstep.data.read import read_rows
+from lockstep.data.updates import row_size
+from lockstep.device.base import Device
+from lockstep.doctor.judge_packages import unfit_packages
+from lockstep.doctor.machine import Machine
+from lockstep.errors import Problem, Refusal, shortened
+from lockstep.kernels.rotary import fixed_length
+from lockstep.methods import METHODS
+from lockstep.model.heads import refuse_no_classifier
+from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
+from lockstep.model.placeholders import refuse_placeholders
+from lockstep.recipe import Recipe, Source
+from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.reward.rules import rule_for
+from lockstep.rollout.native.positions import refuse_moving_positions
+from lockstep.run.progress import Console
+from lockstep.train.own_functions import try_functions
+from lockstep.train.plan import (
+    BatchPlan,
+    MemoryPlan,
+    OnlinePlan,
+    plan_batches,
+    plan_memory,
+    plan_online,
+    refuse_misfit,
+)
+from lockstep.train.trained import refuse_routers
+from lockstep.types import Question
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A recipe with everything it names found and checked."""
+
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerBase
+    config: Any
+    questions: list[Question]
+    memory: MemoryPlan
+
+    def data(self, train: Dataset[Any] | PromptSet, val: Dataset[Any] | None = None) -> dict[str, Any]:
+        """What the rows are and what was kept of them: all that a resume must find unchanged."""
+        return {
+            "train": train.fingerprints,
+            "val": val.fingerprints if val else [],
+            "kept": {"rows": train.counts.rows, "tokens": train.counts.tokens},
+        }
+
+    @property
+    def pad_id(self) -> int:
+        """Padding is never attended to nor trained, so any id does where the tokenizer has none."""
+        return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+
+
+@dataclass(frozen=True)
+class Prepared(Checked):
+    """An offline run: rows."""
+
+    tokens_metric: ClassVar[str] = "train/tokens"
+    train: Dataset[Any]
+    val: Dataset[Any] | None
+    batches: BatchPlan
+    limit: int
+    remarks: list[str]
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens that end a response; of a reward model, which generates nothing, those that end a text."""
+        if METHODS[self.recipe.method].model == "value":
+            return sorted({example.ids[-1] for example in self.train.examples})
+        return sorted(self.train.end_tokens)
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        return self.data(self.train, self.val)
+
+    def rows_seen(self, step: int, carried: Mapping[str, float]) -> int:
+        return min(step * self.recipe.batch.rows_per_update, self.batches.total_rows)
+
+
+@dataclass(frozen=True)
+class PreparedOnline(Checked):
+    """An online run: prompts."""
+
+    tokens_metric: ClassVar[str] = "perf/total_num_tokens"
+    remarks: ClassVar[list[str]] = []
+    train: PromptSet
+    batches: OnlinePlan
+
+    @property
+    def end_tokens(self) -> list[int]:
+        return sorted(self.recipe.rollout.stop_ids)
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        return self.data(self.train)
+
+    def rows_seen(self, step: int, carried: Mapping[str, float]) -> int:
+        return int(carried["position"])
+
+
+class Collector:
+    """Runs checks one after another and refuses with the problems of all of them."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def __call__(self, check: Callable[[], T]) -> T | None:
+        try:
+            return check()
+        except Refusal as refusal:
+            self.problems += refusal.problems
+            return None
+
+    def refuse(self) -> None:
+        if self.problems:
+            raise Refusal(self.problems)
+
+
+def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, must_fit: bool = True) -> Prepared:
+    """Find and check everything; `must_fit` also refuses what the device's memory cannot hold."""
+    collect = Collector()
+    tokenizer, config, questions = _common(recipe, device, collect)
+    limit = collect(lambda: row_limit(recipe, config)) or 0
+    train = collect(lambda: _read(recipe, recipe.data.train, tokenizer, limit, console, "training"))
+    val = None
+    if recipe.data.val:
+        val = collect(lambda: _read(recipe, recipe.data.val, tokenizer, limit, console, "validation"))
+    if METHODS[recipe.method].model == "value":
+        collect(lambda: refuse_no_classifier(config, recipe.model.path))
+    remarks: list[str] = []
+    for key, rows in (("data.train", train), ("data.val", val)):
+        if rows is not None:
+            problems, said = METHODS[recipe.method].check(recipe, rows, key)
+            collect.problems += [*problems, *oversized(rows, recipe.batch.tokens)]
+            collect.problems += refuse_placeholders(config, ((one.origin, one.ids) for one in rows.examples))
+            if recipe.batch.tokens is not None:
+                collect.problems += shared_and_moving(rows, *read_by(recipe, config))
+            remarks += said
+    collect.refuse()
+    assert train is not None
+    batches = plan_batches(recipe, train, devices)
+    packed = recipe.batch.tokens is not None
+    most = max(row_size(item, packed=packed) * (1 if packed else len(item.examples)) for item in train.items)
+    memory = plan_memory(recipe, config, devices, most, recipe.batch.rows_per_update)
+    if must_fit:
+        refuse_misfit(memory, device.memory().total, device.name)
+    return Prepared(recipe, tokenizer, config, questions, memory, train, val, batches, limit, remarks)
+
+
+def oversized(rows: Dataset[Any], tokens: int | None) -> list[Problem]:
+    """Rows whose sequences, which one loss compares, do not fit into a micro-batch together."""
+    if tokens is None:
+        return []
+    sizes = ((item, row_size(item, packed=True)) for item in rows.items if len(item.examples) > 1)
+    problems = [
+        Problem(
+            str(item.origin),
+            f"its {len(item.examples)} sequences have {size} tokens together, over batch.tokens={tokens}",
+            "raise batch.tokens, or lower data.max_tokens and choose data.overlong",
+        )
+        for item, size in sizes
+        if size > tokens
+    ]
+    return shortened(problems, "rows")
+
+
+def read_by(recipe: Recipe, config: Any) -> list[Any]:
+    """Configurations of all models that the rows are run through."""
+    if reference_kind(recipe) not in ("model", "disk") or reference_folder(recipe) == recipe.model.path:
+        return [config]
+    return [config, load_config(reference_folder(recipe))]
+
+
+def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
+    """Rows whose sequences share a beginning when packed, in a model that would place it differently for each."""
+    lengths = [(fixed_length(config.get_text_config()), config) for config in configs]
+    moving = [(fixed, config) for fixed, config in lengths if fixed is not None]
+    if not moving:
+        return []
+    fixed, config = min(moving, key=lambda one: one[0])
+    longest = ((item, max(len(example) for example in item.examples)) for item in rows.items if len(item.examples) > 1)
+    problems = [
+        Problem(
+            str(item.origin),
+            f"{size} tokens, and over {fixed} all positions of {config.model_type} move with the length of a sequence "
+            "(longrope or dynamic rotary embedding), while packed sequences of a row share their beginning",
+            "set batch.rows instead of batch.tokens, or lower data.max_tokens",
+        )
+        for item, size in longest
+        if size > fixed
+    ]
+    return shortened(problems, "rows")
+
+
+def prepare_online(
+    recipe: Recipe, device: Device, devices: int, console: Console, *, must_fit: bool = True
+) -> PreparedOnline:
+    """As `prepare`, for prompts."""
+    collect = Collector()
+    tokenizer, config, questions = _common(recipe, device, collect)
+    limit = collect(lambda: prompt_limit(recipe, config)) or 0
+    train = collect(lambda: _read_prompts(recipe, tokenizer, limit, console)) if limit else None
+    if train is not None:
+        prompts = (prompt for source in train.sources for prompt in source)
+        collect.problems += refuse_placeholders(config, ((prompt.question.origin, prompt.ids) for prompt in prompts))
+    for line in collect(lambda: try_functions(recipe, train, tokenizer, config.get_text_config().vocab_size)) or []:
+        console.say(line)
+    collect.refuse()
+    assert train is not None
+    batches = plan_online(recipe, train, devices)
+    refuse_moving_positions(config.get_text_config(), batches.longest, config.model_type)
+    rows = (recipe.batch.prompts_per_update or recipe.batch.prompts) * recipe.rollout.n
+    memory = plan_memory(recipe, config, devices, batches.longest, rows)
+    if must_fit:
+        refuse_misfit(memory, device.memory().total, device.name)
+    return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches)
+
+
+def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrainedTokenizerBase, Any, list[Question]]:
+    collect(lambda: _refuse_dtype(recipe, device))
+    collect.problems += unfit_packages(device.name, Machine())
+    tokenizer = collect(lambda: load_tokenizer(recipe.model.path))
+    config = collect(lambda: load_config(recipe.model.path))
+    questions = collect(lambda: _questions(recipe))
+    if tokenizer is None or config is None:
+        # Rows cannot be encoded, but they can be read: say now what is wrong with the files too.
+        for source in (*recipe.data.train, *recipe.data.val):
+            collect(lambda source=source: read_rows(source.path, reader=recipe.data.reader))  # type: ignore[misc]
+        collect.refuse()
+        raise AssertionError("a missing tokenizer or config is always a problem")
+    collect(lambda: refuse_foreign_tokenizer(tokenizer, config.vocab_size, recipe.model.path))
+    collect.problems += refuse_routers(recipe)
+    return tokenizer, config, questions or []
+
+
+def prompt_limit(recipe: Recipe, config: Any) -> int:
+    """Longest prompt in tokens: the recipe's, or what a response leaves of the context and of a micro-batch."""
+    longest = recipe.rollout.max_tokens
+    context = getattr(config, "max_position_embeddings", None)
+    bounds = {"the model's context": context, "batch.tokens": recipe.batch.tokens}
+    rooms = {name: bound - longest for name, bound in bounds.items() if bound}
+    wanted = recipe.data.max_prompt_tokens
+    for name, room in rooms.items():
+        if room < (wanted or 1):
+            raise Refusal.at(
+                "rollout.max_tokens",
+                f"a response of {longest} tokens leaves {room} of {name} ({bounds[name]}) to the prompt"
+                + (f", and data.max_prompt_tokens is {wanted}" if wanted else ""),
+                "lower it" + (", or raise batch.tokens" if name == "batch.tokens" else ""),
+            )
+    return wanted or min(rooms.values(), default=2**31)
+
+
+def _read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> PromptSet:
+    opened = [read_rows(source.path, reader=recipe.data.reader) for source in recipe.data.train]
+    with console.task("Encoding prompts", sum(len(rows) for rows in opened)) as task:
+        return load_prompts(recipe.data.train, recipe.data, tokenizer, limit, task.advance, opened)
+
+
+def row_limit(recipe: Recipe, config: Any) -> int:
+    """Longest row in tokens: the recipe's, or the model's context within the token budget."""
+    context = getattr(config, "max_position_embeddings", None)
+    wanted = recipe.data.max_tokens
+    if wanted and context and wanted > context:
+        raise Refusal.at(
+            "data.max_tokens", f"{wanted} is more than the model's context of {context}", f"set it to {context} or less"
+        )
+    bounds = [bound for bound in (wanted, context, recipe.batch.tokens) if bound]
+    return min(bounds)
+
+
+def _read(
+    recipe: Recipe, sources: list[Source], tokenizer: PreTrainedTokenizerBase, limit: int, console: Console, what: str
+) -> Dataset[Any]:
+    opened = [read_rows(source.path, reader=recipe.data.reader) for source in sources]
+    with console.task(f"Encoding {what} rows", sum(len(rows) for rows in opened)) as task:
+        read = METHODS[recipe.method].reader(recipe)
+        return read(sources, recipe.data, tokenizer, limit, task.advance, opened)
+
+
+def _questions(recipe: Recipe) -> list[Question]:
+    if recipe.val.questions is None:
+        return []
+    questions = read_questions(read_rows(recipe.val.questions), recipe.val.question_rows)
+    if recipe.method not in ONLINE:
+        # An online run judges them by its own rewards, which are checked when these are opened.
+        for source in sorted({question.data_source for question in questions}):
+            rule_for(source)
+    return questions
+
+
+def _refuse_dtype(recipe: Recipe, device: Device) -> None:
+    dtype = recipe.model.dtype
+    if not device.supports(DTYPES[dtype]):
+        usable = [name for name, kind in DTYPES.items() if device.supports(kind)]
+        raise Refusal.at("model.dtype", f"{device.name} does not compute in {dtype}", f"use {' or '.join(usable)}")

@@ -1,0 +1,190 @@
+"""The rollouts of a step: prompts taken, answered, judged, and, with dynamic sampling, replaced where all agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lockstep.algorithms.advantage import informative
+from lockstep.data.dataset import Loader
+from lockstep.errors import Refusal
+from lockstep.recipe import Recipe
+from lockstep.reward.scorer import Scorer
+from lockstep.reward.shaping import overlong_penalty
+from lockstep.rollout.generator import Generator, Phases
+from lockstep.rollout.sampling import training_sampling
+from lockstep.train.experience import Experience, experience_of
+from lockstep.types import Failure, Prompt, Rollout, Sampling, Score
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The responses to learn from, those that could not be scored, and where the next step begins in the data."""
+
+    experience: Experience
+    failed: list[Rollout]
+    position: int
+    metrics: dict[str, float]
+    generated: list[Rollout]
+    """What the engine answered. A replay learns from recorded responses instead."""
+    judged_S: torch.Tensor
+    """What the rewards say of the responses that are learned from."""
+
+    @classmethod
+    def of(cls, experience: Experience, failed: list[Rollout], position: int, metrics: dict[str, float]) -> Rollouts:
+        """For a run that learns from what it generated."""
+        return cls(experience, failed, position, metrics, experience.rollouts, experience.scores_S)
+
+
+def take_rollouts(
+    loader: Loader[Prompt], position: int, generator: Generator, scorer: Scorer, recipe: Recipe, phases: Phases
+) -> Rollouts:
+    """The next prompts, from `position` in the data on, answered and scored."""
+    answers = _Answers(generator, scorer, recipe, phases)
+    wanted, rounds = recipe.batch.prompts, recipe.algorithm.dynamic_sampling.rounds
+    kept: list[list[Rollout]] = []
+    uniform: list[list[Rollout]] = []
+    every: list[Rollout] = []
+    used = 0
+    while len(kept) < wanted and used < rounds:
+        missing = wanted - len(kept)
+        answered = answers.sampled(loader.between(position, position + missing), position)
+        position += missing
+        used += 1
+        every += answered
+        for group in _groups(answered):
+            (kept if rounds == 1 or _mixed(group) else uniform).append(group)
+    # The rounds are used up: groups that teach nothing fill the step, so that its size stays what it is.
+    filled = kept + uniform[: wanted - len(kept)]
+    rollouts = [replace(rollout, place=index) for index, group in enumerate(filled) for rollout in group]
+    greedy = answers.greedy(rollouts) if recipe.algorithm.advantage == "remax" else None
+    every += greedy or []
+    failed = [rollout for rollout in every if isinstance(rollout.score, Failure)]
+    _refuse_failures(failed, len(every), recipe.reward.max_failures)
+    experience = experience_of(rollouts, None if greedy is None else _baselines(greedy))
+    if not experience.sequences:
+        raise _failures(failed, len(every), "and none is left to learn from")
+    metrics = counted(every, rollouts, failed)
+    if rounds > 1:
+        metrics |= {
+            "train/num_gen_batches": float(used),
+            "train/uniform_groups": float(len(uniform)),
+            "train/filled_groups": float(len(filled) - min(len(kept), wanted)),
+        }
+    return Rollouts.of(experience, failed, position, metrics)
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Responses with the score that they are trained on."""
+
+    generator: Generator
+    scorer: Scorer
+    recipe: Recipe
+    phases: Phases
+
+    @property
+    def sampling(self) -> Sampling:
+        return training_sampling(self.recipe, self.generator.stop_ids)
+
+    def sampled(self, prompts: Sequence[Prompt], first_key: int) -> list[Rollout]:
+        keys = [first_key + index for index in range(len(prompts))]
+        return self._generate(prompts, keys, self.recipe.rollout.n, self.sampling)
+
+    def greedy(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The likeliest response to each prompt of the step, at the prompt's index."""
+        prompts = {rollout.place: rollout.prompt for rollout in rollouts}
+        indices = sorted(prompts)
+        greedy = self._generate([prompts[i] for i in indices], indices, 1, replace(self.sampling, temperature=0.0))
+        return [replace(rollout, place=indices[rollout.place]) for rollout in greedy]
+
+    def _generate(self, prompts: Sequence[Prompt], keys: Sequence[int], n: int, sampling: Sampling) -> list[Rollout]:
+        rollouts = self.generator.generate(prompts, keys, n, sampling, self.scorer, self.phases)
+        return [shaped(rollout, self.recipe) for rollout in rollouts]
+
+
+def rescored(rollouts: Sequence[Rollout], scorer: Scorer, recipe: Recipe) -> list[Score | Failure]:
+    """What responses are worth by this run's rewards, however they came about."""
+    waiting = [scorer.submit(rollout.prompt.question, rollout.text) for rollout in rollouts]
+    scorer.flush()
+    pairs = zip(rollouts, waiting, strict=True)
+    return [shaped(replace(rollout, score=future.result()), recipe).score for rollout, future in pairs]
+
+
+def shaped(rollout: Rollout, recipe: Recipe) -> Rollout:
+    """Its score with what the recipe takes off for length."""
+    settings = recipe.algorithm.overlong
+    if not settings.buffer or isinstance(rollout.score, Failure):
+        return rollout
+    penalty = overlong_penalty(len(rollout.ids), recipe.rollout.max_tokens, settings.buffer, settings.factor)
+    parts = {**rollout.score.parts, "overlong": penalty}
+    return replace(rollout, score=Score(rollout.score.total + penalty, parts))
+
+
+def _baselines(greedy: Sequence[Rollout]) -> dict[int, float]:
+    """The greedy response's score by place; a prompt whose greedy response could not be scored has none."""
+    return {rollout.place: rollout.score.total for rollout in greedy if isinstance(rollout.score, Score)}
+
+
+def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.place, []).append(rollout)
+    return list(groups.values())
+
+
+def _mixed(group: Sequence[Rollout]) -> bool:
+    scores = torch.tensor([r.score.total for r in group if isinstance(r.score, Score)])
+    return bool(informative(scores, torch.zeros(len(scores), dtype=torch.long)).any())
+
+
+def _refuse_failures(failed: Sequence[Rollout], total: int, most: float) -> None:
+    if len(failed) > most * total:
+        raise _failures(failed, total, f"over reward.max_failures={most:g}")
+
+
+def _failures(failed: Sequence[Rollout], total: int, consequence: str) -> Refusal:
+    first = failed[0]
+    assert isinstance(first.score, Failure)
+    return Refusal.at(
+        f"reward.{first.score.part}",
+        f"{len(failed)} of {total} responses could not be scored, {consequence}; the first, to "
+        f"{first.prompt.question.origin}: {first.score.told}; response: {first.text[:200]!r}",
+        "mend the reward, or raise reward.max_failures; the last checkpoint is untouched",
+    )
+
+
+def failure_warning(failed: Sequence[Rollout]) -> list[str]:
+    """The first response of a step that could not be scored, with the reason."""
+    if not failed:
+        return []
+    first = failed[0]
+    assert isinstance(first.score, Failure)
+    return [
+        f"{len(failed)} responses could not be scored and are left out; the first, to "
+        f"{first.prompt.question.origin}: {first.score.part}: {first.score.told}; it said {first.text[:80]!r}"
+    ]
+
+
+def counted(every: Sequence[Rollout], rollouts: Sequence[Rollout], failed: Sequence[Rollout]) -> dict[str, float]:
+    lengths = torch.tensor([rollout.written for rollout in rollouts], dtype=torch.float64)
+    prompts = torch.tensor([len(rollout.prompt.ids) for rollout in rollouts], dtype=torch.float64)
+    metrics = {
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/clip_ratio": sum(r.stop == "length" for r in rollouts) / len(rollouts),
+        "prompt_length/mean": float(prompts.mean()),
+        "prompt_length/max": float(prompts.max()),
+        "prompt_length/min": float(prompts.min()),
+        "perf/total_num_tokens": float(sum(len(r.ids) + len(r.prompt.ids) for r in every)),
+        "reward/failed": float(len(failed)),
+    }
+    parts: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if isinstance(rollout.score, Score):
+            for name, value in rollout.score.parts.items():
+                parts.setdefault(name, []).append(value)
+    return metrics | {f"reward/{name}/mean": sum(values) / len(values) for name, values in parts.items()}

@@ -1,0 +1,181 @@
+"""What a run writes and says: its folder, metrics, samples, trackers, console and clock. Rank 0 alone writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lockstep.device.base import Device
+from lockstep.model.fingerprint import model_fingerprint
+from lockstep.parallel.world import World
+from lockstep.recipe.load import dump_recipe, resolved
+from lockstep.run.folder import RunFolder
+from lockstep.run.metrics import MetricsLog, Phases, append_text, missing_steps, read_metrics, rewind_lines
+from lockstep.run.progress import Console
+from lockstep.run.samples import sample_line
+from lockstep.run.sinks import open_sinks
+from lockstep.run.summary import before_and_after
+from lockstep.train.prepare import Prepared, PreparedOnline
+from lockstep.types import Rollout
+
+
+class Run:
+    def __init__(
+        self, prepared: Prepared | PreparedOnline, folder: RunFolder, device: Device, world: World, console: Console
+    ):
+        self.prepared, self.folder, self.device, self.world, self.console = prepared, folder, device, world, console
+        self.recipe = prepared.recipe
+        self.phases = Phases(device.synchronise, self._stage)
+        self.metrics = MetricsLog(folder.metrics)
+        settings = self.recipe.log
+        self.trackers = open_sinks(list(settings.track), folder, settings.project, console) if world.main else []
+        self.fingerprint = self._fingerprint() if world.main else {}
+        self.fallbacks: dict[str, int] | None = None
+        """Operators of the first step that ran on the host for want of a kernel; None before that step."""
+        self._step = 0
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What is trained, by content, and what kind of model it is."""
+        architectures = getattr(self.prepared.config, "architectures", None) or ["unknown"]
+        return {
+            **model_fingerprint(self.recipe.model.path, self.prepared.tokenizer),
+            "architecture": architectures[0],
+            "parameters": self.prepared.memory.parameters,
+        }
+
+    # -- before the first step
+
+    def begin(self, step: int, switches: dict[str, str], fused: dict[str, list[str]]) -> None:
+        """Show the plan, write down what is trained, start the trackers. `fused` are the device's operators that stand
+        in the place of a model's own modules."""
+        self._show_plan(fused)
+        steps = self.prepared.batches.steps
+        if self.world.main:
+            # What a finished run trained, and where, is told already.
+            if step < steps or not self.folder.recipe.is_file():
+                self._write_evidence(step, switches, fused)
+            for tracker in self.trackers:
+                tracker.start(self.recipe.run.name, resolved(self.recipe), step)
+        self.console.begin(steps, step)
+
+    def rewind(self, step: int) -> None:
+        """Forget metrics and samples after `step`, from which the run goes on; before the first it is -1."""
+        if self.world.main:
+            self.metrics.rewind(step)
+            rewind_lines(self.folder.samples, step)
+            if step > 0:
+                self._say_lost_steps(step)
+
+    def _say_lost_steps(self, last: int) -> None:
+        file = self.folder.metrics
+        logged = [step for step, _ in read_metrics(file)] if file.exists() else []
+        if lost := missing_steps(logged, last):
+            state = "has a hole" if logged else "is empty" if file.exists() else "is missing"
+            self.console.warn(f"{file} {state}: the metrics of steps {lost} of {last} are lost; the weights are whole")
+
+    def _write_evidence(self, step: int, switches: dict[str, str], fused: dict[str, list[str]]) -> None:
+        self.folder.write_recipe(dump_recipe(self.recipe), step)
+        self.folder.write_env(
+            {
+                "device": self.device.facts(),
+                "world_size": self.world.size,
+                "determinism": switches,
+                "data": self.prepared.fingerprints,
+                "model": self.fingerprint,
+                "fused": fused,
+            }
+        )
+
+    def _show_plan(self, fused: dict[str, list[str]]) -> None:
+        counts, memory = self.prepared.train.counts, self.prepared.memory
+        trained = f"{memory.trained:,} of {memory.parameters:,} parameters"
+        rows = [
+            ("model", f"{self.recipe.model.path} ({trained} trained, {self.recipe.model.dtype})"),
+            *[("data", note) for note in self.prepared.train.notes],
+            ("tokens", counts.sentence()),
+            *self.prepared.batches.lines(),
+            ("memory", f"about {memory.peak.total / 2**30:.2f} GiB at the peak ({memory.peak.name})"),
+            *[("fused", f"in the {name}: {', '.join(parts)}") for name, parts in fused.items() if parts],
+            ("run folder", str(self.folder.path)),
+        ]
+        self.console.banner(f"{self.recipe.method} run {self.recipe.run.name}", rows)
+        for remark in self.prepared.remarks:
+            self.console.warn(remark)
+        for number, what in ((counts.dropped, "dropped"), (counts.truncated, "truncated")):
+            if number:
+                self.console.warn(
+                    f"{number:,} rows over the limit were {what} (data.overlong={self.recipe.data.overlong})"
+                )
+
+    # -- a step
+
+    @contextmanager
+    def timed(self, step: int) -> Iterator[None]:
+        """Step `step` (from 1) and its clock. The first one is also watched for operators the device does not have."""
+        self._step = step
+        with self.phases("step"):
+            if self.fallbacks is not None:
+                yield
+                return
+            with self.device.watched(allow_fallback=self.recipe.run.allow_fallback) as counts:
+                yield
+            self.fallbacks = dict(counts)
+
+    def _stage(self, phase: str) -> AbstractContextManager[None]:
+        return self.world.stage(f"step {self._step}" if phase == "step" else phase)
+
+    def performance(self, tokens: float) -> dict[str, float]:
+        timing = self.phases.take()
+        return {
+            "perf/throughput": tokens / (timing["timing_s/step"] * self.world.size),
+            "perf/max_memory_gb": self.device.memory().peak / 1e9,
+            **timing,
+        }
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self.world.main and metrics:
+            self.metrics.append(step, metrics)
+            for tracker in self.trackers:
+                tracker.log(step, metrics)
+        if step:
+            self.console.step(step, metrics)
+        shown = {name: value for name, value in metrics.items() if name.startswith("val/")}
+        if shown or not step:
+            self.console.validation(step, shown)
+
+    def store(
+        self, step: int, kind: str, rollouts: Sequence[Rollout], advantages: Sequence[float] | None = None
+    ) -> None:
+        """Responses into samples.jsonl, as evidence."""
+        if not self.world.main or not rollouts:
+            return
+        told = advantages if advantages is not None else [None] * len(rollouts)
+        lines = [sample_line(step, kind, rollout, own) for rollout, own in zip(rollouts, told, strict=True)]
+        append_text(self.folder.samples, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+    # -- after the last step
+
+    def summarise(self, step: int, use: tuple[str, str]) -> None:
+        """What came out of the run; `use` says what one does with the model."""
+        # A file that is missing was told of when the run was resumed.
+        changes = before_and_after(read_metrics(self.folder.metrics) if self.folder.metrics.exists() else [])
+        counts = self.prepared.train.counts
+        if counts.dropped or counts.truncated:
+            changes.append(("left out", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"))
+        if self.fallbacks:
+            named = ", ".join(f"{name} ({count})" for name, count in sorted(self.fallbacks.items()))
+            changes.append(("ran on the CPU", f"in the first step, for want of a kernel: {named}"))
+        rows = [*changes, ("run folder", str(self.folder.path)), use]
+        self.console.banner(f"{self.recipe.run.name}: {step} steps done", rows)
+
+    def close(self, *, ok: bool) -> None:
+        self.console.end()
+        for tracker in self.trackers:
+            tracker.close(ok)
+
+
+def folder_of(prepared: Prepared | PreparedOnline) -> RunFolder:
+    return RunFolder(Path(prepared.recipe.run.folder) / prepared.recipe.run.name)

@@ -1,0 +1,34 @@
+"""From a recipe to a run: `lockstep train` and `lockstep.train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lockstep.recipe import Recipe
+from lockstep.recipe.load import recipe_with
+from lockstep.recipe.methods import ONLINE
+from lockstep.run.progress import Console
+from lockstep.run.text import ONLINE_COLUMNS
+
+
+def train(recipe: str | Path | Recipe, **overrides: Any) -> Path:
+    """Train a recipe (a file, the name of a built-in one, or a `lockstep.Recipe`), or go on where it stopped.
+
+    `overrides` are groups (`optim={"lr": 1e-4}`) or dotted keys (`**{"optim.lr": 1e-4}`); a function may stand where
+    the recipe takes `path/to/file.py:name`. Returns the run folder.
+    """
+    return run_recipe(recipe_with(recipe, overrides))
+
+
+def run_recipe(recipe: Recipe) -> Path:
+    """Train a checked recipe with the loop of its method."""
+    if recipe.method in ONLINE:
+        from lockstep.train.online import train_online
+
+        train_online(recipe, Console.open(ONLINE_COLUMNS, every=recipe.log.every, lines=True))
+    else:
+        from lockstep.train.offline import train_offline
+
+        train_offline(recipe, Console.open(every=recipe.log.every))
+    return Path(recipe.run.folder) / recipe.run.name

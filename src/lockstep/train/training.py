@@ -1,0 +1,223 @@
+"""A run in progress: what it trains, where it stands, and what happens when a step is done."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+
+from lockstep.device.base import Device
+from lockstep.errors import Interrupted, Refusal
+from lockstep.kernels.fused import replaced
+from lockstep.model.policy import Policy
+from lockstep.parallel.world import World
+from lockstep.rollout.generator import Generator
+from lockstep.rollout.questions import Examiner
+from lockstep.run import checkpoint as checkpoints
+from lockstep.run.folder import RunFolder
+from lockstep.run.progress import Console
+from lockstep.tape.record import Recorder
+from lockstep.train.build import build_critic, build_learner, build_reference
+from lockstep.train.checkpointer import Checkpointer, Position
+from lockstep.train.models import Models, Packing
+from lockstep.train.prepare import Prepared, PreparedOnline
+from lockstep.train.run import Run, folder_of
+from lockstep.train.taping import recorder_of
+from lockstep.train.validator import Validator
+
+
+class Training:
+    """`keeps` is False for a replay, which leaves no model behind and validates nothing."""
+
+    def __init__(
+        self,
+        run: Run,
+        models: Models,
+        generator: Generator | None,
+        validator: Validator,
+        checkpointer: Checkpointer,
+        interrupt: list[int],
+        *,
+        keeps: bool,
+    ):
+        self.run, self.models, self.validator, self.checkpointer = run, models, validator, checkpointer
+        self._generator, self._interrupt, self.keeps = generator, interrupt, keeps
+        self.position: Position = checkpointer.resume()
+        self.tape: Recorder = recorder_of(run, models, self.position.step)
+
+    @property
+    def carried(self) -> dict[str, float]:
+        """Numbers that the loop hands from one step to the next; checkpoints and tapes hold them."""
+        return self.position.carried
+
+    @property
+    def generator(self) -> Generator:
+        assert self._generator is not None
+        return self._generator
+
+    def steps(self) -> range:
+        """The steps that are left, counted from 0."""
+        return range(self.position.step, self.run.prepared.batches.steps)
+
+    def validate_at_start(self) -> None:
+        if self.position.step == 0 and self.run.recipe.val.at_start and self.keeps:
+            self.run.log(0, self._validate(0))
+
+    def _validate(self, step: int) -> dict[str, float]:
+        metrics, answers = self.validator.validate(step)
+        self.run.store(step, "val", answers)
+        return metrics
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Step `step` (from 1), on the tape and on the clock."""
+        self.tape.begin(step, self.carried)
+        with self.run.timed(step):
+            yield
+
+    def finish_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Log, validate and save as the recipe asks; stop here if the user asked."""
+        run, recipe, prepared = self.run, self.run.recipe, self.run.prepared
+        metrics |= run.performance(metrics[prepared.tokens_metric])
+        if step == 1:
+            metrics |= prepared.train.counts.metrics()
+        last = step == prepared.batches.steps
+        stopping = bool(sum(run.world.gather(len(self._interrupt))))
+        planned = last or _due(step, recipe.checkpoint.every)
+        # A checkpoint that only a Ctrl-C asks for is not validated: the log stays that of an undisturbed run.
+        needs_loss = planned and recipe.checkpoint.keep_best > 0
+        if self.keeps and (last or needs_loss or _due(step, recipe.val.every)):
+            metrics |= self._validate(step)
+        self.tape.finish(step, metrics)
+        run.log(step, metrics)
+        self.position.step = step
+        if "val/score_std" in metrics:
+            # What a reward model's scores are normalised by travels with its checkpoints.
+            self.carried.update(score_mean=metrics["val/score_mean"], score_std=metrics["val/score_std"])
+        if self.keeps and (planned or stopping):
+            rows_seen = prepared.rows_seen(step, self.carried)
+            self.checkpointer.save(self.position, rows_seen, metrics.get("val/loss"))
+        if stopping and not last:
+            raise Interrupted(f"stopped after step {step}, saved; the same command goes on from there")
+
+    def finish(self) -> None:
+        """Export, and say what came out of it."""
+        run, step = self.run, self.position.step
+        run.console.end()
+        if run.world.main and self.keeps:
+            self.checkpointer.export(step)
+            run.summarise(step, next_words(run.recipe.method, run.folder.path))
+
+    def close(self, *, ok: bool) -> None:
+        if self._generator is not None:
+            self._generator.close()
+        self.run.close(ok=ok)
+
+
+@contextmanager
+def opened(
+    prepared: Prepared | PreparedOnline,
+    device: Device,
+    world: World,
+    console: Console,
+    switches: dict[str, str],
+    judge: Examiner,
+    *,
+    keeps: bool = True,
+) -> Iterator[Training]:
+    """A run that is fresh or resumed, and closed whatever happens."""
+    folder = folder_of(prepared)
+    if world.main:
+        _claim(folder, prepared)
+    with folder.lock() if world.main else nullcontext(), _graceful_interrupt(console) as interrupt:
+        run = Run(prepared, folder, device, world, console)
+        try:
+            training = _started(run, judge, interrupt, switches, keeps=keeps)
+        except BaseException:
+            run.close(ok=False)
+            raise
+        try:
+            yield training
+        except BaseException:
+            training.close(ok=False)
+            raise
+        training.close(ok=True)
+
+
+def _started(run: Run, judge: Examiner, interrupt: list[int], switches: dict[str, str], *, keeps: bool) -> Training:
+    recipe, prepared, world = run.recipe, run.prepared, run.world
+    models = load_models(run)
+    # Each rank draws its own dropout; nothing else in a step is random.
+    run.device.seed(recipe.run.seed + world.rank)
+    generator = None
+    if isinstance(prepared, PreparedOnline) or prepared.questions:
+        assert isinstance(models.module, Policy)
+        generator = Generator(
+            models.module,
+            prepared.tokenizer,
+            recipe.rollout,
+            run.device,
+            world,
+            recipe.model.path,
+            prepared.end_tokens,
+        )
+    validator = Validator(recipe, world, prepared.questions, generator, judge)
+    training = Training(run, models, generator, validator, Checkpointer(run, models), interrupt, keeps=keeps)
+    trained = {"model": models.learner, "critic": models.critic}
+    fused = {name: replaced(learner.module) for name, learner in trained.items() if learner is not None}
+    run.begin(training.position.step, switches, fused)
+    return training
+
+
+def load_models(run: Run) -> Models:
+    recipe, world = run.recipe, run.world
+    device = run.device.torch_device(world.local_rank)
+    where = (run.device, world, device)
+    with run.console.task(f"Loading {recipe.model.path}", None), world.stage("loading the model"):
+        learner, critic = build_learner(recipe, *where), build_critic(recipe, *where)
+        reference = build_reference(recipe, *where)
+    packing = Packing.of(recipe, world, run.prepared.pad_id)
+    return Models(learner.module, packing, device, learner, critic, reference)
+
+
+def _claim(folder: RunFolder, prepared: Prepared | PreparedOnline) -> None:
+    resume, used = prepared.recipe.run.resume, folder.path.exists() and bool(checkpoints.steps_in(folder.checkpoints))
+    if resume == "never" and folder.path.exists():
+        raise Refusal.at("run.resume", f"{folder.path} exists and resume is never", "choose another run.name")
+    if resume == "required" and not used:
+        raise Refusal.at("run.resume", f"{folder.path} has no checkpoint to continue from", "set run.resume=auto")
+    folder.create()
+    checkpoints.require_disk(folder.checkpoints, prepared.memory.checkpoint_bytes, "a checkpoint")
+
+
+@contextmanager
+def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
+    """The first Ctrl-C is remembered until the step is done; the second stops at once."""
+    asked: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        console.warn("stopping after this step and a checkpoint; press Ctrl-C again to stop at once")
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def next_words(method: str, path: Path) -> tuple[str, str]:
+    """What one does with the model that came out."""
+    if method == "rm":
+        return "use it", f"reward.model: {path / 'export'}"
+    if method == "prm":
+        return "judge with it", f"lockstep eval {path} STEPS"
+    return "talk to it", f"lockstep generate {path} --chat"
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

@@ -1,0 +1,102 @@
+"""Warnings of an online run: signs of trouble with what each usually means, said when they appear, not every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lockstep.recipe import Recipe
+from lockstep.recipe.checks import GROUPED
+from lockstep.reward.scorer import active_weights
+
+# A warning is said once; it is said again after its sign has been away for this many steps.
+QUIET = 20
+COLLAPSED_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class WarningSign:
+    name: str
+    shows: Callable[[dict[str, float]], bool]
+    meaning: str
+
+
+class Warnings:
+    """Looks at the metrics of one step after another."""
+
+    def __init__(self, recipe: Recipe):
+        self._first_entropy: float | None = None
+        self._seen: dict[str, int] = {}
+        self._step = 0
+        self._known = [
+            *([CONSTANT] if _compares(recipe) else []),
+            WarningSign(
+                "entropy",
+                self._collapsed,
+                "entropy has fallen below a twentieth of where it began: the policy hardly tries anything any more. "
+                "Raise algorithm.clip_high or algorithm.entropy, or lower optim.lr",
+            ),
+            *COMMON,
+        ]
+
+    def read(self, metrics: dict[str, float]) -> Iterator[str]:
+        self._step += 1
+        if self._first_entropy is None:
+            self._first_entropy = metrics.get("actor/entropy")
+        for warning in self._known:
+            if not warning.shows(metrics):
+                continue
+            last = self._seen.get(warning.name)
+            self._seen[warning.name] = self._step
+            if last is None or self._step - last > QUIET:
+                yield warning.meaning
+
+    def _collapsed(self, metrics: dict[str, float]) -> bool:
+        entropy = metrics.get("actor/entropy")
+        return entropy is not None and bool(self._first_entropy) and entropy < COLLAPSED_SHARE * self._first_entropy  # type: ignore[operator]
+
+
+def _compares(recipe: Recipe) -> bool:
+    """Does the run learn from how the rewards of a group differ? Not where there are none, as when a teacher alone is
+    followed, nor where the estimator looks at each response by itself."""
+    weights, _ = active_weights(recipe.reward)
+    return recipe.rollout.n > 1 and recipe.algorithm.advantage in GROUPED and any(weights.values())
+
+
+CONSTANT = WarningSign(
+    "constant",
+    lambda metrics: metrics.get("critic/mixed_groups") == 0.0,
+    "in every group all responses earned the same reward, so this step teaches nothing. Usually the task is far too "
+    "hard or too easy for the model, or the reward cannot tell answers apart; look at samples.jsonl",
+)
+COMMON = [
+    WarningSign(
+        "clipped",
+        lambda metrics: metrics.get("actor/pg_clipfrac", 0.0) > 0.3,
+        "over 30 % of the tokens hit the clip: an update moves the policy too far. Lower optim.lr, or make fewer "
+        "updates of a step (algorithm.epochs, batch.prompts_per_update)",
+    ),
+    WarningSign(
+        "moved",
+        lambda metrics: abs(metrics.get("actor/ppo_kl", 0.0)) > 0.2,
+        "the policy moved by more than 0.2 nats a token within a step. Usually optim.lr is too high",
+    ),
+    WarningSign(
+        "drifted",
+        lambda metrics: max(metrics.get("actor/kl", 0.0), metrics.get("actor/reward_kl_penalty", 0.0)) > 1.0,
+        "the policy is more than 1 nat a token away from its reference: it may be gaming the reward. Raise "
+        "algorithm.kl.coefficient, or look at samples.jsonl",
+    ),
+    WarningSign(
+        "cut",
+        lambda metrics: metrics.get("response_length/clip_ratio", 0.0) > 0.5,
+        "over half of the responses reach rollout.max_tokens and are cut off. Usually the model does not end its "
+        "answers (check the template's end token), or the limit is too low",
+    ),
+    WarningSign(
+        "disagreement",
+        lambda metrics: metrics.get("training/rollout_probs_diff_mean", 0.0) > 0.05,
+        "engine and trainer disagree on the probability of tokens by more than 0.05 on average: updates are off "
+        "policy. Try model.dtype=fp32, or set algorithm.correction.weight=token",
+    ),
+]

@@ -1,0 +1,102 @@
+"""Warnings of trouble: at which number each is said, in which words, and how often."""
+
+from __future__ import annotations
+
+import pytest
+from test_experience import recipe_of
+
+from lockstep.train.warnings import QUIET, Warnings
+
+FINE = {"critic/mixed_groups": 0.5, "actor/entropy": 1.0}
+
+
+def read(warnings: Warnings, **metrics: float) -> list[str]:
+    return list(warnings.read({**FINE, **{name.replace("__", "/"): value for name, value in metrics.items()}}))
+
+
+@pytest.mark.parametrize(
+    ("name", "quiet", "loud", "words"),
+    [
+        ("critic__mixed_groups", 0.001, 0.0, ["earned the same reward", "samples.jsonl"]),
+        ("actor__pg_clipfrac", 0.3, 0.3001, ["30 %", "optim.lr", "algorithm.epochs"]),
+        ("actor__ppo_kl", 0.2, 0.2001, ["0.2 nats", "optim.lr"]),
+        ("actor__ppo_kl", -0.2, -0.2001, ["0.2 nats", "optim.lr"]),
+        ("actor__kl", 1.0, 1.0001, ["1 nat", "algorithm.kl.coefficient"]),
+        ("actor__reward_kl_penalty", 1.0, 1.0001, ["1 nat", "algorithm.kl.coefficient"]),
+        ("response_length__clip_ratio", 0.5, 0.5001, ["rollout.max_tokens", "end token"]),
+        ("training__rollout_probs_diff_mean", 0.05, 0.0501, ["engine and trainer", "algorithm.correction.weight"]),
+    ],
+)
+def test_a_sign_shows_beyond_its_threshold_and_says_what_it_means(
+    name: str, quiet: float, loud: float, words: list[str]
+) -> None:
+    warnings = Warnings(recipe_of())
+    assert read(warnings, **{name: quiet}) == []
+    (said,) = read(warnings, **{name: loud})
+    assert all(word in said for word in words)
+
+
+def test_entropy_is_measured_against_where_it_began() -> None:
+    warnings = Warnings(recipe_of())
+    assert read(warnings, actor__entropy=2.0) == []
+    assert read(warnings, actor__entropy=0.1) == []
+    (said,) = read(warnings, actor__entropy=0.0999)
+    assert "a twentieth of where it began" in said
+
+
+def test_entropy_begins_with_the_first_step_that_has_one() -> None:
+    """Steps in which only the critic learns have no entropy."""
+    warnings = Warnings(recipe_of())
+    assert list(warnings.read({"critic/mixed_groups": 1.0})) == []
+    assert read(warnings, actor__entropy=1.0) == []
+    assert len(read(warnings, actor__entropy=0.04)) == 1
+
+
+def test_equal_rewards_mean_nothing_where_there_are_no_groups() -> None:
+    warnings = Warnings(recipe_of(method="ppo"))
+    assert read(warnings, critic__mixed_groups=0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "warned"),
+    [
+        ({}, False),
+        ({"algorithm__advantage": "grpo"}, False),
+        ({"algorithm__advantage": "grpo", "reward__function": "f.py:f"}, True),
+        ({"reward__function": "f.py:f"}, False),
+    ],
+    ids=str,
+)
+def test_equal_rewards_mean_nothing_where_a_teacher_alone_is_followed(keys: dict[str, str], warned: bool) -> None:
+    """Distillation without rewards learns from the teacher; with rewards, from each response by itself."""
+    recipe = recipe_of(method="on_policy_distill", rollout__n=4, algorithm__kl__reference="teacher", **keys)
+    assert bool(read(Warnings(recipe), critic__mixed_groups=0.0)) is warned
+
+
+@pytest.mark.parametrize(("advantage", "warned"), [("rloo", True), ("reinforce", False), ("reinforce_pp", False)])
+def test_equal_rewards_teach_nothing_where_a_group_is_compared(advantage: str, warned: bool) -> None:
+    warnings = Warnings(recipe_of(algorithm__advantage=advantage, rollout__n=4))
+    assert bool(read(warnings, critic__mixed_groups=0.0)) is warned
+
+
+def test_a_sign_is_quiet_while_it_lasts() -> None:
+    warnings = Warnings(recipe_of())
+    said = [read(warnings, actor__ppo_kl=1.0) for _ in range(3 * QUIET)]
+    assert [len(each) for each in said] == [1] + [0] * (3 * QUIET - 1)
+
+
+@pytest.mark.parametrize(("away", "again"), [(QUIET - 1, 0), (QUIET, 1), (QUIET + 1, 1)])
+def test_a_sign_comes_again_after_it_was_away(away: int, again: int) -> None:
+    warnings = Warnings(recipe_of())
+    for _ in range(2 * QUIET):
+        read(warnings, actor__ppo_kl=1.0)
+    for _ in range(away):
+        assert read(warnings) == []
+    assert len(read(warnings, actor__ppo_kl=1.0)) == again
+
+
+def test_warnings_are_remembered_apart() -> None:
+    warnings = Warnings(recipe_of())
+    assert len(read(warnings, actor__ppo_kl=1.0)) == 1
+    assert len(read(warnings, actor__ppo_kl=1.0, actor__pg_clipfrac=0.9)) == 1
+    assert len(read(warnings, actor__kl=2.0, response_length__clip_ratio=0.9)) == 2
