@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.doctor import judge_machine, judge_packages
-from lockstep.doctor.facts import Diagnosis, Facts, choose_device, gather
+from lockstep.doctor.facts import Diagnosis, MachineFacts, choose_device, gather
 from lockstep.doctor.machine import Machine
 from lockstep.doctor.report import Report, as_json, make_rows, show
 from lockstep.doctor.stacks import pins_text, stack_named
@@ -33,6 +33,6 @@ def run_doctor(device: str | None, json_wanted: bool, pins: str | None) -> int:
     return 0 if report.healthy else 1
 
 
-def judge(facts: Facts, device: str) -> list[Diagnosis]:
+def judge(facts: MachineFacts, device: str) -> list[Diagnosis]:
     judgements = (*judge_packages.JUDGEMENTS, *judge_machine.ON_ANY, *judge_machine.ON.get(device, ()))
     return [finding for judgement in judgements for finding in judgement(facts, device)]
