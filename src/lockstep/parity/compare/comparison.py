@@ -110,7 +110,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseTimes:
     """Tokens a second in one phase, at equal work: the phase's tokens over its seconds, over the steps that match
     in length (over all common ones where none does)."""
 
@@ -132,7 +132,7 @@ class Throughput:
     matched_ratio: float | None
     """At equal response lengths."""
     matched_steps: int
-    phases: list[Phase]
+    phases: list[PhaseTimes]
     warnings: list[str]
 
 

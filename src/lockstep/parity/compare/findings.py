@@ -14,7 +14,7 @@ from lockstep.parity.compare.opposed import opposition
 from lockstep.parity.compare.power import Wanted, bounds, plain, power_of, trend_bound, would_suffice
 from lockstep.parity.compare.statistics import (
     FEWEST_STEPS,
-    Scores,
+    SeriesScores,
     Spread,
     as_normal,
     as_t,
@@ -98,7 +98,7 @@ def _of_few(steps: np.ndarray, difference: np.ndarray) -> list[Finding]:
 
 
 def _findings(
-    steps: np.ndarray, difference: np.ndarray, scores: Scores, spread: Spread, runs: tuple[int, int]
+    steps: np.ndarray, difference: np.ndarray, scores: SeriesScores, spread: Spread, runs: tuple[int, int]
 ) -> list[Finding]:
     """The strongest look of each statistic that found something."""
     at = looks(len(steps))
@@ -106,8 +106,8 @@ def _findings(
     excess = np.minimum(np.nan_to_num(scores.excess, posinf=LARGEST), LARGEST)
     found: list[Finding] = []
     for kind in dict.fromkeys(at.kind):
-        places = np.flatnonzero(kinds == kind)
-        best = int(places[np.argmax(excess[places])])
+        indices = np.flatnonzero(kinds == kind)
+        best = int(indices[np.argmax(excess[indices])])
         if excess[best] <= 1:
             continue
         first, last = int(at.start[best]), int(at.start[best] + at.length[best])
@@ -132,5 +132,5 @@ def _onset(difference: np.ndarray) -> int:
 
 def _trend(difference: np.ndarray) -> float:
     """What the straight line through the difference adds from the first step to the last."""
-    place = np.arange(len(difference)) - (len(difference) - 1) / 2
-    return float((difference * place).sum() / (place**2).sum() * (len(difference) - 1))
+    position = np.arange(len(difference)) - (len(difference) - 1) / 2
+    return float((difference * position).sum() / (position**2).sum() * (len(difference) - 1))
