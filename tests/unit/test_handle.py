@@ -232,7 +232,9 @@ def test_half_of_a_failed_call_is_in_no_step(tiny_folder: Path) -> None:
             raise RuntimeError("later")
         return -logprobs.sum()
 
-    model, fresh = handle(tiny_folder, batch_tokens=64), handle(tiny_folder, batch_tokens=64)
+    # The longest example fills the first micro-batch alone.
+    longest = max(len(datum.sequences[0]) for datum in examples(handle(tiny_folder)))
+    model, fresh = (handle(tiny_folder, batch_tokens=longest) for _ in range(2))
     with pytest.raises(RuntimeError):
         model.forward_backward(examples(model), fails_later)
     assert len(calls) == 2
