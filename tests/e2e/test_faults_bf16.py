@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from fault_scene import replay_with
 from faults import Fault, Named, summary
-from faults_bf16 import FAULTS, UNSEEN, figures, name_in_bf16, on_fp32
+from faults_bf16 import FAULTS, UNSEEN, another_device, figures, name_in_bf16, on_fp32
+from lockstep.tape.digest import LENGTH, SHORT
+from lockstep.tape.format import StepRecord, TapeFolder
 from taped_runs import record, write_lively
 
 # The tapes are recorded once, so one worker runs all of them.
@@ -103,3 +108,27 @@ def test_a_fault_in_bf16_is_named_beside_fp32(name: str, tape: Callable[[str], P
     named = name_in_bf16(tape(fault.recipe), fault, ("model.dtype=bf16", "batch.tokens=200"))
     assert named.stage == fault.stage, named
     assert named.module == fault.module, named
+
+
+def test_a_tape_of_an_earlier_version_is_judged_by_distances(tmp_path: Path, tape: Callable[[str], Path]) -> None:
+    """Digests without profiles, and nothing of the weights before an update or after a step."""
+    run = tmp_path / "run"
+    shutil.copytree(tape("sft-bf16"), run)
+    old = TapeFolder(run / "tape")
+    for step in old.steps():
+        one = old.read_step(step)
+        for update in one.info["updates"]:
+            del update["micro_batches"]
+        kept = {name: value for name, value in one.tensors.items() if "/start/" not in name and "/left/" not in name}
+        old.write_step(StepRecord(step, one.info, {name: _short(value) for name, value in kept.items()}))
+        old.left_file(step).unlink()
+    found = replay_with(run, another_device, ("batch.tokens=200",))
+    assert found is not None
+    assert found.in_step, (found.cause, found.module)
+    said = {check.what for check in found.checks}
+    assert any(check.stage == "gradient" for check in found.checks)
+    assert not [what for what in said if what.endswith((", slope", "movement")) or "recorded run" in what]
+
+
+def _short(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:SHORT].clone() if tensor.shape == (LENGTH,) else tensor

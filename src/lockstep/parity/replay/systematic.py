@@ -21,6 +21,8 @@ import torch
 from lockstep.tape.digest import distance, norm, profiles, size_of, sketch
 
 DEVIATIONS = 5.0
+# Shares of a difference that always count as rounding: sums by columns and rows are estimates from a few projections.
+LEAST = {"slope": 0.1, "spread": 0.1, "offset": 0.5, "columns": 0.5, "rows": 0.5}
 # Rounding of fewer numbers does not average out.
 ENOUGH = 32
 
@@ -53,18 +55,18 @@ BF16 = Limits(
     forward={
         "slope": Bound(3e-3, 1000),
         "spread": Bound(5e-3, 1000),
-        "offset": Bound(1e-2),
-        "columns": Bound(1.2e-2),
-        "rows": Bound(1.5e-2),
+        "offset": Bound(2e-2, 100),
+        "columns": Bound(2e-2, 100),
+        "rows": Bound(2e-2, 100),
     },
     backward={
         "slope": Bound(2.5e-2, 50),
-        "offset": Bound(1e-2),
-        "columns": Bound(8e-2),
-        "rows": Bound(0.15),
+        "offset": Bound(2e-2, 100),
+        "columns": Bound(8e-2, 100),
+        "rows": Bound(0.15, 100),
     },
     gradient=Bound(2e-2, 50),
-    movement=Bound(5e-2),
+    movement=Bound(0.1),
     logprob_slope=Bound(2e-3, 1000),
     logprob_offset=Bound(5e-3, 100),
     loss=2e-3,
@@ -86,9 +88,9 @@ class Systematic:
     """The share of the squared size that is not the mean's: the spread is judged as a part of that."""
 
     def rounding(self, kind: str) -> float:
-        """What is left of the difference without this kind of it, and never much less than there is of it."""
+        """What is left of the difference without this kind of it, and never less than `LEAST` of it."""
         noise = self.noise / math.sqrt(self.spread_share) if kind == "spread" else self.noise
-        return math.sqrt(max(noise**2 - self.values[kind] ** 2, 0.01 * noise**2))
+        return _left(noise, self.values[kind], LEAST[kind])
 
     def excess(self, bounds: Mapping[str, Bound]) -> Excess:
         """The sum that is furthest beyond, or nearest to, what it may be off by."""
@@ -175,6 +177,10 @@ def movement_slope(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]
     return off, rounding, len(ours)
 
 
+def _left(noise: float, value: float, least: float) -> float:
+    return math.sqrt(max(noise**2 - value**2, (least * noise) ** 2))
+
+
 def _root_mean_square(values: torch.Tensor) -> float:
     return float(values.square().mean().sqrt())
 
@@ -184,8 +190,7 @@ def slope_excess(a: torch.Tensor, b: torch.Tensor, bound: Bound, inherited: floa
     if profiles(a) is None or profiles(b) is None or not norm(a) or not math.isfinite(norm(a) + distance(a, b)):
         return NOTHING
     off = abs(slope(a, b))
-    noise = distance(a, b) / norm(a)
-    rounding = math.sqrt(max(noise**2 - off**2, 0.01 * noise**2))
+    rounding = _left(distance(a, b) / norm(a), off, LEAST["slope"])
     return Excess("slope", off, bound.allowed(rounding, bound.most) + inherited)
 
 
