@@ -18,7 +18,7 @@ from lockstep.errors import Refusal
 from lockstep.functions import give
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
-from lockstep.rollout.engine import Engine
+from lockstep.rollout.engine import Engine, SharedWeights
 from lockstep.rollout.function import KEY, Canned, FunctionEngine, Generate, try_function
 from lockstep.rollout.hf import HfEngine
 from lockstep.types import Completion, Example, Origin, Prompt, Question, Request, Sampling
@@ -105,7 +105,9 @@ def test_turns_are_masked_and_scored_as_the_trainer_scores_them(
 def test_the_order_of_threads_changes_nothing(
     engine: Engine, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Watched:
+    class Watched(SharedWeights):
+        instead = ""
+
         def __init__(self) -> None:
             self.asked: list[list[int]] = []
 
