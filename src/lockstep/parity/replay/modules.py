@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,10 +17,12 @@ from lockstep.parity.replay.systematic import NOTHING, Excess, excess_of, slope_
 from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.digest import norm, relative
 from lockstep.tape.format import StepRecord
-from lockstep.tape.probe import BACKWARD, FORWARD, Event, Trace
+from lockstep.tape.probe import BACKWARD, FORWARD, ROOT, Event, Trace
 
 # Times by which gradients of honest modules are further off than what they compute forwards.
 WAY_BACK = 5.0
+# Times by which errors may grow further in the model's own answers: log-probs near 0 are small beside their logits.
+ANSWERS = 2.0
 # Times by which what is systematic in a module's input, within its limit, may come nearer to it in the output.
 PASSED_ON = 3.0
 
@@ -138,16 +140,17 @@ def _parted(each: _Pass, children: Sequence[_Pass], phase: str, tolerance: Toler
     many honest children is not laid at its door.
     """
     floor = tolerance.module * (WAY_BACK if phase == BACKWARD else 1.0)
+    growth = tolerance.growth * (ANSWERS if each.one.module == ROOT else 1.0)
     known, passed_on, last = each.error_in, each.excess_in.times, None
     for child in children:
         between = (last, child.one.module)
-        if not child.error_in <= max(floor, tolerance.growth * known):
+        if not child.error_in <= max(floor, growth * known):
             return _Parted(known, child.error_in, between)
         if child.excess_in.times > max(1.0, PASSED_ON * passed_on):
             return _Parted(known, child.error_in, between, str(child.excess_in))
         known, last = max(known, child.error_out), child.one.module
         passed_on = max(passed_on, child.excess_out.times)
-    if not each.error_out <= max(floor, tolerance.growth * known):
+    if not each.error_out <= max(floor, growth * known):
         return _Parted(known, each.error_out, (last, None))
     if each.excess_out.times > max(1.0, PASSED_ON * passed_on):
         return _Parted(known, each.error_out, (last, None), str(each.excess_out))
@@ -184,9 +187,16 @@ def _aligned(a: Trace, b: Trace, phase: str, tolerance: Tolerance) -> list[_Pass
                 sides = (a.inputs(one), b.inputs(event)), (a.outputs(one), b.outputs(event))
                 shapes = one.shapes[: one.inputs], one.shapes[one.inputs :]
                 errors = [_apart(*side) for side in sides]
-                excess = [_excess(*side, there, phase, tolerance) for side, there in zip(sides, shapes, strict=True)]
+                judged = (
+                    tolerance if event.module != ROOT or _answers(tolerance) else replace(tolerance, systematic=None)
+                )
+                excess = [_excess(*side, there, phase, judged) for side, there in zip(sides, shapes, strict=True)]
                 pairs.append(_Pass(one, event, errors[0], errors[1], excess[0], excess[1]))
     return pairs
+
+
+def _answers(tolerance: Tolerance) -> bool:
+    return tolerance.systematic is not None and tolerance.systematic.answers
 
 
 def _cut_off(a: Trace, b: Trace, blamed: Event) -> Event | None:

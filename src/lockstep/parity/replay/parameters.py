@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.parity.replay.checks import finite
-from lockstep.parity.replay.systematic import Bound, Excess, slope_excess
+from lockstep.parity.replay.systematic import Bound, Excess, overall_slope, slope_excess
 from lockstep.tape.digest import BLOCKS, distance, distances, norm
 from lockstep.tape.format import StepRecord
 
@@ -70,6 +70,12 @@ def worst_slope(
     x, y = one.tensors[prefix + worst], other.tensors[prefix + worst]
     off = sum(excess.times > 1 for excess in found.values())
     return worst, found[worst], f"norm {norm(x):.6g} against {norm(y):.6g}; {off} of {len(found)} parameters are off"
+
+
+def overall(one: StepRecord, other: StepRecord, prefix: str, bound: Bound, inherited: float) -> Excess:
+    """A factor by which all digests below `prefix` differ together."""
+    names = [name for name in one.tensors if name.startswith(prefix) and name in other.tensors]
+    return overall_slope([(one.tensors[name], other.tensors[name]) for name in names], bound, inherited)
 
 
 def _rows(x: torch.Tensor, y: torch.Tensor) -> str:

@@ -12,7 +12,7 @@ import torch
 from lockstep.parity.replay.checks import Check, finite, root_mean_square, share, worst_place
 from lockstep.parity.replay.generation import judge_generation
 from lockstep.parity.replay.landing import judge_landing, judge_left
-from lockstep.parity.replay.parameters import worst_parameter, worst_slope
+from lockstep.parity.replay.parameters import overall, worst_parameter, worst_slope
 from lockstep.parity.replay.precision import judge_precision, sampled_gradients
 from lockstep.parity.replay.systematic import Limits, line
 from lockstep.parity.replay.tolerance import Tolerance
@@ -275,9 +275,11 @@ def _gradient(
         yield Check("gradient", one.step, f"{what}: {found.name}", found.error, allowed, found.where, number)
     limits = tolerance.systematic
     steepest = None if limits is None else worst_slope(one, other, f"{key}/gradient/", limits.gradient, 2 * pulls)
-    if steepest is not None:
+    if limits is not None and steepest is not None:
         name, excess, where = steepest
         yield Check("gradient", one.step, f"{what}: {name}, slope", excess.value, excess.allowed, where, number)
+        together = overall(one, other, f"{key}/gradient/", limits.gradients, 2 * pulls)
+        yield Check("gradient", one.step, f"{what}: all, slope", together.value, together.allowed, said, number)
     if size > 1e-7:
         apart = abs(norms[0] - norms[1]) / size
         yield Check("gradient", one.step, f"{what}: norm", finite(apart), allowed, said, number)

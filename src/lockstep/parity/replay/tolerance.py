@@ -8,14 +8,15 @@ weight's movement by AdamW's formula 4e-7, weights 3e-3 of their movement, modul
 An error of 1e-4 or 1e-2 put into the embedding grew at most 2 times in a module forwards, and 4.4 times backwards.
 fp32 against bf16 showed log-probs 0.033, gradients 0.27 (of biases, in DPO, whose pairs nearly cancel) and weights
 0.66. In bf16, where rounding hides faults, what is systematic has limits of its own (`systematic.py`), and a module may
-be off by 1.5 % or by 2.5 times what its input is: clean pairs showed growth of 1.8 forwards and 2.4 backwards.
+be off by 1.5 % or by 2.5 times what its input is: clean pairs showed growth of 1.8 forwards and 2.4 backwards, and 3.4
+in the log-probs of models that have learned something. Where only one side is in bf16 it is 5 % or 8 times.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lockstep.parity.replay.systematic import BF16, Limits
+from lockstep.parity.replay.systematic import BF16, MIXED, Limits
 
 
 @dataclass(frozen=True)
@@ -59,4 +60,7 @@ def operator_tolerance(dtype: str, *, backwards: bool = False) -> Tolerance:
 
 
 def tolerance_of(*dtypes: str) -> Tolerance:
-    return TOLERANCES[max(dtypes, key=ORDER.index)]
+    coarser = TOLERANCES[max(dtypes, key=ORDER.index)]
+    if len(set(dtypes)) == 1 or coarser.systematic is None:
+        return coarser
+    return replace(coarser, module=max(coarser.module, 5e-2), growth=8.0, systematic=MIXED)
