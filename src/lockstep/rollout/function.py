@@ -45,8 +45,9 @@ class _Over(BaseException):
 
 @dataclass
 class _Ask:
-    """A turn that a function waits for."""
+    """A turn that a function waits for. `order` is the response's, whichever thread was first."""
 
+    order: tuple[int, int]
     request: Request
     answered: threading.Event = field(default_factory=threading.Event)
     completion: Completion | None = None
@@ -83,12 +84,14 @@ class _Response:
         self.number, self.request, self.sample, self.limit = number, request, sample, limit
         self.prompt = Prompt(request.question, request.ids)
         self.turns: list[tuple[list[int], Completion]] = []
-        self.over = False
-        self._inbox = inbox
+        self._inbox, self._over, self._lock = inbox, False, threading.Lock()
+
+    def end(self) -> None:
+        """Nobody waits for it any more: its next question ends the function."""
+        with self._lock:
+            self._over = True
 
     def ask(self, ids: list[int], max_tokens: int | None) -> Completion:
-        if self.over:
-            raise _Over
         before = list(self.request.ids)
         if ids[: len(before)] != before:
             raise ValueError("generate was given token ids that do not begin with the prompt's (prompt.ids)")
@@ -97,8 +100,11 @@ class _Response:
         if room <= 0:
             return Completion(0, self.sample, [], [], "length")
         key = _turn_key(self.request.key, len(self.turns))
-        ask = _Ask(Request(ids, key, first=self.sample, max_tokens=room))
-        self._inbox.put(ask)
+        ask = _Ask((self.number, self.sample), Request(ids, key, first=self.sample, max_tokens=room))
+        with self._lock:
+            if self._over:
+                raise _Over
+            self._inbox.put(ask)
         ask.answered.wait()
         if ask.completion is None:
             raise _Over
@@ -163,11 +169,16 @@ class FunctionEngine:
                     else:
                         running.remove(said.response)
                         yield self._completion(said)
-                self._answer(asks, sampling)
-                asks = []
+                if asks:
+                    # In one order, so that the batch, and with it the rounding, is the same in every run.
+                    self._answer(sorted(asks, key=lambda ask: ask.order), sampling)
+                    asks = []
         finally:
             for response in running:
-                response.over = True
+                response.end()
+            while not inbox.empty():
+                said = inbox.get()
+                asks += [said] if isinstance(said, _Ask) else []
             for ask in asks:
                 ask.answered.set()
 

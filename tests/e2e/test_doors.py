@@ -1,0 +1,104 @@
+"""Whole runs through functions of one's own: copies of ours train alike; an environment is seen, not trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.errors import Refusal
+from lockstep.run.metrics import read_metrics
+
+OWN = '''
+import json
+import torch
+
+def advantage(signals):
+    """GRPO's, written anew."""
+    scores, found = signals.scores_S.double(), []
+    for own, group in zip(scores, signals.group_S):
+        others = scores[signals.group_S == group]
+        deviation = others.std() if len(others) > 1 else torch.tensor(0.0)
+        found.append((own - others.mean()) / (deviation + 1e-6))
+    return torch.stack(found)
+
+def loss(tokens):
+    ratio = (tokens.logprobs_K - tokens.old_K).exp()
+    free = -tokens.advantages_K * ratio
+    return torch.maximum(free, -tokens.advantages_K * ratio.clamp(0.8, 1.2))
+
+def straight(prompt, generate):
+    turn = generate(prompt.ids)
+    return turn.ids, [1] * len(turn.ids)
+
+def echo(prompt, generate):
+    """Four tokens of the policy, two of the environment, four of the policy."""
+    first = generate(prompt.ids, max_tokens=4)
+    said = generate.encode("ok")
+    then = generate([*prompt.ids, *first.ids, *said], max_tokens=4)
+    return first.ids + said + then.ids, [1] * len(first.ids) + [0, 0] + [1] * len(then.ids)
+
+def reader(path):
+    with open(path) as file:
+        yield from map(json.loads, file)
+
+def nothing(prompt, generate):
+    return None
+
+def flat(signals):
+    return [0.0]
+'''
+TIMES = ("timing_s/", "perf/")
+
+
+def numbers(run: Path) -> list[dict[str, float]]:
+    """What was computed, without what was timed."""
+    return [
+        {name: value for name, value in metrics.items() if not name.startswith(TIMES) and name != "actor/pg_clipfrac"}
+        for _, metrics in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    return str(tmp_path / "own.py")
+
+
+def test_copies_of_ours_train_what_ours_do(online_file: Path, own: str) -> None:
+    short: dict[str, Any] = {"run.steps": 2, "run.export": False, "algorithm.dual_clip": None}
+    usual = lockstep.train(online_file, **short)
+    doors = {
+        "algorithm.advantage": f"{own}:advantage",
+        "algorithm.loss": f"{own}:loss",
+        "rollout.function": f"{own}:straight",
+        "data.reader": f"{own}:reader",
+    }
+    found = lockstep.train(online_file, **{**short, **doors, "run.name": "own"})
+    for ours, theirs in zip(numbers(usual), numbers(found), strict=True):
+        ours.pop("actor/pg_clipfrac_lower", None)
+        assert theirs == pytest.approx(ours, rel=1e-5, abs=1e-7)
+
+
+def test_what_an_environment_says_is_seen_and_not_trained(online_file: Path, own: str) -> None:
+    run = lockstep.train(online_file, **{"run.steps": 2, "run.export": False, "rollout.function": f"{own}:echo"})
+    for metrics in numbers(run):
+        # The policy wrote 8 tokens at most of 10, and engine and trainer agree on each of them.
+        assert 2 <= metrics["response_length/mean"] <= 8
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4
+        assert metrics["actor/grad_norm"] > 0
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert all("ok" in sample["response"] for sample in samples)
+
+
+def test_everything_wrong_is_told_at_once_before_a_weight_is_loaded(online_file: Path, own: str) -> None:
+    bad = {"algorithm.advantage": f"{own}:flat", "algorithm.loss": f"{own}:gone", "rollout.function": f"{own}:nothing"}
+    with pytest.raises(Refusal) as caught:
+        lockstep.train(online_file, **bad)
+    where = [problem.where for problem in caught.value.problems]
+    assert where == [f"algorithm.advantage {own}:flat", f"algorithm.loss {own}:gone", f"rollout.function {own}:nothing"]
+    assert all(problem.remedy for problem in caught.value.problems)
+    assert not (online_file.parent / "runs").exists()

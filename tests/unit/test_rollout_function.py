@@ -1,0 +1,241 @@
+"""Responses by a function of the user's own, on a real engine: turns, masks, log-probs, and what it may get wrong."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import SIZES, load, native, prompts, run, write_model
+from transformers import Qwen2Config
+
+from hang import HANG
+from lockstep.data.batching import micro_batch
+from lockstep.errors import Refusal
+from lockstep.functions import give
+from lockstep.model.load import load_tokenizer
+from lockstep.model.policy import Policy, Scoring
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.function import KEY, Canned, FunctionEngine, Generate, try_function
+from lockstep.rollout.hf import HfEngine
+from lockstep.types import Completion, Example, Origin, Prompt, Question, Request, Sampling
+
+SAMPLING = Sampling(max_tokens=24, temperature=0.8, stop_ids=(7, 9, 11, 13, 15, 17), seed=3)
+END = (7, 9, 11, 13, 15, 17)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen2") / "model", Qwen2Config(**SIZES), tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> Policy:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(policy: Policy, folder: Path) -> Engine:
+    return native(policy, folder)
+
+
+def question(row: int) -> Question:
+    return Question("sums", [{"role": "user", "content": "?"}], str(row), Origin("rows.jsonl", row), {"row": row})
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return [Request(ids, 100 + key, 3, question=question(key)) for key, ids in enumerate(prompts(5))]
+
+
+def by(function: Callable[..., Any], inner: Engine) -> FunctionEngine:
+    return FunctionEngine(inner, give(KEY, function), lambda text: list(text.encode()), str, 259)
+
+
+def straight(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
+    turn = generate(prompt.ids)
+    return turn.ids, [1] * len(turn.ids)
+
+
+def conversation(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
+    """Up to three turns of at most 5 tokens, each answered by the environment with the number of its row."""
+    ids: list[int] = []
+    trained: list[int] = []
+    for _ in range(3):
+        turn = generate([*prompt.ids, *ids], max_tokens=5)
+        ids += turn.ids
+        trained += [1] * len(turn.ids)
+        if turn.stop == "token" or len(ids) + 2 > 24:
+            break
+        said = generate.encode(f"<{prompt.question.ground_truth}")
+        ids += said
+        trained += [0] * len(said)
+    return ids, trained
+
+
+def test_one_turn_alone_is_what_the_engine_gives(engine: Engine, requests: list[Request]) -> None:
+    assert run(by(straight, engine), requests, SAMPLING) == run(engine, requests, SAMPLING)
+
+
+@pytest.mark.parametrize("kind", ["native", "hf"])
+def test_turns_are_masked_and_scored_as_the_trainer_scores_them(
+    engine: Engine, policy: Policy, folder: Path, requests: list[Request], kind: str
+) -> None:
+    inner = engine if kind == "native" else HfEngine(policy.generating, load_tokenizer(str(folder)).decode)
+    made = run(by(conversation, inner), requests, SAMPLING)
+    assert [(one.request, one.sample) for one in made] == [(r, s) for r in range(5) for s in range(3)]
+    assert any(0 in one.trained for one in made)
+    for one in made:
+        spoken = [token for token, mine in zip(one.ids, one.trained, strict=True) if not mine]
+        assert bytes(spoken).decode() == f"<{one.request}" * (len(spoken) // 2)
+        assert all((score == 0.0) == (not mine) for score, mine in zip(one.logprobs, one.trained, strict=True))
+        prompt = list(requests[one.request].ids)
+        row = Example(prompt + one.ids, [0] * len(prompt) + list(one.trained), Origin("x", 0))
+        policy.scoring = Scoring(temperature=0.8)
+        with torch.no_grad():
+            scored = policy(micro_batch([row], packed=True, pad_id=0)).logprobs_K
+        policy.scoring = Scoring()
+        wanted = torch.tensor([score for score, mine in zip(one.logprobs, one.trained, strict=True) if mine])
+        torch.testing.assert_close(scored, wanted, rtol=0, atol=2e-4)
+
+
+def test_the_order_of_threads_changes_nothing(
+    engine: Engine, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uneven(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
+        threading.Event().wait(random.random() / 50)
+        return conversation(prompt, generate)
+
+    usual = run(by(conversation, engine), requests, SAMPLING)
+    assert run(by(uneven, engine), requests, SAMPLING) == usual
+    # Fewer at a time are other batches, whose rounding may differ; tokens and masks may not.
+    monkeypatch.setattr("lockstep.rollout.function.SIDE_BY_SIDE", 2)
+    few = run(by(conversation, engine), requests, SAMPLING)
+    assert [(one.ids, one.trained, one.stop) for one in few] == [(one.ids, one.trained, one.stop) for one in usual]
+
+
+def test_those_who_wait_are_answered_together(requests: list[Request]) -> None:
+    sizes = []
+
+    class Counted(Canned):
+        def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+            sizes.append(len(requests))
+            return super().generate(requests, sampling)
+
+    made = run(by(conversation, Counted([40, 41, 42])), requests, SAMPLING)
+    assert len(made) == 15
+    assert sizes == [15]  # Canned ends each turn with a "token"
+
+
+def test_a_later_turn_draws_other_noise_than_the_first(engine: Engine, requests: list[Request]) -> None:
+    drawn: list[list[int]] = []
+
+    def twice(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
+        one, other = generate(prompt.ids), generate(prompt.ids)
+        drawn.append([*one.ids, -1, *other.ids])
+        assert one.ids != other.ids
+        return other.ids, [1] * len(other.ids)
+
+    (made, *_) = run(by(twice, engine), requests[:1], SAMPLING)
+    assert made.ids in [one[one.index(-1) + 1 :] for one in drawn]
+
+
+def test_a_turn_may_be_kept_in_part_and_has_no_more_room_than_the_response(
+    engine: Engine, requests: list[Request]
+) -> None:
+    rooms: list[tuple[int, int]] = []
+
+    def cut(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
+        first = generate(prompt.ids).ids[:2]
+        filler = [50] * (24 - len(first))
+        none, one = generate([*prompt.ids, *first, *filler]), generate([*prompt.ids, *first, *filler[:-1]])
+        rooms.append((len(none.ids), len(one.ids)))
+        return [*first, 50], [1] * len(first) + [0]
+
+    made = run(by(cut, engine), requests[:2], SAMPLING)
+    assert set(rooms) == {(0, 1)}
+    assert {one.stop for one in made} == {"environment"}
+    assert all(len(one.logprobs) == len(one.ids) and one.logprobs[-1] == 0.0 for one in made)
+
+
+def returning(value: Any) -> Callable[..., Any]:
+    def mine(prompt: Prompt, generate: Generate) -> Any:
+        turn = generate(prompt.ids)
+        return value(turn.ids[:9]) if callable(value) else value
+
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "returned a NoneType, not two"),
+        (lambda ids: ids, "things, not two|whole number|returned ids as a int"),
+        (lambda ids: (ids, [1]), "entries of the mask"),
+        (lambda ids: (ids, [2] * len(ids)), "a mask with 2 in it"),
+        (lambda ids: (ids, [0] * len(ids)), "no token that the policy wrote"),
+        (lambda ids: (ids + [50] * 30, [1] * len(ids) + [0] * 30), "over rollout.max_tokens=24"),
+        (lambda ids: ([*ids[:1], 300], [1, 0]), "the token 300, and the model has 259"),
+        (lambda ids: ([*ids[:1], -1], [1, 0]), "the token -1, and the model has 259"),
+        (lambda ids: ("text", [1] * 4), "returned ids with 't' in it"),
+        (lambda ids: (3, [1]), "returned ids as a int, not a list"),
+        (lambda ids: ([50, *ids], [1] * (len(ids) + 1)), "marks token 0 of the response as the policy's"),
+        (lambda ids: ([50, *ids], [0] + [1] * len(ids)), "marks token 1 of the response as the policy's"),
+        (lambda ids: ([*ids, 50], [1] * (len(ids) + 1)), "as the policy's, and generate never wrote it"),
+    ],
+)
+def test_what_a_function_returns_is_held_to_what_was_drawn(
+    engine: Engine, requests: list[Request], value: Any, said: str
+) -> None:
+    function = returning(value)
+    with pytest.raises(Refusal, match=said) as caught:
+        run(by(function, engine), requests[1:2], SAMPLING)
+    (problem,) = caught.value.problems
+    assert problem.where == f"rollout.function {__file__}:mine"
+    assert "rows.jsonl row 1" in problem.why
+    assert "return (ids, trained)" in problem.remedy
+
+
+def test_what_a_function_raises_names_file_line_and_row_and_ends_the_others(
+    engine: Engine, requests: list[Request]
+) -> None:
+    before = set(threading.enumerate())
+
+    def mine(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
+        turn = generate(prompt.ids)
+        if prompt.question.extra_info["row"] == 3:
+            raise KeyError("gone")
+        while True:  # the others are in the middle of something
+            generate([*prompt.ids, *turn.ids[:1]], max_tokens=1)
+
+    with pytest.raises(Refusal, match=r"raised KeyError: 'gone' \(test_rollout_function.py line \d+\), for rows.jsonl"):
+        run(by(mine, engine), requests, SAMPLING)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(HANG)
+        assert not thread.is_alive()
+
+
+def test_generate_continues_the_prompt_and_nothing_else(engine: Engine, requests: list[Request]) -> None:
+    def mine(prompt: Prompt, generate: Generate) -> Any:
+        return generate([1, 2, 3])
+
+    with pytest.raises(Refusal, match="do not begin with the prompt's"):
+        run(by(mine, engine), requests[:1], SAMPLING)
+
+
+def test_a_check_of_the_engine_goes_to_the_engine(engine: Engine) -> None:
+    plain = [Request(ids, key) for key, ids in enumerate(prompts(2))]
+    assert run(by(returning(None), engine), plain, SAMPLING) == run(engine, plain, SAMPLING)
+
+
+def test_the_dry_run_needs_no_model() -> None:
+    prompt = Prompt(question(4), [1, 2, 3])
+    tried = (prompt, 24, [48, 7], lambda text: list(text.encode()), str, 259)
+    line = try_function(give(KEY, straight), *tried)
+    assert line.endswith("straight: 2 tokens of the policy and 0 of the environment, tried on a stand-in")
+    with pytest.raises(Refusal, match=r"returned a NoneType, not two, for rows\.jsonl row 4"):
+        try_function(give(KEY, returning(None)), *tried)
