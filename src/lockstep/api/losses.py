@@ -30,10 +30,6 @@ from lockstep.types import Sums
 Per = Literal["token", "example"]
 LossFunction = Callable[..., "torch.Tensor | Sums"]
 
-# They hold tokens back that are chosen over a whole update, which a call does not see.
-_WHOLE_UPDATE = tuple(name for name, row in LOSSES.items() if row.held is not None)
-_RESPONSES = tuple(name for name in LOSSES if name not in _WHOLE_UPDATE)
-
 
 @dataclass(frozen=True)
 class Chosen:
@@ -76,13 +72,13 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
     if loss == "nll":
         _refuse_unread(loss, settings, ())
         return Chosen(lambda logprobs: nll(logprobs), per or "token", loss)
-    if loss in _RESPONSES:
+    if loss in LOSSES and LOSSES[loss].held is None:
         return Chosen(_of_response(loss, settings), per or "token", loss)
     if loss in preference.LOSSES:
         return Chosen(_of_pair(loss, settings), per or "example", loss)
-    if loss in _WHOLE_UPDATE:
+    if loss in LOSSES:  # it holds tokens back that are chosen over a whole update, which a call does not see
         raise Refusal.at(f"loss {loss}", "chooses tokens over a whole update", "use lockstep.train with algorithm.loss")
-    names = ["nll", *_RESPONSES, *preference.LOSSES]
+    names = ["nll", *(name for name, row in LOSSES.items() if row.held is None), *preference.LOSSES]
     raise Refusal.at(f"loss {loss!r}", "is not known", f"a function, or one of {', '.join(names)}")
 
 
