@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from math import e
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -129,13 +130,15 @@ def test_a_policy_loss(online_file: Path, plug: Plug) -> None:
 
 
 def test_a_policy_loss_of_a_handle(tiny_folder: Path, plug: Plug) -> None:
-    """With log-probs equal to the old ones the ratio is 1, so the sum of losses is the sum of -A."""
+    """Old log-probs one below give the ratio e, of which 1.3 and a tenth of the rest count: 1.3 + 0.1 (e - 1.3)."""
     plug("leaky")
     model = lockstep.load(str(tiny_folder), device="cpu")
-    rollouts = model.sample("Hello", n=2, max_tokens=3)
-    data = [rollout.datum(advantage=a) for rollout, a in zip(rollouts, (0.5, -2.0), strict=True)]
-    mean = -sum(len(r.ids) * a for r, a in zip(rollouts, (0.5, -2.0), strict=True)) / sum(len(r.ids) for r in rollouts)
-    assert model.forward_backward(data, "leaky", clip_high=0.3)["loss"] == pytest.approx(mean, rel=1e-5)
+    rollouts, gained = model.sample("Hello", n=2, max_tokens=3), (0.5, -2.0)
+    said = model.logprobs(rollouts)
+    data = [r.datum(advantage=a, old=own - 1) for r, a, own in zip(rollouts, gained, said, strict=True)]
+    mean = sum(-a * len(own) for a, own in zip(gained, said, strict=True)) / sum(map(len, said))
+    loss = model.forward_backward(data, "leaky", clip_high=0.3)["loss"]
+    assert loss == pytest.approx(mean * (1.3 + 0.1 * (e - 1.3)), rel=1e-5)
     with pytest.raises(lockstep.Refusal, match="sapo_positive"):
         model.forward_backward(data, "leaky", sapo_positive=1.0)
 
