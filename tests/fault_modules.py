@@ -31,6 +31,45 @@ def _in_double(layer: torch.nn.Linear, own: Any, x: torch.Tensor) -> torch.Tenso
     return functional.linear(x.double(), layer.weight.double(), bias).to(x.dtype)
 
 
+def in_parts(scene: Scene) -> None:
+    """What a device does that divides the sums of a product: each half is rounded to the model's precision."""
+    for module in scene.policy.modules():
+        if isinstance(module, torch.nn.Linear):
+            wrap(module, "forward", partial(_in_halves, module))
+
+
+def _in_halves(layer: torch.nn.Linear, own: Any, x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    first = functional.linear(x[..., :half], layer.weight[:, :half], layer.bias)
+    return first + functional.linear(x[..., half:], layer.weight[:, half:])
+
+
+def fused_norms(scene: Scene) -> None:
+    """What fused kernels do: a norm rounds once, at its end."""
+    for module in scene.policy.modules():
+        if isinstance(module, modeling_qwen2.Qwen2RMSNorm):
+            wrap(module, "forward", partial(_fused_norm, module))
+
+
+def fused(scene: Scene) -> None:
+    """Norms, and the MLP between its projections."""
+    fused_norms(scene)
+    for module in scene.policy.modules():
+        if isinstance(module, modeling_qwen2.Qwen2MLP):
+            wrap(module, "forward", partial(_fused_mlp, module))
+
+
+def _fused_norm(norm: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    return (wide * norm.weight.float()).to(x.dtype)
+
+
+def _fused_mlp(mlp: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+    gate, up = mlp.gate_proj(x).float(), mlp.up_proj(x).float()
+    return mlp.down_proj((functional.silu(gate) * up).to(x.dtype))
+
+
 # -- settings and weights
 
 
@@ -63,11 +102,15 @@ def through_bf16(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.bfloat16().float()
 
 
+def through_fp8(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float8_e4m3fn).to(tensor.dtype)
+
+
 def rotary_base(base: float) -> Inject:
     def inject(scene: Scene) -> None:
         rotary = scene.module("model.rotary_emb")
         size = 2 * len(rotary.inv_freq)
-        rotary.inv_freq = 1.0 / base ** (torch.arange(0, size, 2).float() / size)
+        rotary.inv_freq = (1.0 / base ** (torch.arange(0, size, 2).float() / size)).to(rotary.inv_freq.device)
 
     return inject
 
@@ -179,7 +222,7 @@ def plain_attention(
         k, v = (tensor.repeat(1, times, 1, 1) for tensor in (key, value))
     else:
         k, v = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
-    tokens = torch.arange(query.shape[2])
+    tokens = torch.arange(query.shape[2], device=query.device)
     back = tokens[:, None] - tokens[None, :]
     seen = back >= faults.get("from", 0)
     sequence = torch.bucketize(tokens, layout.bounds[1:].long(), right=True)
@@ -191,7 +234,7 @@ def plain_attention(
     scores = scores.masked_fill(~seen, -1e30 if "softmax" not in faults else -1e4)
     kind = faults.get("softmax", torch.float32)
     shares = scores.to(kind).softmax(-1).float()
-    out = shares @ v
+    out = shares.to(v.dtype) @ v
     if "swapped" in faults:
         one, two = faults["swapped"]
         order = list(range(out.shape[1]))
@@ -215,15 +258,18 @@ def bf16_logprobs(scene: Scene) -> None:
     wrap(scene.policy, "forward", forward)
 
 
-def scaled_head(scene: Scene) -> None:
-    class Head:
-        bias = None
+def scaled_head(factor: float) -> Inject:
+    def inject(scene: Scene) -> None:
+        class Head:
+            bias = None
 
-        @property
-        def weight(self) -> torch.Tensor:
-            return 1.01 * scene.module("model.embed_tokens").weight
+            @property
+            def weight(self) -> torch.Tensor:
+                return factor * scene.module("model.embed_tokens").weight
 
-    wrap(scene.policy.causal_lm, "get_output_embeddings", lambda own: Head())
+        wrap(scene.policy.causal_lm, "get_output_embeddings", lambda own: Head())
+
+    return inject
 
 
 # -- the way back

@@ -108,6 +108,18 @@ def lost_micro_batch(scene: Scene) -> None:
     wrap(scene.optimizer, "collect", collect)
 
 
+def summed_in_bf16(scene: Scene) -> None:
+    """The sum over micro-batches is kept in bf16, in the place of fp32."""
+
+    def collect(own: Any) -> None:
+        own()
+        for weight in scene.optimizer.trained.values():
+            if weight.grad is not None:
+                weight.grad = weight.grad.bfloat16().float()
+
+    wrap(scene.optimizer, "collect", collect)
+
+
 def scale_left(scene: Scene) -> None:
     wrap(scene.optimizer, "gradient_norm", lambda own, scale=1.0: own(1.0))
 
@@ -218,6 +230,22 @@ def weights_lost_after(name: str) -> Inject:
             return metrics
 
         wrap(scene.training.models.trained, "optim_step", optim_step)
+
+    return inject
+
+
+def changed_before_next(name: str, factor: float) -> Inject:
+    """When the step is over, something writes to a parameter: a save, a validation, an engine that takes weights."""
+
+    def inject(scene: Scene) -> None:
+        parameter = scene.optimizer.parameters[name]
+
+        def log(own: Any, *args: Any) -> None:
+            own(*args)
+            with torch.no_grad():
+                parameter.mul_(factor)
+
+        wrap(scene.training.run, "log", log)
 
     return inject
 

@@ -15,6 +15,7 @@ import fault_modules as modules
 import fault_updates as updates
 from fault_scene import Inject, Scene, replay_with
 from lockstep.algorithms.advantage import ESTIMATORS
+from lockstep.parity.replay.replay import Replayed
 
 ROOT = "(root)"
 OTHER_BATCHES = ["batch.tokens=200"]
@@ -103,7 +104,7 @@ FORWARD = [
         "dropout left on", modules.output(f"{L1}.mlp", lambda out: functional.dropout(out, 0.1, True)), f"{L1}.mlp"
     ),
     Fault("dropout in training alone", "sft", modules.dropout_while_training(f"{L1}.mlp"), "log-probs"),
-    _module("tied head scaled", modules.scaled_head, ROOT),
+    _module("tied head scaled", modules.scaled_head(1.01), ROOT),
     _module("temperature missing in scoring", modules.scoring(temperature=1.0), ROOT, "grpo"),
     _module("truncation missing in scoring", modules.scoring(truncation=None), ROOT, "grpo-top-p"),
     _module("log-probabilities in bf16", modules.bf16_logprobs, ROOT, "grpo"),
@@ -307,8 +308,10 @@ def name_it(run: Path, fault: Fault) -> Named | None:
         fault.inject(scene)
 
     found = replay_with(run, inject, OTHER_BATCHES)
-    if found is None:
-        return None
+    return None if found is None else named_by(fault, found)
+
+
+def named_by(fault: Fault, found: Replayed) -> Named:
     module, cause = found.module, found.cause
     said = f"{cause.what} {cause.where}" if cause else ""
     rank = module.rank if module else int("rank 1" in said)

@@ -11,7 +11,7 @@ from lockstep.parity.compare.comparison import (
     Finding,
     Metric,
     Noise,
-    Phase,
+    PhaseTimes,
     Power,
     Throughput,
 )
@@ -103,9 +103,9 @@ def example(verdict: str = "out of step") -> Comparison:
             matched_ratio=7.55,
             matched_steps=143,
             phases=[
-                Phase("generation", 95.2, 701.9),
-                Phase("log-probs", 2212.0, 21904.0),
-                Phase("update", 640.0, 598.5),
+                PhaseTimes("generation", 95.2, 701.9),
+                PhaseTimes("log-probs", 2212.0, 21904.0),
+                PhaseTimes("update", 640.0, 598.5),
             ],
             warnings=["mean response lengths differ by 3.1 %: the first ratio compares unequal work"],
         ),

@@ -16,6 +16,7 @@ from lockstep.train.online import train_online
 from preference_rows import METHODS as ROWS
 
 LAYERS = 3
+BF16 = "-bf16"
 
 # Key by key what a recipe has besides the common ones.
 SFT = "batch: {rows_per_update: 8, tokens: 256}"
@@ -29,7 +30,6 @@ algorithm:
   overlong: {{buffer: 8, factor: 0.5}}"""
 RECIPES = {
     "sft": f"method: sft\n{SFT}",
-    "sft-bf16": f"method: sft\n{SFT}",
     "sft-fp16": f"method: sft\n{SFT}",
     "dpo": "method: dpo\nbatch: {rows_per_update: 6, tokens: 512}\npreference: {beta: 0.1}",
     "kto": "method: kto\nbatch: {rows_per_update: 6, tokens: 512}",
@@ -42,7 +42,6 @@ RECIPES = {
     "critic: {lr: 1.0e-3}",
 }
 OWN = {
-    "sft-bf16": ["model.dtype=bf16"],
     "sft-fp16": ["model.dtype=fp16"],
     "dpo": ["optim.lr=1e-4"],
     # Room for two of the sixteen responses, and a few blocks.
@@ -73,11 +72,12 @@ def write_lively(folder: Path) -> Path:
     return folder
 
 
-def record(folder: Path, model: Path, name: str, *, steps: int = 2) -> Path:
-    """The run folder of a short run with a snapshot at every step."""
+def record(folder: Path, model: Path, name: str, *, steps: int = 2, device: str = "cpu") -> Path:
+    """The run folder of a short run with a snapshot at every step. `<recipe>-bf16` is the recipe in bf16."""
     here = folder / name
     here.mkdir(parents=True)
-    text = RECIPES[name]
+    plain = name.removesuffix(BF16)
+    text = RECIPES[plain]
     method = text.split()[1]
     online = method in ONLINE
     if online:
@@ -88,7 +88,7 @@ def record(folder: Path, model: Path, name: str, *, steps: int = 2) -> Path:
     recipe = here / "recipe.yaml"
     recipe.write_text(
         f"""{text}
-device: cpu
+device: {device}
 run: {{name: run, folder: {here / "runs"}, steps: {steps}, export: false}}
 model: {{path: {model}}}
 data: {{train: {train}}}
@@ -97,6 +97,6 @@ tape: {{record: true, every: 1}}
 """,
         encoding="utf-8",
     )
-    settings = load_recipe(str(recipe), OWN.get(name, []))
+    settings = load_recipe(str(recipe), [*OWN.get(plain, []), *(["model.dtype=bf16"] if plain != name else [])])
     (train_online if online else train_offline)(settings, Console.silent())
     return here / "runs" / "run"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lockstep.model import verified
 from lockstep.parity.replay.loop import Replay
 from lockstep.parity.replay.replay import Replayed, replay
 from lockstep.parity.replay.show import first_divergence
@@ -55,3 +57,54 @@ def test_a_fault_on_the_device_is_named(tmp_path: Path, model: Path, monkeypatch
     assert found.module.module == "model.layers.1.mlp.down_proj"
     assert found.operator is not None
     assert (found.operator.side, found.operator.operator) == ("replay", "aten._to_copy")
+
+
+def test_a_wrong_fused_norm_is_held_against_the_whole_norm(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right when it is tried at load, wrong afterwards; the operator is named, not the first part of a plain norm."""
+    import torch_npu
+
+    run = record(tmp_path, model, "sft", steps=1)
+    restore, right = Replay.restore, torch_npu.npu_rms_norm
+
+    def broken(self: Replay, training: Training, step: int) -> None:
+        restore(self, training, step)
+        # Every norm: the first one in the order of execution is named.
+        monkeypatch.setattr(torch_npu, "npu_rms_norm", lambda x, w, epsilon: right(x, w, epsilon=1e4 * epsilon))
+
+    monkeypatch.setattr(Replay, "restore", broken)
+    found = on_device(run)
+    assert found.module is not None
+    assert found.module.module == "model.layers.0.input_layernorm"
+    where = found.operator
+    assert where is not None
+    assert (where.side, where.operator) == ("replay", "npu.npu_rms_norm")
+    assert "the clean module runs aten.pow.Tensor_Scalar, ... and aten.mul.Tensor" in where.why
+    assert where.script is not None
+    assert "torch.ops.npu.npu_rms_norm.default(given[0], given[1], 0.01" in Path(where.script).read_text()
+
+
+def test_a_wrong_attention_kernel_is_named_by_the_replay(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong from the start, so that the check at load sees it."""
+    import torch_npu
+
+    run = record(tmp_path, model, "sft", steps=1)
+    right = torch_npu.npu_fusion_attention
+
+    def strong(*args: Any, scale: float, **more: Any) -> Any:
+        return right(*args, scale=1.1 * scale, **more)
+
+    monkeypatch.setattr(torch_npu, "npu_fusion_attention", strong)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    verified._here.cache_clear()
+    found = on_device(run)
+    verified._here.cache_clear()
+    assert "its attention kernel npu_fusion is wrong" in found.remarks[0]
+    assert found.module is not None
+    assert found.module.module == "model.layers.0.self_attn"
+    assert found.operator is not None
+    assert found.operator.operator == "npu.npu_fusion_attention"
+    assert on_device(run, "model.attention=sdpa").in_step

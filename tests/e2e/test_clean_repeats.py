@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import clean_bf16
+from clean_bf16 import Repeat
 from fault_modules import other_arithmetic
-from fault_scene import Inject, replay_with
+from fault_scene import replay_with
 from lockstep.parity.replay.checks import Check
 from lockstep.parity.replay.loop import Mode
 from taped_runs import record, write_lively
 
 # The tapes are recorded once, so one worker runs all of them.
 pytestmark = pytest.mark.xdist_group("clean repeats")
-
-
-def as_it_is(scene: object) -> None:
-    """Nothing is put into the replay."""
-
-
-@dataclass(frozen=True)
-class Repeat:
-    recipe: str
-    how: str
-    words: tuple[str, ...] = ()
-    threads: int = 1
-    inject: Inject = as_it_is
 
 
 HOW: dict[str, dict[str, object]] = {
@@ -48,12 +36,12 @@ REPEATS = [
     *(Repeat(recipe, "transformers' engine", ("rollout.engine=hf",)) for recipe in ("grpo", "ppo")),
 ]
 QUICK = {
-    ("sft", "small micro-batches"),
-    ("sft", "padded by two"),
-    ("dpo", "other rounding"),
-    ("grpo", "other rounding"),
-    ("grpo", "transformers' engine"),
-    ("ppo", "padded one by one"),
+    "sft-small-micro-batches",
+    "sft-padded-by-two",
+    "dpo-other-rounding",
+    "grpo-other-rounding",
+    "grpo-transformers'-engine",
+    "ppo-padded-one-by-one",
 }
 
 
@@ -83,21 +71,36 @@ def worst() -> Iterator[dict[tuple[str, str], Check]]:
     print()
 
 
-def _parameter(repeat: Repeat) -> object:
-    marks = () if (repeat.recipe, repeat.how) in QUICK else pytest.mark.slow
-    return pytest.param(repeat, id=f"{repeat.recipe}-{repeat.how}".replace(" ", "-"), marks=marks)
+def _parameters(repeats: Iterable[Repeat], quick: set[str]) -> list[object]:
+    return [
+        pytest.param(repeat, id=repeat.name, marks=() if repeat.name in quick else pytest.mark.slow)
+        for repeat in repeats
+    ]
 
 
 def test_there_are_fifty() -> None:
-    assert len({(repeat.recipe, repeat.how) for repeat in REPEATS}) == 50
-    assert {(repeat.recipe, repeat.how) for repeat in REPEATS} >= QUICK
+    for repeats, quick in ((REPEATS, QUICK), (clean_bf16.REPEATS, clean_bf16.QUICK)):
+        names = {repeat.name for repeat in repeats}
+        assert len(names) == 50
+        assert names >= quick
 
 
-@pytest.mark.parametrize("repeat", [_parameter(repeat) for repeat in REPEATS])
+@pytest.mark.parametrize("repeat", _parameters(REPEATS, QUICK))
 @pytest.mark.parametrize("mode", ["forced", "chained"])
 def test_a_clean_repeat_raises_no_alarm(
     repeat: Repeat, mode: Mode, tape: Callable[[str], Path], worst: dict[tuple[str, str], Check]
 ) -> None:
+    _repeat(repeat, mode, tape, worst)
+
+
+@pytest.mark.parametrize("repeat", _parameters(clean_bf16.REPEATS, clean_bf16.QUICK))
+def test_a_clean_repeat_in_bf16_raises_no_alarm(
+    repeat: Repeat, tape: Callable[[str], Path], worst: dict[tuple[str, str], Check]
+) -> None:
+    _repeat(repeat, "forced", tape, worst)
+
+
+def _repeat(repeat: Repeat, mode: Mode, tape: Callable[[str], Path], worst: dict[tuple[str, str], Check]) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(repeat.threads)
     try:

@@ -169,8 +169,7 @@ def test_keys_bound_what_is_on_disk(tiny_folder: Path, tmp_path: Path) -> None:
     assert {file.name for file in tape.path.iterdir()} == {
         "tape.json",
         *(f"step_00000{step}.{end}" for step in range(1, 5) for end in ("safetensors", "rows.parquet")),
-        "weights_000001.safetensors",
-        "weights_000004.safetensors",
+        *(f"{kind}_00000{step}.safetensors" for step in (1, 4) for kind in ("weights", "left")),
     }
     for step in range(1, 5):
         record = tape.read_step(step)
@@ -356,9 +355,9 @@ import lockstep.parity.replay.loop as script
 restore = script.Replay.restore
 
 
-def faulty(self, session, step):
-    restore(self, session, step)
-    session.learner.module.causal_lm.model.layers[1].input_layernorm.variance_epsilon = 1.0
+def faulty(self, training, step):
+    restore(self, training, step)
+    training.models.module.causal_lm.model.layers[1].input_layernorm.variance_epsilon = 1.0
 
 
 script.Replay.restore = faulty

@@ -77,7 +77,7 @@ def test_rollouts_come_in_order_whatever_was_finished_first() -> None:
     prompts, judge, phases, advanced = [prompt(n) for n in range(3)], Judge(), Phases(), []
     engine = Script(MIXED)
     made = collect(engine, judge, prompts, [70, 71, 72], 2, SAMPLING, World(), decode, phases, advanced.append)
-    assert engine.requests == [Request([n] * 3, 70 + n, 2) for n in range(3)]
+    assert engine.requests == [Request([n] * 3, 70 + n, 2, question=prompts[n].question) for n in range(3)]
     assert [(r.place, r.sample) for r in made] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert [r.prompt for r in made] == [prompts[0], prompts[0], prompts[1], prompts[1], prompts[2], prompts[2]]
     assert [r.text for r in made] == ["0-0-9", "0-1-9", "1-0-9", "1-1-9", "2-0-9", "2-1-9"]
@@ -134,7 +134,7 @@ def test_a_rank_generates_its_share_and_gets_everything() -> None:
     prompts, judge = [prompt(n) for n in range(3)], Judge()
     engine = Script([(1, 0), (0, 0)])
     made = collect(engine, judge, prompts, [5, 6, 7], 1, SAMPLING, TwoRanks(0, 2), decode, Phases())
-    assert engine.requests == [Request([0] * 3, 5, 1), Request([2] * 3, 7, 1)]
+    assert engine.requests == [Request([n] * 3, 5 + n, 1, question=prompts[n].question) for n in (0, 2)]
     # The engine's request 1 is prompt 2.
     assert judge.judged == [("2", "1-0-9"), ("0", "0-0-9")]
     assert [(r.place, r.text) for r in made] == [(0, "0-0-9"), (1, "other"), (2, "1-0-9")]

@@ -8,7 +8,18 @@ import math
 import pytest
 import torch
 
-from lockstep.tape.digest import BLOCKS, LENGTH, SKETCH, STATISTICS, block_of, digest, distance, distances, relative
+from lockstep.tape.digest import (
+    BLOCKS,
+    LENGTH,
+    SHORT,
+    SKETCH,
+    STATISTICS,
+    block_of,
+    digest,
+    distance,
+    distances,
+    relative,
+)
 
 SHAPES = [(7,), (1,), (64, 3), (8, 128), (33, 257), (5, 6, 32), (2, 3, 4, 16), (1, 512)]
 
@@ -134,6 +145,6 @@ def test_a_share_of_the_larger_tensor_or_of_the_floor() -> None:
 
 def test_signs_never_change() -> None:
     """A tape outlives the version that wrote it: the projection of a counting tensor, as it was first recorded."""
-    sketch = digest(torch.arange(6.0).reshape(2, 3))[len(STATISTICS) :].reshape(BLOCKS, SKETCH)
+    sketch = digest(torch.arange(6.0).reshape(2, 3))[len(STATISTICS) : SHORT].reshape(BLOCKS, SKETCH)
     assert sketch[:2].tolist() == [[3.0, -1.0, 3.0, -1.0], [6.0, 4.0, 12.0, -4.0]]
     assert sketch[2:].abs().sum() == 0

@@ -17,7 +17,7 @@ from conftest import lockstep
 from lockstep.doctor import ascend, facts
 from lockstep.doctor.check import examine
 from lockstep.doctor.facts import MINIMUM, PYTHON, choose_device, gather
-from lockstep.doctor.machine import CommandOutput, ThisMachine
+from lockstep.doctor.machine import CommandOutput, Machine
 from lockstep.doctor.report import as_json, plain_lines, table_lines
 from lockstep.doctor.stacks import FILE, known_stacks, older, pins_text, release, satisfies, stack_named
 from lockstep.errors import Refusal
@@ -278,7 +278,7 @@ def test_the_command_works_when_torch_does_not(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert {row["name"] for row in json.loads(done.stdout)["rows"]} >= {"python", "torch", "disk", "known stack"}
     broken = lockstep("doctor", "--device", "npu", **without_torch(tmp_path))
-    assert broken.returncode == (0 if ThisMachine().version("torch_npu") else 1), broken.stdout
+    assert broken.returncode == (0 if Machine().version("torch_npu") else 1), broken.stdout
 
 
 def test_pins_and_refusals_of_the_command(tmp_path: Path) -> None:
@@ -301,15 +301,15 @@ def test_help_does_not_load_the_doctor() -> None:
 def test_this_machine_shows_the_user_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     # lockstep sets this one itself, in the running process only.
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    monkeypatch.setattr(ThisMachine, "read", lambda self, path: "HOME=/root\0PATH=/bin\0")
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in ThisMachine().variables
-    monkeypatch.setattr(ThisMachine, "read", lambda self, path: "TORCH_DEVICE_BACKEND_AUTOLOAD=0\0PATH=/bin\0")
-    assert ThisMachine().variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+    monkeypatch.setattr(Machine, "read", lambda self, path: "HOME=/root\0PATH=/bin\0")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in Machine().variables
+    monkeypatch.setattr(Machine, "read", lambda self, path: "TORCH_DEVICE_BACKEND_AUTOLOAD=0\0PATH=/bin\0")
+    assert Machine().variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
 
 
 def test_a_command_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThisMachine, "seconds", 0.2)
-    answer = ThisMachine().run("sleep", "1800")
+    monkeypatch.setattr(Machine, "seconds", 0.2)
+    answer = Machine().run("sleep", "1800")
     assert answer is not None
     assert answer.status == 124
-    assert ThisMachine().run("no-such-command-here") is None
+    assert Machine().run("no-such-command-here") is None

@@ -152,8 +152,9 @@ def test_nothing_scored_is_an_empty_experience(baselines: dict[int, float] | Non
 
 def with_turns() -> list[Rollout]:
     """Two turns of the policy around one of an environment; then one that ends with the environment's."""
+    early = ((1, 0.3), (3, 0.4))
     return [
-        rollout(0, [10, 90, 91, 11, 12], 1.0, logprobs=[-0.1, 0, 0, -0.2, -0.3], trained=[1, 0, 0, 1, 1]),
+        rollout(0, [10, 90, 91, 11, 12], 1.0, logprobs=[-0.1, 0, 0, -0.2, -0.3], trained=[1, 0, 0, 1, 1], earned=early),
         rollout(1, [13, 14, 92], 0.5, logprobs=[-0.4, -0.5, 0], trained=[1, 1, 0], earned=((0, 0.1), (2, 0.2))),
     ]
 
@@ -168,7 +169,7 @@ def test_what_an_environment_wrote_is_seen_and_not_trained() -> None:
     assert experience.last_K.tolist() == [2, 4]
     assert experience.tokens_of(slice(1, 2)) == slice(3, 5)
     # A share that was earned in the environment's turn is the policy's last token's before it.
-    assert experience.earned_K.tolist() == pytest.approx([0, 0, 0, 0.1, 0.2])
+    assert experience.earned_K.tolist() == pytest.approx([0.3, 0.4, 0, 0.1, 0.2])
     assert sum(e.targets for e in experience.examples) == len(experience.sequence_K)
 
 

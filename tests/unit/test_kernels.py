@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.kernels.layout import make_layout
-from lockstep.kernels.logprob import Head, plain_token_scores, token_logprobs, token_scores
+from lockstep.kernels.logprob import Head, plain_token_scores, token_scores
 from lockstep.kernels.varlen import varlen_attention
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_chunked_logprobs_equal_plain_cross_entropy(temperature, positions, with
     targets = torch.randint(300, (50,))
     inputs = [t for t in (hidden, weight, bias) if t is not None]
     head = Head(weight, bias)
-    chunked = token_logprobs(hidden, head, targets, temperature=temperature, chunk_bytes=4 * 300 * positions)
+    chunked = token_scores(hidden, head, targets, temperature=temperature, chunk_bytes=4 * 300 * positions).logprobs_K
     logits = (hidden @ weight.T + (bias if with_bias else 0)) / temperature
     theirs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     torch.testing.assert_close(chunked, theirs, rtol=1e-6, atol=1e-5)
@@ -118,7 +118,7 @@ def test_chunked_entropies_equal_plain_ones_with_their_gradients(temperature, po
 def test_chunked_logprobs_can_be_differentiated_twice():
     """The first backward uses up the logits that the forward kept; a second one computes them again."""
     hidden, weight = torch.randn(10, 4, requires_grad=True), torch.randn(30, 4, requires_grad=True)
-    logprobs = token_logprobs(hidden, Head(weight), torch.randint(30, (10,)), chunk_bytes=4 * 30 * 5).sum()
+    logprobs = token_scores(hidden, Head(weight), torch.randint(30, (10,)), chunk_bytes=4 * 30 * 5).logprobs_K.sum()
     first = torch.autograd.grad(logprobs, [hidden, weight], retain_graph=True)
     second = torch.autograd.grad(logprobs, [hidden, weight])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -127,8 +127,8 @@ def test_chunked_logprobs_can_be_differentiated_twice():
 def test_logprob_by_hand():
     # Two words, logits (0, ln 3): probabilities 1/4 and 3/4.
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [torch.log(torch.tensor(3.0))]])
-    assert token_logprobs(hidden, Head(weight), torch.tensor([1])).item() == pytest.approx(-0.287682, abs=1e-6)
-    assert token_logprobs(hidden, Head(weight), torch.tensor([0])).item() == pytest.approx(-1.386294, abs=1e-6)
+    assert token_scores(hidden, Head(weight), torch.tensor([1])).logprobs_K.item() == pytest.approx(-0.287682, abs=1e-6)
+    assert token_scores(hidden, Head(weight), torch.tensor([0])).logprobs_K.item() == pytest.approx(-1.386294, abs=1e-6)
 
 
 def test_large_vocabulary_never_holds_all_logits():
@@ -138,19 +138,19 @@ def test_large_vocabulary_never_holds_all_logits():
 
     script = """
 import torch
-from lockstep.kernels.logprob import Head, token_logprobs, plain_token_scores
+from lockstep.kernels.logprob import Head, token_scores, plain_token_scores
 import sys
 torch.set_num_threads(1)
 hidden = torch.randn(512, 16, requires_grad=True); weight = torch.randn(151936, 16, requires_grad=True)
 targets = torch.randint(151936, (512,))
-token_logprobs(hidden[:4], Head(weight), targets[:4], chunk_bytes=2**20).sum().backward()
+token_scores(hidden[:4], Head(weight), targets[:4], chunk_bytes=2**20).logprobs_K.sum().backward()
 def status(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
 # The peak from here on: what importing took at its highest must not hide it.
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS:")
 if sys.argv[1] == "chunked":
-    token_logprobs(hidden, Head(weight), targets, chunk_bytes=8 * 2**20).sum().backward()
+    token_scores(hidden, Head(weight), targets, chunk_bytes=8 * 2**20).logprobs_K.sum().backward()
 else:
     plain_token_scores(hidden, Head(weight), targets).logprobs_K.sum().backward()
 print((status("VmHWM:") - before) / 1024)

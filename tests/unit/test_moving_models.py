@@ -34,7 +34,7 @@ def test_a_process_model_judges_a_row_beside_a_longer_one_as_alone(
     folder = write_model(tmp_path / "model", MOVING[kind](), tiny_folder)
     (folder / PROCESS).write_text(json.dumps({"placeholder": "~", "tokens": ["+", "-"]}), encoding="utf-8")
     model = load_process_model(str(folder), CPU)
-    mark = model.writer.marks.place
+    mark = model.writer.marks.placeholder_id
     short, long = [*range(3, 12), mark, *range(5), mark], [*[7 + i % 50 for i in range(FIXED + 15)], mark]
     (alone,) = model.judge([short])
     beside, longer = model.judge([short, long])

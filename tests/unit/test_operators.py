@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 from lockstep.data.batching import micro_batch
+from lockstep.parity.replay.listen import Heard, hear
 from lockstep.parity.replay.operators import Culprit, in_double, other_code, wrong_kernel
-from lockstep.parity.replay.oplog import Heard, Operator, hear
+from lockstep.parity.replay.oplog import Operator
 from lockstep.parity.replay.tolerance import TOLERANCES, tolerance_of
 from lockstep.recipe.schema import Lora
 from lockstep.types import Example, MicroBatch, Origin
@@ -213,7 +214,8 @@ def test_a_missing_cast(clean: Model, x: torch.Tensor) -> None:
     with_cast.block.cast = torch.bfloat16
     culprit = other_code(calls(clean, x), calls(with_cast, x), FP32)
     assert culprit is not None
-    assert culprit.call.name == "aten._to_copy"
+    assert culprit.call.name == "aten.mul.Tensor"
+    torch.testing.assert_close(culprit.expected, culprit.actual.bfloat16().float(), rtol=0, atol=0)
     assert "the clean module runs aten._to_copy here, this one does not" in culprit.why
 
 

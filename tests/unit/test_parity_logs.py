@@ -441,6 +441,19 @@ def test_wandb_records_over_blocks_and_typed_numbers(tmp_path: Path) -> None:
     assert curve(log, "train/loss") == {1: 0.25, 2: 0.5, 3: 0.75}
 
 
+def test_a_damaged_wandb_record_is_named_by_its_number(tmp_path: Path) -> None:
+    def record(content: bytes) -> bytes:
+        return struct.pack("<IHB", CHECKSUM, len(content), 1) + content
+
+    step = message((2, 2, b"global_step"), (5, 0, varint(2)))
+    good = message((2, 2, message((1, 2, step))))
+    broken = message((2, 2, b"\x0a\x7f"))  # a history whose first item is longer than all that is left
+    path = tmp_path / "run.wandb"
+    path.write_bytes(b":W&B\xe1\xbe\x00" + record(good) + record(good) + record(broken))
+    with pytest.raises(Refusal, match=r"run\.wandb record 3: not a record of this kind"):
+        read_log(str(path))
+
+
 # Names ---------------------------------------------------------------------------------------------------------------
 
 

@@ -251,7 +251,7 @@ def run(folder: Path, a: dict[int, float], b: dict[int, float], *options: str) -
 def test_a_count_from_zero_is_proposed_and_not_applied(tmp_path: Path) -> None:
     from_zero = {step - 1: value for step, value in NOISY.items()}
     found = compare(log(NOISY), log(from_zero, "b"))
-    # Noise one step late, without repeats: no finding, and over the bar.
+    # One step late, without repeats, and this curve's neighbouring moves hardly go against each other: no finding.
     assert found.verdict == "cannot tell"
     (remark,) = found.remarks
     assert "the curves agree clearly best with B's steps moved by +1 (mean error 0 % over 100 steps; as they" in remark

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 
-from lockstep.data.prepare.preferences import BRIEF, WORKED, Asked, _pair_row, write_preferences
+from lockstep.data.prepare.preferences import BRIEF, WORKED, RequestedSum, _pair_row, write_preferences
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
@@ -53,12 +53,12 @@ def assistant(text: str) -> list[dict]:
 )
 def test_pairs_by_hand(numbers: tuple[int, ...], brief: str, worked: str) -> None:
     question = f"What is {' + '.join(map(str, numbers))}?"
-    assert _pair_row(Asked(numbers, BRIEF)) == {
+    assert _pair_row(RequestedSum(numbers, BRIEF)) == {
         "prompt": user(f"{question} Be brief."),
         "chosen": assistant(brief),
         "rejected": assistant(worked),
     }
-    assert _pair_row(Asked(numbers, WORKED)) == {
+    assert _pair_row(RequestedSum(numbers, WORKED)) == {
         "prompt": user(f"{question} Show the work."),
         "chosen": assistant(worked),
         "rejected": assistant(brief),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from lockstep.errors import Refusal
 from lockstep.functions import give
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
-from lockstep.rollout.engine import Engine
+from lockstep.rollout.engine import Engine, SharedWeights
 from lockstep.rollout.function import KEY, Canned, FunctionEngine, Generate, try_function
 from lockstep.rollout.hf import HfEngine
 from lockstep.types import Completion, Example, Origin, Prompt, Question, Request, Sampling
@@ -106,12 +105,25 @@ def test_turns_are_masked_and_scored_as_the_trainer_scores_them(
 def test_the_order_of_threads_changes_nothing(
     engine: Engine, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def uneven(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
-        threading.Event().wait(random.random() / 50)
+    class Watched(SharedWeights):
+        instead = ""
+
+        def __init__(self) -> None:
+            self.asked: list[list[int]] = []
+
+        def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+            self.asked.append([request.key for request in requests])
+            return engine.generate(requests, sampling)
+
+    def reversed_order(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
+        threading.Event().wait((5 - prompt.question.extra_info["row"]) / 50)
         return conversation(prompt, generate)
 
     usual = run(by(conversation, engine), requests, SAMPLING)
-    assert run(by(uneven, engine), requests, SAMPLING) == usual
+    watched = Watched()
+    assert run(by(reversed_order, watched), requests, SAMPLING) == usual
+    # A batch in another order may round otherwise on some devices.
+    assert watched.asked[0] == [100 + row for row in range(5) for _ in range(3)]
     # Fewer at a time are other batches, whose rounding may differ; tokens and masks may not.
     monkeypatch.setattr("lockstep.rollout.function.SIDE_BY_SIDE", 2)
     few = run(by(conversation, engine), requests, SAMPLING)

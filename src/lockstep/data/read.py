@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lockstep.data.formats import Parsed, parse, read_parquet
+from lockstep.data.formats import parse, read_parquet
 from lockstep.data.own_reader import read_own
 from lockstep.data.rowset import (
     ArrowFile,
@@ -39,7 +39,6 @@ from lockstep.data.rowset import (
 )
 from lockstep.errors import Refusal, missing_extra
 from lockstep.run.files import checksum
-from lockstep.types import Origin
 
 __all__ = ["FileInfo", "LineOrigin", "RowSet", "read_rows"]
 
@@ -111,22 +110,13 @@ def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> Ro
             problems.add(file.name, "has no rows")
         return None
     groups = group_rows(parsed.rows)
-    for number, why in disagreements(groups, lambda number: _say(parsed, number)):
-        where = _origin(file.name, parsed, number)
-        problems.add(where, why, "every row needs the same columns and kinds; null is allowed anywhere")
+    found = TextFile(FileInfo(file.name, len(parsed.rows), size, sha256), merged(groups), parsed.rows, parsed.lines)
+    for number, why in disagreements(groups, lambda number: str(found.origin(number)).removeprefix(f"{file.name} ")):
+        remedy = "every row needs the same columns and kinds; null is allowed anywhere"
+        problems.add(found.origin(number), why, remedy)
     if problems.count == before and not groups[0].shape:
         problems.add(file.name, "has rows without any column")
-    if problems.count > before:
-        return None
-    return TextFile(FileInfo(file.name, len(parsed.rows), size, sha256), merged(groups), parsed.rows, parsed.lines)
-
-
-def _origin(name: str, parsed: Parsed, number: int) -> Origin:
-    return Origin(name, number) if parsed.lines is None else LineOrigin(name, parsed.lines[number])
-
-
-def _say(parsed: Parsed, number: int) -> str:
-    return f"row {number}" if parsed.lines is None else f"line {parsed.lines[number]}"
+    return found if problems.count == before else None
 
 
 def _check_agreement(parts: list[RowFile], problems: Problems) -> None:

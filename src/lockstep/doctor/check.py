@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lockstep.doctor import judge_machine, judge_packages
-from lockstep.doctor.facts import Diagnosis, Facts, choose_device, gather
-from lockstep.doctor.machine import Machine, ThisMachine
+from lockstep.doctor.facts import Diagnosis, MachineFacts, choose_device, gather
+from lockstep.doctor.machine import Machine
 from lockstep.doctor.report import Report, as_json, make_rows, show
 from lockstep.doctor.stacks import pins_text, stack_named
 from lockstep.errors import Refusal
@@ -25,7 +25,7 @@ def run_doctor(device: str | None, json_wanted: bool, pins: str | None) -> int:
     if pins is not None:
         print(pins_text(stack_named(pins)), end="")
         return 0
-    report = examine(ThisMachine(), device)
+    report = examine(Machine(), device)
     if json_wanted:
         print(as_json(report))
     else:
@@ -33,6 +33,6 @@ def run_doctor(device: str | None, json_wanted: bool, pins: str | None) -> int:
     return 0 if report.healthy else 1
 
 
-def judge(facts: Facts, device: str) -> list[Diagnosis]:
+def judge(facts: MachineFacts, device: str) -> list[Diagnosis]:
     judgements = (*judge_packages.JUDGEMENTS, *judge_machine.ON_ANY, *judge_machine.ON.get(device, ()))
     return [finding for judgement in judgements for finding in judgement(facts, device)]

@@ -121,7 +121,7 @@ NAMES = (
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     system: str
     architecture: str
     python: str
@@ -153,8 +153,8 @@ class Facts:
         return bool(self.nvidia.gpus)
 
 
-def gather(machine: Machine) -> Facts:
-    return Facts(
+def gather(machine: Machine) -> MachineFacts:
+    return MachineFacts(
         system=machine.system,
         architecture=machine.architecture,
         python=machine.python,
@@ -181,7 +181,7 @@ def _compiler(machine: Machine) -> str | None:
     return answer.text.splitlines()[0] if answer is not None and answer.text.strip() else None
 
 
-def choose_device(facts: Facts) -> tuple[str, str]:
+def choose_device(facts: MachineFacts) -> tuple[str, str]:
     """What `device: auto` takes as far as can be told without torch, and why."""
     if facts.npu_count and "torch_npu" in facts.packages:
         return "npu", f"auto: torch_npu, and Ascend devices: {facts.npu_count}"
@@ -208,7 +208,7 @@ class Diagnosis:
 
 
 # The facts and the chosen device, to what is wrong.
-Examination = Callable[[Facts, str], Iterator[Diagnosis]]
+Examination = Callable[[MachineFacts, str], Iterator[Diagnosis]]
 
 
 def warning(row: str, why: str, remedy: str) -> Diagnosis:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lockstep.doctor.ascend import go_together
-from lockstep.doctor.facts import PYTHON, Diagnosis, Examination, Facts, broken, warning
+from lockstep.doctor.facts import PYTHON, Diagnosis, Examination, MachineFacts, broken, warning
 from lockstep.doctor.stacks import cann_fits, canns_for, driver_for, older, release
 
 GIB = 2**30
 
 
-def python_is_supported(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def python_is_supported(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     minor = ".".join(facts.python.split(".")[:2])
     oldest, newest = PYTHON
     if older(minor, oldest) or older(newest, minor):
@@ -22,12 +22,12 @@ def python_is_supported(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def compiler_for_kernels(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def compiler_for_kernels(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     if facts.compiler is None:
         yield warning("compiler", "no gcc: Triton compiles a small launcher with it", "install gcc")
 
 
-def disk_has_room(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def disk_has_room(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     free, total = facts.disk.free, facts.disk.total
     where = f"{free / GIB:.1f} GiB of {total / GIB:.0f} GiB are free in this folder"
     if free < GIB:
@@ -38,7 +38,7 @@ def disk_has_room(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def extensions_are_fresh(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def extensions_are_fresh(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     for extension in facts.extensions:
         if extension.locked:
             yield warning(
@@ -57,7 +57,7 @@ def extensions_are_fresh(facts: Facts, device: str) -> Iterator[Diagnosis]:
 DOWNLOAD = "the driver and firmware package (HDK) of this device"
 
 
-def devices_answer(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def devices_answer(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     if facts.npu.state == "absent" and not facts.npu_nodes:
         yield broken(
             "npu-smi",
@@ -78,7 +78,7 @@ def devices_answer(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def devices_are_healthy(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def devices_are_healthy(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     for number, chip in enumerate(facts.npu.chips):
         if chip.health.lower() == "ok":
             continue
@@ -90,7 +90,7 @@ def devices_are_healthy(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def cann_is_loaded(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def cann_is_loaded(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     if facts.cann is None:
         yield broken("CANN", "not found", "install the toolkit and the kernels of this device, and source set_env.sh")
     elif not _loader_knows(facts, facts.cann.path):
@@ -101,7 +101,7 @@ def cann_is_loaded(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def _loader_knows(facts: Facts, folder: str) -> bool:
+def _loader_knows(facts: MachineFacts, folder: str) -> bool:
     search_path = facts.variables.get("LD_LIBRARY_PATH", "")
     return folder in search_path or names_cann(search_path)
 
@@ -114,7 +114,7 @@ def _set_env(folder: str) -> str:
     return folder.removesuffix("/latest") + "/set_env.sh"
 
 
-def cann_fits_torch_npu(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def cann_fits_torch_npu(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     torch_npu = facts.packages.get("torch_npu")
     if facts.cann is None or torch_npu is None:
         return
@@ -132,7 +132,7 @@ def cann_fits_torch_npu(facts: Facts, device: str) -> Iterator[Diagnosis]:
     )
 
 
-def driver_fits_cann(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def driver_fits_cann(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     driver = driver_version(facts)
     if facts.cann is None or driver is None:
         return
@@ -153,13 +153,13 @@ def driver_fits_cann(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def driver_version(facts: Facts) -> str | None:
+def driver_version(facts: MachineFacts) -> str | None:
     if facts.npu.driver is not None:
         return facts.npu.driver
     return facts.driver.version if facts.driver is not None else None
 
 
-def firmware_fits_driver(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def firmware_fits_driver(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     for card, board in facts.npu.boards.items():
         if board.compatibility not in (None, "OK"):
             yield broken(
@@ -179,7 +179,7 @@ LAST_PORT, PORTS = 65535, 16
 """HCCL listens on this many ports from its first one on."""
 
 
-def nvidia_answers(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def nvidia_answers(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     if facts.nvidia.state == "absent":
         yield broken(
             "nvidia-smi",
@@ -194,14 +194,14 @@ def nvidia_answers(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def ray_sets_devices(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def ray_sets_devices(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     if facts.variables.get(NOSET, "0") not in ("", "0"):
         yield warning(
             NOSET, "Ray then gives every worker all devices: invalid device, or all on the first one", f"unset {NOSET}"
         )
 
 
-def visible_devices_exist(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def visible_devices_exist(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     count = {"npu": facts.npu_count, "cuda": len(facts.nvidia.gpus)}.get(device, 0)
     variable = VISIBLE.get(device, "")
     named = facts.variables.get(variable)
@@ -227,7 +227,7 @@ def visible_devices_exist(facts: Facts, device: str) -> Iterator[Diagnosis]:
     # Other words are names of devices (GPU-...), which only the driver can tell.
 
 
-def segments_can_sleep(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def segments_can_sleep(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     if "vllm" not in facts.packages:
         return
     for variable in expandable(facts.variables, device):
@@ -245,7 +245,7 @@ def expandable(variables: Mapping[str, str], device: str) -> Iterator[str]:
             yield variable
 
 
-def weights_keep_their_layout(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def weights_keep_their_layout(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     if "vllm-ascend" in facts.packages and facts.variables.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0":
         yield warning(
             "VLLM_ASCEND_ENABLE_NZ",
@@ -254,7 +254,7 @@ def weights_keep_their_layout(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def ports_are_valid(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def ports_are_valid(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     first = facts.variables.get("HCCL_IF_BASE_PORT")
     if first is None:
         return
@@ -266,7 +266,7 @@ def ports_are_valid(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def not_blocking(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def not_blocking(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     if facts.variables.get("ASCEND_LAUNCH_BLOCKING") == "1":
         yield warning(
             "ASCEND_LAUNCH_BLOCKING",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lockstep.doctor.facts import MINIMUM, Diagnosis, Examination, Facts, broken, installed_packages, warning
+from lockstep.doctor.facts import MINIMUM, Diagnosis, Examination, MachineFacts, broken, installed_packages, warning
 from lockstep.doctor.machine import AUTOLOAD, Machine
 from lockstep.doctor.stacks import older, release
 from lockstep.errors import Problem
@@ -41,7 +41,7 @@ NEW_ENVIRONMENT = (
 )
 
 
-def core_is_there(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def core_is_there(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     foreign = belongs_to_another(facts.packages, device)
     for name, least in MINIMUM.items():
         version = facts.packages.get(name)
@@ -62,7 +62,7 @@ def belongs_to_another(packages: Mapping[str, str], device: str) -> bool:
     return ascend and any(name in packages and older(packages[name], least) for name, least in MINIMUM.items())
 
 
-def torch_fits_torch_npu(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def torch_fits_torch_npu(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     finding = torch_mismatch(facts.packages, device)
     if finding is not None:
         yield finding
@@ -87,7 +87,7 @@ def _same_torch(torch: str, torch_npu: str) -> str:
     return remedy if older(torch_npu, MINIMUM["torch"]) else f"{remedy}, or torch=={torch_npu}"
 
 
-def torch_npu_can_load(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def torch_npu_can_load(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     torch_npu = facts.packages.get("torch_npu")
     if torch_npu is None:
         if device == "npu":
@@ -108,7 +108,7 @@ def torch_npu_can_load(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def engines_match(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def engines_match(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     vllm, plugin = facts.packages.get("vllm"), facts.packages.get("vllm-ascend")
     if plugin is None:
         if vllm is not None and device == "npu":
@@ -136,7 +136,7 @@ def _same(version: str) -> str:
     return f"install vLLM and vllm-ascend {version} together (lockstep doctor --pins NAME shows how)"
 
 
-def one_triton(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def one_triton(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     triton, ascend = facts.packages.get("triton"), facts.packages.get("triton-ascend")
     if triton is None or ascend is None:
         return
@@ -151,7 +151,7 @@ def one_triton(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def nothing_for_cuda(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def nothing_for_cuda(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     if device != "npu":
         return
     for name, (why, remedy) in INSTEAD.items():
@@ -166,7 +166,7 @@ def nothing_for_cuda(facts: Facts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def sglang_is_alone(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def sglang_is_alone(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     if device != "npu" or "sglang" not in facts.packages:
         return
     for name in ("torchvision", "timm"):
@@ -174,7 +174,7 @@ def sglang_is_alone(facts: Facts, device: str) -> Iterator[Diagnosis]:
             yield warning(name, "SGLang's stack on this device goes without it", f"pip uninstall -y {name}")
 
 
-def torch_is_for_the_device(facts: Facts, device: str) -> Iterator[Diagnosis]:
+def torch_is_for_the_device(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     torch = facts.packages.get("torch", "")
     if device == "cuda" and torch.endswith("+cpu"):
         yield broken("torch", f"{torch} is a CPU build", "pip uninstall torch, then install the plain one")

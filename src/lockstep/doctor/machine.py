@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -30,45 +29,7 @@ class Disk:
     total: int
 
 
-class Machine(Protocol):
-    @property
-    def system(self) -> str: ...
-
-    @property
-    def architecture(self) -> str: ...
-
-    @property
-    def python(self) -> str: ...
-
-    @property
-    def variables(self) -> Mapping[str, str]: ...
-
-    def run(self, *command: str) -> CommandOutput | None:
-        """None when there is no such command."""
-        ...
-
-    def read(self, path: str) -> str | None:
-        """None when there is no such file, or it may not be read."""
-        ...
-
-    def matching(self, pattern: str) -> list[str]: ...
-
-    def modified(self, path: str) -> float | None:
-        """When the path was last written, in seconds since 1970."""
-        ...
-
-    def version(self, package: str) -> str | None: ...
-
-    def installed(self, package: str) -> float | None:
-        """When the package was installed, in seconds since 1970."""
-        ...
-
-    def disk(self) -> Disk: ...
-
-    def home(self) -> str: ...
-
-
-class ThisMachine:
+class Machine:
     """The machine that the command runs on."""
 
     seconds = 10.0
@@ -97,6 +58,7 @@ class ThisMachine:
         return found
 
     def run(self, *command: str) -> CommandOutput | None:
+        """None when there is no such command."""
         if shutil.which(command[0]) is None:
             return None
         try:
@@ -115,6 +77,7 @@ class ThisMachine:
         return CommandOutput(done.returncode, done.stdout.decode("utf-8", errors="replace"))
 
     def read(self, path: str) -> str | None:
+        """None when there is no such file, or it may not be read."""
         try:
             return Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -124,6 +87,7 @@ class ThisMachine:
         return sorted(glob.glob(pattern))
 
     def modified(self, path: str) -> float | None:
+        """When the path was last written, in seconds since 1970."""
         try:
             return Path(path).stat().st_mtime
         except OSError:
@@ -136,6 +100,7 @@ class ThisMachine:
             return None
 
     def installed(self, package: str) -> float | None:
+        """When the package was installed, in seconds since 1970."""
         try:
             folder = metadata.distribution(package).locate_file("")
             name = metadata.distribution(package).metadata["Name"].replace("-", "_")

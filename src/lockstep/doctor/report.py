@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from lockstep.doctor.facts import CORE, OTHERS, Diagnosis, Facts, Verdict
+from lockstep.doctor.facts import CORE, OTHERS, Diagnosis, MachineFacts, Verdict
 from lockstep.doctor.judge_machine import GIB, driver_version, names_cann
 from lockstep.doctor.stacks import fitting
 
@@ -31,7 +31,7 @@ class Fact:
         return "ok" if self.value is not None else "absent"
 
 
-def make_rows(facts: Facts, device: str, findings: Sequence[Diagnosis]) -> list[Fact]:
+def make_rows(facts: MachineFacts, device: str, findings: Sequence[Diagnosis]) -> list[Fact]:
     rows = [Fact(group, name, value) for group, name, value in _entries(facts, device)]
     named = {row.name for row in rows}
     # A finding on something that is absent and not listed has its row too.
@@ -44,7 +44,7 @@ def make_rows(facts: Facts, device: str, findings: Sequence[Diagnosis]) -> list[
     ]
 
 
-def _entries(facts: Facts, device: str) -> Iterator[tuple[str, str, str | None]]:
+def _entries(facts: MachineFacts, device: str) -> Iterator[tuple[str, str, str | None]]:
     yield "system", "os", facts.system
     yield "system", "architecture", facts.architecture
     yield "system", "python", facts.python
@@ -67,7 +67,7 @@ def _entries(facts: Facts, device: str) -> Iterator[tuple[str, str, str | None]]
         yield "environment", name, _folders(value, facts) if name == "LD_LIBRARY_PATH" else value
 
 
-def _ascend(facts: Facts, device: str) -> Iterator[tuple[str, str, str | None]]:
+def _ascend(facts: MachineFacts, device: str) -> Iterator[tuple[str, str, str | None]]:
     if device != "npu" and not facts.has_npu and facts.cann is None:
         yield "Ascend", "Ascend", None
         return
@@ -79,7 +79,7 @@ def _ascend(facts: Facts, device: str) -> Iterator[tuple[str, str, str | None]]:
     yield "Ascend", "CANN", f"{facts.cann.version} in {facts.cann.path}" if facts.cann else None
 
 
-def _nvidia(facts: Facts, device: str) -> Iterator[tuple[str, str, str | None]]:
+def _nvidia(facts: MachineFacts, device: str) -> Iterator[tuple[str, str, str | None]]:
     if device != "cuda" and facts.nvidia.state == "absent":
         yield "NVIDIA", "NVIDIA", None
         return
@@ -88,7 +88,7 @@ def _nvidia(facts: Facts, device: str) -> Iterator[tuple[str, str, str | None]]:
     yield "NVIDIA", "nvidia driver", facts.nvidia.driver
 
 
-def _folders(path: str, facts: Facts) -> str:
+def _folders(path: str, facts: MachineFacts) -> str:
     """A search path is too long to show, and one thing in it matters."""
     count = f"{len([folder for folder in path.split(':') if folder])} folders"
     if facts.cann is None:

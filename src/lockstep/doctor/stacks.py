@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.doctor.facts import MINIMUM, Facts
+from lockstep.doctor.facts import MINIMUM, MachineFacts
 from lockstep.errors import Refusal
 
 _RANK = {"dev": -3, "alpha": -2, "beta": -2, "b": -2, "a": -2, "t": -2, "rc": -1, "post": 1}
@@ -99,13 +99,13 @@ def _stack(name: str, entry: dict[str, Any]) -> Stack:
     return Stack(**{**entry, **lists, "name": name, "steps": steps})
 
 
-def fitting(facts: Facts, device: str) -> Stack | None:
+def fitting(facts: MachineFacts, device: str) -> Stack | None:
     """The stack whose every pinned version is what is installed; of several, the one that pins most."""
     found = [stack for stack in known_stacks().values() if stack.device == device and _fits(stack, facts)]
     return max(found, key=lambda stack: len(stack.packages) + len(stack.cann), default=None)
 
 
-def _fits(stack: Stack, facts: Facts) -> bool:
+def _fits(stack: Stack, facts: MachineFacts) -> bool:
     if stack.architecture or "torch" not in stack.packages:
         return False  # a remark on packages, not a whole stack
     cann = not stack.cann or (facts.cann is not None and cann_fits(facts.cann.version, stack.cann))

@@ -44,18 +44,6 @@ class Scores(NamedTuple):
     divergences_K: torch.Tensor | None = None
 
 
-def token_logprobs(
-    hidden_KH: torch.Tensor,
-    head: Head,
-    targets_K: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_bytes: int | None = None,
-) -> torch.Tensor:
-    """log softmax(logits / temperature)[target] in fp32, in chunks of positions, forward and backward."""
-    return token_scores(hidden_KH, head, targets_K, temperature=temperature, chunk_bytes=chunk_bytes).logprobs_K
-
-
 def token_scores(
     hidden_KH: torch.Tensor,
     head: Head,
@@ -66,9 +54,10 @@ def token_scores(
     entropy: bool = False,
     chunk_bytes: int | None = None,
 ) -> Scores:
-    """Log-probabilities as `token_logprobs`, with entropies where asked; both can be differentiated.
+    """log softmax(logits / temperature)[target] in fp32, with entropies where asked; both can be differentiated.
 
-    With a truncation the distribution is what it leaves (the chosen token always stays).
+    Positions are taken in chunks, forward and backward. With a truncation the distribution is what it leaves (the
+    chosen token always stays).
     """
     fused = _fused(hidden_KH) is not None
     logit_bytes = hidden_KH.element_size() if fused else 4

@@ -15,12 +15,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from lockstep.device.trouble import refuse_trouble
 from lockstep.errors import Refusal, first_line
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
 from lockstep.kernels.masks import BeyondCausal
 from lockstep.kernels.wide_products import prepare_products
 from lockstep.model.decoder import OUTSIDE
+from lockstep.model.kernel_trial import PLAIN, refuse_kernel, wrong_kernel
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.verified import fingerprint, hardware, is_verified, remember
@@ -79,6 +81,7 @@ def build_miniature(config: Any, kernel: str, device: torch.device) -> Miniature
     except BeyondCausal as error:
         raise Unfit(str(error)) from error
     except RUN_ERRORS as error:
+        refuse_trouble(error, device)
         raise Unfit(f"its layers cannot be run with an attention of ours: {first_line(error)}") from error
 
 
@@ -118,6 +121,7 @@ def try_architecture(miniature: Miniature) -> None:
     try:
         theirs, wanted = _own(miniature.model, sequences, device)
     except RUN_ERRORS as error:
+        refuse_trouble(error, device)
         raise Unfit(f"transformers itself cannot run it on plain tokens: {first_line(error)}") from error
     for kind, batch in (("packed", _line(sequences, device)), ("padded", _rows(sequences, device))):
         try:
@@ -126,6 +130,7 @@ def try_architecture(miniature: Miniature) -> None:
                 ours = policy(batch).logprobs_K
                 (ours * _weights(len(ours), device)).sum().backward()
         except RUN_ERRORS as error:
+            refuse_trouble(error, device)
             raise Unfit(f"it cannot be run {kind}: {first_line(error)}") from error
         _compare_logprobs(kind, ours.detach(), theirs)
         _compare_gradients(kind, policy.causal_lm, wanted)
@@ -188,13 +193,41 @@ def check_architecture(config: Any, path: str, dtype: torch.dtype, kernel: str, 
     if is_verified(key):
         return
     try:
-        miniature = build_miniature(config, kernel, device)
-        try_architecture(miniature)
-        if dtype != torch.float32:
-            try_dtype(miniature, dtype)
+        _try(config, dtype, kernel, device)
     except Unfit as unfit:
-        raise unsupported(path, (config.architectures or [config.model_type])[0], str(unfit)) from unfit
+        problem = wrong_kernel(
+            kernel, device, str(unfit), lambda *how: _why_not(config, dtype, *how), lambda: _eager_apart(config, device)
+        )
+        if problem is None:
+            raise unsupported(path, (config.architectures or [config.model_type])[0], str(unfit)) from unfit
+        refuse_kernel(problem)
+        return
     remember(key)
+
+
+def _try(config: Any, dtype: torch.dtype, kernel: str, device: torch.device) -> None:
+    miniature = build_miniature(config, kernel, device)
+    try_architecture(miniature)
+    if dtype != torch.float32:
+        try_dtype(miniature, dtype)
+
+
+def _why_not(config: Any, dtype: torch.dtype, kernel: str, device: torch.device) -> str | None:
+    try:
+        _try(config, dtype, kernel, device)
+    except (Unfit, Refusal) as unfit:
+        return str(unfit)
+    return None
+
+
+def _eager_apart(config: Any, device: torch.device) -> float:
+    """How far transformers' plainest attention on a device lies from the CPU's, at most, in log-probs."""
+    sequences = [tokens(length, VOCABULARY) for length in LENGTHS]
+    found = []
+    for place in (device, torch.device("cpu")):
+        model = build_miniature(config, PLAIN, place).model
+        found.append(_own(model, sequences, place)[0].cpu())
+    return float((found[0] - found[1]).abs().max())
 
 
 @torch.no_grad()
@@ -214,6 +247,7 @@ def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
         model.set_attn_implementation("eager")
         theirs = torch.cat([own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences])
     except RUN_ERRORS as error:
+        refuse_trouble(error, device)
         raise Unfit(f"it cannot be run in {dtype}: {first_line(error)}") from error
     finally:
         model.set_attn_implementation(ATTENTION)
@@ -239,15 +273,36 @@ def check_policy(policy: Policy, path: str) -> None:
         with policy.generating():
             own = [own_logprobs(model, torch.tensor([ids], device=parameter.device)) for ids in sequences]
     except RUN_ERRORS as error:
+        refuse_trouble(error, parameter.device)
         raise unsupported(path, name, f"cannot be run packed: {first_line(error)}") from error
     policy.train()
-    difference = (ours - torch.cat(own)).abs().max().item()
-    if not difference <= CHECK_TOLERANCE[parameter.dtype]:
-        raise unsupported(path, name, f"packed log-probs differ from transformers' own by {difference:.3g}")
+    wanted, allowed = torch.cat(own), CHECK_TOLERANCE[parameter.dtype]
+    difference = (ours - wanted).abs().max().item()
+    if difference <= allowed:
+        return
+    why = f"packed log-probs differ from transformers' own by {difference:.3g}"
+    plain = (_plainly(policy, _line(sequences, parameter.device)) - wanted).abs().max().item()
+    # Where plain torch is right it is no question of the model.
+    found = why if plain > allowed else None
+    problem = wrong_kernel(policy.kernel, parameter.device, f"{name}: {why}", lambda *_: found, lambda: math.nan)
+    if problem is None:
+        raise unsupported(path, name, why)
+    refuse_kernel(problem)
 
 
 def unsupported(path: str, name: str, why: str) -> Refusal:
     return Refusal.at(f"model.path {path}", f"{name}: {why}", "use a model that docs/models.md lists as supported")
+
+
+def _plainly(policy: Policy, line: MicroBatch) -> torch.Tensor:
+    """As `_whole`, by plain torch in the place of the device's attention kernel."""
+    kernel, policy.decoder.kernel = policy.decoder.kernel, PLAIN
+    policy.eval()
+    try:
+        return _whole(policy, line)
+    finally:
+        policy.decoder.kernel = kernel
+        policy.train()
 
 
 def _whole(policy: Policy, line: MicroBatch) -> torch.Tensor:

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lockstep.device.trouble import refuse_trouble
 from lockstep.errors import Refusal
 from lockstep.kernels.fused import fuse
 from lockstep.model.check import check_architecture
@@ -74,12 +75,16 @@ def load_value_model(
     missing = [name for name in info.get("missing_keys", ()) if not name.startswith("lm_head")]
     if missing:
         raise Refusal.at(f"{key} {path}", f"the weights lack {missing[0]}", "use a whole model folder")
-    decoder.to(device)
     kernel = kernel_of(settings, kernel)
-    fuse(decoder, kernel)
-    if settings.lora is not None:
-        _inject(decoder, settings.lora, seed)
-    found = ValueModel(decoder.to(device), head.to(device), kernel)
+    try:
+        decoder.to(device)
+        fuse(decoder, kernel)
+        if settings.lora is not None:
+            _inject(decoder, settings.lora, seed)
+        found = ValueModel(decoder.to(device), head.to(device), kernel)
+    except RuntimeError as error:
+        refuse_trouble(error, device)
+        raise
     if settings.gradient_checkpointing:
         decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return found.train()

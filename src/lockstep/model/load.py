@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.device.trouble import refuse_trouble
 from lockstep.errors import Problem, Refusal, first_line, refuse_all
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
@@ -39,11 +40,12 @@ def load_policy(
     check_architecture(load_config(settings.path), settings.path, DTYPES[settings.dtype], kernel, device)
     model, info = load_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
     _refuse_missing_weights(settings.path, info)
-    model.to(device)
-    fuse(model, kernel)
     try:
+        model.to(device)
+        fuse(model, kernel)
         policy = Policy(with_lora(model, settings.lora, seed), kernel, scoring)
     except RUN_ERRORS as error:
+        refuse_trouble(error, device)
         raise unsupported(settings.path, type(model).__name__, first_line(error)) from error
     check_policy(policy, settings.path)
     if settings.gradient_checkpointing:

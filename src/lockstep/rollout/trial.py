@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lockstep.device.base import Device
+from lockstep.device.trouble import refuse_trouble
 from lockstep.errors import first_line
 from lockstep.kernels.attention import ATTENTION
 from lockstep.kernels.rotary import fixed_length
@@ -53,6 +54,7 @@ def try_engine(miniature: Miniature, device: Device) -> None:
         try:
             made = list(engine.generate(requests, Sampling(max_tokens=longest - max(PROMPTS), temperature=0)))
         except RUN_ERRORS as error:
+            refuse_trouble(error, next(policy.parameters()).device)
             raise Unfit(f"the engine cannot run it: {first_line(error)}") from error
         for one, (ids, logprobs) in zip(sorted(made, key=lambda c: c.request), theirs, strict=True):
             ours = torch.tensor(one.logprobs)

@@ -1,13 +1,17 @@
 """A tensor in a few numbers that tell how far two tensors are apart, without keeping either.
 
 Four statistics, and a random projection of each of eight runs of rows. The projections of two tensors lie as far apart
-as the tensors do, up to a factor near 1; the runs say in which rows. Signs come from the shape alone, so that every
-device and version projects in the same way.
+as the tensors do, up to a factor near 1; the runs say in which rows. Then three profiles, each in eight random
+projections: the sum of every column, and the sum of squares of every column and of every row. Rounding averages out in
+such sums and what is systematic does not, so they tell the two apart (`parity/replay/systematic.py`). Signs come from
+the shape alone, so that every device and version projects in the same way. Tapes of earlier versions have digests
+without profiles.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -16,7 +20,11 @@ from lockstep.parallel.shard import whole
 
 BLOCKS, SKETCH = 8, 4
 STATISTICS = ("norm", "mean", "largest", "not_finite")
-LENGTH = len(STATISTICS) + BLOCKS * SKETCH
+# Where the distances end: all that a digest without profiles has.
+SHORT = len(STATISTICS) + BLOCKS * SKETCH
+PROFILES = ("column_sums", "column_squares", "row_squares")
+MARKS = 8
+LENGTH = SHORT + len(PROFILES) * MARKS
 
 
 @torch.no_grad()
@@ -35,7 +43,11 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
         mean, largest = rows_RC.mean(), torch.linalg.vector_norm(rows_RC, torch.inf)
     else:
         mean, largest = size, size
-    return torch.cat([torch.stack([size, mean, largest, (~torch.isfinite(size)).float()]), sketch_BS.flatten()])
+    statistics = torch.stack([size, mean, largest, (~torch.isfinite(size)).float()])
+    squares_RC = rows_RC.square()
+    column_marks, row_marks = _signs(columns, 3, device, MARKS), _signs(rows, 4, device, MARKS)
+    sums = rows_RC.sum(0) @ column_marks, squares_RC.sum(0) @ column_marks, squares_RC.sum(1) @ row_marks
+    return torch.cat([statistics, sketch_BS.flatten(), *sums])
 
 
 def block_of(rows: int) -> torch.Tensor:
@@ -45,7 +57,7 @@ def block_of(rows: int) -> torch.Tensor:
 
 def distances(a: torch.Tensor, b: torch.Tensor) -> list[float]:
     """How far two digested tensors lie apart, by runs of rows; infinite where one is not finite."""
-    apart_BS = (a - b)[len(STATISTICS) :].double().view(BLOCKS, SKETCH)
+    apart_BS = (sketch(a) - sketch(b)).view(BLOCKS, SKETCH)
     if not bool(torch.isfinite(apart_BS).all()):
         return [math.inf] * BLOCKS
     return (apart_BS.square().mean(1)).sqrt().tolist()
@@ -55,8 +67,25 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return math.hypot(*distances(a, b))
 
 
+def sketch(a: torch.Tensor) -> torch.Tensor:
+    """Linear in the tensor: the sketch of a difference is the difference of sketches."""
+    return a[len(STATISTICS) : SHORT].double()
+
+
+def profiles(a: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """By name, `MARKS` numbers each; None of a digest without them."""
+    if len(a) < LENGTH:
+        return None
+    return dict(zip(PROFILES, a[SHORT:LENGTH].double().view(-1, MARKS), strict=True))
+
+
 def norm(a: torch.Tensor) -> float:
     return float(a[0])
+
+
+def size_of(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor as a digest sees it."""
+    return (math.prod(shape), 1) if len(shape) < 2 else (math.prod(shape[:-1]), shape[-1])
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
@@ -72,9 +101,9 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _signs(count: int, seed: int, device: torch.device) -> torch.Tensor:
+def _signs(count: int, seed: int, device: torch.device, each: int = SKETCH) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000_003 * seed + count)
-    return (torch.randint(0, 2, (count, SKETCH), generator=generator).float() * 2 - 1).to(device)
+    return (torch.randint(0, 2, (count, each), generator=generator).float() * 2 - 1).to(device)
 
 
 @lru_cache(maxsize=256)

@@ -5,6 +5,7 @@
     tape/step_000001.rollouts.parquet  online: responses with their tokens, log-probabilities and scores
     tape/step_000001.rows.parquet      offline: rows as token ids
     tape/weights_000001.safetensors    weights and optimizer state before the step, where they are kept
+    tape/left_000001.safetensors       digests of the weights that the step left to the next one
 
 Every file is written aside and renamed, so that a kill leaves whole files only.
 """
@@ -60,6 +61,9 @@ class TapeFolder:
     def weights_file(self, step: int) -> Path:
         return self.path / f"weights_{step:06d}.safetensors"
 
+    def left_file(self, step: int) -> Path:
+        return self.path / f"left_{step:06d}.safetensors"
+
     @property
     def manifest_file(self) -> Path:
         return self.path / MANIFEST
@@ -81,7 +85,7 @@ class TapeFolder:
         if not self.path.is_dir():
             return
         for file in self.path.iterdir():
-            number = re.match(r"(?:step|weights)_(\d{6})\.", file.name)
+            number = re.match(r"(?:step|weights|left)_(\d{6})\.", file.name)
             if file.name.startswith(".writing-") or (number and int(number[1]) > step):
                 file.unlink()
 
@@ -121,10 +125,15 @@ class TapeFolder:
         self._save(self.weights_file(step), tensors, {})
 
     def read_step(self, step: int) -> StepRecord:
-        info, tensors = _load(self.step_file(step))
-        for stack, names in info.pop(STACKS, {}).items():
-            tensors |= zip(names, tensors.pop(stack).unbind(), strict=True)
-        return StepRecord(step, info, tensors)
+        return StepRecord(step, *_unstacked(self.step_file(step)))
+
+    def write_left(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+        stacked, names = _stack(tensors)
+        self._save(self.left_file(step), stacked, {STACKS: names})
+
+    def read_left(self, step: int) -> dict[str, torch.Tensor]:
+        """Empty where the tape has none: a step without digests, the last one before a kill, or an older tape."""
+        return _unstacked(self.left_file(step))[1] if self.left_file(step).is_file() else {}
 
     def read_weights(self, step: int) -> dict[str, torch.Tensor]:
         return _load(self.weights_file(step))[1]
@@ -194,6 +203,13 @@ def _unread(file: Path, error: Exception) -> Refusal:
 
 def _metadata(info: dict[str, Any]) -> dict[str, str]:
     return {METADATA: json.dumps(info)}
+
+
+def _unstacked(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    info, tensors = _load(file)
+    for stack, names in info.pop(STACKS, {}).items():
+        tensors |= zip(names, tensors.pop(stack).unbind(), strict=True)
+    return info, tensors
 
 
 def _load(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

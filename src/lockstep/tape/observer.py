@@ -61,6 +61,7 @@ class UpdateObserver(Observer):
         self.detailed = detailed
         self.info: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
+        self._left: dict[str, torch.Tensor] = {}
         self._passed: list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = []
 
     @property
@@ -85,8 +86,10 @@ class UpdateObserver(Observer):
             owner_K[index_K] = float(self.world.rank)
             if gradients:
                 pulls_K[index_K] = gradients[0].float().cpu() / scale
-        self._passed = []
-        self.info.append({"learner": self.name, "loss": loss, "divisor": divisor, "targets": targets})
+        passes, self._passed = len(self._passed), []
+        self.info.append(
+            {"learner": self.name, "loss": loss, "divisor": divisor, "targets": targets, "micro_batches": passes}
+        )
         for name, vector in (("answers", answers_K), ("pulls", pulls_K), ("owner", owner_K)):
             self.tensors[f"{self._key}/{name}"] = self.world.sum_tensor(vector)
 
@@ -103,6 +106,7 @@ class UpdateObserver(Observer):
                 continue
             gradient = whole(weight.grad)
             found[f"{self._key}/gradient/{name}"] = digest(gradient)
+            found[f"{self._key}/start/{name}"] = digest(weight)
             state = self.optimizer.adamw.state.get(weight, {})
             for key, value in (("gradient", gradient), ("before", weight), *_moments(state)):
                 found[f"{self._key}/sample/{name}/{key}"] = _pick(value)
@@ -111,9 +115,25 @@ class UpdateObserver(Observer):
         self.tensors |= on_host(found)
 
     def stepped(self) -> None:
-        if self._digested:
-            with self.aside("tape"):
+        if not self.detailed:
+            return
+        with self.aside("tape"):
+            if self._digested:
                 self._after_step()
+            self._left = {f"{self.name}/left/{name}": one for name, one in self.held().items()}
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Digests of what the model computes with, by parameter, on the device (a collective when sharded)."""
+        return {name: digest(parameter) for name, parameter in self.optimizer.parameters.items()}
+
+    @property
+    def moved(self) -> bool:
+        """Whether an update of this step was digested."""
+        return bool(self._left)
+
+    def left(self) -> dict[str, torch.Tensor]:
+        """What the last update of a detailed step left the model with; nothing where there was none."""
+        return on_host(self._left)
 
     def _after_step(self) -> None:
         found: dict[str, torch.Tensor] = {}

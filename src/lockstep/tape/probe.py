@@ -199,9 +199,7 @@ def run_probe(
         with traced(root, tracer):
             targets_K = forward()
             tracer.backwards = True
-            # Unlike weights, the same everywhere, so that targets cannot stand in for each other.
-            weights_K = 1 + 0.5 * torch.cos(1.7 * torch.arange(len(targets_K), dtype=torch.float32))
-            (targets_K * weights_K.to(targets_K.device)).sum().backward()
+            fixed_sum(targets_K).backward()
     finally:
         root.train(training)
         # The hooks in the graph know the tracer, and the tracer the tensors that hold the graph: nobody would free it.
@@ -213,6 +211,12 @@ def run_probe(
             tensors[f"parameter/{name}"] = digest(parameter.grad / ranks)
         parameter.grad = None
     return Trace(tracer.events, on_host(tensors))
+
+
+def fixed_sum(targets_K: torch.Tensor) -> torch.Tensor:
+    """What a probe goes back from. Targets have unlike weights, so that they cannot stand in for each other."""
+    weights_K = 1 + 0.5 * torch.cos(1.7 * torch.arange(len(targets_K), dtype=torch.float32))
+    return (targets_K * weights_K.to(targets_K.device)).sum()
 
 
 def on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

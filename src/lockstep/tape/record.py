@@ -15,7 +15,7 @@ from lockstep.parallel.world import World
 from lockstep.recipe.tape import Tape
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.observer import Aside, Observer, Stepper, UpdateObserver, answers_of
-from lockstep.tape.probe import Trace, run_probe
+from lockstep.tape.probe import Trace, on_host, run_probe
 from lockstep.tape.rows import item_rows, rollout_rows
 from lockstep.types import Example, Item, Rollout
 
@@ -53,6 +53,9 @@ class Recorder:
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> None:
         """The step is done."""
+
+    def leave(self, step: int) -> None:
+        """The step is validated, logged and saved: the weights are now what the next one starts from."""
 
 
 class TapeRecorder(Recorder):
@@ -161,13 +164,24 @@ class TapeRecorder(Recorder):
             return
         for observer in self.observers:
             self.info.setdefault("updates", []).extend(observer.info)
-            self.tensors |= observer.tensors
+            self.tensors |= observer.tensors | observer.left()
         self.info["metrics"] = dict(metrics)
         if self.world.main:
             for file, rows in self.tables.items():
                 self.folder.write_table(file, rows)
             self.folder.write_step(StepRecord(step, self.info, self.tensors))
         self._clear()
+
+    def leave(self, step: int) -> None:
+        """Where an update was digested, so are the weights after all that came behind it."""
+        if not self.on or not self.detailed(step):
+            return
+        found: dict[str, torch.Tensor] = {}
+        for observer in self.observers:
+            if observer.moved:
+                found |= {f"{observer.name}/left/{name}": one for name, one in on_host(observer.held()).items()}
+        if self.world.main and found:
+            self.folder.write_left(step, found)
 
 
 def short(examples: Sequence[Example], rows: int) -> list[Example]:

@@ -14,7 +14,7 @@ from lockstep.data.read import read_rows
 from lockstep.data.updates import row_size
 from lockstep.device.base import Device
 from lockstep.doctor.judge_packages import unfit_packages
-from lockstep.doctor.machine import ThisMachine
+from lockstep.doctor.machine import Machine
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.kernels.rotary import fixed_length
 from lockstep.methods import METHODS
@@ -233,7 +233,7 @@ def prepare_online(
 
 def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrainedTokenizerBase, Any, list[Question]]:
     collect(lambda: _refuse_dtype(recipe, device))
-    collect.problems += unfit_packages(device.name, ThisMachine())
+    collect.problems += unfit_packages(device.name, Machine())
     tokenizer = collect(lambda: load_tokenizer(recipe.model.path))
     config = collect(lambda: load_config(recipe.model.path))
     questions = collect(lambda: _questions(recipe))

@@ -101,6 +101,7 @@ class Training:
         if self.keeps and (planned or stopping):
             rows_seen = prepared.rows_seen(step, self.carried)
             self.checkpointer.save(self.position, rows_seen, metrics.get("val/loss"))
+        self.tape.leave(step)
         if stopping and not last:
             raise Interrupted(f"stopped after step {step}, saved; the same command goes on from there")
 

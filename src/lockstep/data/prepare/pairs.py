@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.data.prepare.scored import CUT, EMPTY, NO_SCORE, Response, ScoredQuestion, read_scored
+from lockstep.data.prepare.scored import CUT, EMPTY, NO_SCORE, ScoredQuestion, ScoredResponse, read_scored
 from lockstep.data.prepare.write import answered, write_rows
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.types import Row
@@ -200,14 +200,14 @@ def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
     ]
 
 
-def _ranked(responses: Sequence[Response], tie: str, *, best_first: bool) -> list[Response]:
+def _ranked(responses: Sequence[ScoredResponse], tie: str, *, best_first: bool) -> list[ScoredResponse]:
     sign = -1 if best_first else 1
     return sorted(responses, key=lambda r: (sign * r.reward, r.tokens if tie == "shortest" else 0))
 
 
-def _distinct(responses: Sequence[Response]) -> list[Response]:
+def _distinct(responses: Sequence[ScoredResponse]) -> list[ScoredResponse]:
     """The first of each text."""
-    kept: dict[str, Response] = {}
+    kept: dict[str, ScoredResponse] = {}
     for response in responses:
         kept.setdefault(response.text, response)
     return list(kept.values())

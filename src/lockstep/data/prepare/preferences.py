@@ -24,7 +24,7 @@ FEWEST_STEPS, MOST_STEPS = 10, 14
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedSum:
     """A sum with a request."""
 
     numbers: tuple[int, ...]
@@ -60,7 +60,7 @@ def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 2
     return write_files(folder, files)
 
 
-def _questions(wanted: dict[str, int], draw: random.Random) -> dict[str, list[Asked]]:
+def _questions(wanted: dict[str, int], draw: random.Random) -> dict[str, list[RequestedSum]]:
     """Each sum with both requests (an odd last one with one of them), in an order that keeps the two apart."""
     size, question_at = LEVELS[1]
     drawn = draw.sample(range(size), size)
@@ -69,13 +69,13 @@ def _questions(wanted: dict[str, int], draw: random.Random) -> dict[str, list[As
     sums = {"val": drawn[:held_out], "train": drawn[held_out:]}
     questions = {}
     for split in ("val", "train"):
-        both = [Asked(question_at(number)[1], request) for number in sums[split] for request in (BRIEF, WORKED)]
+        both = [RequestedSum(question_at(number)[1], request) for number in sums[split] for request in (BRIEF, WORKED)]
         questions[split] = both[: wanted[split]]
         draw.shuffle(questions[split])
     return questions
 
 
-def _pair_row(question: Asked) -> Row:
+def _pair_row(question: RequestedSum) -> Row:
     brief = f"#### {sum(question.numbers)}"
     worked = "\n".join([*running_steps(question.numbers), brief])
     chosen, rejected = (brief, worked) if question.request == BRIEF else (worked, brief)

@@ -16,7 +16,7 @@ NO_SCORE, CUT, EMPTY = "without a score", "cut off at the length limit", "empty"
 
 
 @dataclass(frozen=True)
-class Response:
+class ScoredResponse:
     text: str
     reward: float
     tokens: int
@@ -27,7 +27,7 @@ class ScoredQuestion:
     """A question with its responses that can be used, in the order of the file."""
 
     prompt: list[Message]
-    responses: list[Response] = field(default_factory=list)
+    responses: list[ScoredResponse] = field(default_factory=list)
 
     @property
     def tied(self) -> bool:
@@ -67,7 +67,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
         if reason:
             unused[reason] += 1
         else:
-            group.responses.append(Response(row["response"], float(row["reward"]), row["tokens"]))
+            group.responses.append(ScoredResponse(row["response"], float(row["reward"]), row["tokens"]))
     refuse_all(problems, "rows")
     return Scored(list(groups.values()), len(rows), unused)
 

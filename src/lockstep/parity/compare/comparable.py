@@ -16,8 +16,8 @@ from lockstep.recipe.facts import facts_of
 from lockstep.recipe.schema import Recipe
 from lockstep.run.metrics import missing_steps
 
-Found = tuple[list[Difference], list[str]]
-Part = Literal["recipe", "data", "tokenizer", "weights", "versions", "determinism", "device"]
+Differences = tuple[list[Difference], list[str]]
+EvidencePart = Literal["recipe", "data", "tokenizer", "weights", "versions", "determinism", "device"]
 Values = Mapping[str, Any]
 
 _ORDER = ("blocks", "matters", "harmless")
@@ -50,7 +50,7 @@ def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
     return sorted(found, key=lambda difference: _ORDER.index(difference.weight)), unknown
 
 
-def _recipe(a: Evidence, b: Evidence) -> Found:
+def _recipe(a: Evidence, b: Evidence) -> Differences:
     """The recipes at the end, then what else differed in the parts of runs that went on with other keys."""
     found = _recipes(a.recipe, b.recipe, a.env, b.env)
     told = [(one.key, one.a, one.b) for one in found]
@@ -113,7 +113,7 @@ def _length(sides: _Sides) -> Difference:
     return Difference("recipe", key, a, b, "blocks", effect)
 
 
-def _data(a: Evidence, b: Evidence) -> Found:
+def _data(a: Evidence, b: Evidence) -> Differences:
     train_a, train_b = _fingerprints(a, "data.train"), _fingerprints(b, "data.train")
     if not (train_a and train_b):
         return [], [_silent("the training rows' fingerprints", [train_a, train_b])]
@@ -134,25 +134,25 @@ def _fingerprints(one: Evidence, key: str) -> list[str]:
     return [str(source.get("fingerprint"))[:12] for source in _at(one.env, key) or [] if isinstance(source, dict)]
 
 
-def _model(a: Evidence, b: Evidence) -> Found:
+def _model(a: Evidence, b: Evidence) -> Differences:
     found: list[Difference] = []
     unknown = []
-    looks: tuple[tuple[Part, str, str, str], ...] = (
+    looks: tuple[tuple[EvidencePart, str, str, str], ...] = (
         ("weights", "model.weights", "the initial weights", "training starts elsewhere"),
         ("tokenizer", "model.tokenizer", "the tokenizer", "the same text is other tokens"),
         ("tokenizer", "model.template", "the chat template", "prompts are written in another form"),
     )
-    for part, key, words, effect in looks:
+    for part, key, subject, effect in looks:
         # No template is a fact too; no checksum is none.
         told = [_has(one.env, key) if key == "model.template" else bool(_at(one.env, key)) for one in (a, b)]
         if all(told):
             found += _told_apart(part, key, a, b, Effect("blocks", effect))
         else:
-            unknown.append(_silent(f"{words} (fingerprint)", told))
+            unknown.append(_silent(f"{subject} (fingerprint)", told))
     return found, unknown
 
 
-def _versions(a: Evidence, b: Evidence) -> Found:
+def _versions(a: Evidence, b: Evidence) -> Differences:
     found, unknown = [], []
     code = Effect("matters", "other code: what it computes may differ")
     for key in ("lockstep", "git_commit"):
@@ -170,7 +170,7 @@ def _versions(a: Evidence, b: Evidence) -> Found:
     return found, unknown
 
 
-def _determinism(a: Evidence, b: Evidence) -> Found:
+def _determinism(a: Evidence, b: Evidence) -> Differences:
     switches = [_at(one.env, "determinism") for one in (a, b)]
     if not all(isinstance(one, dict) for one in switches):
         return [], [_silent("the switches for determinism", [isinstance(one, dict) for one in switches])]
@@ -182,7 +182,7 @@ def _determinism(a: Evidence, b: Evidence) -> Found:
     ], []
 
 
-def _device(a: Evidence, b: Evidence) -> Found:
+def _device(a: Evidence, b: Evidence) -> Differences:
     facts = [_at(one.env, "device") for one in (a, b)]
     if not all(isinstance(one, dict) for one in facts):
         return [], [_silent("the device", facts)]
@@ -233,8 +233,8 @@ def _unlike(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
             else:
                 yield from _unlike(left, right, inner)
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and _tables(a) and _tables(b):
-        for place, (left, right) in enumerate(zip(a, b, strict=True)):
-            yield from _unlike(left, right, f"{key}.{place}")
+        for index, (left, right) in enumerate(zip(a, b, strict=True)):
+            yield from _unlike(left, right, f"{key}.{index}")
     elif a != b:
         yield key, a, b
 
@@ -269,7 +269,7 @@ def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, field
 
 
-def _told_apart(part: Part, key: str, a: Evidence, b: Evidence, effect: Effect) -> list[Difference]:
+def _told_apart(part: EvidencePart, key: str, a: Evidence, b: Evidence, effect: Effect) -> list[Difference]:
     left, right = _at(a.env, key), _at(b.env, key)
     return [Difference(part, key, left, right, *effect)] if left != right else []
 

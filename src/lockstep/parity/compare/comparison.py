@@ -51,12 +51,13 @@ class Noise:
 class Finding:
     """A statistic that is not what repeats do (statistics.py)."""
 
-    statistic: Literal["drift", "trend", "end", "window", "scatter"]
+    statistic: Literal["drift", "trend", "end", "window", "scatter", "opposed"]
     first: int
     last: int
     """Steps."""
     difference: float
-    """The mean of b - a over these steps; of a trend what it adds from the first to the last; of scatter a ratio."""
+    """The mean of b - a over these steps; of a trend what it adds from the first to the last; of scatter a ratio,
+    of curves that move against each other the correlation of their moves."""
     noise: float
     """How large it may be by noise alone."""
     excess: float
@@ -109,7 +110,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseTimes:
     """Tokens a second in one phase, at equal work: the phase's tokens over its seconds, over the steps that match
     in length (over all common ones where none does)."""
 
@@ -131,7 +132,7 @@ class Throughput:
     matched_ratio: float | None
     """At equal response lengths."""
     matched_steps: int
-    phases: list[Phase]
+    phases: list[PhaseTimes]
     warnings: list[str]
 
 

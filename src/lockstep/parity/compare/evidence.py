@@ -35,8 +35,8 @@ def same_setting(one: Log, other: Log) -> bool:
     """Whether two runs are repeats of each other: nothing differs that matters, but for the seed, nor the hardware."""
     if one.evidence is None or other.evidence is None:
         return False
-    apart = [each for each in differences(one, other)[0] if each.weight != "harmless" and each.key != "run.seed"]
-    return not apart and _hardware(one.evidence) == _hardware(other.evidence)
+    differing = [each for each in differences(one, other)[0] if each.weight != "harmless" and each.key != "run.seed"]
+    return not differing and _hardware(one.evidence) == _hardware(other.evidence)
 
 
 def seed_of(log: Log) -> Any:

@@ -110,14 +110,14 @@ def parted_at(pair: Pair, tolerance: np.ndarray | float) -> int | None:
     allowed = np.broadcast_to(np.asarray(tolerance, dtype=np.float64), pair.steps.shape)[asked]
     with np.errstate(invalid="ignore"):
         difference = pair.b[asked] - pair.a[asked]
-        apart = ~(np.abs(difference) <= allowed)
-    window = window_of(len(apart))
+        parted = ~(np.abs(difference) <= allowed)
+    window = window_of(len(parted))
     half = window // 2
     # Mirrored at the ends: the outermost step has one vote there as everywhere, not those of the missing ones too.
-    votes = np.convolve(np.pad(apart.astype(np.int64), half, mode="reflect"), np.ones(window, dtype=np.int64), "valid")
+    votes = np.convolve(np.pad(parted.astype(np.int64), half, mode="reflect"), np.ones(window, dtype=np.int64), "valid")
     together = np.flatnonzero(votes <= half)
     start = int(together[-1]) + 1 if len(together) else 0
-    if start >= len(apart) - half or abs(difference[start:].mean()) <= allowed[start:].mean():
+    if start >= len(parted) - half or abs(difference[start:].mean()) <= allowed[start:].mean():
         return None
     return int(pair.steps[asked][start])
 

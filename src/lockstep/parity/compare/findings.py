@@ -10,10 +10,11 @@ import numpy as np
 from lockstep.parity.compare.comparison import Finding, Power
 from lockstep.parity.compare.figures import Pair, values_at
 from lockstep.parity.compare.log import Series
+from lockstep.parity.compare.opposed import opposition
 from lockstep.parity.compare.power import Wanted, bounds, plain, power_of, trend_bound, would_suffice
 from lockstep.parity.compare.statistics import (
     FEWEST_STEPS,
-    Scores,
+    SeriesScores,
     Spread,
     as_normal,
     as_t,
@@ -60,7 +61,16 @@ def examine(pair: Pair, a_repeats: Sequence[Series], b_repeats: Sequence[Series]
     scores, spread = score(difference, residuals)
     runs = (len(a), len(b))
     found = _findings(steps, b.mean(axis=0) - a.mean(axis=0), scores, spread, runs)
+    if sum(runs) == 2:
+        found += _opposed(steps, a[0], b[0])
     return Examined(steps, sum(runs) - 2, found, spread, power_of(spread, steps, runs))
+
+
+def _opposed(steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> list[Finding]:
+    """What is known of noise without a repeat: it does not make two runs move against each other."""
+    correlation, excess = opposition(a, b)
+    first, last = int(steps[0]), int(steps[-1])
+    return [Finding("opposed", first, last, correlation, 0.0, min(excess, LARGEST))] if excess > 1 else []
 
 
 def _covering(repeats: Sequence[Series], steps: np.ndarray) -> list[np.ndarray]:
@@ -88,7 +98,7 @@ def _of_few(steps: np.ndarray, difference: np.ndarray) -> list[Finding]:
 
 
 def _findings(
-    steps: np.ndarray, difference: np.ndarray, scores: Scores, spread: Spread, runs: tuple[int, int]
+    steps: np.ndarray, difference: np.ndarray, scores: SeriesScores, spread: Spread, runs: tuple[int, int]
 ) -> list[Finding]:
     """The strongest look of each statistic that found something."""
     at = looks(len(steps))
@@ -96,8 +106,8 @@ def _findings(
     excess = np.minimum(np.nan_to_num(scores.excess, posinf=LARGEST), LARGEST)
     found: list[Finding] = []
     for kind in dict.fromkeys(at.kind):
-        places = np.flatnonzero(kinds == kind)
-        best = int(places[np.argmax(excess[places])])
+        indices = np.flatnonzero(kinds == kind)
+        best = int(indices[np.argmax(excess[indices])])
         if excess[best] <= 1:
             continue
         first, last = int(at.start[best]), int(at.start[best] + at.length[best])
@@ -122,5 +132,5 @@ def _onset(difference: np.ndarray) -> int:
 
 def _trend(difference: np.ndarray) -> float:
     """What the straight line through the difference adds from the first step to the last."""
-    place = np.arange(len(difference)) - (len(difference) - 1) / 2
-    return float((difference * place).sum() / (place**2).sum() * (len(difference) - 1))
+    position = np.arange(len(difference)) - (len(difference) - 1) / 2
+    return float((difference * position).sum() / (position**2).sum() * (len(difference) - 1))

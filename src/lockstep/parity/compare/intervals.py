@@ -119,11 +119,11 @@ def _put_on(run: Curve, coarse: Series) -> Series:
 
 def _detected(coarse: Series, fine: Series, means: Series) -> str | None:
     """In words how it is seen that `coarse` is of means; None where it is not."""
-    apart = [align(coarse, other) for other in (means, fine)]
-    steps = np.intersect1d(apart[0].steps[apart[0].finite], apart[1].steps[apart[1].finite])
+    pairs = [align(coarse, other) for other in (means, fine)]
+    steps = np.intersect1d(pairs[0].steps[pairs[0].finite], pairs[1].steps[pairs[1].finite])
     if len(steps) < FEWEST_DETECTED:
         return None
-    errors = [float(np.abs(pair.a - pair.b)[np.isin(pair.steps, steps)].mean()) for pair in apart]
+    errors = [float(np.abs(pair.a - pair.b)[np.isin(pair.steps, steps)].mean()) for pair in pairs]
     if errors[0] * CLEARLY > errors[1] or errors[1] == 0:
         return None
     return f"mean error {100 * errors[0]:.3g} % against them, {100 * errors[1]:.3g} % against single steps"
@@ -132,10 +132,10 @@ def _detected(coarse: Series, fine: Series, means: Series) -> str | None:
 def _within(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarray:
     """Whether each step is a part of a mean that was compared."""
     starts, ends = intervals(coarse)
-    place = np.searchsorted(ends, steps, "left")
-    inside = place < len(ends)
-    place = np.minimum(place, len(ends) - 1)
-    return inside & (steps > starts[place]) & np.isin(ends[place], covered)
+    index = np.searchsorted(ends, steps, "left")
+    inside = index < len(ends)
+    index = np.minimum(index, len(ends) - 1)
+    return inside & (steps > starts[index]) & np.isin(ends[index], covered)
 
 
 def usual_gap(series: Series) -> float:

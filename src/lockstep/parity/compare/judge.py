@@ -133,7 +133,11 @@ def _beside_noise(met: bool, parted: int | None, examined: Examined, allowed: fl
         )
         return "cannot tell", words, None
     if met and parted is None:
-        worth = [each for each in found if examined.repeats or abs(each.difference) > allowed / 2]
+        worth = [
+            each
+            for each in found
+            if each.statistic != "opposed" and (examined.repeats or abs(each.difference) > allowed / 2)
+        ]
         return "in step", f", though not by noise alone: {told(worth[0], who)}" if worth else "", None
     if examined.repeats == 0:
         lacking = f"; what noise does is not known without repeats: {_suffices(examined, allowed)}"
@@ -163,6 +167,9 @@ def told(found: Finding, who: str) -> str:
     """A finding in words."""
     if found.statistic == "scatter":
         return f"the difference scatters {found.difference:.2g} times as much from step to step as repeats do"
+    if found.statistic == "opposed":
+        moves = f"from step to step the curves move against each other (correlation {found.difference:.2g})"
+        return f"{moves}, as no noise around one curve does: other steps or other data are compared"
     within = f", where {who} within {found.noise:.2g}"
     if found.statistic == "trend":
         return f"trend: {found.difference:+.3g} from step {found.first} to {found.last}{within}"

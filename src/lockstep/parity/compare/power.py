@@ -100,8 +100,8 @@ def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wan
     """How many repeats of one side, and runs of how many steps, would show a drift of `limit`; None where not even
     many would. Taken from the noise as it was seen."""
     at = looks(steps)
-    place = int(np.flatnonzero(at.lengths == steps)[0])
-    likely, sd = float(spread.likely[place]), float(spread.sd)
+    index = int(np.flatnonzero(at.lengths == steps)[0])
+    likely, sd = float(spread.likely[index]), float(spread.sd)
     for times in (1, 2, 4, 8, MOST_TIMES_LONGER):
         for repeats in range(max(power.repeats, 1), MOST_REPEATS + 1):
             mean = likely / times

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from lockstep.errors import Refusal
 from lockstep.parity.compare.comparison import Comparison, Metric
 from lockstep.parity.compare.report import curve, strict
-from lockstep.parity.compare.support_table import Row, read_table
+from lockstep.parity.compare.support_table import SupportRow, read_table
 from lockstep.run.files import replace_text
 
 MOST_STEPS = 2_000
@@ -42,9 +42,9 @@ def record(comparison: Comparison, support: Path, evidence: Path) -> str:
     return f"{'replaced' if replaced else 'added'} a row of {support} ({row.verdict}), evidence in {file}"
 
 
-def row_of(comparison: Comparison, evidence: str) -> Row:
+def row_of(comparison: Comparison, evidence: str) -> SupportRow:
     judged = [metric for metric in comparison.metrics if metric.verdict is not None]
-    return Row(
+    return SupportRow(
         algorithm=_shared(comparison, "method"),
         model=_shared(comparison, "model"),
         error="; ".join(map(_error, judged)) or "not judged",
@@ -85,13 +85,13 @@ def evidence_of(comparison: Comparison) -> dict[str, Any]:
 def _thinned(metric: Metric) -> dict[str, Any]:
     """The curves at every n-th common step and the last, so that they are no more than MOST_STEPS and one."""
     every = max(1, -(-len(metric.steps) // MOST_STEPS))
-    places = list(range(0, len(metric.steps), every))
-    if places and places[-1] != len(metric.steps) - 1:
-        places.append(len(metric.steps) - 1)
+    kept = list(range(0, len(metric.steps), every))
+    if kept and kept[-1] != len(metric.steps) - 1:
+        kept.append(len(metric.steps) - 1)
     a, b, *repeats = (
-        curve([values[place] for place in places], STORED_DIGITS) for values in (metric.a, metric.b, *metric.repeats)
+        curve([values[index] for index in kept], STORED_DIGITS) for values in (metric.a, metric.b, *metric.repeats)
     )
-    return {"every": every, "steps": [metric.steps[place] for place in places], "a": a, "b": b, "repeats": repeats}
+    return {"every": every, "steps": [metric.steps[index] for index in kept], "a": a, "b": b, "repeats": repeats}
 
 
 def _error(metric: Metric) -> str:
@@ -172,6 +172,4 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as error:
-        raise Refusal.at(
-            str(path), f"cannot be written: {error.strerror}", "give another path with --support"
-        ) from error
+        raise Refusal.at(path, f"cannot be written: {error.strerror}", "give another path with --support") from error

@@ -66,9 +66,9 @@ class _Dense:
     @staticmethod
     def of(series: Series, level: float) -> _Dense:
         finite = np.isfinite(series.values)
-        places = (series.steps - series.steps[0])[finite]
+        positions = (series.steps - series.steps[0])[finite]
         values, there = (np.zeros(int(series.steps[-1] - series.steps[0]) + 1) for _ in range(2))
-        values[places], there[places] = series.values[finite] - level, 1
+        values[positions], there[positions] = series.values[finite] - level, 1
         return _Dense(int(series.steps[0]), values, there)
 
     def averaged(self, steps: int) -> _Dense:
@@ -106,14 +106,14 @@ def _nearest(a: _Dense, b: _Dense, needed: int) -> list[int]:
         """At place s the sum of left[i + s] x right[i]; negative ones are at the end."""
         return np.fft.irfft(np.fft.rfft(left, size) * np.conj(np.fft.rfft(right, size)), size)
 
-    places = np.arange(-(len(b.values) - 1), len(a.values))
-    common = np.round(correlated(a.there, b.there)[places])
+    positions = np.arange(-(len(b.values) - 1), len(a.values))
+    common = np.round(correlated(a.there, b.there)[positions])
     squares = (
         correlated(a.values**2, b.there) + correlated(a.there, b.values**2) - 2 * correlated(a.values, b.values)
-    )[places]
+    )[positions]
     enough = common >= needed
     order = np.argsort(squares[enough] / common[enough], kind="stable")[:NEAREST]
-    return [int(place) + a.first - b.first for place in places[enough][order]]
+    return [int(shift) + a.first - b.first for shift in positions[enough][order]]
 
 
 def _error(a: Curve, b: Curve) -> tuple[float, int]:

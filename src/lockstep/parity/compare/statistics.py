@@ -66,7 +66,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Scores:
+class SeriesScores:
     deviates: np.ndarray
     """(..., looks): as normal deviates, signed."""
     excess: np.ndarray
@@ -151,7 +151,7 @@ def as_t(deviate: np.ndarray, freedom: np.ndarray) -> np.ndarray:
     return np.sqrt(freedom * np.expm1(size**2 / freedom))
 
 
-def score(difference: np.ndarray, residuals: np.ndarray) -> tuple[Scores, Spread]:
+def score(difference: np.ndarray, residuals: np.ndarray) -> tuple[SeriesScores, Spread]:
     """How far each look at the difference (..., N) lies from what the residuals (..., q, N) do."""
     at = looks(difference.shape[-1])
     spread = spread_of(difference, residuals)
@@ -167,7 +167,7 @@ def score(difference: np.ndarray, residuals: np.ndarray) -> tuple[Scores, Spread
     freedom = np.concatenate([spread.freedom[..., at.which[:-1]], spread.trend_freedom[..., None]], axis=-1)
     deviates = as_normal(t, freedom)
     scatter = _scatter(scaled, residuals / spread.scale[..., None, :])
-    return Scores(deviates, np.abs(deviates) / at.critical, *scatter), spread
+    return SeriesScores(deviates, np.abs(deviates) / at.critical, *scatter), spread
 
 
 def spread_of(difference: np.ndarray, residuals: np.ndarray) -> Spread:
@@ -247,8 +247,8 @@ def shape_of_noise(curves: np.ndarray) -> np.ndarray:
     rows, steps = curves.shape[-2:]
     moves = np.abs(np.diff(curves, axis=-1)).mean(axis=-2)
     half = max(4, steps // 8)
-    place = np.arange(steps)
-    low, high = np.maximum(place - half, 0), np.minimum(place + half, steps - 1)
+    index = np.arange(steps)
+    low, high = np.maximum(index - half, 0), np.minimum(index + half, steps - 1)
     near = window_means(moves, low, high - low)
     mean = moves.mean(axis=-1, keepdims=True)
     weight = rows * (high - low)

@@ -34,7 +34,7 @@ Recording the same pair again replaces its row: the rows are written by the comm
 
 
 @dataclass(frozen=True)
-class Row:
+class SupportRow:
     """The cells as text; `evidence` is the file's path from the table's folder, and what tells rows apart."""
 
     algorithm: str
@@ -52,31 +52,31 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class SupportTable:
     before: str
-    rows: list[Row]
+    rows: list[SupportRow]
     after: str
 
-    def with_row(self, row: Row) -> Table:
+    def with_row(self, row: SupportRow) -> SupportTable:
         others = [each for each in self.rows if each.evidence != row.evidence]
-        return Table(self.before, sorted([*others, row], key=_order), self.after)
+        return SupportTable(self.before, sorted([*others, row], key=_order), self.after)
 
     def text(self) -> str:
         table = "\n".join([HEADER, RULE, *(row.line() for row in self.rows)])
         return f"{self.before}{table}\n{self.after}"
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> SupportTable:
     """The table of the file; an empty one under its introduction when there is no file."""
     if not path.exists():
-        return Table(f"{INTRODUCTION}\n", [], "")
+        return SupportTable(f"{INTRODUCTION}\n", [], "")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise Refusal.at(str(path), "is not UTF-8 text", "name another file with --support") from error
+        raise Refusal.at(path, "is not UTF-8 text", "name another file with --support") from error
     if HEADER not in lines:
         remedy = f"put back the heading `{HEADER}`, or name another file with --support"
-        raise Refusal.at(str(path), "holds no support table", remedy)
+        raise Refusal.at(path, "holds no support table", remedy)
     top = lines.index(HEADER)
     if lines[top + 1 : top + 2] != [RULE]:
         raise _damaged(path, top + 2, f"below the heading belongs `{RULE}`")
@@ -86,10 +86,10 @@ def read_table(path: Path) -> Table:
             raise _damaged(path, at + 1, "a row after the end of the table: an empty line parts them")
     rows = [_row(path, at + 1, lines[at]) for at in range(top + 2, end)]
     _refuse_twins(path, top + 3, rows)
-    return Table(_joined(lines[:top]), rows, _joined(lines[end:]))
+    return SupportTable(_joined(lines[:top]), rows, _joined(lines[end:]))
 
 
-def _row(path: Path, number: int, line: str) -> Row:
+def _row(path: Path, number: int, line: str) -> SupportRow:
     if not (line.startswith("| ") and line.endswith(" |")):
         raise _damaged(path, number, "not a row of the table")
     cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
@@ -98,10 +98,10 @@ def _row(path: Path, number: int, line: str) -> Row:
     link = re.fullmatch(r"\[json\]\(([^)\s]+\.json)\)", cells[-1])
     if link is None:
         raise _damaged(path, number, f"its evidence is `{cells[-1]}`, and not a link `[json](....json)`")
-    return Row(*(cell.replace("\\|", "|") for cell in [*cells[:-1], link[1]]))
+    return SupportRow(*(cell.replace("\\|", "|") for cell in [*cells[:-1], link[1]]))
 
 
-def _refuse_twins(path: Path, first: int, rows: list[Row]) -> None:
+def _refuse_twins(path: Path, first: int, rows: list[SupportRow]) -> None:
     seen: dict[str, int] = {}
     for number, row in enumerate(rows, start=first):
         if row.evidence in seen:
@@ -121,5 +121,5 @@ def _joined(lines: list[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _order(row: Row) -> tuple[str, ...]:
+def _order(row: SupportRow) -> tuple[str, ...]:
     return tuple(cell.casefold() for cell in (row.algorithm, row.model, row.hardware, row.evidence))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.parity.compare.comparison import Phase, Throughput
+from lockstep.parity.compare.comparison import PhaseTimes, Throughput
 from lockstep.parity.compare.figures import align, common_steps, values_at
 from lockstep.parity.compare.log import Log, Series
 
@@ -20,7 +20,7 @@ LOG_PROBS = ("timing_s/old_log_prob", "timing_s/ref", "timing_s/values")
 UPDATES = ("timing_s/update_actor", "timing_s/update_critic")
 
 
-class Table:
+class SpeedTable:
     """Metrics of one log at chosen steps."""
 
     def __init__(self, log: Log, steps: np.ndarray, devices: int):
@@ -60,11 +60,11 @@ def throughput(a: Log, b: Log) -> Throughput:
     _warn_of_lengths(a, b, length, warnings)
     # The first step is slow for reasons of its own: kernels are compiled, caches and buffers are made.
     warm = measured[1:] if len(measured) > 1 else measured
-    matched = warm[_alike(Table(a, warm, 1).at(length), Table(b, warm, 1).at(length))]
+    matched = warm[_alike(SpeedTable(a, warm, 1).at(length), SpeedTable(b, warm, 1).at(length))]
     if not len(matched):
         warnings.append("no step has equal lengths on both sides: the phases are over all common steps")
     chosen = matched if len(matched) else warm
-    sides = (Table(a, chosen, devices[0]), Table(b, chosen, devices[1]))
+    sides = (SpeedTable(a, chosen, devices[0]), SpeedTable(b, chosen, devices[1]))
     whole = [side.rate(side.total(tokens), [STEP]) for side in sides]
     ratio = whole[1] / whole[0] if len(matched) and whole[0] > 0 else None
     return Throughput(*rates, ratio, len(matched), _phases(a, b, chosen, sides, tokens), warnings)
@@ -76,7 +76,7 @@ def devices_of(log: Log) -> int:
     steps = _common_steps(log, log, [RATE, tokens, STEP])
     if not len(steps):
         return 1
-    table = Table(log, steps, 1)
+    table = SpeedTable(log, steps, 1)
     devices = float(np.median(table.at(tokens) / (table.at(RATE) * table.at(STEP))))
     return max(1, round(devices)) if abs(devices - round(devices)) <= MATCHED * devices else 1
 
@@ -89,11 +89,11 @@ def _first_rates(a: Log, b: Log, warnings: list[str]) -> tuple[float | None, flo
         return None, None, None
     if steps.tolist() != list(range(1, FIRST_STEPS + 1)):
         warnings.append(f"{RATE} of steps 1 to {FIRST_STEPS} is not there; taken: {', '.join(map(str, steps))}")
-    mean_a, mean_b = (float(Table(log, steps, 1).at(RATE).mean()) for log in (a, b))
+    mean_a, mean_b = (float(SpeedTable(log, steps, 1).at(RATE).mean()) for log in (a, b))
     return mean_b / mean_a, mean_a, mean_b
 
 
-def _phases(a: Log, b: Log, steps: np.ndarray, sides: tuple[Table, Table], tokens: str) -> list[Phase]:
+def _phases(a: Log, b: Log, steps: np.ndarray, sides: tuple[SpeedTable, SpeedTable], tokens: str) -> list[PhaseTimes]:
     """The phases that both sides timed at all of `steps`."""
 
     def timed(names: Sequence[str]) -> list[str]:
@@ -108,7 +108,7 @@ def _phases(a: Log, b: Log, steps: np.ndarray, sides: tuple[Table, Table], token
         if timed(["timing_s/gen"]) and timed([PROMPT]):
             parts.insert(0, ("generation", ["timing_s/gen"], [side.response_tokens() for side in sides]))
     phases = [
-        Phase(name, *(side.rate(count, seconds) for side, count in zip(sides, counts, strict=True)))
+        PhaseTimes(name, *(side.rate(count, seconds) for side, count in zip(sides, counts, strict=True)))
         for name, seconds, counts in parts
     ]
     return [phase for phase in phases if phase.a > 0 and phase.b > 0]

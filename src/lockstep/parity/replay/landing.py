@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,16 @@ import torch
 from lockstep.parity.replay.adamw import follow
 from lockstep.parity.replay.checks import Check, finite, share
 from lockstep.parity.replay.parameters import whose_rows, worst_parameter
+from lockstep.parity.replay.systematic import Bound, Excess, movement_slope
 from lockstep.parity.replay.tolerance import Tolerance
-from lockstep.tape.format import StepRecord
+from lockstep.tape.digest import relative
+from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.observer import sampled
 
 # Movements of weights below this share of their size drown in the rounding of their digests.
 SEEN = 1e-5
+# Digests of the same weights on the same device differ by the order of their sums at most.
+UNTOUCHED = 1e-5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -43,6 +47,30 @@ def judge_landing(
     yield from _formula(manifest, other, learner, info[1], tolerance)
     yield from _held(manifest, other, learner)
     yield from _weights(manifest, one, other, learner, tolerance)
+
+
+def judge_left(sides: Sequence[tuple[str, TapeFolder]], step: int) -> Iterator[Check]:
+    """Nothing may change a weight between an optimizer's last step and the beginning of the next step.
+
+    Each side is held against itself, so that a forced replay, whose next step has recorded weights, sees it too.
+    """
+    for side, tape in sides:
+        record, now = tape.read_step(step), tape.read_left(step)
+        for learner in dict.fromkeys(name.split("/")[0] for name in now):
+            prefix = f"{learner}/left/"
+            errors = {
+                name.removeprefix(prefix): relative(record.tensors[name], after)
+                for name, after in now.items()
+                if name.startswith(prefix) and name in record.tensors
+            }
+            if not errors:
+                continue
+            worst = max(errors, key=lambda name: errors[name])
+            off = sum(not error <= UNTOUCHED for error in errors.values())
+            where = f"{off} of {len(errors)} parameters were changed after the optimizer's step" if off else ""
+            what = f"{learner}: {worst}, {side}: from the last update to the next step"
+            last = sum(update["learner"] == learner for update in record.info["updates"]) - 1
+            yield Check("weights", step, what, errors[worst], UNTOUCHED, where, last)
 
 
 def _moments(one: StepRecord, other: StepRecord, learner: str, tolerance: Tolerance) -> Iterator[Check]:
@@ -119,6 +147,31 @@ def _weights(
     found = worst_parameter(one, other, prefix, tolerance.update, sizes=sizes)
     if found is not None:
         yield Check("weights", one.step, f"{learner}: {found.name}", found.error, tolerance.update, found.where)
+    if tolerance.systematic is not None:
+        yield from _movements(one, other, learner, sizes, tolerance.systematic.movement)
+
+
+def _movements(
+    one: StepRecord, other: StepRecord, learner: str, sizes: Mapping[str, float], bound: Bound
+) -> Iterator[Check]:
+    """By what factor of the recorded update a parameter moved: 0 of one that stayed, 2 of one that moved twice."""
+    worst: tuple[Excess, str] | None = None
+    for name in sizes:
+        start, after = (
+            [record.tensors.get(f"{learner}/0/{when}/{name}") for record in (one, other)]
+            for when in ("start", "weights")
+        )
+        if any(digest is None for digest in (*start, *after)):
+            continue  # a tape of an earlier version
+        found = movement_slope(start, after)  # type: ignore[arg-type]
+        if found is not None:
+            off, rounding, count = found
+            excess = Excess("slope", abs(off), bound.allowed(rounding, count))
+            if worst is None or excess.times > worst[0].times:
+                worst = excess, f"{name}: moved {1 + off:.3g} times as far"
+    if worst is not None:
+        excess, where = worst
+        yield Check("weights", one.step, f"{learner}: movement", excess.value, excess.allowed, where)
 
 
 def _movement(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -> dict[str, float]:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.cpu import Cpu
 from lockstep.parallel.world import World
-from lockstep.parity.replay.modules import Blamed
+from lockstep.parity.replay.listen import Heard, hear
+from lockstep.parity.replay.modules import WAY_BACK, Blamed, traces_of
 from lockstep.parity.replay.operators import Culprit, other_code, wrong_kernel
-from lockstep.parity.replay.oplog import Heard, hear
 from lockstep.parity.replay.reproduce import write_reproducer
 from lockstep.parity.replay.restore import restore_learner
-from lockstep.parity.replay.tolerance import tolerance_of
+from lockstep.parity.replay.tolerance import Tolerance, operator_tolerance, tolerance_of
 from lockstep.recipe import Recipe
 from lockstep.tape.digest import digest, relative
 from lockstep.tape.format import StepRecord, TapeFolder
+from lockstep.tape.observer import answers_of
+from lockstep.tape.probe import BACKWARD, FORWARD
 from lockstep.tape.record import short
 from lockstep.tape.rows import fed_examples
 from lockstep.train.build import build_critic, build_learner
 from lockstep.train.models import Models
 from lockstep.train.run import Run
 from lockstep.train.step import Learner
+from lockstep.types import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -50,23 +55,29 @@ def locate(run: Run, models: Models, tape: TapeFolder, step: int, blamed: Blamed
     batch = micro_batch(chosen, packed=True, pad_id=0)
     learner = next(one for one in models.learners if one.name == blamed.learner)
     here = to_device(batch, learner.device)
-    heard = hear(learner.module, blamed.module, lambda: learner.module(here))
-    everyone = run.world.gather(heard)
+
+    def listen(module: nn.Module, rows: MicroBatch, **how: Any) -> Heard:
+        return hear(module, blamed.module, lambda: answers_of(module(rows)), phase=blamed.phase, **how)
+
+    everyone = run.world.gather(listen(learner.module, here, ranks=run.world.size))
     if not run.world.main:
         return None
     heard = everyone[blamed.rank]
     if step not in tape.weighed() and step != 1:
         return Located("unknown", None, "the weights of this step are not on the tape", [], [], None)
     clean = clean_learner(run.recipe, blamed.learner, tape, step)
-    same = hear(clean.module, blamed.module, lambda: clean.module(batch))
+    same = listen(clean.module, batch, given=heard.border)
+    if fused := same.children - heard.children:
+        # A fused operator does what these children do, so they count as parts of the clean module.
+        same = listen(clean.module, batch, given=heard.border, through=fused)
     clean.module.double()
-    exact = hear(clean.module, blamed.module, lambda: clean.module(batch))
+    exact = listen(clean.module, batch)
     return judge_module(heard, same, exact, blamed, record, run)
 
 
 def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Learner:
     """The recorded weights in a model of its own on the CPU: untouched by what the replay may have wrong."""
-    plain = recipe.model.model_copy(update={"gradient_checkpointing": False})
+    plain = recipe.model.model_copy(update={"gradient_checkpointing": False, "attention": "sdpa"})
     recipe = recipe.model_copy(update={"model": plain, "device": "cpu"})
     device, place = Cpu(), torch.device("cpu")
     build = build_critic if name == "critic" else build_learner
@@ -78,15 +89,18 @@ def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Lea
 
 
 def judge_module(heard: Heard, same: Heard, exact: Heard, blamed: Blamed, record: StepRecord, run: Run) -> Located:
-    """Which side is off, and which operator of the replay's module. `same` and `exact` are a clean copy of the module
-    in the replay's own precision and in double precision."""
+    """Which side is off, and which operator of the replay's module. `same` is a clean copy of the module in the
+    replay's own precision, on the very numbers that the replay's was given; `exact` runs by itself in float64."""
     tolerance = tolerance_of(run.recipe.model.dtype)
-    replay_off = _far(heard.outputs or [], exact.outputs or [], tolerance.module)
-    recorded_off = _recorded_far(record, blamed, exact, tolerance.module)
+    if blamed.phase == BACKWARD:
+        tolerance = replace(tolerance, module=WAY_BACK * tolerance.module)
+    replay_off = _far(heard, exact, tolerance)
+    recorded_off = _recorded_far(record, blamed, exact, tolerance)
     side = "both" if replay_off and recorded_off else "recorded run" if recorded_off else "replay"
-    shapes = [list(t.shape) for t in heard.outputs or []]
-    dtypes = [str(t.dtype).removeprefix("torch.") for t in heard.outputs or []]
-    culprit = wrong_kernel(heard.calls or []) or other_code(heard.calls or [], same.calls or [], tolerance)
+    shapes = [list(t.shape) for t in heard.outputs]
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in heard.outputs]
+    alike = operator_tolerance(run.recipe.model.dtype, backwards=blamed.phase == BACKWARD)
+    culprit = wrong_kernel(heard.calls) or other_code(heard.calls, same.calls, alike)
     if culprit is None:
         why = "no single operator of the module is off on its own inputs"
         return Located(side, None, why, shapes, dtypes, None)
@@ -103,26 +117,38 @@ def judge_module(heard: Heard, same: Heard, exact: Heard, blamed: Blamed, record
 
 
 def _reproducer(culprit: Culprit, folder: Path, blamed: Blamed) -> Path | None:
-    return write_reproducer(culprit, folder / "reproduce.py", f"{blamed.module}: {culprit.call.name} is off")
+    where = f"{blamed.module}, {blamed.phase}"
+    return write_reproducer(culprit, folder / "reproduce.py", f"{where}: {culprit.call.name} is off")
 
 
-def _far(found: list[torch.Tensor], wanted: list[torch.Tensor], allowed: float) -> bool:
-    pairs = zip(found, wanted, strict=False)
-    return any(x.shape != y.shape or not relative(digest(x), digest(y)) <= allowed for x, y in pairs)
+def _far(heard: Heard, exact: Heard, tolerance: Tolerance) -> bool:
+    pairs = zip(heard.outputs, exact.outputs, strict=False)
+    if any(x.shape != y.shape or not relative(digest(x), digest(y)) <= tolerance.module for x, y in pairs):
+        return True
+    common = heard.parameters.keys() & exact.parameters.keys()
+    return any(not relative(heard.parameters[n], exact.parameters[n]) <= tolerance.gradient for n in common)
 
 
-def _recorded_far(record: StepRecord, blamed: Blamed, exact: Heard, allowed: float) -> bool:
-    """Whether the recorded module's output lies far from the judge's, by their digests."""
-    for trace in record.info["probe"]["traces"]:
-        if trace["learner"] != blamed.learner:
-            continue
-        for event in trace["events"]:
-            if event["module"] == blamed.module and event["phase"] == "forward":
-                prefix = f"probe/{blamed.learner}/{trace['rank']}/forward/{event['left']:05d}/output"
-                ours = [record.tensors[f"{prefix}/{i}"] for i in range(event["outputs"])]
-                judge = [digest(t) for t in exact.outputs or [] if t.numel()]
-                return any(not relative(x, y) <= allowed for x, y in zip(ours, judge, strict=False))
-    return False
+def _recorded_far(record: StepRecord, blamed: Blamed, exact: Heard, tolerance: Tolerance) -> bool:
+    """Whether what the recorded module gave lies far from the judge's, by their digests."""
+    traces = traces_of(record)
+    trace = traces.get((blamed.learner, blamed.rank)) or traces.get((blamed.learner, 0))
+    if trace is None:
+        return False
+    judge = [digest(tensor) for tensor in exact.outputs if tensor.numel()]
+    events = [event for event in trace.events if (event.module, event.phase) == (blamed.module, blamed.phase)]
+    if blamed.phase == FORWARD:
+        ours = trace.outputs(events[0]) if events else []
+    else:
+        # One event for each gradient that left; those of a module's later calls come back first.
+        ours = [tensor for event in events[-len(judge) :] for tensor in trace.outputs(event)]
+    if any(not relative(x, y) <= tolerance.module for x, y in zip(ours, judge, strict=False)):
+        return True
+    names = {name: trace.tensors.get(f"parameter/{blamed.module}.{name}") for name in exact.parameters}
+    return any(
+        found is not None and not relative(found, exact.parameters[name]) <= tolerance.gradient
+        for name, found in names.items()
+    )
 
 
 def _values(culprit: Culprit) -> tuple[float, float] | None:

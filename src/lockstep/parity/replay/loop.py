@@ -16,7 +16,6 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
-from lockstep.tape.probe import FORWARD
 from lockstep.tape.record import refuse_no_weights, weights_of
 from lockstep.tape.rows import items_of, rollouts_of
 from lockstep.train.experience import experience_of
@@ -97,7 +96,7 @@ class Replay:
             found = [blame(self.tape.read_step(step + 1), own, tolerance)]
         blamed = run.world.gather(found)[0][0]
         self.parted = None if blamed is None else step + 1
-        if blamed is not None and blamed.phase == FORWARD:
+        if blamed is not None:
             self.restore(training, step)  # the step has moved the weights on
             self.located = locate(run, training.models, self.tape, step + 1, blamed)
 

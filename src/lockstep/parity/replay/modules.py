@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.parity.replay.systematic import NOTHING, Excess, excess_of, slope_excess
 from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.digest import norm, relative
 from lockstep.tape.format import StepRecord
@@ -20,6 +21,8 @@ from lockstep.tape.probe import BACKWARD, FORWARD, Event, Trace
 
 # Times by which gradients of honest modules are further off than what they compute forwards.
 WAY_BACK = 5.0
+# Times by which what is systematic in a module's input, within its limit, may come nearer to it in the output.
+PASSED_ON = 3.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Blamed:
     """Where the module's own computation went wrong: after this child, before that one."""
     parameter: str | None = None
     """Backwards: the parameter whose gradient is off, where the way back itself is not."""
+    systematic: str = ""
+    """In words: what does not average out, where the distance alone would be rounding."""
 
 
 def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:
@@ -67,6 +72,16 @@ def blame(a: StepRecord, b: StepRecord, tolerance: Tolerance) -> Blamed | None:
 
 
 @dataclass(frozen=True)
+class _Parted:
+    """How far off a module's computation was before and after it parted, and between which of its children."""
+
+    before: float
+    after: float
+    between: tuple[str | None, str | None]
+    systematic: str = ""
+
+
+@dataclass(frozen=True)
 class _Pass:
     """One pass through one module on both sides, and how far apart its inputs and outputs are."""
 
@@ -74,13 +89,15 @@ class _Pass:
     other: Event
     error_in: float
     error_out: float
+    excess_in: Excess = NOTHING
+    excess_out: Excess = NOTHING
 
     def inside(self, outer: _Pass) -> bool:
         return outer.other.entered < self.other.entered and self.other.left < outer.other.left
 
 
 def _first(a: Trace, b: Trace, phase: str, learner: str, rank: int, tolerance: Tolerance) -> Blamed | None:
-    passes = _aligned(a, b, phase)
+    passes = _aligned(a, b, phase, tolerance)
     alone = phase == BACKWARD and _few_are_off(a, b, tolerance)
     for number, each in enumerate(passes):
         children = _direct(passes[:number], each)
@@ -94,7 +111,7 @@ def _first(a: Trace, b: Trace, phase: str, learner: str, rank: int, tolerance: T
         if cut is not None:
             norms = norm(a.outputs(cut)[0]), 0.0
             return Blamed(learner, rank, cut.module, cut.kind, phase, 0.0, 1.0, cut.shapes, (cut.dtypes, []), norms)
-        error_in, error_out, between = parted or (each.error_in, parameter[0] if parameter else 0.0, (None, None))
+        parted = parted or _Parted(each.error_in, parameter[0] if parameter else 0.0, (None, None))
         one, other = each.one, each.other
         return Blamed(
             learner,
@@ -102,33 +119,38 @@ def _first(a: Trace, b: Trace, phase: str, learner: str, rank: int, tolerance: T
             one.module,
             one.kind or other.kind,
             phase,
-            error_in,
-            error_out,
+            parted.before,
+            parted.after,
             other.shapes,
             (one.dtypes, other.dtypes),
             _norms(a.outputs(one), b.outputs(other)),
-            between,
+            parted.between,
             parameter[1] if parameter else None,
+            parted.systematic,
         )
     return None
 
 
-def _parted(
-    each: _Pass, children: Sequence[_Pass], phase: str, tolerance: Tolerance
-) -> tuple[float, float, tuple[str | None, str | None]] | None:
+def _parted(each: _Pass, children: Sequence[_Pass], phase: str, tolerance: Tolerance) -> _Parted | None:
     """Where a module's own computation, between its children, lets the error grow: before, after, and the children.
 
     What it computes with is what came in and what its children gave so far, so that the rounding that adds up over
     many honest children is not laid at its door.
     """
     floor = tolerance.module * (WAY_BACK if phase == BACKWARD else 1.0)
-    known, last = each.error_in, None
+    known, passed_on, last = each.error_in, each.excess_in.times, None
     for child in children:
+        between = (last, child.one.module)
         if not child.error_in <= max(floor, tolerance.growth * known):
-            return known, child.error_in, (last, child.one.module)
+            return _Parted(known, child.error_in, between)
+        if child.excess_in.times > max(1.0, PASSED_ON * passed_on):
+            return _Parted(known, child.error_in, between, str(child.excess_in))
         known, last = max(known, child.error_out), child.one.module
+        passed_on = max(passed_on, child.excess_out.times)
     if not each.error_out <= max(floor, tolerance.growth * known):
-        return known, each.error_out, (last, None)
+        return _Parted(known, each.error_out, (last, None))
+    if each.excess_out.times > max(1.0, PASSED_ON * passed_on):
+        return _Parted(known, each.error_out, (last, None), str(each.excess_out))
     return None
 
 
@@ -143,7 +165,7 @@ def _encloses(outer: Event, event: Event) -> bool:
     return event.phase == outer.phase and outer.entered < event.entered and event.left < outer.left
 
 
-def _aligned(a: Trace, b: Trace, phase: str) -> list[_Pass]:
+def _aligned(a: Trace, b: Trace, phase: str, tolerance: Tolerance) -> list[_Pass]:
     """Events of both sides by module and occurrence, as B ran them. What one side alone has cannot be compared, nor
     what has another shape there."""
     seen: Counter[str] = Counter()
@@ -159,8 +181,11 @@ def _aligned(a: Trace, b: Trace, phase: str) -> list[_Pass]:
             one = known.get((event.module, seen[event.module]))
             seen[event.module] += 1
             if one is not None and (one.inputs, one.outputs, one.shapes) == (event.inputs, event.outputs, event.shapes):
-                errors = _apart(a.inputs(one), b.inputs(event)), _apart(a.outputs(one), b.outputs(event))
-                pairs.append(_Pass(one, event, *errors))
+                sides = (a.inputs(one), b.inputs(event)), (a.outputs(one), b.outputs(event))
+                shapes = one.shapes[: one.inputs], one.shapes[one.inputs :]
+                errors = [_apart(*side) for side in sides]
+                excess = [_excess(*side, there, phase, tolerance) for side, there in zip(sides, shapes, strict=True)]
+                pairs.append(_Pass(one, event, errors[0], errors[1], excess[0], excess[1]))
     return pairs
 
 
@@ -181,6 +206,19 @@ def _apart(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
     return max((relative(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
 
 
+def _excess(
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    shapes: Sequence[Sequence[int]],
+    phase: str,
+    tolerance: Tolerance,
+) -> Excess:
+    limits = tolerance.systematic
+    if limits is None:
+        return NOTHING
+    return excess_of(a, b, shapes, limits.forward if phase == FORWARD else limits.backward)
+
+
 def _norms(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> tuple[float, float]:
     return (norm(a[0]), norm(b[0])) if a and b else (0.0, 0.0)
 
@@ -188,8 +226,14 @@ def _norms(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> tuple[float,
 def _few_are_off(a: Trace, b: Trace, tolerance: Tolerance) -> bool:
     """Whether gradients are off in single parameters. Where most of them are, no module made them so."""
     names = [name for name in a.tensors if name.startswith("parameter/") and name in b.tensors]
-    off = [name for name in names if not relative(a.tensors[name], b.tensors[name]) <= tolerance.gradient]
+    off = [name for name in names if _gradient_off(a.tensors[name], b.tensors[name], tolerance, 0.0)]
     return 2 * len(off) < len(names)
+
+
+def _gradient_off(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance, error_in: float) -> bool:
+    if not relative(x, y) <= max(tolerance.gradient, tolerance.growth * error_in):
+        return True
+    return tolerance.systematic is not None and slope_excess(x, y, tolerance.systematic.gradient).times > 1
 
 
 def _parameter(a: Trace, b: Trace, each: _Pass, tolerance: Tolerance) -> tuple[float, str] | None:
@@ -197,8 +241,8 @@ def _parameter(a: Trace, b: Trace, each: _Pass, tolerance: Tolerance) -> tuple[f
     prefix = f"parameter/{each.one.module}."
     for key, ours in a.tensors.items():
         name = key.removeprefix(prefix)
-        if key.startswith(prefix) and "." not in name and key in b.tensors:
-            error = relative(ours, b.tensors[key])
-            if not error <= max(tolerance.gradient, tolerance.growth * each.error_in):
-                return error, f"{each.one.module}.{name}"
+        if not key.startswith(prefix) or "." in name or key not in b.tensors:
+            continue
+        if _gradient_off(ours, b.tensors[key], tolerance, each.error_in):
+            return relative(ours, b.tensors[key]), f"{each.one.module}.{name}"
     return None

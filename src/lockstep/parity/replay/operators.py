@@ -2,7 +2,8 @@
 
 Two kinds of fault. A *kernel* gives another result than its operator has, on the very inputs it was given. The *code*
 around the kernels asks for something else: another constant, another dtype, another operator; then the operators are
-held against those of a clean copy of the module, which is given the same inputs.
+held against those of a clean copy of the module, which is given the same inputs. What is fused there and not here is
+held against the result of what it stands for, not against the first of its parts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
+from lockstep.parity.replay.flow import Flow, Result
 from lockstep.parity.replay.oplog import Operator
 from lockstep.parity.replay.tolerance import TOLERANCES, Tolerance
 
@@ -34,6 +36,8 @@ class Culprit:
     actual: torch.Tensor
     expected: torch.Tensor
     why: str
+    place: int = 0
+    """Which of the operator's results it is."""
 
 
 def wrong_kernel(calls: Sequence[Operator], tolerance: Tolerance | None = None) -> Culprit | None:
@@ -43,71 +47,165 @@ def wrong_kernel(calls: Sequence[Operator], tolerance: Tolerance | None = None) 
         expected = in_double(call) if call.inputs and not call.unset else None
         if expected is None:
             continue
-        for actual, wanted in zip(call.outputs, expected, strict=False):
+        for place, (actual, wanted) in enumerate(zip(call.outputs, expected, strict=False)):
             if not actual.is_floating_point() or actual.shape != wanted.shape:
                 continue
             allowed = (tolerance or TOLERANCES[_PRECISION.get(actual.dtype, "fp32")]).module
             error = apart(actual, wanted)
             if not error <= 4 * allowed:
                 why = f"on {call.device} it gives another result than the same inputs do in float64 on the CPU"
-                return Culprit("kernel", call, None, error, actual, wanted, why)
+                return Culprit("kernel", call, None, error, actual, wanted, why, place)
     return None
 
 
 def other_code(calls: Sequence[Operator], clean: Sequence[Operator], tolerance: Tolerance) -> Culprit | None:
-    """The first operator that is not the clean module's, or that parts from it although its inputs agree."""
-    calls, clean = ([call for call in some if not call.unset] for some in (calls, clean))
-    names, wanted = [call.name for call in calls], [call.name for call in clean]
-    for tag, i, j, k, m in difflib.SequenceMatcher(None, names, wanted, autojunk=False).get_opcodes():
-        if tag == "equal":
-            for call, other in zip(calls[i:j], clean[k:m], strict=True):
-                found = _parted(call, other, tolerance)
-                if found is not None:
-                    return found
-        else:
-            return _unlike(calls[i:j], clean[k:m])
-    return None
+    """The first operator, or the first part of the module, whose result is not the clean module's.
 
-
-def _parted(call: Operator, clean: Operator, tolerance: Tolerance) -> Culprit | None:
-    error_in = max((apart(x, y) for x, y in zip(call.inputs, clean.inputs, strict=False)), default=0.0)
-    for actual, wanted in zip(call.outputs, clean.outputs, strict=False):
-        error = apart(actual, wanted)
-        if not error <= max(tolerance.module, tolerance.growth * error_in):
-            theirs, ours = _settings_apart(call, clean)
-            why = f"with {theirs} instead of {ours}" if theirs else "its inputs agree, its result does not"
-            return Culprit("code", call, clean, error, actual, wanted, why)
-    pairs = list(zip(call.inputs, clean.inputs, strict=False))
-    if pairs and not call.writes and not error_in <= tolerance.module:
-        # Something that is no operator brought it in: a weight, a buffer, a constant.
-        place = max(range(len(pairs)), key=lambda i: apart(*pairs[i]))
-        actual, wanted = pairs[place]
-        why = f"its input number {place + 1} is not the clean module's: a weight, a buffer or a constant"
-        return Culprit("code", call, clean, error_in, actual, wanted, why)
-    return None
-
-
-def _unlike(calls: Sequence[Operator], clean: Sequence[Operator]) -> Culprit | None:
-    """Other operators than the clean module's: which of the two has more to say depends on who has any."""
-    call, other = (calls[0] if calls else None), (clean[0] if clean else None)
-    if call is None and other is None:
+    Where results of the module are wrong, only what leads to them is looked at. Operators of the same kind are
+    compared one by one. Where the two run others (a fused operator in the place of many), the part as a whole is judged
+    by what leaves it: what lies inside has nothing to be compared with.
+    """
+    ours, theirs = Flow(calls), Flow(clean)
+    wrong = [(end, near) for end in ours.ends() if (near := _unlike(end, theirs, tolerance)) is not None]
+    if wrong and all(near for _, near in wrong):
+        ours, theirs = ours.before([end for end, _ in wrong]), theirs.before([near for _, near in wrong if near])
+    # A product with a number is another operator than one of two tensors.
+    kinds, wanted_kinds = ([(call.name, len(call.inputs)) for call in flow.calls] for flow in (ours, theirs))
+    for tag, i, j, k, m in difflib.SequenceMatcher(None, kinds, wanted_kinds, autojunk=False).get_opcodes():
+        if tag != "equal":
+            found = _other_part(ours, theirs, range(i, j), range(k, m), tolerance)
+            if found is not None:
+                return found
+            continue
+        for mine, wanted in zip(range(i, j), range(k, m), strict=True):
+            found = _parted(ours.calls[mine], theirs.calls[wanted], theirs, tolerance)
+            if found is not None:
+                return found
+    if not wrong:
         return None
-    named = call or other
-    assert named is not None
+    end, near = wrong[0]
+    return _end(end, near, "what it gives leaves the module, and is not what leaves the clean one")
+
+
+def _unlike(end: Result, theirs: Flow, tolerance: Tolerance) -> Result | Literal[False] | None:
+    """What leaves the clean module in the place of this result; None where it is the same, False where nothing is."""
+    error, near = _nearest(end.tensor, theirs.ends())
+    if near is None:
+        error, _ = _nearest(end.tensor, theirs.results())
+    return None if error <= tolerance.module else near or False
+
+
+def _parted(call: Operator, clean: Operator, theirs: Flow, tolerance: Tolerance) -> Culprit | None:
+    errors = [apart(x, y) for x, y in zip(call.inputs, clean.inputs, strict=True)]
+    error_in = max(errors, default=0.0)
+    for place, (actual, expected) in enumerate(zip(call.outputs, clean.outputs, strict=False)):
+        error = apart(actual, expected)
+        if not error <= max(tolerance.module, tolerance.growth * error_in):
+            other, own = _settings_apart(call, clean)
+            why = f"with {other} instead of {own}" if other else "its inputs agree, its result does not"
+            return Culprit("code", call, clean, error, actual, expected, why, place)
+    if call.writes or error_in <= tolerance.module:
+        return None
+    place = errors.index(error_in)
+    alone = len(errors) == 1 or min(errors) <= tolerance.module
+    if not alone or _source(call, place) or _source(clean, place):
+        return None  # of the same kind by chance: it works on something else
+    if all(_nearest(made, theirs.results())[0] <= tolerance.module for made in call.outputs):
+        return None  # the clean module does this as well, elsewhere
+    # Something that is no operator brought it in: a weight, a buffer, a constant.
+    why = f"its input number {place + 1} is not the clean module's: a weight, a buffer or a constant"
+    return Culprit("code", call, clean, error_in, call.inputs[place], clean.inputs[place], why)
+
+
+def _source(call: Operator, place: int) -> bool:
+    return place < len(call.sources) and call.sources[place] is not None
+
+
+def _other_part(ours: Flow, theirs: Flow, mine: range, wanted: range, tolerance: Tolerance) -> Culprit | None:
+    """Operators that the other module does not have here: harmless where the same results leave."""
+    if not mine:
+        # What the clean module does here must change nothing, or be done elsewhere.
+        known = theirs.given(wanted) + ours.results()
+        if _first_unknown(theirs.leaving(wanted), known, tolerance) is None:
+            return None
+        clean = theirs.calls[wanted[0]]
+        why = f"the clean module runs {clean.name} here, this one does not"
+        ends = [(end, near) for end in ours.ends() if (near := _unlike(end, theirs, tolerance)) is not None]
+        if ends:
+            # What was not done shows in the result that lacks it.
+            return _end(*ends[0], why)
+        expected = clean.outputs[0] if clean.outputs else torch.zeros(0)
+        return Culprit("code", clean, clean, math.inf, torch.zeros(0), expected, why)
+    if not wanted:
+        known = ours.given(mine) + theirs.results()
+        if _first_unknown(ours.leaving(mine), known, tolerance) is None:
+            return None
+        # The first that makes something which nobody else has.
+        return _needless(_first_unknown(ours.made(mine), known, tolerance))
+    found = _first_unknown(ours.leaving(mine), theirs.results(), tolerance)
+    if found is None:
+        return None
+    part = [one for one in ours.made(mine) if _first_unknown([one], theirs.results(), tolerance)]
+    call = _suspect([one.call for one in part if one.place == 0], found.call)
+    instead = f"the clean module runs {_list(theirs, wanted)} instead"
+    if _coarser(call):
+        return _needless(Result(call, 0), instead)
+    near = _nearest(found.tensor, theirs.leaving(wanted))[1] or _nearest(found.tensor, theirs.results())[1]
+    if call is found.call:
+        return _end(found, near or False, instead)
+    why = f"{_list(ours, mine)} stand where the clean module runs {_list(theirs, wanted)}, and give something else"
     nothing = torch.zeros(0)
-    actual = call.outputs[0] if call and call.outputs else nothing
-    if call is not None and (other is None or _cast(call)):
-        # What it was before an operator that should not be there changed it.
-        expected = next((one for one in call.inputs if one.shape == actual.shape), nothing)
-    else:
-        expected = other.outputs[0] if other and other.outputs else nothing
-    if call is None:
-        why = f"the clean module runs {named.name} here, this one does not"
-    elif other is None:
-        why = f"the clean module does not run it{_cast(call)}"
-    else:
-        why = f"the clean module runs {other.name} instead{_cast(call)}"
-    return Culprit("code", named, other, float("inf"), actual, expected, why)
+    return Culprit("code", call, near.call if near else None, math.inf, call.outputs[0], nothing, why)
+
+
+def _first_unknown(results: Sequence[Result], known: Sequence[Result], tolerance: Tolerance) -> Result | None:
+    """The first of the results that is not among the known ones."""
+    return next((one for one in results if not _nearest(one.tensor, known)[0] <= tolerance.module), None)
+
+
+def _nearest(tensor: torch.Tensor, known: Sequence[Result]) -> tuple[float, Result | None]:
+    """The same numbers may stand in another shape. Last ones first: a part's result is what it ends with."""
+    best: tuple[float, Result | None] = (math.inf, None)
+    for one in reversed(known):
+        if one.tensor.numel() == tensor.numel():
+            error = apart(tensor.flatten(), one.tensor.flatten())
+            best = (error, one) if best[1] is None or error < best[0] else best
+    return best
+
+
+def _suspect(part: Sequence[Operator], end: Operator) -> Operator:
+    """Of a part whose results the clean module does not have: a cast to less precision, an operator that only the
+    device has and nobody could judge, or its end."""
+    casts = [call for call in part if _coarser(call)]
+    foreign = [call for call in part if call.inputs and in_double(call) is None]
+    return next(iter(casts or foreign), end)
+
+
+def _coarser(call: Operator) -> bool:
+    kinds = [one.dtype for one in (*call.inputs[:1], *call.outputs[:1]) if one.is_floating_point()]
+    return bool(_cast(call)) and len(kinds) == 2 and torch.finfo(kinds[1]).eps > torch.finfo(kinds[0]).eps
+
+
+def _end(end: Result, near: Result | Literal[False], why: str) -> Culprit:
+    """A result against what should stand in its place."""
+    if near is False:
+        return Culprit("code", end.call, None, math.inf, end.tensor, torch.zeros(0), why, end.place)
+    expected = near.tensor.reshape(end.tensor.shape)
+    return Culprit("code", end.call, near.call, apart(end.tensor, expected), end.tensor, expected, why, end.place)
+
+
+def _needless(made: Result | None, instead: str = "the clean module does not run it") -> Culprit | None:
+    """An operator that should not be there: what it was given is what is wanted."""
+    if made is None:
+        return None
+    expected = next((one for one in made.call.inputs if one.shape == made.tensor.shape), torch.zeros(0))
+    why = instead + _cast(made.call)
+    return Culprit("code", made.call, None, math.inf, made.tensor, expected, why, made.place)
+
+
+def _list(flow: Flow, part: range) -> str:
+    names = [flow.calls[place].name for place in part]
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, ... and {names[-1]} ({len(names)} operators)"
 
 
 def _cast(call: Operator) -> str:

@@ -1,19 +1,17 @@
-"""The operators that a module itself runs, with what went in and came out."""
+"""A log of the operators that are run while somebody listens, with what went in and came out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.tape.probe import public_name
+Source = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -25,10 +23,12 @@ class Operator:
     kwargs: dict[str, Any]
     outputs: list[torch.Tensor]
     device: str
+    sources: tuple[Source | None, ...] = ()
+    """For each of `inputs` the call in the log that made it, and which of its results; None: it came from outside."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An operator crosses to other ranks by its name.
-        return _named, (str(self.function), self.args, self.kwargs, self.outputs, self.device)
+        return _named, (str(self.function), self.args, self.kwargs, self.outputs, self.device, self.sources)
 
     @property
     def name(self) -> str:
@@ -59,78 +59,38 @@ def _named(function: str, *rest: Any) -> Operator:
 
 
 class OperatorLog(TorchDispatchMode):
-    """Records while it is `listening`. What only looks at memory in another way is no operation."""
+    """Records while `wanted()` says so. What only looks at memory in another way is no operation."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Callable[[], bool]) -> None:
         super().__init__()
-        self.listening = False
+        self.wanted = wanted
         self.calls: list[Operator] = []
+        self.makers: dict[int, Source] = {}
+        """By the place of its memory: which call wrote a tensor last."""
+        self.alive: list[torch.Tensor] = []
+        """Kept, so that nobody else gets their memory while the log is written."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.listening or _looks_only(func):
+        if _looks_only(func) or not self.wanted():
             return func(*args, **kwargs)
-        device = next((str(leaf.device) for leaf in pytree.tree_leaves((args, kwargs)) if _is_tensor(leaf)), "cpu")
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_tensor(leaf)]
+        device = str(inputs[0].device) if inputs else "cpu"
+        sources = tuple(self.makers.get(memory_of(tensor)) for tensor in inputs)
         # Copied before the call: it may write to what it is given.
-        given = pytree.tree_map(_copy, (args, kwargs))
+        given = pytree.tree_map(copied, (args, kwargs))
         result = func(*args, **kwargs)
-        outputs = [_copy(leaf) for leaf in pytree.tree_leaves(result) if _is_tensor(leaf)]
-        self.calls.append(Operator(func, tuple(given[0]), given[1], outputs, device))
+        made = [leaf for leaf in pytree.tree_leaves(result) if _is_tensor(leaf)]
+        self.makers |= {memory_of(tensor): (len(self.calls), place) for place, tensor in enumerate(made)}
+        self.alive += made
+        outputs = [copied(tensor) for tensor in made]
+        self.calls.append(Operator(func, tuple(given[0]), given[1], outputs, device, sources))
         return result
 
 
-@dataclass
-class Heard:
-    """A module's call: what it gave, and the operators it ran itself (not its children's)."""
-
-    outputs: list[torch.Tensor] | None = None
-    calls: list[Operator] | None = None
-
-
-@torch.no_grad()
-def hear(root: nn.Module, module: str, run: Callable[[], Any]) -> Heard:
-    """Run and listen to the first call of one module, in evaluation mode."""
-    log, heard, training = OperatorLog(), Heard(), root.training
-    root.eval()
-    try:
-        with _listening(root, module, log, heard), log:
-            run()
-    finally:
-        root.train(training)
-    heard.calls = log.calls
-    return heard
-
-
-@contextmanager
-def _listening(root: nn.Module, wanted: str, log: OperatorLog, heard: Heard) -> Iterator[None]:
-    """Switches the log on inside the wanted module, and off inside its children."""
-    stack: list[str] = []
-
-    def update() -> None:
-        log.listening = bool(stack) and stack[-1] == wanted and heard.outputs is None
-
-    def enter(place: str) -> None:
-        log.listening = False
-        stack.append(place)
-        update()
-
-    def leave(place: str, output: Any) -> None:
-        log.listening = False
-        if place == wanted and heard.outputs is None:
-            heard.outputs = [_copy(leaf) for leaf in pytree.tree_leaves(output) if _is_tensor(leaf)]
-        stack.pop()
-        update()
-
-    handles: list[Any] = []
-    for name, each in root.named_modules():
-        place = public_name(name)
-        handles.append(each.register_forward_pre_hook(lambda m, a, place=place: enter(place)))
-        handles.append(each.register_forward_hook(lambda m, a, o, place=place: leave(place, o)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where its numbers lie. A view has its base's place; what has no memory of its own has a place by itself."""
+    return tensor.untyped_storage().data_ptr() or -id(tensor)
 
 
 def _looks_only(func: Any) -> bool:
@@ -143,5 +103,5 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def _copy(leaf: Any) -> Any:
+def copied(leaf: Any) -> Any:
     return leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.parity.replay.checks import finite
+from lockstep.parity.replay.systematic import Bound, Excess, slope_excess
 from lockstep.tape.digest import BLOCKS, distance, distances, norm
 from lockstep.tape.format import StepRecord
 
@@ -52,6 +53,23 @@ def worst_parameter(
     x, y = one.tensors[prefix + worst], other.tensors[prefix + worst]
     where = f"norm {norm(x):.6g} against {norm(y):.6g}{_rows(x, y)}"
     return Worst(worst, errors[worst], f"{where}; {off} of {len(errors)} parameters are off" if off else where)
+
+
+def worst_slope(
+    one: StepRecord, other: StepRecord, prefix: str, bound: Bound, inherited: float
+) -> tuple[str, Excess, str] | None:
+    """The parameter whose digests below `prefix` differ most by a factor: its name, how far, and where it lies."""
+    found = {
+        name.removeprefix(prefix): slope_excess(one.tensors[name], other.tensors[name], bound, inherited)
+        for name in one.tensors
+        if name.startswith(prefix) and name in other.tensors
+    }
+    if not any(excess.allowed for excess in found.values()):
+        return None
+    worst = max(found, key=lambda name: found[name].times)
+    x, y = one.tensors[prefix + worst], other.tensors[prefix + worst]
+    off = sum(excess.times > 1 for excess in found.values())
+    return worst, found[worst], f"norm {norm(x):.6g} against {norm(y):.6g}; {off} of {len(found)} parameters are off"
 
 
 def _rows(x: torch.Tensor, y: torch.Tensor) -> str:

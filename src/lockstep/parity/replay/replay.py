@@ -10,18 +10,22 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import Refusal
+import yaml
+
+from lockstep.model.kernel_trial import judged_later
 from lockstep.parity.compare.report import strict
 from lockstep.parity.replay.checks import BLAME, STAGES, Check, worst_of
 from lockstep.parity.replay.locate import Located
 from lockstep.parity.replay.loop import Mode, Replay
 from lockstep.parity.replay.modules import Blamed, blame
+from lockstep.parity.replay.parts import Part, left_out, shared_out
 from lockstep.parity.replay.stages import Side, judge_step
 from lockstep.parity.replay.tolerance import Tolerance, tolerance_of
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.run.folder import RunFolder, atomic_write_text
 from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
+from lockstep.tape.probe import FORWARD
 
 REPLAYS = "replays"
 RESULT = "replay.json"
@@ -49,11 +53,9 @@ class Replayed:
     @property
     def stage(self) -> str | None:
         """The stage to blame: a module that is off makes the model's log-probabilities, or its gradients."""
-        if self.cause is not None:
-            return self.cause.stage
         if self.module is not None:
-            return "log-probs" if self.module.phase == "forward" else "gradient"
-        return None
+            return "log-probs" if self.module.phase == FORWARD else "gradient"
+        return None if self.cause is None else self.cause.stage
 
 
 def replay(
@@ -63,16 +65,61 @@ def replay(
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()
-    recipe = replayed_recipe(source, name or free_name(source, mode), overrides)
+    forced = mode == "forced"
+    found = [
+        _replay_part(source, part, mode, overrides, console, mine, name)
+        for part, mine in shared_out(source, tape, steps, forced=forced)
+    ]
+    results = [result for result in found if result is not None]
+    if not results:
+        return None
+    result = _joined(results, left_out(source, tape, forced=forced))
+    atomic_write_text(result.folder / RESULT, json.dumps(as_json(result), indent=2) + "\n")
+    return result
+
+
+def _replay_part(
+    source: RunFolder,
+    part: Part,
+    mode: Mode,
+    overrides: Sequence[str],
+    console: Console,
+    steps: Sequence[int],
+    name: str,
+) -> Replayed | None:
+    """Steps that one recipe trained."""
+    tape = TapeFolder(source.tape)
+    recipe = replayed_recipe(source, name or free_name(source, mode), overrides, part.recipe)
     loop = Replay(tape, mode, steps)
-    folder = run_replay(loop, recipe, console)
+    with judged_later() as problems:
+        folder = run_replay(loop, recipe, console)
     if folder is None:
         return None
-    result = judge(tape, TapeFolder(RunFolder(folder).tape), mode, folder)
+    result = judge(tape, TapeFolder(RunFolder(folder).tape), mode, folder, trained=_keys(part.recipe))
+    remarks = [f"The check at load: {problem}" for problem in problems]
+    if part.last is not None and result.steps:
+        named = f"Steps {result.steps[0]} to {result.steps[-1]}"
+        remarks.append(f"{named} were trained with {part.recipe.name}, and replayed with it in {folder}.")
+    result = replace(result, remarks=(*remarks, *result.remarks))
     if result.module is not None and result.step == loop.parted:
         result = replace(result, operator=loop.located)
-    atomic_write_text(folder / RESULT, json.dumps(as_json(result), indent=2) + "\n")
     return result
+
+
+def _joined(results: Sequence[Replayed], remarks: Sequence[str]) -> Replayed:
+    """One verdict of all parts: what the first that is out of step says, or else the first."""
+    first = next((result for result in results if not result.in_step), results[0])
+    return replace(
+        first,
+        steps=[step for result in results for step in result.steps],
+        checks=[check for result in results for check in result.checks],
+        remarks=(*(remark for result in results for remark in result.remarks), *remarks),
+    )
+
+
+def _keys(recipe: Path) -> dict[str, Any]:
+    keys: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    return keys
 
 
 def run_replay(replay: Replay, recipe: Recipe, console: Console) -> Path | None:
@@ -81,10 +128,8 @@ def run_replay(replay: Replay, recipe: Recipe, console: Console) -> Path | None:
     return None if int(os.environ.get("RANK", "0")) else Path(recipe.run.folder) / recipe.run.name
 
 
-def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str]) -> Recipe:
+def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], recorded: Path) -> Recipe:
     """The recorded recipe with what a replay must have: a folder of its own, a tape, and nothing to keep."""
-    if not source.recipe.is_file():
-        raise Refusal.at(str(source.path), "is not a run folder", "give the folder of a run with a tape")
     settled = [
         f"run.folder={source.path / REPLAYS}",
         f"run.name={name}",
@@ -98,7 +143,7 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str]) -> R
     ]
     if any(word.startswith("model.dtype=") for word in overrides):
         settled.append("model.master_weights=null")  # its default depends on the dtype
-    return load_recipe(str(source.recipe), [*settled, *overrides])
+    return load_recipe(str(recorded), [*settled, *overrides])
 
 
 def free_name(source: RunFolder, kind: str) -> str:
@@ -107,9 +152,22 @@ def free_name(source: RunFolder, kind: str) -> str:
     return next(name for number in count(1) if (name := f"{kind}-{number}") not in taken)
 
 
-def judge(a: TapeFolder, b: TapeFolder, mode: Mode, folder: Path, tolerance: Tolerance | None = None) -> Replayed:
-    """Every step that both have. Steps that do not start from recorded weights inherit what came before them."""
+def judge(
+    a: TapeFolder,
+    b: TapeFolder,
+    mode: Mode,
+    folder: Path,
+    tolerance: Tolerance | None = None,
+    *,
+    trained: dict[str, Any] | None = None,
+) -> Replayed:
+    """Every step that both have. Steps that do not start from recorded weights inherit what came before them.
+
+    `trained` is the recipe of A's steps, where it is not that with which the run went on at last.
+    """
     ours, theirs = Side.open(a), Side.open(b)
+    if trained is not None:
+        ours = replace(ours, manifest={**ours.manifest, "recipe": trained})
     tolerance = tolerance or tolerance_of(*(side.recipe["model"]["dtype"] for side in (ours, theirs)))
     steps = [step for step in b.steps() if step in set(a.steps())]
     checks: list[Check] = []
@@ -153,6 +211,7 @@ def inherited(tolerance: Tolerance, step: int) -> Tolerance:
         loss=0.02,
         gradient=max(0.05, tolerance.gradient),
         update=tolerance.update * step,
+        systematic=None,
     )
 
 
@@ -163,9 +222,9 @@ def first_cause(checks: Sequence[Check]) -> Check | None:
 
 def _explains(module: Blamed, cause: Check) -> bool:
     """A module can only explain what comes after it: a wrong mask or reward is not a module's doing."""
-    if module.phase == "forward":
-        return cause.stage in ("log-probs", "generation", "loss", "gradient")
-    return cause.stage == "gradient"
+    if module.phase == FORWARD:
+        return cause.stage not in ("batch", "reward")
+    return cause.stage in ("gradient", "weights")
 
 
 def verdicts(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:

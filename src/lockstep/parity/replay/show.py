@@ -59,6 +59,8 @@ def first_divergence(result: Replayed) -> list[tuple[str, str]]:
         if module.rank:
             rows.append(("rank", str(module.rank)))
         rows.append(("growth", f"from {module.error_in:.2g} at its input to {module.error_out:.2g} at its output"))
+        if module.systematic:
+            rows.append(("systematic", module.systematic))
         after, before = module.between
         if after or before:
             rows.append(("between", f"{after or 'its beginning'} and {before or 'its end'}: in its own computation"))

@@ -11,12 +11,17 @@ import torch
 
 from lockstep.parity.replay.checks import Check, finite, root_mean_square, share, worst_place
 from lockstep.parity.replay.generation import judge_generation
-from lockstep.parity.replay.landing import judge_landing
-from lockstep.parity.replay.parameters import worst_parameter
+from lockstep.parity.replay.landing import judge_landing, judge_left
+from lockstep.parity.replay.parameters import worst_parameter, worst_slope
+from lockstep.parity.replay.precision import judge_precision, sampled_gradients
+from lockstep.parity.replay.systematic import Limits, line
 from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.rows import rollouts_of
 from lockstep.types import Rollout
+
+# Log-probabilities that losses compare with, as their checks are named.
+WENT_IN = ("old", "reference", "values")
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,15 @@ def judge_step(a: Side, b: Side, step: int, tolerance: Tolerance, *, generated: 
         if generated:
             checks += _generation(a, b, one, tolerance)
         checks += _reward(one, other)
-    checks += _logprobs(one, other, tolerance)
+    alike = a.recipe["model"]["dtype"] == b.recipe["model"]["dtype"]
+    checks += _logprobs(one, other, tolerance, alike=alike)
     checks += _advantages(one, other, tolerance, checks)
     for index, update in enumerate(one.info["updates"]):
         if index < len(other.info["updates"]):
-            checks += _update(b, one, other, update["learner"], index, tolerance, restored=generated)
+            checks += _update(b, one, other, update["learner"], index, tolerance, checks, restored=generated)
+            if alike and tolerance.systematic is not None:
+                checks += _summed_finely(a, one, other, index)
+    checks += judge_left((("recorded run", a.tape), ("replay", b.tape)), step)
     return checks
 
 
@@ -92,7 +101,7 @@ def _reward(a: StepRecord, b: StepRecord) -> Iterator[Check]:
     yield Check("reward", a.step, "scores of the recorded responses", error, 1e-4, worst_place(x, y, "response"))
 
 
-def _logprobs(a: StepRecord, b: StepRecord, tolerance: Tolerance) -> Iterator[Check]:
+def _logprobs(a: StepRecord, b: StepRecord, tolerance: Tolerance, *, alike: bool) -> Iterator[Check]:
     named = {"step/old": "old", "step/reference": "reference", "step/values": "values"}
     for update in a.info["updates"]:
         learner = update["learner"]
@@ -105,6 +114,23 @@ def _logprobs(a: StepRecord, b: StepRecord, tolerance: Tolerance) -> Iterator[Ch
             x, y = a.tensors[name], b.tensors[name]
             where = worst_place(x, y, "token") + _whose(b, name, x, y)
             yield Check("log-probs", a.step, what, root_mean_square(x, y), tolerance.logprob, where)
+            if tolerance.systematic is not None and name != "step/values":
+                yield from _on_a_line(a.step, what, x, y, tolerance.systematic)
+                if alike:
+                    yield from judge_precision("log-probs", a.step, what, x, y)
+
+
+def _on_a_line(step: int, what: str, x: torch.Tensor, y: torch.Tensor, limits: Limits) -> Iterator[Check]:
+    """Over all targets together: what another temperature, scale or mean makes of log-probabilities."""
+    found = line(x, y)
+    if found is None:
+        return
+    allowed = limits.logprob_slope.allowed(found.rounding / found.spread, found.count)
+    where = f"slope {1 + found.slope:.5f} over {found.count} targets"
+    yield Check("log-probs", step, f"{what}: slope", abs(found.slope), allowed, where)
+    allowed = limits.logprob_offset.allowed(found.rounding, found.count)
+    where = f"{found.offset:+.5f} in the mean of {found.count} targets"
+    yield Check("log-probs", step, f"{what}: offset", abs(found.offset), allowed, where)
 
 
 def _whose(b: StepRecord, name: str, x: torch.Tensor, y: torch.Tensor) -> str:
@@ -136,6 +162,7 @@ def _update(
     learner: str,
     index: int,
     tolerance: Tolerance,
+    checks: Sequence[Check],
     *,
     restored: bool,
 ) -> Iterator[Check]:
@@ -156,10 +183,35 @@ def _update(
     yield Check("loss", step, f"{what}: value", finite(apart), tolerance.loss + 10 * answers, said, number)
     where = worst_place(x, y, "target")
     allowed = 10 * tolerance.loss + 10 * answers + inherited
-    yield Check("loss", step, f"{what}: its slope at each target", share(x, y), allowed, where, number)
-    yield from _gradient(one, other, key, what, info, number, tolerance, inherited)
+    if tolerance.systematic is not None and not number:
+        allowed = tolerance.systematic.loss + _reason(one, answers, checks)
+    pulls = share(x, y)
+    yield Check("loss", step, f"{what}: its slope at each target", pulls, allowed, where, number)
+    yield from _gradient(one, other, key, what, info, number, tolerance, inherited, pulls)
     if "lr" in info[0] and "lr" in info[1]:
         yield from judge_landing(b.manifest, one, other, learner, number, info, tolerance, restored=restored)
+
+
+def _reason(record: StepRecord, answers: float, checks: Sequence[Check]) -> float:
+    """How far a loss's slopes may be off for what went into the loss. The loss itself is computed in fp32.
+
+    A loss over whole sequences, as of preferences, adds their tokens' rounding up, which grows as their length's root.
+    """
+    other = max((c.error for c in checks if c.stage == "log-probs" and c.what in WENT_IN), default=0.0)
+    estimated = max((c.error for c in checks if c.stage == "advantages"), default=0.0)
+    longest = float(record.tensors["fed/targets"].max()) if len(record.tensors["fed/targets"]) else 0.0
+    return max(1.0, 0.3 * longest**0.5) * (answers + other) + 1.5 * estimated
+
+
+def _summed_finely(a: Side, one: StepRecord, other: StepRecord, index: int) -> Iterator[Check]:
+    """With masters in fp32 the sum over micro-batches is kept in fp32 too; that of one micro-batch is as it came."""
+    infos = one.info["updates"][index], other.info["updates"][index]
+    learner = infos[0]["learner"]
+    first = all(update["learner"] != learner for update in one.info["updates"][:index])
+    several = all(info.get("micro_batches", 1) > 1 for info in infos)
+    if first and several and a.recipe["model"]["master_weights"]:
+        sides = [sampled_gradients(record, learner) for record in (one, other)]
+        yield from judge_precision("gradient", one.step, f"{learner}, update 1", *sides)
 
 
 def _moved_answers(
@@ -209,7 +261,9 @@ def _gradient(
     number: int,
     tolerance: Tolerance,
     inherited: float,
+    pulls: float,
 ) -> Iterator[Check]:
+    """`pulls`: what the loss's slopes are off by, which is not the gradient's doing."""
     if "grad_norm" not in info[0] or "grad_norm" not in info[1]:
         return
     norms = info[0]["grad_norm"], info[1]["grad_norm"]
@@ -219,6 +273,11 @@ def _gradient(
     found = worst_parameter(one, other, f"{key}/gradient/", allowed, total=norms[0])
     if found is not None:
         yield Check("gradient", one.step, f"{what}: {found.name}", found.error, allowed, found.where, number)
+    limits = tolerance.systematic
+    steepest = None if limits is None else worst_slope(one, other, f"{key}/gradient/", limits.gradient, 2 * pulls)
+    if steepest is not None:
+        name, excess, where = steepest
+        yield Check("gradient", one.step, f"{what}: {name}, slope", excess.value, excess.allowed, where, number)
     if size > 1e-7:
         apart = abs(norms[0] - norms[1]) / size
         yield Check("gradient", one.step, f"{what}: norm", finite(apart), allowed, said, number)

@@ -20,7 +20,7 @@ def read_log(source: str, names: Mapping[str, str] | None = None) -> Log:
     found = find(source)
     points = found.read()
     if not points:
-        raise Refusal.at(str(found.path), f"read as {found.kind}, it holds no metric", "was the run cut off at once?")
+        raise Refusal.at(found.path, f"read as {found.kind}, it holds no metric", "was the run cut off at once?")
     given = names or {}
     if found.kind == TENSORBOARD_CSV:
         given = tensorboard_csv.named(found.path, given)

@@ -58,7 +58,7 @@ _HEAD = 20
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundLog:
     """A log whose format is known."""
 
     path: Path
@@ -66,7 +66,7 @@ class Found:
     read: Callable[[], Points]
 
 
-def find(source: str) -> Found:
+def find(source: str) -> FoundLog:
     path = Path(source)
     if not path.exists():
         raise Refusal.at(source, "no such file or folder", "name a run folder, or a log file")
@@ -79,18 +79,18 @@ def find(source: str) -> Found:
     return found
 
 
-def _in_folder(path: Path) -> Found | None:
+def _in_folder(path: Path) -> FoundLog | None:
     if is_run_folder(path):
-        return Found(path, RUN, partial(run_points, path))
+        return FoundLog(path, RUN, partial(run_points, path))
     refuse_lost_metrics(path)
     candidates = _of_one_run(path, _candidates(path))
     if len(candidates) > 1:
         names = ", ".join(str(found.path.relative_to(path)) for found in candidates)
-        raise Refusal.at(str(path), f"holds {len(candidates)} logs: {names}", "name one of them")
+        raise Refusal.at(path, f"holds {len(candidates)} logs: {names}", "name one of them")
     return candidates[0] if candidates else None
 
 
-def _of_one_run(path: Path, candidates: list[Found]) -> list[Found]:
+def _of_one_run(path: Path, candidates: list[FoundLog]) -> list[FoundLog]:
     """A trainer's states and the lines that it wrote beside them are one log: the state that holds the whole run, else
     the lines, which go on behind the last checkpoint, else the last checkpoint's state."""
     written = [found for found in candidates if found.kind in (LLAMA_FACTORY, SWIFT) and found.path.parent == path]
@@ -103,20 +103,20 @@ def _of_one_run(path: Path, candidates: list[Found]) -> list[Found]:
     return [found for found in states if found.path == state]
 
 
-def _candidates(path: Path) -> list[Found]:
+def _candidates(path: Path) -> list[FoundLog]:
     """The logs in a folder and in the folders right in it. One that is linked to from elsewhere in it counts once."""
     seen: set[Path] = set()
     candidates = []
-    for place in (path, *sorted(inner for inner in path.iterdir() if inner.is_dir())):
-        if place.resolve() in seen:
+    for folder in (path, *sorted(inner for inner in path.iterdir() if inner.is_dir())):
+        if folder.resolve() in seen:
             continue
-        seen.add(place.resolve())
-        if place != path and is_run_folder(place):
-            candidates.append(Found(place, RUN, partial(run_points, place)))
+        seen.add(folder.resolve())
+        if folder != path and is_run_folder(folder):
+            candidates.append(FoundLog(folder, RUN, partial(run_points, folder)))
             continue
-        files = sorted(file for file in place.iterdir() if file.is_file())
+        files = sorted(file for file in folder.iterdir() if file.is_file())
         if any(_EVENTS in file.name for file in files):
-            candidates.append(Found(place, "tensorboard", partial(tensorboard.points, place)))
+            candidates.append(FoundLog(folder, "tensorboard", partial(tensorboard.points, folder)))
         for file in files:
             if _EVENTS not in file.name and (file.suffix in _TEXT or file.suffix == ".wandb"):
                 found = _file(file)
@@ -126,27 +126,27 @@ def _candidates(path: Path) -> list[Found]:
     return candidates
 
 
-def _file(path: Path) -> Found | None:
+def _file(path: Path) -> FoundLog | None:
     file = str(path)
     if path.name == "metrics.jsonl" and is_run_folder(path.parent):
-        return Found(path.parent, RUN, partial(run_points, path.parent))
+        return FoundLog(path.parent, RUN, partial(run_points, path.parent))
     if _EVENTS in path.name:
-        return Found(path, "tensorboard", partial(tensorboard.points, path))
+        return FoundLog(path, "tensorboard", partial(tensorboard.points, path))
     content = path.read_bytes()
     if content.startswith(wandb.MAGIC):
-        return Found(path, "wandb", lambda: table.points(file, wandb.rows(file, content)))
+        return FoundLog(path, "wandb", lambda: table.points(file, wandb.rows(file, content)))
     text = decoded(content)
     return None if text is None else next(claims(path, text), None)
 
 
-def claims(path: Path, text: str) -> Iterator[Found]:
+def claims(path: Path, text: str) -> Iterator[FoundLog]:
     """Every reader that knows the text for its own, one at a time: to ask for the first is enough."""
     yield from _json(path, text)
     yield from _csv(path, text)
     yield from _console(path, text)
 
 
-def _json(path: Path, text: str) -> Iterator[Found]:
+def _json(path: Path, text: str) -> Iterator[FoundLog]:
     file = str(path)
     if text.lstrip()[:1] not in ("{", "["):
         return
@@ -155,18 +155,18 @@ def _json(path: Path, text: str) -> Iterator[Found]:
     rows = [row for row in first if trainer_state.HISTORY not in row]
     found = []
     if any("step" in row and isinstance(row.get("data"), dict) for row in rows):
-        found.append(Found(path, VERL_FILE, lambda: table.verl_points(file, table.json_lines(file, text))))
+        found.append(FoundLog(path, VERL_FILE, lambda: table.verl_points(file, table.json_lines(file, text))))
     if any(llamafactory.is_row(row) for row in rows):
-        found.append(Found(path, LLAMA_FACTORY, lambda: llamafactory.points(file, table.json_lines(file, text))))
+        found.append(FoundLog(path, LLAMA_FACTORY, lambda: llamafactory.points(file, table.json_lines(file, text))))
     if any(swift.is_row(row) for row in rows):
-        found.append(Found(path, SWIFT, lambda: swift.points(file, table.json_lines(file, text))))
+        found.append(FoundLog(path, SWIFT, lambda: swift.points(file, table.json_lines(file, text))))
     if not found and any(table.has_step(row) for row in rows):
         kind = "wandb" if any(table.COUNT in row for row in rows) else "jsonl"
-        found.append(Found(path, kind, lambda: table.points(file, table.json_lines(file, text))))
+        found.append(FoundLog(path, kind, lambda: table.points(file, table.json_lines(file, text))))
     yield from found or _whole_json(path, text)
 
 
-def _whole_json(path: Path, text: str) -> Iterator[Found]:
+def _whole_json(path: Path, text: str) -> Iterator[FoundLog]:
     """One value, on one line or on many."""
     file = str(path)
     try:
@@ -175,17 +175,17 @@ def _whole_json(path: Path, text: str) -> Iterator[Found]:
         return
     except ValueError as error:
         if f'"{trainer_state.HISTORY}"' in text:
-            yield Found(path, TRAINER_STATE, partial(trainer_state.cut_short, file, error))
+            yield FoundLog(path, TRAINER_STATE, partial(trainer_state.cut_short, file, error))
         return
     if isinstance(whole, dict) and trainer_state.HISTORY in whole:
-        yield Found(path, TRAINER_STATE, lambda: trainer_state.points(file, whole))
+        yield FoundLog(path, TRAINER_STATE, lambda: trainer_state.points(file, whole))
     listed: Sequence[Any] = whole if isinstance(whole, list) else []
     if listed and all(isinstance(row, dict) for row in listed) and any(table.has_step(row) for row in listed):
         kind = "wandb" if any(table.COUNT in row for row in listed) else "json"
-        yield Found(path, kind, lambda: table.points(file, iter(enumerate(listed, start=1))))
+        yield FoundLog(path, kind, lambda: table.points(file, iter(enumerate(listed, start=1))))
 
 
-def _csv(path: Path, text: str) -> Iterator[Found]:
+def _csv(path: Path, text: str) -> Iterator[FoundLog]:
     file, header = str(path), text.partition("\n")[0].rstrip("\r")
     try:
         cells = next(csv.reader([header], delimiter=table.delimiter(text)), [])
@@ -193,13 +193,13 @@ def _csv(path: Path, text: str) -> Iterator[Found]:
         return
     names = [cell.strip() for cell in cells]
     if tensorboard_csv.is_header(names):
-        yield Found(path, TENSORBOARD_CSV, lambda: tensorboard_csv.points(file, text))
+        yield FoundLog(path, TENSORBOARD_CSV, lambda: tensorboard_csv.points(file, text))
     elif len(names) > 1 and table.has_step(names):
         kind = "wandb" if table.COUNT in names else "csv"
-        yield Found(path, kind, lambda: table.points(file, table.csv_rows(file, text)))
+        yield FoundLog(path, kind, lambda: table.points(file, table.csv_rows(file, text)))
 
 
-def _console(path: Path, text: str) -> Iterator[Found]:
+def _console(path: Path, text: str) -> Iterator[FoundLog]:
     file, listed = str(path), list(lines(text))
     for kind, points in (
         (VERL_CONSOLE, lambda: verl.points(listed)),
@@ -211,7 +211,7 @@ def _console(path: Path, text: str) -> Iterator[Found]:
     ):
         found = points()
         if found:
-            yield Found(path, kind, partial(_same, found))
+            yield FoundLog(path, kind, partial(_same, found))
 
 
 def _same(points: Points) -> Points:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.parity.compare.logs.curves import Points, numbers, whole
-from lockstep.parity.compare.logs.table import Row, damaged
+from lockstep.parity.compare.logs.table import LogRow, damaged
 
 STEP, TOTAL = "current_steps", "total_steps"
 _NO_METRICS = frozenset({STEP, TOTAL, "percentage"})
@@ -17,7 +17,7 @@ def is_row(row: Mapping[str, Any]) -> bool:
     return STEP in row and TOTAL in row
 
 
-def points(file: str, rows: Iterator[Row]) -> Points:
+def points(file: str, rows: Iterator[LogRow]) -> Points:
     found = Points()
     for line, row in rows:
         step = whole(row.get(STEP))

@@ -22,14 +22,14 @@ _MUST = ("loss", "norm", "learning rate")
 def points(file: str, text: str) -> Points:
     """Every field with a number; the other output between the lines is passed over."""
     found = Points()
-    for place, line in numbered(text):
+    for row, line in numbered(text):
         if "iteration" not in line:
             continue
         if trained := _TRAINED.search(line):
-            step, fields = int(trained.group(1)), _fields(file, place, line, trained.group(2))
+            step, fields = int(trained.group(1)), _fields(file, row, line, trained.group(2))
         elif validated := _VALIDATED.search(line):
             group = "test" if validated.group(3) == "test" else "eval"
-            step, told = int(validated.group(1)), _fields(file, place, line, validated.group(4))
+            step, told = int(validated.group(1)), _fields(file, row, line, validated.group(4))
             fields = {f"{group}/{name.removesuffix(' value')}": value for name, value in told.items()}
         else:
             continue
@@ -40,15 +40,15 @@ def points(file: str, text: str) -> Points:
 
 def numbered(text: str) -> Iterator[tuple[int, str]]:
     """The lines of a console with their numbers, as an editor counts them; a half one at the end is left out."""
-    for place, raw in enumerate(text.split("\n")[:-1], start=1):
+    for row, raw in enumerate(text.split("\n")[:-1], start=1):
         for _, line in lines(raw + "\n"):
-            yield place, line
+            yield row, line
 
 
-def _fields(file: str, place: int, line: str, text: str) -> dict[str, float]:
+def _fields(file: str, row: int, line: str, text: str) -> dict[str, float]:
     *fields, rest = text.split("|")
     if rest.strip() or not fields:
-        raise _damaged(file, place, line, "line whose last field ends with |")
+        raise _damaged(file, row, line, "line whose last field ends with |")
     found = {}
     for field in fields:
         name, colon, written = (part.strip() for part in field.rpartition(":"))
@@ -57,9 +57,9 @@ def _fields(file: str, place: int, line: str, text: str) -> dict[str, float]:
         if value is not None:
             found[name] = value
         elif not colon or name.endswith(_MUST):
-            raise _damaged(file, place, line, f"line of numbers, at {field.strip()!r}")
+            raise _damaged(file, row, line, f"line of numbers, at {field.strip()!r}")
     return found
 
 
-def _damaged(file: str, place: int, line: str, wanted: str) -> Refusal:
-    return damaged(file, place, line.strip(), wanted)
+def _damaged(file: str, row: int, line: str, wanted: str) -> Refusal:
+    return damaged(file, row, line.strip(), wanted)

@@ -17,7 +17,7 @@ _LINE = re.compile(r"(?:^|\] )iteration: (\d{1,18}) / \d{1,18} \| (\S.*)$")
 
 def points(file: str, text: str) -> Points:
     found = Points()
-    for place, line in numbered(text):
+    for row, line in numbered(text):
         parts = _LINE.search(line) if "iteration: " in line else None
         # A message of an iteration in words is no line of metrics.
         if parts is None or " : " not in parts.group(2) or int(parts.group(1)) > LARGEST_STEP:
@@ -27,7 +27,7 @@ def points(file: str, text: str) -> Points:
             name, _, written = field.strip().rpartition(" : ")
             value = number(written)
             if not name or value is None:
-                raise damaged(file, place, line.strip(), f"line of numbers, at {field.strip()!r}")
+                raise damaged(file, row, line.strip(), f"line of numbers, at {field.strip()!r}")
             values[name.strip()] = value
         found.add(int(parts.group(1)), values)
     return found

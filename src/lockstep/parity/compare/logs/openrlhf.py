@@ -75,17 +75,17 @@ class _Bars:
     def read(self, bar: re.Match[str]) -> None:
         title, bracket, epoch, at, total, tail = bar.groups()
         state = self._titles.setdefault(title, _Title())
-        name, place = bracket or epoch or "", int(at)
+        name, position = bracket or epoch or "", int(at)
         # A bar of a later epoch, or one that stands further back than it did, is a new one.
-        if state.last != ("", 0) and (name != state.last[0] or place < state.last[1]):
+        if state.last != ("", 0) and (name != state.last[0] or position < state.last[1]):
             if title != "Train epoch" or name in ("", "1"):
                 state.round += 1
             state.before = ""
-        state.last = (name, place)
+        state.last = (name, position)
         figures = {key.strip(): value for key, text in _FIGURE.findall(tail) if (value := number(text)) is not None}
         written = ", ".join(f"{key}={value}" for key, value in figures.items())
         if figures and written != state.before:
-            state.shown.append(_Shown(state.round, place, int(total), figures))
+            state.shown.append(_Shown(state.round, position, int(total), figures))
             state.before = written
 
     def points(self) -> Points:
@@ -94,8 +94,8 @@ class _Bars:
             if title in self._titles and (shown := self._titles[title].shown):
                 early = 1 if any(one.at == 0 for one in shown) else 0
                 for one in shown:
-                    place = min(one.at + early, max(one.total, 1))
-                    found.add(one.round * one.total + place, one.figures)
+                    position = min(one.at + early, max(one.total, 1))
+                    found.add(one.round * one.total + position, one.figures)
                 return found
         rounds: dict[int, list[dict[str, float]]] = {}
         for one in self._titles.get("Train epoch", _Title()).shown:

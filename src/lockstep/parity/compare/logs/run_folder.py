@@ -26,14 +26,14 @@ def refuse_lost_metrics(path: Path) -> None:
     """Refuse a run folder without its metrics: something else in it would be read as a log."""
     folder = RunFolder(path)
     if folder.recipe.is_file() and folder.checkpoints.is_dir() and not folder.metrics.exists():
-        raise Refusal.at(str(folder.metrics), "is missing, and with it the curves of the run", "restore the file")
+        raise Refusal.at(folder.metrics, "is missing, and with it the curves of the run", "restore the file")
 
 
 def points(path: Path) -> Points:
     file = RunFolder(path).metrics
     steps = read_metrics(file)
     if not steps:
-        raise Refusal.at(str(file), "holds no step", "was the run cut off at once?")
+        raise Refusal.at(file, "holds no step", "was the run cut off at once?")
     found = Points()
     for step, values in steps:
         found.add(step, values)
@@ -48,10 +48,10 @@ def evidence(path: Path) -> Evidence:
         recipes = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in files}
     except (yaml.YAMLError, ValueError) as error:
         why = " ".join(str(error).split())
-        raise Refusal.at(str(folder.recipe), f"is damaged: {why}", "restore the file") from None
+        raise Refusal.at(folder.recipe, f"is damaged: {why}", "restore the file") from None
     for file, content in recipes.items():
         if not isinstance(content, dict):
-            raise Refusal.at(str(file), "holds no keys", "restore the file")
+            raise Refusal.at(file, "holds no keys", "restore the file")
     env = read_object(folder.env) if folder.env.is_file() else {}
     earlier = {last: recipes[path] for path, last in files.items() if last is not None}
     return Evidence(recipes[folder.recipe], env, _samples(folder.samples), earlier)

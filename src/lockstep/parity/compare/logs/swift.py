@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.parity.compare.logs.curves import LARGEST_STEP, Points, numbers
-from lockstep.parity.compare.logs.table import Row, damaged
+from lockstep.parity.compare.logs.table import LogRow, damaged
 from lockstep.parity.compare.logs.text import number
 from lockstep.parity.compare.logs.trainer_state import HISTORY
 
@@ -23,7 +23,7 @@ def is_row(row: Mapping[str, Any]) -> bool:
     return any(isinstance(row.get(name), str) and "/" in row[name] for name in STEPS)
 
 
-def points(file: str, rows: Iterator[Row]) -> Points:
+def points(file: str, rows: Iterator[LogRow]) -> Points:
     """Every line but those that repeat the history. Numbers may be written as texts."""
     found = Points()
     for line, row in rows:

@@ -26,7 +26,7 @@ COUNT = "_step"
 _NO_METRICS = frozenset({*STEP_COLUMNS, COUNT, "_runtime", "_timestamp", "_wandb"})
 _SIDE_COLUMNS = ("__MIN", "__MAX")
 
-Row = tuple[int, dict[str, Any]]
+LogRow = tuple[int, dict[str, Any]]
 """The line that it stands in, for messages, and its values."""
 
 
@@ -34,7 +34,7 @@ def has_step(names: Collection[str]) -> bool:
     return any(name in names for name in (*STEP_COLUMNS, COUNT))
 
 
-def json_lines(file: str, text: str) -> Iterator[Row]:
+def json_lines(file: str, text: str) -> Iterator[LogRow]:
     """The objects of a file of JSON lines. A last line that is cut short is left out; any other damage is refused."""
     lines = text.split("\n")
     for number_, line in enumerate(lines, start=1):
@@ -50,7 +50,7 @@ def json_lines(file: str, text: str) -> Iterator[Row]:
             raise damaged(file, number_, line, "JSON object")
 
 
-def csv_rows(file: str, text: str) -> Iterator[Row]:
+def csv_rows(file: str, text: str) -> Iterator[LogRow]:
     """The rows of a csv file by their header. A last line without its line break is half written, and left out."""
     reader = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]), delimiter=delimiter(text))
     try:
@@ -71,7 +71,7 @@ def delimiter(text: str) -> str:
     return "\t" if "\t" in header and "," not in header else ","
 
 
-def points(file: str, rows: Iterator[Row]) -> Points:
+def points(file: str, rows: Iterator[LogRow]) -> Points:
     """The metrics of the rows. Where wandb's count of calls is all that there is, its first call becomes step 1."""
     rows_, found = list(rows), Points()
     counted = not any(name in row for _, row in rows_ for name in STEP_COLUMNS)
@@ -90,7 +90,7 @@ def points(file: str, rows: Iterator[Row]) -> Points:
     return found
 
 
-def verl_points(file: str, rows: Iterator[Row]) -> Points:
+def verl_points(file: str, rows: Iterator[LogRow]) -> Points:
     """The points of `{"step": 7, "data": {...}}` lines."""
     found = Points()
     for line, row in rows:

@@ -25,7 +25,7 @@ def points(path: Path) -> Points:
     try:
         events.Reload()
     except Exception as error:  # the package raises whatever its parser did, on a file that is damaged
-        raise Refusal.at(str(path), f"tensorboard cannot read it: {error}", "restore the file") from error
+        raise Refusal.at(path, f"tensorboard cannot read it: {error}", "restore the file") from error
     finally:
         logger.setLevel(level)
     found = Points()

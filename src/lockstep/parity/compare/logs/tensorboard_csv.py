@@ -38,7 +38,7 @@ def named(path: Path, names: Mapping[str, str]) -> dict[str, str]:
     ours = known_name(tag.group(1) if tag else path.stem) or (tag.group(1) if tag else None)
     if ours is None:
         raise Refusal.at(
-            str(path),
+            path,
             f"a csv export of tensorboard, which does not say what its {VALUE} is",
             "say it with --value NAME (train/loss, say), or call the file as tensorboard does: run-X-tag-NAME.csv",
         )

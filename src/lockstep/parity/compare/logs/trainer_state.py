@@ -19,18 +19,18 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 def points(file: str, state: dict[str, Any]) -> Points:
     found = Points()
     history = state[HISTORY]
-    for place, row in enumerate(history if isinstance(history, list) else []):
+    for index, row in enumerate(history if isinstance(history, list) else []):
         step = whole(row.get("step")) if isinstance(row, dict) else None
         if step is None:
-            raise Refusal.at(f"{file}, {HISTORY}[{place}]", "has no step", "restore the file")
+            raise Refusal.at(f"{file}, {HISTORY}[{index}]", "has no step", "restore the file")
         found.add(step, numbers(row, frozenset({"step"})))
     return found
 
 
 def cut_short(file: str, error: ValueError) -> Points:
     """Refuse a state that is no whole JSON, by the place where it breaks off."""
-    place = f" line {error.lineno} column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-    raise Refusal.at(f"{file}{place}", "a trainer's state that is cut short or damaged", "restore the file")
+    where = f" line {error.lineno} column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+    raise Refusal.at(f"{file}{where}", "a trainer's state that is cut short or damaged", "restore the file")
 
 
 def newest(files: Sequence[Path]) -> Path | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.errors import Refusal
-from lockstep.parity.compare.logs.table import Row
+from lockstep.parity.compare.logs.table import LogRow
 
 MAGIC = b":W&B"
 _FILE_HEADER = 7
@@ -26,36 +26,36 @@ _ITEM_KEY, _ITEM_NESTED_KEY, _ITEM_INTEGER, _ITEM_NUMBER, _ITEM_JSON = 1, 2, 5, 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
-def rows(file: str, content: bytes) -> Iterator[Row]:
+def rows(file: str, content: bytes) -> Iterator[LogRow]:
     """The rows of the run's history. A record that is cut short at the end is left out."""
-    for place, record in enumerate(_records(file, content), start=1):
+    for index, record in enumerate(_records(file, content), start=1):
         try:
             for number, history in _fields(record):
                 if number == _RECORD_HISTORY and isinstance(history, bytes):
-                    yield place, _row(history)
+                    yield index, _row(history)
         except (ValueError, IndexError, struct.error):
             raise Refusal.at(
-                f"{file} record {place}", "not a record of this kind of file", "export the run's history as csv"
+                f"{file} record {index}", "not a record of this kind of file", "export the run's history as csv"
             ) from None
 
 
 def _records(file: str, content: bytes) -> Iterator[bytes]:
-    place, parts = _FILE_HEADER, b""
-    while place + _HEADER.size <= len(content):
-        left = _BLOCK - place % _BLOCK
+    offset, parts = _FILE_HEADER, b""
+    while offset + _HEADER.size <= len(content):
+        left = _BLOCK - offset % _BLOCK
         if left < _HEADER.size:
-            place += left
+            offset += left
             continue
-        _, length, kind = _HEADER.unpack_from(content, place)
-        start = place + _HEADER.size
+        _, length, kind = _HEADER.unpack_from(content, offset)
+        start = offset + _HEADER.size
         if kind == 0 and length == 0:  # a block that was made larger than what was written into it
-            place += left
+            offset += left
             continue
         if start + length > len(content):
             return
         if kind not in (_FULL, _FIRST, _MIDDLE, _LAST):
-            raise Refusal.at(f"{file} byte {place}", "no record starts there", "export the run's history as csv")
-        data, place = content[start : start + length], start + length
+            raise Refusal.at(f"{file} byte {offset}", "no record starts there", "export the run's history as csv")
+        data, offset = content[start : start + length], start + length
         parts = data if kind in (_FULL, _FIRST) else parts + data
         if kind in (_FULL, _LAST):
             yield parts
@@ -82,32 +82,32 @@ def _row(history: bytes) -> dict[str, Any]:
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes | int | float]]:
     """The fields of a protobuf message: number and value."""
-    place = 0
-    while place < len(message):
-        tag, place = _varint(message, place)
+    offset = 0
+    while offset < len(message):
+        tag, offset = _varint(message, offset)
         number, kind = tag >> 3, tag & 7
         value: bytes | int | float
         if kind == _VARINT:
-            value, place = _varint(message, place)
+            value, offset = _varint(message, offset)
         elif kind == _FIXED64:
-            (value,), place = struct.unpack_from("<d", message, place), place + 8
+            (value,), offset = struct.unpack_from("<d", message, offset), offset + 8
         elif kind == _FIXED32:
-            (value,), place = struct.unpack_from("<f", message, place), place + 4
+            (value,), offset = struct.unpack_from("<f", message, offset), offset + 4
         elif kind == _BYTES:
-            length, place = _varint(message, place)
-            if place + length > len(message):
+            length, offset = _varint(message, offset)
+            if offset + length > len(message):
                 raise ValueError("a field is longer than its message")
-            value, place = message[place : place + length], place + length
+            value, offset = message[offset : offset + length], offset + length
         else:
             raise ValueError(f"no field is of kind {kind}")
         yield number, value
 
 
-def _varint(message: bytes, place: int) -> tuple[int, int]:
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = message[place]
-        value, place = value | (byte & 0x7F) << shift, place + 1
+        byte = message[offset]
+        value, offset = value | (byte & 0x7F) << shift, offset + 1
         if byte < 0x80:
-            return value, place
+            return value, offset
         shift += 7

@@ -1,0 +1,86 @@
+"""A run that went on with other keys is replayed with the recipe that each of its steps was trained with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conftest import chat_rows, write_jsonl
+from lockstep.errors import Refusal
+from lockstep.parity.replay.parts import parts_of
+from lockstep.parity.replay.replay import Replayed, replay
+from lockstep.parity.replay.show import first_divergence
+from lockstep.recipe import load_recipe
+from lockstep.run.folder import RunFolder
+from lockstep.run.progress import Console
+from lockstep.train.offline import train_offline
+from taped_runs import write_lively
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps, then two more: the schedule of the first two ended with them, and a longer one goes on."""
+    folder = tmp_path_factory.mktemp("parts")
+    model = write_lively(folder / "model")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(
+        f"""method: sft
+device: cpu
+batch: {{rows_per_update: 8, tokens: 256}}
+run: {{name: run, folder: {folder / "runs"}, steps: 2, export: false}}
+model: {{path: {model}}}
+data: {{train: {write_jsonl(folder / "train.jsonl", chat_rows(48))}}}
+optim: {{lr: 1.0e-3, clip: 1.0, weight_decay: 0.1, schedule: cosine, warmup: 0}}
+checkpoint: {{every: 2}}
+tape: {{record: true, every: 1, steps: 4}}
+""",
+        encoding="utf-8",
+    )
+    for words in ([], ["run.steps=4"]):
+        train_offline(load_recipe(str(recipe), words), Console.silent())
+    return folder / "runs" / "run"
+
+
+def done(run: Path, mode: str, *words: str, steps: tuple[int, ...] = ()) -> Replayed:
+    found = replay(run, mode, words, Console.silent(), steps)  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_the_run_has_two_parts(run: Path) -> None:
+    first, second = parts_of(RunFolder(run))
+    assert (first.recipe.name, first.before, first.last) == ("recipe.to_step_2.yaml", 0, 2)
+    assert (second.recipe.name, second.before, second.last) == ("recipe.yaml", 2, None)
+    assert [first.holds(step) for step in (1, 2, 3)] == [True, True, False]
+
+
+def test_every_step_is_replayed_with_its_own_recipe(run: Path) -> None:
+    found = done(run, "forced")
+    assert found.steps == [1, 2, 3, 4]
+    assert found.in_step, first_divergence(found)
+    assert "Steps 1 to 2 were trained with recipe.to_step_2.yaml" in found.remarks[0]
+    assert len(list((run / "replays").glob("forced-*"))) == 2
+
+
+def test_one_step_is_replayed_with_its_own_recipe(run: Path) -> None:
+    for step in (2, 4):
+        found = done(run, "forced", steps=(step,))
+        assert found.steps == [step]
+        assert found.in_step, first_divergence(found)
+
+
+def test_the_newest_recipe_would_be_a_fault(run: Path) -> None:
+    """The schedule of the second part is a fault in the first: its second step had another rate."""
+    found = done(run, "forced", "run.steps=4")
+    assert (found.stage, found.step) == ("optimizer", 2)
+    assert {check.step for check in found.checks if not check.passed} == {2}
+
+
+def test_own_weights_go_as_far_as_the_first_recipe(run: Path) -> None:
+    found = done(run, "chained")
+    assert found.steps == [1, 2]
+    assert found.in_step, first_divergence(found)
+    assert any("went on with another recipe after step 2: 2 recorded steps from 3 on" in said for said in found.remarks)
+    with pytest.raises(Refusal, match=r"--step 3: .*went on with another recipe after step 2"):
+        done(run, "chained", steps=(3,))

@@ -1,0 +1,60 @@
+"""A device whose attention kernel is wrong: training is refused with a diagnosis, a replay goes on and names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
+from lockstep.kernels import varlen
+from lockstep.kernels.varlen import Fused
+from lockstep.model import verified
+from lockstep.parity.replay.replay import replay
+from lockstep.parity.replay.show import first_divergence
+from lockstep.run.progress import Console
+from taped_runs import record, write_lively
+
+
+@pytest.fixture
+def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    verified._here.cache_clear()
+    yield
+    verified._here.cache_clear()
+
+
+def broken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Any, scale: float, window: Any) -> torch.Tensor:
+    return varlen._buckets(q, k, v, layout, 1.1 * scale, window, 0.0, None, None)
+
+
+@pytest.mark.usefixtures("nothing_remembered")
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_a_wrong_kernel_is_refused_in_training_and_named_in_a_replay(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_lively(tmp_path / "model")
+    run = record(tmp_path, model, name, steps=1)
+    monkeypatch.setitem(varlen.KERNELS, "broken", Fused(broken, lambda *_: True))
+    monkeypatch.setattr(Cpu, "attention", "broken")
+    with pytest.raises(Refusal, match="device cpu: its attention kernel broken is wrong") as refusal:
+        record(tmp_path / "again", model, name, steps=1)
+    assert refusal.value.problems[0].remedy.startswith("set model.attention=sdpa")
+    found = replay(run, "forced", [], Console.silent())
+    assert found is not None
+    assert found.stage == "log-probs"
+    assert found.remarks[0].startswith("The check at load: device cpu: its attention kernel broken is wrong")
+    assert found.module is not None
+    assert found.module.module == "model.layers.0.self_attn"
+    assert found.operator is not None
+    assert found.operator.side == "replay"
+    assert "attention" in str(found.operator.operator), first_divergence(found)
+    # The remedy that the refusal names.
+    mended = replay(run, "forced", ["model.attention=sdpa"], Console.silent())
+    assert mended is not None
+    assert mended.in_step, first_divergence(mended)
+    assert not mended.remarks
