@@ -10,7 +10,7 @@ import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from lockstep.errors import Refusal
 from lockstep.recipe.facts import facts_of
 from lockstep.recipe.load import builtin_names, load_recipe, sections_of
-from lockstep.recipe.own import PLACE, NamedOrOwn
+from lockstep.recipe.named import PLACE, Named
 from lockstep.recipe.schema import Recipe, Source
 from lockstep.run.progress import print_problems
 
@@ -162,8 +162,8 @@ def _is_section(info: FieldInfo) -> bool:
 def _values(info: FieldInfo) -> str:
     parts = [_type(info.annotation)]
     for limit in info.metadata:
-        if isinstance(limit, NamedOrOwn):
-            parts = [", ".join(f"`{name}`" for name in limit.names) + f" or `{PLACE}`"]
+        if isinstance(limit, Named):
+            parts = [_names(limit)]
         parts += [f"`{sign} {_number(getattr(limit, name))}`" for name, sign in SIGNS.items() if hasattr(limit, name)]
         if pattern := getattr(limit, "pattern", None):
             parts.append(f"matching `{pattern}`")
@@ -176,11 +176,17 @@ def _values(info: FieldInfo) -> str:
     return ", ".join(parts)
 
 
+def _names(choice: Named) -> str:
+    return ", ".join(f"`{name}`" for name in choice.names) + (f" or `{PLACE}`" if choice.own else "")
+
+
 def _type(kind: Any) -> str:
     if kind in WORDS:
         return WORDS[kind]
     if kind is type(None):
         return "`null`"
+    if get_origin(kind) is Annotated:
+        return _names(next(note for note in kind.__metadata__ if isinstance(note, Named)))
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
     if get_origin(kind) is dict:

@@ -92,6 +92,16 @@ def test_commands_and_keys_exist(page: Path) -> None:
 
 
 @every_page
+def test_modules_and_folders_exist(page: Path) -> None:
+    """`train/step.py`, `src/lockstep/data/`, `tools/structure.py`: what is named as a file of ours is one."""
+    package = ROOT / "src" / "lockstep"
+    ours = {path.name for root in (ROOT, package) for path in root.iterdir() if path.is_dir()}
+    for found in re.findall(r"`(?:src/lockstep/)?((?:\w+/)+(?:\w+\.py)?)`", page.read_text(encoding="utf-8")):
+        if found.split("/")[0] in ours - {"runs"}:
+            assert (package / found).exists() or (ROOT / found).exists(), f"{name(page)} names {found}"
+
+
+@every_page
 def test_plain_and_true(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert not re.findall(r"(?<![\w.])/(?:work|root|home|tmp)/", text), "a path of somebody's machine"

@@ -32,7 +32,7 @@ from lockstep.model.policy import Policy, Scoring
 from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.check import check_engine
-from lockstep.rollout.engines import ENGINES
+from lockstep.rollout.engines import engine_of
 from lockstep.rollout.hf import HfEngine
 from lockstep.types import Completion, Request, Sampling
 
@@ -131,11 +131,9 @@ def test_a_model_that_trains_and_cannot_be_cached_is_refused_by_the_engine(tmp_p
     policy = load(folder)
     tokenizer = load_tokenizer(str(folder))
     with pytest.raises(Refusal, match=r"DiffLlamaForCausalLM: .*attends more than once in a layer") as refusal:
-        check_engine(ENGINES["native"](policy, select("cpu"), RolloutSettings(), tokenizer), policy, CPU, str(folder))
+        check_engine(engine_of(RolloutSettings(), policy, select("cpu"), tokenizer), policy, CPU, str(folder))
     assert "rollout.engine=hf" in refusal.value.problems[0].remedy
-    check_engine(
-        ENGINES["hf"](policy, select("cpu"), RolloutSettings(engine="hf"), tokenizer), policy, CPU, str(folder)
-    )
+    check_engine(engine_of(RolloutSettings(engine="hf"), policy, select("cpu"), tokenizer), policy, CPU, str(folder))
 
 
 def test_an_engine_is_held_against_the_trainer(tmp_path: Path, tiny_folder: Path) -> None:

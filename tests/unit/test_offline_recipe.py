@@ -16,7 +16,7 @@ from lockstep.device.select import select
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.load import dump_recipe
-from lockstep.recipe.methods import OFFLINE, PREFERENCE_READS, READS, reference_folder, reference_kind
+from lockstep.recipe.methods import OFFLINE, PREFERENCE_READS, reference_folder, reference_kind, sections_read
 from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Source
@@ -80,7 +80,7 @@ def test_every_key_of_the_offline_sections_is_tried_here() -> None:
 
 @pytest.mark.parametrize("method", OFFLINE)
 def test_sections_of_other_methods_are_refused(recipe, method: str) -> None:
-    unread = [key for key in OTHERS if key.split(".")[0] not in READS[method]]
+    unread = [key for key in OTHERS if key.split(".")[0] not in sections_read(method)]
     own = TEACHER if method == "distill" else []
     assert len(unread) > 8
     for key in unread:

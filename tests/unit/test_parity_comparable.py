@@ -18,7 +18,7 @@ from lockstep.parity.compare.log import Evidence, Log
 from lockstep.recipe.facts import facts_of
 from lockstep.recipe.load import resolved
 from lockstep.recipe.methods import with_method_defaults
-from lockstep.recipe.own import NamedOrOwn
+from lockstep.recipe.named import Named
 from lockstep.recipe.schema import Recipe
 
 ENV: dict[str, Any] = {
@@ -318,7 +318,7 @@ def test_values_that_decide_whether_a_key_is_read_exist() -> None:
     chosen = [facts.read_where for key in fields if (facts := facts_of(key)).read_where is not None]
     assert len(chosen) > 15
     for other, values in chosen:
-        named = [kind.names for kind in fields[other].metadata if isinstance(kind, NamedOrOwn)]
+        named = [kind.names for kind in fields[other].metadata if isinstance(kind, Named)]
         assert set(values) <= set(*named or [typing.get_args(fields[other].annotation)])
 
 

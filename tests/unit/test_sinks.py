@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from lockstep.errors import Refusal
+from lockstep.recipe.rows import TRACKERS
 from lockstep.run import sinks as sinks_module
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog
 from lockstep.run.progress import Console
-from lockstep.run.sinks import SINKS, GuardedSink, Sink, open_sinks
+from lockstep.run.sinks import GuardedSink, Sink, open_sinks
 
 RECIPE = {"method": "sft", "optim": {"lr": 1e-4, "betas": [0.9, 0.95]}, "lora": {}, "note": None}
 
@@ -83,7 +84,7 @@ def test_unknown_names_and_missing_packages_are_refused_together(
 
 def test_opening_no_sinks_imports_no_tracker(folder: RunFolder, console: RecordingConsole) -> None:
     assert open_sinks([], folder, "p", console) == []
-    assert list(SINKS) == ["tensorboard", "wandb", "mlflow", "swanlab"]
+    assert list(TRACKERS) == ["tensorboard", "wandb", "mlflow", "swanlab"]
 
 
 class Clock:

@@ -12,6 +12,8 @@ PAIRS = [
     ("README.md", "README.zh.md"),
     ("docs/ascend.md", "docs/ascend.zh.md"),
     ("docs/ascend-faq.md", "docs/ascend-faq.zh.md"),
+    ("docs/python.md", "docs/python.zh.md"),
+    ("docs/architecture.md", "docs/architecture.zh.md"),
 ]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 

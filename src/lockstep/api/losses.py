@@ -23,24 +23,12 @@ from lockstep.errors import Problem, Refusal
 from lockstep.recipe.methods import PREFERENCE_READS
 from lockstep.recipe.offline import Preference
 from lockstep.recipe.online import Algorithm
+from lockstep.recipe.rows import LOSSES
 from lockstep.recipe.section import Section
 from lockstep.types import Sums
 
 Per = Literal["token", "example"]
 LossFunction = Callable[..., "torch.Tensor | Sums"]
-
-# What the policy losses call a setting, and its key of `algorithm`.
-_KEYS = {
-    "low": "clip_low",
-    "high": "clip_high",
-    "dual": "dual_clip",
-    "positive": "sapo_positive",
-    "negative": "sapo_negative",
-    "weight": "cov_kl",
-}
-# They hold tokens back that are chosen over a whole update, which a call does not see.
-_WHOLE_UPDATE = ("clip_cov", "kl_cov")
-_RESPONSES = tuple(name for name in policy.LOSSES if name not in _WHOLE_UPDATE)
 
 
 @dataclass(frozen=True)
@@ -84,22 +72,21 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
     if loss == "nll":
         _refuse_unread(loss, settings, ())
         return Chosen(lambda logprobs: nll(logprobs), per or "token", loss)
-    if loss in _RESPONSES:
+    if loss in LOSSES and LOSSES[loss].held is None:
         return Chosen(_of_response(loss, settings), per or "token", loss)
     if loss in preference.LOSSES:
         return Chosen(_of_pair(loss, settings), per or "example", loss)
-    if loss in _WHOLE_UPDATE:
+    if loss in LOSSES:  # it holds tokens back that are chosen over a whole update, which a call does not see
         raise Refusal.at(f"loss {loss}", "chooses tokens over a whole update", "use lockstep.train with algorithm.loss")
-    names = ["nll", *_RESPONSES, *preference.LOSSES]
+    names = ["nll", *(name for name, row in LOSSES.items() if row.held is None), *preference.LOSSES]
     raise Refusal.at(f"loss {loss!r}", "is not known", f"a function, or one of {', '.join(names)}")
 
 
 def _of_response(name: str, settings: Mapping[str, Any]) -> LossFunction:
-    function = policy.LOSSES[name]
-    keyword = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    _refuse_unread(name, settings, [_KEYS[word] for word in keyword])
+    arguments = LOSSES[name].keys
+    _refuse_unread(name, settings, list(arguments.values()))
     keys = _checked(Algorithm, {"loss": name, **settings}, "algorithm")
-    bound = partial(function, **{word: getattr(keys, _KEYS[word]) for word in keyword})
+    bound = partial(policy.LOSSES[name], **{word: getattr(keys, key) for word, key in arguments.items()})
 
     def loss(logprobs: torch.Tensor, *, advantage: Any, old: Any = None) -> Sums:
         """`advantage`: one number, or one for each token. `old`: log-probabilities before the update."""

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 
 from lockstep.errors import Problem
 from lockstep.functions import is_place
-from lockstep.recipe.methods import ONLINE, OPTIONAL_SECTIONS, READS, preference_reads
-from lockstep.recipe.offline import Distill
+from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, preference_reads, sections_read
 from lockstep.recipe.rows import estimator_row, loss_row
 from lockstep.recipe.schema import Recipe
 from lockstep.recipe.section import Section
 
 DEFAULT_TOKENS = 4096
-# Methods whose rows are two sequences or more, which stay in one micro-batch.
-COMPARING = ("rm", "dpo", "ipo", "simpo", "orpo", "cpo")
 # Keys of the rows that only offline methods read, and what an online method has instead.
 OFFLINE_ROWS = {
     **dict.fromkeys(
@@ -37,17 +34,6 @@ OFFLINE_ROWS = {
     "template": "remove it: prompts are chats and need a template",
     "require_end": "remove it",
     "max_tokens": "use data.max_prompt_tokens and rollout.max_tokens",
-}
-# Keys of the rows by the method that reads them; `data.shape` belongs to the first.
-_PAIR_KEYS = ("messages_key", "prompt_key", "chosen_key", "rejected_key", "responses_key", "scores_key")
-_SUPERVISED_KEYS = ("shape", "messages_key", "prompt_key", "response_key", "text_key")
-ROW_KEYS: dict[str, tuple[str, ...]] = {
-    "sft": _SUPERVISED_KEYS,
-    "distill": _SUPERVISED_KEYS,
-    "rm": (*_PAIR_KEYS, "margin_key"),
-    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo"), _PAIR_KEYS),
-    "kto": ("messages_key", "prompt_key", "chosen_key", "rejected_key", "response_key", "label_key"),
-    "prm": ("messages_key", "prompt_key", "text_key", "steps_key", "label_key"),
 }
 
 
@@ -104,12 +90,13 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
 def _unread_sections(recipe: Recipe) -> Iterator[Problem]:
     """Keys that the method would read past in silence."""
     for section in OPTIONAL_SECTIONS:
-        if section not in READS[recipe.method]:
+        if section not in sections_read(recipe.method):
             for key in getattr(recipe, section).model_fields_set:
                 yield Problem(f"{section}.{key}", f"method {recipe.method} does not read it", "remove it")
 
 
 def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
+    row = OFFLINE[recipe.method]
     for key in ("prompts", "prompts_per_update"):
         if key in recipe.batch.model_fields_set:
             yield Problem(f"batch.{key}", f"method {recipe.method} trains rows", "use batch.rows_per_update")
@@ -121,35 +108,23 @@ def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.max_prompt_tokens", f"method {recipe.method} trains rows", "use data.max_tokens")
     if recipe.val.n > 1 or recipe.val.temperature:
         yield from _sampled_validation_problems(recipe)
-    if recipe.method in ("rm", "prm") and recipe.val.questions:
+    if row.judges and recipe.val.questions:
         yield Problem("val.questions", f"a model of method {recipe.method} judges, it does not answer", "use data.val")
     yield from _unread_row_keys(recipe)
-    if "preference" in READS[recipe.method]:
+    if "preference" in sections_read(recipe.method):
         yield from _preference_problems(recipe)
-    if recipe.method == "prm" and len(set(recipe.prm.tokens)) < len(recipe.prm.tokens):
-        yield Problem("prm.tokens", "names a word twice", "one word for each verdict")
-    if recipe.method == "rm" and recipe.rm.loss == "logexp" and recipe.rm.ranking == "plackett_luce":
-        yield Problem("rm.loss", "ranking plackett_luce has a loss of its own", "remove it, or set rm.ranking=pairs")
-    if recipe.method == "distill":
-        yield from _distill_problems(recipe.distill)
-
-
-def _distill_problems(settings: Distill) -> Iterator[Problem]:
-    if settings.teacher is None:
-        yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher")
-    if settings.divergence != "jsd" and settings.mix != type(settings).model_fields["mix"].default:
-        yield Problem("distill.mix", f"divergence {settings.divergence} does not read it", "remove it")
+    yield from row.problems(recipe)
 
 
 def _unread_row_keys(recipe: Recipe) -> Iterator[Problem]:
-    every = {key for keys in ROW_KEYS.values() for key in keys}
+    every = {key for row in OFFLINE.values() for key in row.columns}
     lists = {"data.train": recipe.data.train, "data.val": recipe.data.val}
     groups: dict[str, Section] = {
         f"{name}.{i}": source for name, some in lists.items() for i, source in enumerate(some)
     }
     for where, group in {"data": recipe.data, **groups}.items():
         known = type(group).model_fields
-        for key in sorted(every - set(ROW_KEYS[recipe.method])):
+        for key in sorted(every - set(OFFLINE[recipe.method].columns)):
             if key in known and getattr(group, key) != known[key].default:
                 yield Problem(f"{where}.{key}", f"method {recipe.method} has no such column", "remove it")
 
@@ -157,19 +132,10 @@ def _unread_row_keys(recipe: Recipe) -> Iterator[Problem]:
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
     """Values are compared, since a stored recipe spells out every default."""
     settings, known = recipe.preference, type(recipe.preference).model_fields
-    chosen = recipe.method if recipe.method == "kto" else f"loss {settings.loss}"
+    chosen = OFFLINE[recipe.method].preference or f"loss {settings.loss}"
     for key in known:
         if key not in preference_reads(recipe) and getattr(settings, key) != known[key].default:
             yield Problem(f"preference.{key}", f"{chosen} does not read it", "remove it")
-    if recipe.method == "kto":
-        if recipe.batch.rows_per_update < 2:
-            yield Problem(
-                "batch.rows_per_update",
-                "an update of one row has no mismatched pair to estimate the KL from",
-                "set it to 2 or more",
-            )
-        if settings.reference_free and settings.reference:
-            yield Problem("preference.reference", "set together with preference.reference_free", "remove one of them")
 
 
 def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -256,7 +222,9 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
     if run.epochs is None and run.steps is None:
         run = run.model_copy(update={"epochs": 1})
     if batch.tokens is None and batch.rows is None:
-        together = (recipe.data.max_tokens or 0) * (2 if recipe.method in COMPARING else 1)
+        together = (recipe.data.max_tokens or 0) * (
+            2 if recipe.method in OFFLINE and OFFLINE[recipe.method].compares else 1
+        )
         batch = batch.model_copy(update={"tokens": max(DEFAULT_TOKENS, together)})
     if recipe.method in ONLINE and batch.prompts_per_update is None:
         batch = batch.model_copy(update={"prompts_per_update": batch.prompts})

@@ -19,9 +19,10 @@ from lockstep.recipe.methods import (
     OFFLINE,
     ONLINE,
     OPTIONAL_SECTIONS,
-    READS,
+    method_defaults,
     over,
     preference_reads,
+    sections_read,
     with_method_defaults,
 )
 from lockstep.recipe.rows import estimator_row
@@ -143,7 +144,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
     """Every key that the method reads, with its value."""
-    unread = [section for section in OPTIONAL_SECTIONS if section not in READS[recipe.method]]
+    unread = [section for section in OPTIONAL_SECTIONS if section not in sections_read(recipe.method)]
     unused: dict[str, Any] = dict.fromkeys(unread, True)
     if recipe.method in ONLINE:
         unused["batch"] = {"rows_per_update"}
@@ -151,17 +152,16 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
             unused["critic"] = True
     else:
         unused["batch"] = {"prompts", "prompts_per_update"}
-    if "preference" in READS[recipe.method]:
+    if "preference" in sections_read(recipe.method):
         unused["preference"] = set(type(recipe.preference).model_fields) - set(preference_reads(recipe))
     return recipe.model_dump(mode="json", exclude=unused)
 
 
 def method_text(name: str) -> str | None:
     """The defaults of a method as YAML; None when there is no such method."""
-    methods = {**OFFLINE, **ONLINE}
-    if name not in methods:
+    if name not in OFFLINE and name not in ONLINE:
         return None
-    return yaml.dump({"method": name, **methods[name]}, Dumper=_Dumper, sort_keys=False)
+    return yaml.dump({"method": name, **method_defaults(name)}, Dumper=_Dumper, sort_keys=False)
 
 
 def _parse_yaml(text: str, where: str) -> Any:

@@ -1,31 +1,109 @@
-"""The methods: each is a named set of defaults over the same keys. What a recipe says replaces them."""
+"""The methods, one row each: a named set of defaults over the same keys. What a recipe says replaces them.
+
+An online method is nothing but its defaults. An offline one also says which keys it reads; what it does with its rows
+is in `methods/`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from lockstep.recipe.schema import Recipe
+from lockstep.errors import Problem
 
-OFFLINE: dict[str, dict[str, Any]] = {
-    "sft": {},
+if TYPE_CHECKING:  # the schema takes the methods' names from here
+    from lockstep.recipe.schema import Recipe
+
+# Keys of `data` that name columns, by the kind of rows.
+SUPERVISED_COLUMNS = ("shape", "messages_key", "prompt_key", "response_key", "text_key")
+PAIR_COLUMNS = ("messages_key", "prompt_key", "chosen_key", "rejected_key", "responses_key", "scores_key")
+JUDGED_COLUMNS = ("messages_key", "prompt_key", "chosen_key", "rejected_key", "response_key", "label_key")
+STEP_COLUMNS = ("messages_key", "prompt_key", "text_key", "steps_key", "label_key")
+
+
+@dataclass(frozen=True)
+class OfflineRow:
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    sections: tuple[str, ...] = ()
+    """Groups of keys of its own that it reads."""
+    columns: tuple[str, ...] = SUPERVISED_COLUMNS
+    compares: bool = False
+    """Its rows are two sequences or more, which stay in one micro-batch."""
+    judges: bool = False
+    """What comes out judges and does not answer."""
+    preference: str | None = None
+    """The row of PREFERENCE_READS where `preference` is read and its loss is no choice."""
+    problems: Callable[[Recipe], Iterator[Problem]] = lambda recipe: iter(())
+    """Combinations of its keys that cannot work."""
+
+
+def _rm_problems(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.rm.loss == "logexp" and recipe.rm.ranking == "plackett_luce":
+        yield Problem("rm.loss", "ranking plackett_luce has a loss of its own", "remove it, or set rm.ranking=pairs")
+
+
+def _prm_problems(recipe: Recipe) -> Iterator[Problem]:
+    if len(set(recipe.prm.tokens)) < len(recipe.prm.tokens):
+        yield Problem("prm.tokens", "names a word twice", "one word for each verdict")
+
+
+def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.batch.rows_per_update < 2:
+        yield Problem(
+            "batch.rows_per_update",
+            "an update of one row has no mismatched pair to estimate the KL from",
+            "set it to 2 or more",
+        )
+    if recipe.preference.reference_free and recipe.preference.reference:
+        yield Problem("preference.reference", "set together with preference.reference_free", "remove one of them")
+
+
+def _distill_problems(recipe: Recipe) -> Iterator[Problem]:
+    settings = recipe.distill
+    if settings.teacher is None:
+        yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher")
+    if settings.divergence != "jsd" and settings.mix != type(settings).model_fields["mix"].default:
+        yield Problem("distill.mix", f"divergence {settings.divergence} does not read it", "remove it")
+
+
+def _pairs(**preference: Any) -> OfflineRow:
+    return OfflineRow(
+        defaults={"optim": {"lr": 1e-6}, "preference": preference},
+        sections=("preference",),
+        columns=PAIR_COLUMNS,
+        compares=True,
+    )
+
+
+OFFLINE: dict[str, OfflineRow] = {
+    "sft": OfflineRow(),
     # Ouyang et al. 2022 (arXiv 2203.02155).
-    "rm": {},
+    "rm": OfflineRow(
+        sections=("rm",), columns=(*PAIR_COLUMNS, "margin_key"), compares=True, judges=True, problems=_rm_problems
+    ),
     # Lightman et al. 2023 (arXiv 2305.20050), with the verdict as a word.
-    "prm": {},
+    "prm": OfflineRow(sections=("prm",), columns=STEP_COLUMNS, judges=True, problems=_prm_problems),
     # Rafailov et al. 2023 (arXiv 2305.18290).
-    "dpo": {"optim": {"lr": 1e-6}, "preference": {"loss": "sigmoid"}},
+    "dpo": _pairs(loss="sigmoid"),
     # Azar et al. 2023 (arXiv 2310.12036), on mean log-probabilities; `average: false` sums them.
-    "ipo": {"optim": {"lr": 1e-6}, "preference": {"loss": "ipo", "average": True}},
+    "ipo": _pairs(loss="ipo", average=True),
     # Meng et al. 2024 (arXiv 2405.14734).
-    "simpo": {"optim": {"lr": 1e-6}, "preference": {"loss": "simpo", "beta": 2.0, "gamma": 1.0}},
+    "simpo": _pairs(loss="simpo", beta=2.0, gamma=1.0),
     # Hong et al. 2024 (arXiv 2403.07691): an odds ratio beside the likelihood of the chosen response.
-    "orpo": {"optim": {"lr": 1e-6}, "preference": {"loss": "orpo", "beta": 0.1, "nll": 1.0}},
+    "orpo": _pairs(loss="orpo", beta=0.1, nll=1.0),
     # Xu et al. 2024 (arXiv 2401.08417).
-    "cpo": {"optim": {"lr": 1e-6}, "preference": {"loss": "cpo", "beta": 0.1, "nll": 1.0}},
+    "cpo": _pairs(loss="cpo", beta=0.1, nll=1.0),
     # Ethayarajh et al. 2024 (arXiv 2402.01306).
-    "kto": {"optim": {"lr": 1e-6}},
+    "kto": OfflineRow(
+        defaults={"optim": {"lr": 1e-6}},
+        sections=("preference",),
+        columns=JUDGED_COLUMNS,
+        preference="kto",
+        problems=_kto_problems,
+    ),
     # Hinton et al. 2015 (arXiv 1503.02531); divergences of Agarwal et al. 2023 (arXiv 2306.13649).
-    "distill": {},
+    "distill": OfflineRow(sections=("distill",), problems=_distill_problems),
 }
 
 ONLINE: dict[str, dict[str, Any]] = {
@@ -99,17 +177,10 @@ ONLINE: dict[str, dict[str, Any]] = {
 }
 
 # Groups of keys that only some methods read.
-_ONLINE_READS = ("rollout", "reward", "algorithm", "critic")
-_PAIRS = ("dpo", "ipo", "simpo", "orpo", "cpo")
-READS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(ONLINE, _ONLINE_READS),
-    "sft": (),
-    "rm": ("rm",),
-    "prm": ("prm",),
-    **dict.fromkeys((*_PAIRS, "kto"), ("preference",)),
-    "distill": ("distill",),
-}
-OPTIONAL_SECTIONS = tuple(dict.fromkeys(section for sections in READS.values() for section in sections))
+_ONLINE_SECTIONS = ("rollout", "reward", "algorithm", "critic")
+OPTIONAL_SECTIONS = tuple(
+    dict.fromkeys([*_ONLINE_SECTIONS, *(section for row in OFFLINE.values() for section in row.sections)])
+)
 # Keys of `preference` by loss; those of KTO, which has no such choice, by its name.
 _COMMON = ("loss", "beta", "nll")
 _REFERENCED = (*_COMMON, "average", "reference", "precompute")
@@ -125,16 +196,20 @@ PREFERENCE_READS: dict[str, tuple[str, ...]] = {
 }
 
 
+def sections_read(method: str) -> tuple[str, ...]:
+    return _ONLINE_SECTIONS if method in ONLINE else OFFLINE[method].sections
+
+
 def preference_reads(recipe: Recipe) -> tuple[str, ...]:
     """The keys of `preference` that the recipe's method reads."""
-    return PREFERENCE_READS["kto" if recipe.method == "kto" else recipe.preference.loss]
+    return PREFERENCE_READS[OFFLINE[recipe.method].preference or recipe.preference.loss]
 
 
 def reference_kind(recipe: Recipe) -> str:
     """How the run has its reference: `none`, the policy without its `adapter`, a `model` beside it, or `disk`."""
     if recipe.method in ONLINE:
         used, folder, precompute = recipe.algorithm.kl.where != "none", recipe.algorithm.kl.reference, False
-    elif "preference" in READS[recipe.method]:
+    elif "preference" in sections_read(recipe.method):
         settings = recipe.preference
         used = "reference" in preference_reads(recipe) and not settings.reference_free
         folder, precompute = settings.reference, settings.precompute
@@ -155,8 +230,12 @@ def reference_folder(recipe: Recipe) -> str:
 
 def with_method_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a recipe over the defaults of its method."""
-    defaults = {**OFFLINE, **ONLINE}.get(str(values.get("method", "sft")), {})
-    return over(defaults, values)
+    return over(method_defaults(str(values.get("method", "sft"))), values)
+
+
+def method_defaults(name: str) -> dict[str, Any]:
+    """Nothing where there is no such method, which the schema refuses."""
+    return dict(OFFLINE[name].defaults) if name in OFFLINE else ONLINE.get(name, {})
 
 
 def over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

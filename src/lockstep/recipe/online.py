@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from lockstep.recipe.effects import CACHE, FOLDER, GROUPS, REWARD, SAMPLING, Effect
-from lockstep.recipe.own import NamedOrOwn
-from lockstep.recipe.rows import ESTIMATORS, LOSSES
+from lockstep.recipe.named import Named
+from lockstep.recipe.rows import ENGINES, ESTIMATORS, LOSSES
 from lockstep.recipe.section import Field, Section
 
 
 class RolloutSettings(Section):
-    engine: Literal["native", "hf"] = Field(
+    engine: Annotated[str, Named(ENGINES)] = Field(
         "native",
         description="`native` is the built-in engine, `hf` plain `generate`: slow, for comparison.",
         effect=Effect("matters", "the same distribution by other kernels: rounding moves some tokens"),
@@ -162,10 +162,10 @@ class Overlong(Section):
 
 
 class Algorithm(Section):
-    advantage: Annotated[str, NamedOrOwn(tuple(ESTIMATORS))] = Field(
+    advantage: Annotated[str, Named(ESTIMATORS, own=True)] = Field(
         "grpo", description="How rewards become advantages: by name, or by your own function: `path/to/file.py:name`."
     )
-    loss: Annotated[str, NamedOrOwn(tuple(LOSSES))] = Field(
+    loss: Annotated[str, Named(LOSSES, own=True)] = Field(
         "clip", description="The policy loss: by name, or your own function: `path/to/file.py:name`."
     )
     aggregation: Aggregation = Field("token_mean", description="How the token losses of an update are averaged.")

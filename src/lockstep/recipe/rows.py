@@ -1,12 +1,16 @@
-"""What each estimator and each policy loss needs, by name. The loops ask these rows; a recipe names what stands here.
+"""The names that a recipe may say, and what stands behind each: estimators, policy losses, engines, trackers.
 
-A new one is a row here and a function in `algorithms/`.
+Estimators and losses say what they need; the loops ask these rows, never the names. A new one is a row here and a
+function in `algorithms/`. Engines and trackers are above the recipe, which must know their names before anything of
+theirs is imported: their rows are places, `package.module:name`. A new one is a row here and a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,16 @@ LOSSES: dict[str, LossRow] = {
     "kl_cov": LossRow({"weight": "cov_kl"}, held={"share": "cov_share"}),
     "policy_gradient": LossRow(ratio=False),
 }
+ENGINES: dict[str, str] = {
+    "native": "lockstep.rollout.native.engine:open_engine",
+    "hf": "lockstep.rollout.hf:open_engine",
+}
+TRACKERS: dict[str, str] = {
+    "tensorboard": "lockstep.run.trackers.tensorboard:TensorboardSink",
+    "wandb": "lockstep.run.trackers.wandb:WandbSink",
+    "mlflow": "lockstep.run.trackers.mlflow:MlflowSink",
+    "swanlab": "lockstep.run.trackers.swanlab:SwanlabSink",
+}
 
 
 def estimator_row(name: str) -> EstimatorRow:
@@ -64,3 +78,9 @@ def estimator_row(name: str) -> EstimatorRow:
 
 def loss_row(name: str) -> LossRow:
     return LOSSES.get(name, LossRow())
+
+
+def stands_at(place: str) -> Any:
+    """What a row of places leads to, imported when it is asked for."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)

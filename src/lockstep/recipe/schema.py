@@ -10,8 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from lockstep.recipe.effects import COLUMN, GROUPS, LIMIT, MICRO, NAME, RATE, STORED, UPDATE, Effect
+from lockstep.recipe.methods import OFFLINE, ONLINE
+from lockstep.recipe.named import Named
 from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.online import Algorithm, Critic, Reward, RolloutSettings
+from lockstep.recipe.rows import TRACKERS
 from lockstep.recipe.section import Field, Section
 from lockstep.recipe.tape import Tape
 
@@ -303,45 +306,17 @@ class CheckpointSettings(Section):
 
 class LogSettings(Section):
     every: int = Field(1, ge=1, description="Steps between console lines when the output is not a terminal.")
-    track: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = Field(
+    track: list[Annotated[str, Named(TRACKERS)]] = Field(
         default_factory=list, description="Trackers besides `metrics.jsonl`; they come with the `[track]` extra."
     )
     project: str = Field("lockstep", description="Project name in the trackers.")
     samples: int = Field(4, ge=0, description="Online: responses stored in `samples.jsonl` each step.")
 
 
-MethodName = Literal[
-    "sft",
-    "rm",
-    "prm",
-    "dpo",
-    "ipo",
-    "simpo",
-    "orpo",
-    "cpo",
-    "kto",
-    "distill",
-    "ppo",
-    "grpo",
-    "dr_grpo",
-    "reinforce",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "rloo",
-    "remax",
-    "opo",
-    "gpg",
-    "gspo",
-    "dapo",
-    "cispo",
-    "on_policy_distill",
-]
-
-
 class Recipe(Section):
     """A whole run."""
 
-    method: MethodName = Field(
+    method: Annotated[str, Named(OFFLINE, ONLINE)] = Field(
         "sft",
         description="What is trained, and how; `lockstep recipes METHOD` shows its defaults.",
         effect=Effect("blocks", "another objective is trained"),

@@ -11,7 +11,7 @@ from lockstep.types import Completion, Request, Sampling
 
 
 class Engine(Protocol):
-    """One file and a row of `rollout/engines.py`."""
+    """A file with `open_engine(policy, device, settings, tokenizer)`, and a row of `recipe/rows.py` that names it."""
 
     instead: str
     """What to do about a model that this engine does not generate from as the trainer scores it."""

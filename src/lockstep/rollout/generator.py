@@ -20,7 +20,7 @@ from lockstep.rollout.check import check_engine
 from lockstep.rollout.collect import Judge, collect
 from lockstep.rollout.ending import end_ids
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.engines import ENGINES
+from lockstep.rollout.engines import engine_of
 from lockstep.rollout.function import FunctionEngine
 from lockstep.types import Prompt, Rollout, Sampling
 
@@ -42,7 +42,7 @@ class Generator:
     ):
         self.policy, self.tokenizer, self.world = policy, tokenizer, world
         self.device = device.torch_device(world.local_rank)
-        self.engine = ENGINES[settings.engine](policy, device, settings, tokenizer)
+        self.engine = engine_of(settings, policy, device, tokenizer)
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
         with self.whole_weights():
             check_engine(self.engine, policy, self.device, path)

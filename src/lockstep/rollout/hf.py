@@ -11,9 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from lockstep.device.base import Device
 from lockstep.kernels.noise import sequence_keys
+from lockstep.model.policy import Policy
+from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.ending import why_ended
 from lockstep.rollout.engine import SharedWeights
 from lockstep.rollout.native.sampler import choose
@@ -55,6 +64,12 @@ class HfEngine(SharedWeights):
             if why:
                 return Completion(number, sample, ids[:length], logprobs[:length], why)
         raise AssertionError("generate stopped before the length limit without an end token")
+
+
+def open_engine(
+    policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase
+) -> HfEngine:
+    return HfEngine(policy.generating, tokenizer.decode)
 
 
 class _Choose(LogitsProcessor):

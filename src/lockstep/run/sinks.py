@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab, each through its own package.
+"""Where metrics go besides metrics.jsonl: the trackers of `recipe/rows.py`, each through its own package.
 
 A sink that cannot start stops the run before training. One that fails later only warns: the run is worth more than its
 chart, and metrics.jsonl has every number.
@@ -10,20 +10,20 @@ import contextlib
 import difflib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.recipe.rows import TRACKERS, stands_at
 from lockstep.run.folder import RunFolder
 from lockstep.run.progress import Console
-from lockstep.run.trackers.mlflow import MlflowSink
-from lockstep.run.trackers.swanlab import SwanlabSink
-from lockstep.run.trackers.tensorboard import TensorboardSink
-from lockstep.run.trackers.wandb import WandbSink
 
 
 class Sink(Protocol):
-    """What a tracker must do. `resumed_at` is the number of steps already trained, 0 for a fresh run."""
+    """What a tracker must do. It is made of the run's folder, the project's name and the console.
+
+    `resumed_at` is the number of steps already trained, 0 for a fresh run.
+    """
 
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None: ...
 
@@ -34,23 +34,15 @@ class Sink(Protocol):
     def close(self, ok: bool) -> None: ...
 
 
-SINKS: dict[str, Callable[[RunFolder, str, Console], Sink]] = {
-    "tensorboard": TensorboardSink,
-    "wandb": WandbSink,
-    "mlflow": MlflowSink,
-    "swanlab": SwanlabSink,
-}
-
-
 def open_sinks(names: list[str], folder: RunFolder, project: str, console: Console) -> list[Sink]:
     """The named sinks, not yet started. Unknown names and missing packages are refused together."""
     problems: list[Problem] = []
     sinks: list[Sink] = []
     for name in names:
         try:
-            if name not in SINKS:
+            if name not in TRACKERS:
                 raise _unknown(name)
-            sinks.append(GuardedSink(name, SINKS[name](folder, project, console), console))
+            sinks.append(GuardedSink(name, stands_at(TRACKERS[name])(folder, project, console), console))
         except Refusal as refusal:
             problems += refusal.problems
     refuse_all(problems)
@@ -114,8 +106,8 @@ class GuardedSink:
 
 
 def _unknown(name: str) -> Refusal:
-    near = difflib.get_close_matches(name, SINKS, n=1)
-    remedy = (f"did you mean {near[0]}? " if near else "") + f"the sinks are {', '.join(SINKS)}"
+    near = difflib.get_close_matches(name, TRACKERS, n=1)
+    remedy = (f"did you mean {near[0]}? " if near else "") + f"the sinks are {', '.join(TRACKERS)}"
     return Refusal.at(f"sink {name}", "no such sink", remedy)
 
 

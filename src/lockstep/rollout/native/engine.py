@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from transformers import PreTrainedTokenizerBase
+
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.kernels.noise import sequence_keys
@@ -149,6 +151,12 @@ def _useful_blocks(samples: Sequence[Sample], rows: int, block: int) -> int:
     own = sorted((-(-s.limit // block) - (s.prompt - 1) // block + 1 for s in samples), reverse=True)
     shared = sorted((-(-prompt // block) for prompt in {s.request: s.prompt for s in samples}.values()), reverse=True)
     return sum(own[:rows]) + sum(shared[:rows])
+
+
+def open_engine(
+    policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase
+) -> NativeEngine:
+    return NativeEngine(policy, device, settings, tokenizer.decode)
 
 
 def _sequences(requests: Sequence[Request], sampling: Sampling) -> tuple[list[Prefix], list[Sample]]:
