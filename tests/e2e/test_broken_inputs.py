@@ -6,12 +6,12 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from commands import warm_python
 from conftest import question_rows, run, write_jsonl
 from hang import HANG
 from lockstep.commands.sample_parts import Parts
@@ -82,7 +82,7 @@ def test_missing_metrics_are_said(recipe_file: Path, tmp_path: Path, capsys: Cap
 def test_ctrl_c_adds_no_validation(recipe_file: Path, tmp_path: Path) -> None:
     """Its checkpoint is not one of those that the best is chosen from, so nothing is measured for it."""
     settings = ["run.steps=60", "checkpoint.every=50", "checkpoint.keep_best=1", "run.export=false"]
-    words = [sys.executable, "-m", "lockstep", "train", str(recipe_file), *settings]
+    words = [*warm_python(), "-m", "lockstep", "train", str(recipe_file), *settings]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     folder = tmp_path / "runs" / "run"
     metrics = folder / "metrics.jsonl"

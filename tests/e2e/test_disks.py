@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from commands import warm_python
 from conftest import question_rows, run, write_jsonl
 from lockstep.errors import Refusal
 from lockstep.run.metrics import MetricsLog, append_text, read_metrics
@@ -58,7 +58,7 @@ def test_a_disk_that_fills_up_while_metrics_are_written(recipe_file: Path, small
     settings = ["optim.schedule=constant", "optim.warmup=0", "checkpoint.every=20", "run.export=false", "data.val=[]"]
     words = ["train", recipe_file, *settings, f"run.folder={small_disk}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *map(str, words), "run.steps=5000"],
+        [*warm_python(), "-m", "lockstep", *map(str, words), "run.steps=5000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from conftest import lockstep
+from commands import lockstep
 from hang import HANG
 from lockstep.run.metrics import read_metrics
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import lockstep
+from commands import cold_lockstep
 from lockstep.run.metrics import read_metrics
 
 pytestmark = pytest.mark.torchrun
@@ -116,7 +116,7 @@ def test_a_rank_that_lives_but_does_not_come_is_named_with_its_place(online_file
 
 def test_a_wrong_interval_is_refused(recipe_file: Path) -> None:
     one = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = lockstep("train", recipe_file, TORCHELASTIC_USE_AGENT_STORE="True", LOCKSTEP_MISSED_AFTER="soon", **one)
+    done = cold_lockstep("train", recipe_file, TORCHELASTIC_USE_AGENT_STORE="True", LOCKSTEP_MISSED_AFTER="soon", **one)
     assert done.returncode == 2
     assert "LOCKSTEP_MISSED_AFTER" in done.stderr
     assert "Traceback" not in done.stderr

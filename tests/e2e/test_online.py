@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from test_resume import facts
 from test_torchrun import close, torchrun
 
-from conftest import lockstep, question_rows, write_jsonl
+from commands import lockstep
+from conftest import question_rows, write_jsonl
 from kills import Moment, interrupted, killed, lines
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny

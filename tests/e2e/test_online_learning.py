@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import lockstep
+from commands import lockstep
 from hang import HANG
 from lockstep.run.metrics import read_metrics
 

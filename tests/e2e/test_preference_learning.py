@@ -9,7 +9,8 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from conftest import lockstep, write_jsonl
+from commands import lockstep
+from conftest import write_jsonl
 from hang import HANG
 from lockstep.run.metrics import read_metrics
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from conftest import chat_rows, lockstep, write_jsonl
+from commands import lockstep
+from conftest import chat_rows, write_jsonl
 from kills import Moment, interrupted, killed, lines
 from lockstep.errors import Refusal
 from lockstep.parity.compare.comparable import differences

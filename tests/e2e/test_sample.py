@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from test_torchrun import torchrun
 
-from conftest import REWARD, lockstep, question_rows, write_jsonl
+from commands import lockstep
+from conftest import REWARD, question_rows, write_jsonl
 from kills import Moment, interrupted, killed
 from lockstep.commands.sample import Job, sample_responses
 from lockstep.data.prompts import read_questions

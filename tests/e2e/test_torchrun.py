@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import lockstep, write_jsonl
+from commands import lockstep
+from conftest import write_jsonl
 from hang import HANG
 from lockstep.run.metrics import read_metrics
 
