@@ -20,6 +20,7 @@ from lockstep.run.checkpoint import damage_of
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import missing_steps, read_metrics
 from lockstep.run.trackers.common import tracker_id
+from runs import facts
 
 Capture = pytest.CaptureFixture[str]
 QUICK = ["run.export=false", "data.val=[]", "optim.schedule=constant"]
@@ -27,13 +28,6 @@ QUICK = ["run.export=false", "data.val=[]", "optim.schedule=constant"]
 
 def told(capsys: Capture) -> str:
     return " ".join("".join(capsys.readouterr()).split())
-
-
-def facts(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    return [
-        (step, {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "perf/"))})
-        for step, metrics in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 # -- metrics

@@ -15,6 +15,7 @@ from commands import warm_python
 from conftest import question_rows, run, write_jsonl
 from lockstep.errors import Refusal
 from lockstep.run.metrics import MetricsLog, append_text, read_metrics
+from runs import facts
 
 
 def mount(*words: object) -> None:
@@ -45,13 +46,6 @@ def fill(disk: Path) -> Path:
             except OSError:
                 size //= 2
     return filler
-
-
-def facts(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    return [
-        (step, {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "perf/"))})
-        for step, metrics in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 def test_a_disk_that_fills_up_while_metrics_are_written(recipe_file: Path, small_disk: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from commands import cold_lockstep
-from lockstep.run.metrics import read_metrics
+from runs import facts
 
 pytestmark = pytest.mark.torchrun
 LIMIT = 240  # against hanging
@@ -54,13 +54,6 @@ def wait_for(moment: Callable[[], bool], launcher: subprocess.Popen[bytes], outp
     while not moment():
         assert launcher.poll() is None, output.read_text()
         time.sleep(0.01)
-
-
-def facts(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    return [
-        (step, {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "perf/"))})
-        for step, metrics in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 def test_a_stopped_rank_is_named_and_the_run_goes_on(recipe_file: Path, tmp_path: Path) -> None:

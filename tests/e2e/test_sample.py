@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from test_torchrun import torchrun
 
-from commands import lockstep
+from commands import lockstep, torchrun
 from conftest import REWARD, question_rows, write_jsonl
 from kills import Moment, interrupted, killed
 from lockstep.commands.sample import Job, sample_responses

@@ -96,3 +96,18 @@ def lockstep(*words: object, timeout: float = HANG, **environment: str) -> subpr
 def cold_lockstep(*words: object, timeout: float = HANG, **environment: str) -> subprocess.CompletedProcess[str]:
     """The real command from the very start of its interpreter."""
     return completed([sys.executable, "-m", "lockstep", *map(str, words)], timeout, environment)
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def torchrun(*words: object, processes: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The real command in several processes, started by the real launcher."""
+    launcher = [*warm_python(), *TORCHRUN, str(processes), "--no-python"]
+    return completed([*launcher, *warm_python(), "-m", "lockstep", *map(str, words)], HANG, environment)
+
+
+def cold_torchrun(*words: object, processes: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As a user types it: launcher and processes from the very start of their interpreters."""
+    launcher = [sys.executable, *TORCHRUN, str(processes)]
+    return completed([*launcher, "-m", "lockstep", *map(str, words)], HANG, environment)

@@ -39,6 +39,9 @@ MODULES = (
 HARMLESS = {
     *("PATH", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST"),
     *("LINES", "COLUMNS", "LOCKSTEP_CACHE"),
+    # What torchrun says to its processes, besides its own TORCHELASTIC_...
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
 }
 """Variables that are read by a command when it runs. Any other one may have had its effect while importing."""
 
@@ -65,7 +68,8 @@ def received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def differs(environment: dict[str, str], own: dict[str, str]) -> bool:
-    return any(environment.get(name) != own.get(name) for name in (environment.keys() | own.keys()) - HARMLESS)
+    names = {name for name in environment.keys() | own.keys() if environment.get(name) != own.get(name)} - HARMLESS
+    return any(not name.startswith("TORCHELASTIC_") for name in names)
 
 
 def standard_stream(number: int, mode: str, like: Any) -> Any:
@@ -101,7 +105,8 @@ class Server:
             client.close()
             return None
         # A thread that importing has started (OpenBLAS does, with more than one in OMP_NUM_THREADS) is none in a child.
-        if differs(job["environment"], self.own) or len(os.listdir("/proc/self/task")) > 1:
+        seen = {name: value for name, value in job["environment"].items() if self.set_by_imports.get(name) != value}
+        if differs(seen, self.own) or len(os.listdir("/proc/self/task")) > 1:
             client.sendall(b"cold\n")
             client.close()
         elif (pid := os.fork()) == 0:
