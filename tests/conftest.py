@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hang import HANG
+from commands import end_warm_server
 
 # Several workers share the cores; threads that wait for each other on a taken core cost more than they give.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +27,10 @@ os.environ.setdefault("LOCKSTEP_CACHE", tempfile.mkdtemp(prefix="lockstep-cache-
 UNASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("unhurried", deadline=None, suppress_health_check=UNASKED)
 settings.load_profile("unhurried")
+
+
+def pytest_unconfigure() -> None:
+    end_warm_server()
 
 
 @pytest.fixture(autouse=True)
@@ -97,18 +100,6 @@ optim: {{lr: 1e-3, warmup: 2}}
         encoding="utf-8",
     )
     return path
-
-
-def lockstep(*words: object, timeout: float = HANG, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "lockstep", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, **environment},
-        check=False,
-    )
 
 
 def run(*words: object) -> int:

@@ -17,7 +17,7 @@ import torch_npu
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from conftest import lockstep
+from commands import cold_lockstep
 from lockstep.device.npu import Npu
 from lockstep.kernels import npu_modules, npu_rotary
 from lockstep.kernels.layout import make_layout
@@ -188,7 +188,7 @@ def test_fused_adamw() -> None:
 
 def history(recipe: Path, where: str, metric: str, *words: str) -> list[float]:
     """Train with the real command; without a kernel of the device for an operator, the run ends."""
-    done = lockstep(
+    done = cold_lockstep(
         "train", recipe, f"device={where}", f"run.name={where}", "run.export=false", "run.allow_fallback=false", *words
     )
     assert done.returncode == 0, done.stderr[-3000:]

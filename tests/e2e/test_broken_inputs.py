@@ -6,12 +6,12 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from commands import warm_python
 from conftest import question_rows, run, write_jsonl
 from hang import HANG
 from lockstep.commands.sample_parts import Parts
@@ -20,6 +20,7 @@ from lockstep.run.checkpoint import damage_of
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import missing_steps, read_metrics
 from lockstep.run.trackers.common import tracker_id
+from runs import facts
 
 Capture = pytest.CaptureFixture[str]
 QUICK = ["run.export=false", "data.val=[]", "optim.schedule=constant"]
@@ -27,13 +28,6 @@ QUICK = ["run.export=false", "data.val=[]", "optim.schedule=constant"]
 
 def told(capsys: Capture) -> str:
     return " ".join("".join(capsys.readouterr()).split())
-
-
-def facts(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    return [
-        (step, {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "perf/"))})
-        for step, metrics in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 # -- metrics
@@ -82,7 +76,7 @@ def test_missing_metrics_are_said(recipe_file: Path, tmp_path: Path, capsys: Cap
 def test_ctrl_c_adds_no_validation(recipe_file: Path, tmp_path: Path) -> None:
     """Its checkpoint is not one of those that the best is chosen from, so nothing is measured for it."""
     settings = ["run.steps=60", "checkpoint.every=50", "checkpoint.keep_best=1", "run.export=false"]
-    words = [sys.executable, "-m", "lockstep", "train", str(recipe_file), *settings]
+    words = [*warm_python(), "-m", "lockstep", "train", str(recipe_file), *settings]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     folder = tmp_path / "runs" / "run"
     metrics = folder / "metrics.jsonl"

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from commands import warm_python
 from conftest import question_rows, run, write_jsonl
 from lockstep.errors import Refusal
 from lockstep.run.metrics import MetricsLog, append_text, read_metrics
+from runs import facts
 
 
 def mount(*words: object) -> None:
@@ -47,18 +48,11 @@ def fill(disk: Path) -> Path:
     return filler
 
 
-def facts(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    return [
-        (step, {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "perf/"))})
-        for step, metrics in read_metrics(folder / "metrics.jsonl")
-    ]
-
-
 def test_a_disk_that_fills_up_while_metrics_are_written(recipe_file: Path, small_disk: Path, tmp_path: Path) -> None:
     settings = ["optim.schedule=constant", "optim.warmup=0", "checkpoint.every=20", "run.export=false", "data.val=[]"]
     words = ["train", recipe_file, *settings, f"run.folder={small_disk}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *map(str, words), "run.steps=5000"],
+        [*warm_python(), "-m", "lockstep", *map(str, words), "run.steps=5000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import warm_python
 from hang import HANG
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def printed(name: str, model: Path, pattern: str) -> list[float]:
     """The numbers that an example prints, line by line."""
-    command = [sys.executable, str(EXAMPLES / name), str(model)]
+    command = [*warm_python(), str(EXAMPLES / name), str(model)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG)
     assert done.returncode == 0, done.stderr
     return [float(number) for number in re.findall(pattern, done.stdout)]

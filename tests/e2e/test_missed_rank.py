@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import lockstep
-from lockstep.run.metrics import read_metrics
+from commands import cold_lockstep
+from runs import facts
 
 pytestmark = pytest.mark.torchrun
 LIMIT = 240  # against hanging
@@ -54,13 +54,6 @@ def wait_for(moment: Callable[[], bool], launcher: subprocess.Popen[bytes], outp
     while not moment():
         assert launcher.poll() is None, output.read_text()
         time.sleep(0.01)
-
-
-def facts(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    return [
-        (step, {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "perf/"))})
-        for step, metrics in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 def test_a_stopped_rank_is_named_and_the_run_goes_on(recipe_file: Path, tmp_path: Path) -> None:
@@ -116,7 +109,7 @@ def test_a_rank_that_lives_but_does_not_come_is_named_with_its_place(online_file
 
 def test_a_wrong_interval_is_refused(recipe_file: Path) -> None:
     one = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = lockstep("train", recipe_file, TORCHELASTIC_USE_AGENT_STORE="True", LOCKSTEP_MISSED_AFTER="soon", **one)
+    done = cold_lockstep("train", recipe_file, TORCHELASTIC_USE_AGENT_STORE="True", LOCKSTEP_MISSED_AFTER="soon", **one)
     assert done.returncode == 2
     assert "LOCKSTEP_MISSED_AFTER" in done.stderr
     assert "Traceback" not in done.stderr

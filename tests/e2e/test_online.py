@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_resume import facts
-from test_torchrun import close, torchrun
 
-from conftest import lockstep, question_rows, write_jsonl
+from commands import lockstep, torchrun
+from conftest import question_rows, write_jsonl
 from kills import Moment, interrupted, killed, lines
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
@@ -22,6 +21,7 @@ from lockstep.recipe.rows import loss_row
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.train.online import train_online
+from runs import close, facts
 
 
 def train(recipe: Path, *overrides: str) -> None:
@@ -282,8 +282,7 @@ def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_pat
     words = [f"method={method}", n, "log.samples=99", "reward.workers=2"]
     words += ["batch.prompts_per_update=2"] if method != "remax" else []
     words += ["critic.lr=1e-3"] if method == "ppo" else []
-    one = lockstep("train", online_file, "run.name=one", *words)
-    assert one.returncode == 0, one.stderr
+    train(online_file, "run.name=one", *words)
     two = torchrun("train", online_file, "run.name=two", *words)
     assert two.returncode == 0, two.stderr
     single, double = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
@@ -305,7 +304,7 @@ def test_an_update_with_fewer_responses_than_processes(online_file: Path, tmp_pa
         "critic.lr=1e-3",
         "run.steps=2",
     ]
-    assert lockstep("train", online_file, "run.name=one", *words).returncode == 0
+    train(online_file, "run.name=one", *words)
     two = torchrun("train", online_file, "run.name=two", *words)
     assert two.returncode == 0, two.stderr
     single, double = tmp_path / "runs" / "one", tmp_path / "runs" / "two"

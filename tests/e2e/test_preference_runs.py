@@ -27,6 +27,7 @@ from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 from preference_rows import METHODS, ranking_rows, write_recipe
+from runs import facts
 
 IDS = torch.tensor([[257, 65, 66, 43, 49, 50, 51, 10]])
 # What a method reports of every update beside the loss, and of the validation rows likewise.
@@ -56,14 +57,6 @@ def train(recipe_file: Path, *overrides: str) -> Path:
     recipe = load_recipe(str(recipe_file), list(overrides))
     train_offline(recipe, Console.silent())
     return Path(recipe.run.folder) / recipe.run.name
-
-
-def facts(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    """The metrics but for the clocks."""
-    return [
-        (step, {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "perf/"))})
-        for step, metrics in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from conftest import chat_rows, lockstep, write_jsonl
+from commands import lockstep
+from conftest import chat_rows, write_jsonl
 from kills import Moment, interrupted, killed, lines
 from lockstep.errors import Refusal
 from lockstep.parity.compare.comparable import differences
@@ -20,6 +21,7 @@ from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
+from runs import facts
 
 # Dropout makes the random state matter; LoRA keeps the checkpoint small and has the dropout.
 SETTINGS = [
@@ -32,14 +34,6 @@ SETTINGS = [
     "model.lora.dropout=0.2",
     "optim.lr=1e-2",
 ]
-
-
-def facts(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    """The metrics but for the clocks."""
-    return [
-        (step, {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "perf/"))})
-        for step, metrics in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 def same_weights(a: Path, b: Path, step: int = 12) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import lockstep
+from commands import lockstep
 
 PRINTS = """
 def score(data_source, solution_str, ground_truth, extra_info):

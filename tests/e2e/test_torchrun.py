@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import lockstep, write_jsonl
-from hang import HANG
+from commands import cold_torchrun, lockstep, torchrun
+from conftest import write_jsonl
 from lockstep.run.metrics import read_metrics
+from runs import close
 
 pytestmark = pytest.mark.torchrun
-
-
-def torchrun(*words: object, processes: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.run(
-        [*command, "-m", "lockstep", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        env={**os.environ, **environment},
-        check=False,
-    )
 
 
 def history(folder: Path, name: str) -> list[float]:
@@ -38,17 +25,14 @@ def weights(folder: Path, step: int = 6) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / f"step_{step}" / "model.safetensors")
 
 
-def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all((a[name] - b[name]).abs().max() <= 1e-5 for name in a)
-
-
 @pytest.mark.parametrize("lora", [False, True])
 def test_two_processes_train_what_one_does(recipe_file: Path, tmp_path: Path, lora: bool) -> None:
     # eps above the gradients' noise: Adam's first steps would blow a rounding difference up to a whole step.
     common = ["optim.eps=1e-4", "val.every=3", *(["model.lora.rank=4"] if lora else [])]
     one = lockstep("train", recipe_file, "run.name=one", *common)
     assert one.returncode == 0, one.stderr
-    two = torchrun("train", recipe_file, "run.name=two", *common)
+    # Once from the very start.
+    two = (torchrun if lora else cold_torchrun)("train", recipe_file, "run.name=two", *common)
     assert two.returncode == 0, two.stderr
     single, double = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     for metric in ("train/loss", "train/grad_norm", "val/loss", "train/tokens", "train/trained_tokens"):
@@ -121,7 +105,7 @@ def test_a_failing_rank_ends_all_with_its_error(recipe_file: Path, tmp_path: Pat
         "    step.Learner.optim_step = fail\n",
         encoding="utf-8",
     )
-    done = torchrun("train", recipe_file, **before(tmp_path))
+    done = cold_torchrun("train", recipe_file, **before(tmp_path))
     assert done.returncode != 0
     assert "the second device fell over" in done.stderr, done.stderr
     assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("step_*"))
@@ -139,7 +123,7 @@ def test_bad_input_is_told_once(recipe_file: Path, tmp_path: Path) -> None:
         "    cli._report = lambda refusal: (time.sleep(8), tell(refusal))\n",
         encoding="utf-8",
     )
-    done = torchrun("train", recipe_file, "data.train=nowhere.jsonl", **before(tmp_path))
+    done = cold_torchrun("train", recipe_file, "data.train=nowhere.jsonl", **before(tmp_path))
     assert done.returncode != 0
     assert done.stderr.count("nowhere.jsonl\n") == 1, done.stderr
     assert "rank 1:" not in done.stderr

@@ -15,7 +15,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import lockstep, write_jsonl
+from commands import lockstep
+from conftest import write_jsonl
 from hang import HANG
 from lockstep.cli import main
 from lockstep.model.tiny import write_tiny

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import pytest
 import typer.main
 
+from commands import search_path
 from hang import HANG
 from lockstep.cli import app
 from lockstep.model.tiny import write_tiny
@@ -122,7 +123,6 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("page", runnable, ids=name)
 def test_marked_commands_run(page: Path, tmp_path: Path, embedded: Path) -> None:
     shutil.copytree(embedded, tmp_path / "model")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     printed = ""
     for block in blocks(page):
         kind, _, file = block.mark.partition(": ")
@@ -132,7 +132,7 @@ def test_marked_commands_run(page: Path, tmp_path: Path, embedded: Path) -> None
             done = subprocess.run(
                 ["sh", "-eu", "-c", block.text],
                 cwd=tmp_path,
-                env={**os.environ, "PATH": path, "COLUMNS": "80"},
+                env={**os.environ, "PATH": search_path(), "COLUMNS": "80"},
                 capture_output=True,
                 text=True,
                 check=False,

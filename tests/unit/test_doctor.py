@@ -13,7 +13,7 @@ import pytest
 import yaml
 from recorded_machine import A2, CPU, DRIVER, FIRMWARE, H200, INSTALL_INFO, TOOLKIT, RecordedMachine, output
 
-from conftest import lockstep
+from commands import cold_lockstep
 from lockstep.doctor import ascend, facts
 from lockstep.doctor.check import examine
 from lockstep.doctor.facts import MINIMUM, PYTHON, choose_device, gather
@@ -274,17 +274,17 @@ def without_torch(tmp_path: Path) -> dict[str, str]:
 
 
 def test_the_command_works_when_torch_does_not(tmp_path: Path) -> None:
-    done = lockstep("doctor", "--device", "cpu", "--json", **without_torch(tmp_path))
+    done = cold_lockstep("doctor", "--device", "cpu", "--json", **without_torch(tmp_path))
     assert done.returncode == 0, done.stderr
     assert {row["name"] for row in json.loads(done.stdout)["rows"]} >= {"python", "torch", "disk", "known stack"}
-    broken = lockstep("doctor", "--device", "npu", **without_torch(tmp_path))
+    broken = cold_lockstep("doctor", "--device", "npu", **without_torch(tmp_path))
     assert broken.returncode == (0 if Machine().version("torch_npu") else 1), broken.stdout
 
 
 def test_pins_and_refusals_of_the_command(tmp_path: Path) -> None:
-    assert lockstep("doctor", "--pins", "cpu").stdout.startswith("# cpu: CPU\n")
+    assert cold_lockstep("doctor", "--pins", "cpu").stdout.startswith("# cpu: CPU\n")
     for words in (["--pins", "nothing"], ["--device", "gpu"]):
-        done = lockstep("doctor", *words, **without_torch(tmp_path))
+        done = cold_lockstep("doctor", *words, **without_torch(tmp_path))
         assert done.returncode == 2
         assert words[1] in done.stderr
         assert "Traceback" not in done.stderr

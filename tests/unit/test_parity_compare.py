@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from conftest import lockstep
+from commands import lockstep
 from lockstep.cli import app
 from lockstep.errors import Refusal
 from lockstep.parity.compare.compare import compare

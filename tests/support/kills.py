@@ -18,6 +18,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from commands import warm_python
 from hang import HANG
 
 OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}
@@ -80,7 +81,7 @@ def interrupted(words: list[object], moment: Moment) -> tuple[int, str]:
     It must have work for long after the moment.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *map(str, words)],
+        [*warm_python(), "-m", "lockstep", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

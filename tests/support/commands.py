@@ -1,0 +1,113 @@
+"""The commands that tests start, each a process of its own: cold ones, and warm ones that need not import anything.
+
+A test about the start itself starts cold: what is imported when, what stands in PYTHONPATH, code that is found first.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from hang import HANG
+
+HERE = Path(__file__).parent
+FORKS = sys.platform == "linux" and hasattr(os, "pidfd_open")
+"""Elsewhere every start is a cold one."""
+
+
+class WarmServer:
+    """`warm_server.py` as this process's own, in a folder with its socket and with commands for a PATH."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="lockstep-warm-"))
+        self.address = self.folder / "socket"
+        with socket.socket(socket.AF_UNIX) as listener, (self.folder / "server.log").open("wb") as log:
+            listener.bind(str(self.address))
+            listener.listen(64)  # clients that come while it imports wait here
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "warm_server.py"), str(listener.fileno())],
+                stdin=subprocess.PIPE,  # which ends when this process does, however it does
+                stdout=log,
+                stderr=log,
+                env=dict(os.environ),
+                pass_fds=[listener.fileno()],
+                start_new_session=True,  # Ctrl-C is for the clients
+            )
+        own = Path(sys.executable).parent
+        for name, words in {"python": [], "lockstep": [str(own / "lockstep")]}.items():
+            (self.programs / name).parent.mkdir(exist_ok=True)
+            (self.programs / name).write_text(f'#!/bin/sh\nexec {shlex.join([*self.python, *words])} "$@"\n')
+            (self.programs / name).chmod(0o755)
+
+    @property
+    def python(self) -> list[str]:
+        """In place of `python`."""
+        return [sys.executable, "-IS", str(HERE / "warm_client.py"), str(self.address), sys.executable]
+
+    @property
+    def programs(self) -> Path:
+        """A folder with `lockstep` and `python`, to come first on a PATH."""
+        return self.folder / "bin"
+
+    def end(self) -> None:
+        self.process.communicate()
+        shutil.rmtree(self.folder)
+
+
+@cache
+def warm_server() -> WarmServer:
+    return WarmServer()
+
+
+def end_warm_server() -> None:
+    if warm_server.cache_info().currsize:
+        warm_server().end()
+        warm_server.cache_clear()
+
+
+def warm_python() -> list[str]:
+    """The opening words of a command: this interpreter, with everything imported."""
+    return warm_server().python if FORKS else [sys.executable]
+
+
+def search_path() -> str:
+    """A PATH on which `lockstep` and `python` are those of this environment, warm."""
+    programs = [str(warm_server().programs)] if FORKS else []
+    return os.pathsep.join([*programs, str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+def completed(command: list[str], timeout: float, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    given = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=given, check=False)
+
+
+def lockstep(*words: object, timeout: float = HANG, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    return completed([*warm_python(), "-m", "lockstep", *map(str, words)], timeout, environment)
+
+
+def cold_lockstep(*words: object, timeout: float = HANG, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The real command from the very start of its interpreter."""
+    return completed([sys.executable, "-m", "lockstep", *map(str, words)], timeout, environment)
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def torchrun(*words: object, processes: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The real command in several processes, started by the real launcher."""
+    launcher = [*warm_python(), *TORCHRUN, str(processes), "--no-python"]
+    return completed([*launcher, *warm_python(), "-m", "lockstep", *map(str, words)], HANG, environment)
+
+
+def cold_torchrun(*words: object, processes: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As a user types it: launcher and processes from the very start of their interpreters."""
+    launcher = [sys.executable, *TORCHRUN, str(processes)]
+    return completed([*launcher, "-m", "lockstep", *map(str, words)], HANG, environment)
