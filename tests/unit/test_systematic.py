@@ -10,15 +10,18 @@ import torch
 from lockstep.parity.replay.systematic import (
     BF16,
     DEVIATIONS,
+    MIXED,
     Bound,
     Systematic,
     excess_of,
     line,
     movement_slope,
+    overall_slope,
     slope,
     slope_excess,
     systematic,
 )
+from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.tape.digest import SHORT, digest
 
 SHAPE = (300, 128)
@@ -150,3 +153,23 @@ def test_rounding_of_numbers_far_from_0_is_judged_by_their_spread() -> None:
         a = draw(seed, (300, 1)) - 4
         b = a + 0.02 * draw(seed + 100, (300, 1))
         assert found(a, b).excess({"spread": BF16.forward["spread"]}).times < 0.8
+
+
+def test_many_tensors_together_have_the_slope_of_one_long_one() -> None:
+    parts = [(draw(seed, (40, 8)), scale) for seed, scale in ((11, 1.0), (12, 3.0), (13, 0.1))]
+    pairs = [(scale * a, scale * (1.1 * a + 0.02 * draw(seed, (40, 8)))) for seed, (a, scale) in enumerate(parts)]
+    whole = [torch.cat([side.flatten() for side in sides]).double() for sides in zip(*pairs, strict=True)]
+    expected = float((whole[0] * whole[1]).sum() / whole[0].square().sum()) - 1
+    both = [(digest(a), digest(b)) for a, b in pairs]
+    found = overall_slope(both, Bound(0.05, 50), 0.0)
+    assert found.value == pytest.approx(expected, abs=2e-3)
+    assert found.times > 1
+    assert overall_slope(both, Bound(0.2, 50), 0.0).times < 1
+
+
+def test_a_pair_of_two_dtypes_is_held_less_tightly_than_one_of_bf16_alone() -> None:
+    mixed, alone = tolerance_of("fp32", "bf16"), tolerance_of("bf16", "bf16")
+    assert alone.systematic is BF16
+    assert mixed.systematic is MIXED
+    assert (mixed.module, mixed.growth) > (alone.module, alone.growth)
+    assert tolerance_of("fp32", "fp32").systematic is None
