@@ -77,7 +77,14 @@ def test_ctrl_c_adds_no_validation(recipe_file: Path, tmp_path: Path) -> None:
     """Its checkpoint is not one of those that the best is chosen from, so nothing is measured for it."""
     settings = ["run.steps=60", "checkpoint.every=50", "checkpoint.keep_best=1", "run.export=false"]
     words = [*warm_python(), "-m", "lockstep", "train", str(recipe_file), *settings]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A shell ignores Ctrl-C for what it runs in the background, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     folder = tmp_path / "runs" / "run"
     metrics = folder / "metrics.jsonl"
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from commands import lockstep
 from hang import HANG
 from lockstep.run.metrics import read_metrics
 
 
+@pytest.mark.slow
 def test_from_random_weights_to_held_out_one_digit_sums(tmp_path: Path) -> None:
     """The quickstart's recipe. Questions are sums of two or three digits that are not among the training rows."""
     assert lockstep("tiny", tmp_path / "model").returncode == 0

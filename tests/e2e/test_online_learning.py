@@ -20,7 +20,7 @@ METHODS = {
     "dapo": ["batch.prompts=16", "rollout.n=8"],
     "gspo": ["batch.prompts=16", "rollout.n=8"],
 }
-ALWAYS = ("grpo", "ppo")
+LONG = ("grpo", "ppo")
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("online learning")
-@pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in ALWAYS else [pytest.mark.slow]) for m in METHODS])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_method_lifts_held_out_accuracy(warm: Path, method: str) -> None:
     done = lockstep(
         "train",
@@ -51,7 +52,7 @@ def test_a_method_lifts_held_out_accuracy(warm: Path, method: str) -> None:
         f"method={method}",
         f"run.name={method}",
         f"run.folder={warm / 'runs'}",
-        f"run.steps={STEPS if method in ALWAYS else SLOW_STEPS}",
+        f"run.steps={STEPS if method in LONG else SLOW_STEPS}",
         f"model.path={warm / 'runs' / 'warmup-arithmetic' / 'export'}",
         f"data.train={warm / 'data' / 'train.parquet'}",
         f"val.questions={warm / 'data' / 'val.parquet'}",

@@ -89,7 +89,9 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("name", [*QUICK, *[pytest.param(name, marks=pytest.mark.slow) for name in SLOW]])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "simpo" else [pytest.mark.slow]) for name in (*QUICK, *SLOW)]
+)
 def test_the_request_in_the_prompt_decides(made: Path, name: str) -> None:
     """From random weights: the held-out accuracy starts at chance, since no answer is better by itself."""
     overrides = {**QUICK, **SLOW}[name]

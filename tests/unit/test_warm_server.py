@@ -64,7 +64,14 @@ def test_it_ends_as_its_process_does(tmp_path: Path, code: str, status: int) -> 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_reach_it(tmp_path: Path, number: signal.Signals) -> None:
     command = script(tmp_path, "import time\nprint('in', flush=True)\nwhile True: time.sleep(1)\n")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell ignores Ctrl-C for what it runs in the background, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "in\n"
         process.send_signal(number)
