@@ -269,3 +269,44 @@ def test_what_a_handle_refuses(tiny_folder: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Refusal, match="one process on one device"):
         handle(tiny_folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 1.0}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -3}, "max_tokens"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_sampled_with_are_refused(tiny_folder: Path, words: dict[str, Any], where: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        handle(tiny_folder).sample("hi", **words)
+    assert [problem.where for problem in refused.value.problems] == [where]
+
+
+def test_tokens_that_the_model_has_not_and_sequences_past_its_context_are_refused(tiny_folder: Path) -> None:
+    model = handle(tiny_folder, batch_tokens=8192)
+    words = AutoModelForCausalLM.from_pretrained(tiny_folder).config.vocab_size
+    for bad in (-1, words):
+        with pytest.raises(Refusal, match=f"prompt 0: token {bad} at position 1 is not one of the model's {words:,}"):
+            model.sample([[3, bad]], max_tokens=2)
+        with pytest.raises(Refusal, match=f"token {bad} at position 1"):
+            model.logprobs([model.tokens([5, bad], [0, 1])])
+    context = AutoModelForCausalLM.from_pretrained(tiny_folder).config.max_position_embeddings
+    assert len(model.logprobs([model.tokens([5] * context, [0] * (context - 1) + [1])])) == 1
+    with pytest.raises(Refusal, match=f"has {context + 1} tokens, over the model's context of {context}"):
+        model.forward_backward([model.tokens([5] * (context + 1), [0] * context + [1])], "nll")
+
+
+@pytest.mark.parametrize(("words", "where"), [({"lora": 0}, "rank"), ({"lr": -1.0}, "lr"), ({"clip": 0.0}, "clip")])
+def test_settings_that_cannot_train_are_refused(tiny_folder: Path, words: dict[str, Any], where: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        handle(tiny_folder, **words)
+    assert [problem.where for problem in refused.value.problems] == [where]

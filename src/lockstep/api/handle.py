@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.api.data import Datum, PromptLike, Response, as_data
 from lockstep.api.losses import Chosen, LossFunction, Per, chosen_loss
+from lockstep.api.settings import checked
 from lockstep.data.chat import check_messages, render_prompt
 from lockstep.data.completions import ResponseEncoder
 from lockstep.data.encoding import Encoding, as_chat
@@ -82,7 +83,7 @@ def load(
         raise Refusal.at("lockstep.load", "a handle is one process on one device", "use lockstep.train under torchrun")
     chosen = select(device)
     folder = model_folder(str(model))
-    adapter = Lora(rank=lora) if isinstance(lora, int) else lora
+    adapter = checked(Lora, rank=lora) if isinstance(lora, int) else lora
     if adapter is not None and adapter.alpha is None:
         adapter = adapter.model_copy(update={"alpha": 2.0 * adapter.rank})
     if dtype not in DTYPES:
@@ -102,7 +103,7 @@ def load(
     frozen = None
     if reference is not False and not (reference is True and adapter is not None):
         frozen = _frozen(settings, folder if reference is True else str(reference), chosen, place, config.vocab_size)
-    optim = Optim(lr=lr, weight_decay=weight_decay, clip=clip)
+    optim = checked(Optim, lr=lr, weight_decay=weight_decay, clip=clip)
     optimizer = Optimizer(policy.trainable(), optim, masters=dtype != "fp32", fused=chosen.fused_optimizer)
     scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None
     learner = Learner(policy, optimizer, place, World(), scale)
@@ -211,7 +212,12 @@ class Handle:
         """
         if n > 1 and not temperature:
             raise Refusal.at("n", f"{n} greedy responses would all be the same", "give a temperature")
+        # Greedy is 0 here, which a recipe's rollouts are not.
+        kinds = {"n": n, "max_tokens": max_tokens, "temperature": 1.0 if temperature == 0 else temperature}
+        checked(RolloutSettings, **kinds, top_p=top_p, top_k=top_k, min_p=min_p)
         asked = [self.encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        for number, ids in enumerate(asked):
+            self._refuse_unknown_tokens(ids, f"prompt {number}")
         self._refuse_too_long(asked, max_tokens)
         truncation = Truncation(top_k, top_p, min_p)
         scoring = Scoring(temperature or 1.0, truncation if truncation.active else None)
@@ -399,6 +405,14 @@ class Handle:
         # Sequences of a pair share their beginning when packed, which such models place by the sequence's length.
         packed = not (moving and any(len(datum.sequences) > 1 for datum in data))
         for datum in data:
+            for sequence in datum.sequences:
+                self._refuse_unknown_tokens(sequence.ids, str(datum.origin))
+                if self._context is not None and len(sequence) > self._context:
+                    raise Refusal.at(
+                        str(datum.origin),
+                        f"has {len(sequence)} tokens, over the model's context of {self._context}",
+                        "shorten it",
+                    )
             if packed and row_size(datum, packed=True) > self._batch_tokens:
                 raise Refusal.at(
                     str(datum.origin),
@@ -427,8 +441,19 @@ class Handle:
         else:
             raise Refusal.at("reference", "the handle has none", "lockstep.load(..., reference=True) keeps a copy")
 
+    @property
+    def _context(self) -> int | None:
+        return getattr(self._policy.causal_lm.config.get_text_config(), "max_position_embeddings", None)
+
+    def _refuse_unknown_tokens(self, ids: Sequence[int], where: str) -> None:
+        known = self._policy.causal_lm.get_input_embeddings().weight.shape[0]
+        for position, token in enumerate(ids):
+            if not 0 <= token < known:
+                why = f"token {token} at position {position} is not one of the model's {known:,}"
+                raise Refusal.at(where, why, "encode it with this model's tokenizer")
+
     def _refuse_too_long(self, asked: Sequence[Sequence[int]], max_tokens: int) -> None:
-        context = getattr(self._policy.causal_lm.config, "max_position_embeddings", None)
+        context = self._context
         for number, ids in enumerate(asked):
             if context is not None and len(ids) + max_tokens > context:
                 raise Refusal.at(
