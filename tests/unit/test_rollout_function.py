@@ -51,8 +51,8 @@ def requests() -> list[Request]:
     return [Request(ids, 100 + key, 3, question=question(key)) for key, ids in enumerate(prompts(5))]
 
 
-def by(function: Callable[..., Any], inner: Engine) -> FunctionEngine:
-    return FunctionEngine(inner, give(KEY, function), lambda text: list(text.encode()), str, 259)
+def by(function: Callable[..., Any], inner: Engine, seconds: float = HANG) -> FunctionEngine:
+    return FunctionEngine(inner, give(KEY, function), lambda text: list(text.encode()), str, 259, seconds)
 
 
 def straight(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
@@ -246,8 +246,29 @@ def test_a_check_of_the_engine_goes_to_the_engine(engine: Engine) -> None:
 
 def test_the_dry_run_needs_no_model() -> None:
     prompt = Prompt(question(4), [1, 2, 3])
-    tried = (prompt, 24, [48, 7], lambda text: list(text.encode()), str, 259)
+    tried = (prompt, 24, [48, 7], lambda text: list(text.encode()), str, 259, HANG)
     line = try_function(give(KEY, straight), *tried)
     assert line.endswith("straight: 2 tokens of the policy and 0 of the environment, tried on a stand-in")
     with pytest.raises(Refusal, match=r"returned a NoneType, not two, for rows\.jsonl row 4"):
         try_function(give(KEY, returning(None)), *tried)
+
+
+def test_an_environment_that_never_answers_stops_the_run_by_name(engine: Engine, requests: list[Request]) -> None:
+    """Between two turns, while other responses wait for theirs. Its thread is let go, and nothing is left running."""
+    for_ever = threading.Event()
+
+    def stalls(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
+        turn = generate(prompt.ids, max_tokens=2)
+        if prompt.question.extra_info["row"] == 2:
+            for_ever.wait()
+        return turn.ids, [1] * len(turn.ids)
+
+    before = set(threading.enumerate())
+    with pytest.raises(Refusal, match=r"said nothing for 0\.2 s, for rows\.jsonl row 2") as refused:
+        run(by(stalls, engine, 0.2), requests, SAMPLING)
+    assert refused.value.problems[0].where.startswith("rollout.function")
+    assert "rollout.function_limit" in refused.value.problems[0].remedy
+    for_ever.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(HANG)
+        assert not thread.is_alive()

@@ -22,6 +22,13 @@ class RolloutSettings(Section):
         "engine for each turn of the policy.",
         effect=Effect("matters", "another function, or the same one elsewhere: the samples tell"),
     )
+    function_limit: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that `function` may take between two turns of the policy; then the run stops.",
+        effect=Effect("harmless", "only when the run is stopped"),
+        resumable=True,
+    )
     n: int = Field(8, ge=1, description="Responses sampled for each prompt.", effect=GROUPS)
     max_tokens: int = Field(
         256,

@@ -131,8 +131,9 @@ class FunctionEngine:
         encode: Callable[[str], list[int]],
         decode: Callable[[list[int]], str],
         vocabulary: int,
+        seconds: float,
     ):
-        self.inner, self.vocabulary, self.instead = inner, vocabulary, inner.instead
+        self.inner, self.vocabulary, self.instead, self.seconds = inner, vocabulary, inner.instead, seconds
         self.function = own_function(place, KEY, CALL)
         self._encode, self._decode = encode, decode
 
@@ -163,7 +164,7 @@ class FunctionEngine:
                     running.append(self._started(waiting.pop(0)))
                 # Until every function either waits for the policy or is done: then they are answered together.
                 while len(asks) < len(running):
-                    said = inbox.get()
+                    said = self._next(inbox, running, asks)
                     if isinstance(said, _Ask):
                         asks.append(said)
                     else:
@@ -181,6 +182,20 @@ class FunctionEngine:
                 asks += [said] if isinstance(said, _Ask) else []
             for ask in asks:
                 ask.answered.set()
+
+    def _next(
+        self, inbox: queue.SimpleQueue[_Ask | _Done], running: Sequence[_Response], asks: Sequence[_Ask]
+    ) -> _Ask | _Done:
+        """What the next function says. Where none says anything, an environment has stalled: nothing waits for ever."""
+        try:
+            return inbox.get(timeout=self.seconds)
+        except queue.Empty:
+            asking = {ask.order for ask in asks}
+            stalled = next(one for one in running if (one.number, one.sample) not in asking)
+            raise self.function.refuse(
+                f"said nothing for {self.seconds:g} s, for {stalled.prompt.question.origin}",
+                "let it give up sooner, or raise rollout.function_limit; the last checkpoint is untouched",
+            ) from None
 
     def _started(self, response: _Response) -> _Response:
         generate = Generate(response, self._encode, self._decode)
@@ -311,9 +326,10 @@ def try_function(
     encode: Callable[[str], list[int]],
     decode: Callable[[list[int]], str],
     vocabulary: int,
+    seconds: float,
 ) -> str:
     """Call the function for a prompt, with a policy that always says `turn`; what it returned, in a line."""
-    engine = FunctionEngine(Canned(turn), place, encode, decode, vocabulary)
+    engine = FunctionEngine(Canned(turn), place, encode, decode, vocabulary, seconds)
     (made,) = engine.generate([Request(prompt.ids, 0, question=prompt.question)], Sampling(limit))
     seen = len(made.ids) - sum(made.trained)
     return f"{KEY} {place}: {sum(made.trained)} tokens of the policy and {seen} of the environment, tried on a stand-in"

@@ -46,15 +46,17 @@ class Generator:
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
         with self.whole_weights():
             check_engine(self.engine, policy, self.device, path)
-        self.responder: Engine = self.engine if settings.function is None else self._own(settings.function)
+        self.responder: Engine = self.engine if settings.function is None else self._own(settings)
         """Who writes whole responses: the engine, or a function of the user's that asks it."""
 
-    def _own(self, function: str) -> FunctionEngine:
+    def _own(self, settings: RolloutSettings) -> FunctionEngine:
+        assert settings.function is not None
+
         def encode(text: str) -> list[int]:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
         vocabulary = self.policy.causal_lm.get_input_embeddings().weight.shape[0]
-        return FunctionEngine(self.engine, function, encode, self.decode, vocabulary)
+        return FunctionEngine(self.engine, settings.function, encode, self.decode, vocabulary, settings.function_limit)
 
     @classmethod
     def load(

@@ -41,6 +41,7 @@ def try_functions(
                 lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
                 lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
                 vocabulary,
+                rollout.function_limit,
             )
         )
     for attempt in tries:
