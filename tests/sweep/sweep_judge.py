@@ -133,4 +133,6 @@ def _reason(refusal: Refusal) -> str:
 
 
 def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__
+    said = " ".join(str(error).split())[:160]
+    # A missing key says its name and nothing else.
+    return said if len(said.split()) > 2 else f"transformers' own code stops with {type(error).__name__} {said}".strip()
