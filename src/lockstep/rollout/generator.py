@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -22,9 +22,8 @@ from lockstep.rollout.ending import end_ids
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.engines import engine_of
 from lockstep.rollout.function import FunctionEngine
+from lockstep.run.metrics import PhaseTimer
 from lockstep.types import Prompt, Rollout, Sampling
-
-Phases = Callable[[str], AbstractContextManager[None]]
 
 
 class Generator:
@@ -80,7 +79,7 @@ class Generator:
         n: int,
         sampling: Sampling,
         judge: Judge,
-        phases: Phases = lambda phase: nullcontext(),
+        phases: PhaseTimer = lambda phase: nullcontext(),
         advance: Callable[[int], None] = lambda done: None,
     ) -> list[Rollout]:
         """`n` judged responses to each prompt, in order, the same on every rank. `keys` choose each prompt's noise."""

@@ -22,7 +22,8 @@ from lockstep.parity.replay.replay import free_name, replayed_recipe, run_replay
 from lockstep.parity.replay.stages import Side
 from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.recipe.methods import ONLINE
-from lockstep.run.folder import RunFolder, atomic_write_text
+from lockstep.run.files import atomic_write_text
+from lockstep.run.folder import RunFolder
 from lockstep.run.progress import Console
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.observer import Observer
