@@ -236,7 +236,8 @@ class Handle:
         self.sampled += len(asked)
         with torch.no_grad():
             if not self._engine_checked:
-                check_engine(self._engine, self._policy, self._learner.device, self.settings.path)
+                engine, where = self._engine, self._learner.device
+                check_engine(engine, self._policy, where, self.settings.path, paged_on=engine.device)
                 self._engine_checked = True
             made = list(self._engine.generate(requests, sampling))
         made.sort(key=lambda one: (one.request, one.sample))

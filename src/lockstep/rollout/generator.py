@@ -15,6 +15,7 @@ from lockstep.model.policy import Policy
 from lockstep.parallel.shard import gathered
 from lockstep.parallel.world import World
 from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rows import ENGINES
 from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.collect import Judge, collect
@@ -43,8 +44,9 @@ class Generator:
         self.device = device.torch_device(world.local_rank)
         self.engine = engine_of(settings, policy, device, tokenizer)
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
+        paged_on = device if ENGINES[settings.engine].paged else None
         with self.whole_weights():
-            check_engine(self.engine, policy, self.device, path)
+            check_engine(self.engine, policy, self.device, path, paged_on=paged_on)
         self.responder: Engine = self.engine if settings.function is None else self._own(settings)
         """Who writes whole responses: the engine, or a function of the user's that asks it."""
 

@@ -35,7 +35,7 @@ OFFLINE = "an offline method generates nothing"
 
 
 @dataclass(frozen=True)
-class Item:
+class CheckItem:
     """`passed` is None where the item does not apply or proves nothing; `means` then gives the reason."""
 
     name: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.parity.checklist.bench import OFFLINE, Bench, Item, Spoken, speak
+from lockstep.parity.checklist.bench import OFFLINE, Bench, CheckItem, Spoken, speak
 from lockstep.parity.replay.checks import root_mean_square, worst_place
 
 # Updates at a rate of 0.
@@ -13,7 +13,7 @@ VISIBLE = 10
 RATES = 5
 
 
-def engine_items(bench: Bench) -> list[Item]:
+def engine_items(bench: Bench) -> list[CheckItem]:
     """What needs an engine: the hand-over of weights, a standstill, and prefill told from decode."""
     if not bench.rollouts:
         return [_none("weight hand-over", OFFLINE), rate_zero(bench, None), _none("prefill and decode", OFFLINE)]
@@ -22,11 +22,11 @@ def engine_items(bench: Bench) -> list[Item]:
     return [hand_over(bench, before), rate_zero(bench, before), prefill_and_decode(bench, before)]
 
 
-def _none(name: str, why: str) -> Item:
-    return Item(name, None, "", why)
+def _none(name: str, why: str) -> CheckItem:
+    return CheckItem(name, None, "", why)
 
 
-def hand_over(bench: Bench, before: Spoken) -> Item:
+def hand_over(bench: Bench, before: Spoken) -> CheckItem:
     """After an update the engine must speak with the new weights, and the old ones must not explain what it says."""
     name, learner = "weight hand-over", bench.models.trained
     # An engine that was off before the update is another item's finding.
@@ -37,7 +37,7 @@ def hand_over(bench: Bench, before: Spoken) -> Item:
         why = (
             f"no update moved log-probabilities by {VISIBLE} times the {allowed:.2g} that engine and trainer may differ"
         )
-        return Item(name, None, f"rates up to {_rates(bench)[-1]:.2g} tried", f"proves nothing: {why}")
+        return CheckItem(name, None, f"rates up to {_rates(bench)[-1]:.2g} tried", f"proves nothing: {why}")
     after = speak(bench)
     bench.restore()
     old_K = bench.answers(learner, bench.arranged(after.experience.examples))
@@ -48,8 +48,10 @@ def hand_over(bench: Bench, before: Spoken) -> Item:
     )
     if after.apart <= allowed:
         if moved <= 2 * allowed:
-            return Item(name, None, measured, "proves nothing: old and new weights say the same of these responses")
-        return Item(name, True, measured, "the engine speaks with the weights of the last update")
+            return CheckItem(
+                name, None, measured, "proves nothing: old and new weights say the same of these responses"
+            )
+        return CheckItem(name, True, measured, "the engine speaks with the weights of the last update")
     if stale <= allowed:
         means = "the engine still speaks with the weights from before the update: look at what hands them over"
     else:
@@ -57,7 +59,7 @@ def hand_over(bench: Bench, before: Spoken) -> Item:
             "the engine speaks neither with the new weights nor with the old ones: a part of them (a layer, an "
             "adapter, tied embeddings) is not handed over, or arrives changed"
         )
-    return Item(name, False, measured, means)
+    return CheckItem(name, False, measured, means)
 
 
 def _rates(bench: Bench) -> list[float]:
@@ -77,7 +79,7 @@ def _visible_rate(bench: Bench, least: float) -> float | None:
     return None
 
 
-def rate_zero(bench: Bench, before: Spoken | None) -> Item:
+def rate_zero(bench: Bench, before: Spoken | None) -> CheckItem:
     """Updates at a rate of 0 must change nothing, in the trainer or between the engine and the trainer."""
     bench.restore()
     update, allowed = bench.arranged(bench.examples), bench.tolerance.logprob
@@ -107,10 +109,10 @@ def rate_zero(bench: Bench, before: Spoken | None) -> Item:
         if not grown <= allowed:
             failed.append("engine and trainer drift apart: the engine keeps something from call to call")
     bench.restore()
-    return Item("learning rate 0", not failed, measured, "; ".join(failed) or means)
+    return CheckItem("learning rate 0", not failed, measured, "; ".join(failed) or means)
 
 
-def prefill_and_decode(bench: Bench, whole: Spoken) -> Item:
+def prefill_and_decode(bench: Bench, whole: Spoken) -> CheckItem:
     """A first token needs the prompt alone; later ones need what was added to the cache since.
 
     `whole` are responses from the recorded weights.
@@ -133,10 +135,10 @@ def prefill_and_decode(bench: Bench, whole: Spoken) -> Item:
         means = "the engine runs prompts and continues responses as the trainer scores them"
     else:
         means = "prefill is right; no response has a second token to try decode"
-    return Item(name, first.apart <= allowed and later.apart <= allowed, measured, means)
+    return CheckItem(name, first.apart <= allowed and later.apart <= allowed, measured, means)
 
 
-def padding(bench: Bench) -> Item:
+def padding(bench: Bench) -> CheckItem:
     """The same sequences packed in a line and padded two by two."""
     bench.restore()
     allowed, learner = bench.tolerance.logprob, bench.models.trained
@@ -144,16 +146,16 @@ def padding(bench: Bench) -> Item:
     # A value head that begins at 0 says 0 of everything: it must learn something to be tried.
     if bool((line_K == line_K[0]).all()) and _visible_rate(bench, least=1.0) is None:
         bench.restore()
-        return Item("padding and packing", None, "", "proves nothing: the model says the same of every token")
+        return CheckItem("padding and packing", None, "", "proves nothing: the model says the same of every token")
     line_K, rows_K = (bench.answers(learner, update) for update in (bench.packed(), bench.padded()))
     bench.restore()
     apart = root_mean_square(line_K, rows_K)
     measured = f"packed against padded, {len(bench.examples)} sequences: {apart:.2g} (allowed {allowed:.2g})"
     if apart <= allowed:
-        return Item("padding and packing", True, measured, "micro-batches do not change what the model says")
+        return CheckItem("padding and packing", True, measured, "micro-batches do not change what the model says")
     where = worst_place(line_K, rows_K, "target")
     means = (
         f"sequences see each other or their padding, or stand at wrong positions ({where}): try the twin kernel, "
         "model.attention=sdpa"
     )
-    return Item("padding and packing", False, measured, means)
+    return CheckItem("padding and packing", False, measured, means)

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import torch
 
-from lockstep.parity.replay.oplog import Operator, Source
+from lockstep.parity.replay.oplog import CallResult, Operator
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Flow:
         kept = [number for number, call in enumerate(calls) if not call.unset]
         places = {number: place for place, number in enumerate(kept)}
         self.calls = [_renumbered(calls[number], places) for number in kept]
-        self.readers: dict[Source, list[int]] = {}
+        self.readers: dict[CallResult, list[int]] = {}
         for number, call in enumerate(self.calls):
             for source in call.sources:
                 if source is not None:

@@ -11,7 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Source = tuple[int, int]
+CallResult = tuple[int, int]
+"""A call in the log, and which of its results."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Operator:
     kwargs: dict[str, Any]
     outputs: list[torch.Tensor]
     device: str
-    sources: tuple[Source | None, ...] = ()
+    sources: tuple[CallResult | None, ...] = ()
     """For each of `inputs` the call in the log that made it, and which of its results; None: it came from outside."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,7 +66,7 @@ class OperatorLog(TorchDispatchMode):
         super().__init__()
         self.wanted = wanted
         self.calls: list[Operator] = []
-        self.makers: dict[int, Source] = {}
+        self.makers: dict[int, CallResult] = {}
         """By the place of its memory: which call wrote a tensor last."""
         self.alive: list[torch.Tensor] = []
         """Kept, so that nobody else gets their memory while the log is written."""
