@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.errors import Problem
-from lockstep.functions import is_place
+from lockstep.functions import is_function_path
 from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, preference_reads, sections_read
 from lockstep.recipe.rows import estimator_row, loss_row
 from lockstep.recipe.schema import Recipe
@@ -212,7 +212,7 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             f"{recipe.critic.warmup} steps for the critic alone, of {recipe.run.steps}, leave none to the policy",
             "lower it, or raise run.steps",
         )
-    if algorithm.dynamic_sampling.rounds > 1 and not (needs.groups or is_place(algorithm.advantage)):
+    if algorithm.dynamic_sampling.rounds > 1 and not (needs.groups or is_function_path(algorithm.advantage)):
         yield Problem("algorithm.dynamic_sampling.rounds", "looks at the rewards of a group", "use a group method")
 
 

@@ -61,7 +61,7 @@ def take_rollouts(
             (kept if rounds == 1 or _mixed(group) else uniform).append(group)
     # The rounds are used up: groups that teach nothing fill the step, so that its size stays what it is.
     filled = kept + uniform[: wanted - len(kept)]
-    rollouts = [replace(rollout, place=index) for index, group in enumerate(filled) for rollout in group]
+    rollouts = [replace(rollout, prompt_index=index) for index, group in enumerate(filled) for rollout in group]
     greedy = answers.greedy(rollouts) if estimator_row(recipe.algorithm.advantage).greedy_baseline else None
     every += greedy or []
     failed = [rollout for rollout in every if isinstance(rollout.score, Failure)]
@@ -97,10 +97,10 @@ class _Answers:
 
     def greedy(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The likeliest response to each prompt of the step, at the prompt's index."""
-        prompts = {rollout.place: rollout.prompt for rollout in rollouts}
+        prompts = {rollout.prompt_index: rollout.prompt for rollout in rollouts}
         indices = sorted(prompts)
         greedy = self._generate([prompts[i] for i in indices], indices, 1, replace(self.sampling, temperature=0.0))
-        return [replace(rollout, place=indices[rollout.place]) for rollout in greedy]
+        return [replace(rollout, prompt_index=indices[rollout.prompt_index]) for rollout in greedy]
 
     def _generate(self, prompts: Sequence[Prompt], keys: Sequence[int], n: int, sampling: Sampling) -> list[Rollout]:
         rollouts = self.generator.generate(prompts, keys, n, sampling, self.scorer, self.phases)
@@ -108,14 +108,14 @@ class _Answers:
 
 
 def _baselines(greedy: Sequence[Rollout]) -> dict[int, float]:
-    """The greedy response's score by place; a prompt whose greedy response could not be scored has none."""
-    return {rollout.place: rollout.score.total for rollout in greedy if isinstance(rollout.score, Score)}
+    """The greedy response's score by the prompt's index; where it could not be scored there is none."""
+    return {rollout.prompt_index: rollout.score.total for rollout in greedy if isinstance(rollout.score, Score)}
 
 
 def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
-        groups.setdefault(rollout.place, []).append(rollout)
+        groups.setdefault(rollout.prompt_index, []).append(rollout)
     return list(groups.values())
 
 

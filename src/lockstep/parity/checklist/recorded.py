@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from lockstep.parity.checklist.bench import CheckItem
-from lockstep.parity.replay.checks import Check, finite, worst_place
-from lockstep.parity.replay.loop import by_place
+from lockstep.parity.replay.checks import Check, finite, worst_difference
+from lockstep.parity.replay.loop import by_prompt_and_sample
 from lockstep.parity.replay.stages import Side, responses
 from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.format import StepRecord
@@ -43,8 +43,10 @@ def first_tokens(a: Side, recorded: StepRecord, generated: Sequence[Rollout], to
     rollouts = rollouts_of(a.tape.read_table(a.tape.rollouts_file(1)))
     ours, theirs = _beginnings(rollouts), _beginnings(generated)
     check = responses(a, recorded, ours, theirs, tolerance)
-    said = by_place(theirs)
-    same = sum(place in said and said[place].ids == rollout.ids for place, rollout in by_place(ours).items())
+    said = by_prompt_and_sample(theirs)
+    same = sum(
+        which in said and said[which].ids == rollout.ids for which, rollout in by_prompt_and_sample(ours).items()
+    )
     measured = f"{same} of {len(ours)} responses begin with the recorded {FIRST_TOKENS} tokens; "
     measured += f"log-probabilities differ by {check.error:.2g} (allowed {check.allowed:.2g})"
     if check.passed:
@@ -71,8 +73,8 @@ def rewards(recorded: StepRecord, own: StepRecord) -> CheckItem:
     if not bool(off.any()):
         return CheckItem("rewards", True, measured, "rewards judge alike")
     means = (
-        f"the same text is judged otherwise ({worst_place(x, y, 'response')}): other versions of the reward or what it "
-        "imports, another reward model, another weight or overlong penalty"
+        f"the same text is judged otherwise ({worst_difference(x, y, 'response')}): other versions of the reward or "
+        "what it imports, another reward model, another weight or overlong penalty"
     )
     return CheckItem("rewards", False, measured, means)
 

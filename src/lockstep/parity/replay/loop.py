@@ -80,7 +80,7 @@ class Replay:
         generated = online.take_rollouts().experience.rollouts if self.mode == "forced" else rollouts
         judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
         baseline = self.tape.read_step(step + 1).tensors.get("step/baseline")
-        indices = [rollout.place for rollout in rollouts]
+        indices = [rollout.prompt_index for rollout in rollouts]
         baselines = None if baseline is None else dict(zip(indices, baseline.tolist(), strict=True))
         position = int(training.carried["position"]) + recipe.batch.prompts
         experience, metrics = experience_of(rollouts, baselines), rollout_metrics(rollouts, rollouts, [])
@@ -153,5 +153,5 @@ def _from_the_start(steps: Sequence[int]) -> list[int]:
     return [step for number, step in enumerate(steps, start=1) if step == number]
 
 
-def by_place(rollouts: Sequence[Rollout]) -> dict[tuple[int, int], Rollout]:
-    return {(rollout.place, rollout.sample): rollout for rollout in rollouts}
+def by_prompt_and_sample(rollouts: Sequence[Rollout]) -> dict[tuple[int, int], Rollout]:
+    return {(rollout.prompt_index, rollout.sample): rollout for rollout in rollouts}

@@ -67,7 +67,7 @@ class OperatorLog(TorchDispatchMode):
         self.wanted = wanted
         self.calls: list[Operator] = []
         self.makers: dict[int, CallResult] = {}
-        """By the place of its memory: which call wrote a tensor last."""
+        """By the address of its memory: which call wrote a tensor last."""
         self.alive: list[torch.Tensor] = []
         """Kept, so that nobody else gets their memory while the log is written."""
 
@@ -82,7 +82,7 @@ class OperatorLog(TorchDispatchMode):
         given = pytree.tree_map(copied, (args, kwargs))
         result = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(result) if _is_tensor(leaf)]
-        self.makers |= {memory_of(tensor): (len(self.calls), place) for place, tensor in enumerate(made)}
+        self.makers |= {memory_of(tensor): (len(self.calls), index) for index, tensor in enumerate(made)}
         self.alive += made
         outputs = [copied(tensor) for tensor in made]
         self.calls.append(Operator(func, tuple(given[0]), given[1], outputs, device, sources))
@@ -90,7 +90,7 @@ class OperatorLog(TorchDispatchMode):
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Where its numbers lie. A view has its base's place; what has no memory of its own has a place by itself."""
+    """Where its numbers lie. A view has its base's address; what has no memory of its own has one by itself."""
     return tensor.untyped_storage().data_ptr() or -id(tensor)
 
 
