@@ -79,7 +79,7 @@ class _Tracer:
     def digest(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of numbers that one module makes and others read, once.
 
-        They are kept alive, so that their place stays theirs; an alias has the same place, what is written there later
+        They are kept alive, so that their address stays theirs; an alias has the same, what is written there later
         another version.
         """
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
