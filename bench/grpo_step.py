@@ -6,7 +6,8 @@
 A step is: `--prompts` x `--n` responses, their rewards, the reference's log-probabilities (`--beta` over 0) and one
 update. Both sides have the same weights, prompts, reward function, loss, optimizer and budget of a micro-batch, and
 no vLLM. First TRL takes a step on the very responses of ours: prompts, reward, loss and gradient norm must agree. Then
-the sides generate for themselves and take turns: A B A B ... The weights end responses at random (see `speaker.py`).
+the sides generate for themselves and take turns: A B A B ... The weights end responses at random (see
+`random_lengths.py`).
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from lockstep.device.base import Device
 from lockstep.model.load import DTYPES
 from lockstep.recipe.schema import Data, Optim, Source
 from lockstep.types import Prompt
+from random_lengths import SHAPES, write_questions, write_random_lengths
 from reward import vowels
 from sides import trl_optimizer
-from speaker import SHAPES, write_questions, write_speaker
 
 # Tokens of a block in transformers' continuous batching; its default.
 PAGE = 256
@@ -80,7 +80,7 @@ def make_work(
 ) -> Work:
     """Model and prompts of a case, written to `folder`: `mixed` ends responses at random, `equal` at the limit."""
     mean = args.mean if case == "mixed" else None
-    write_speaker(folder / "model", args.shape, mean, DTYPES[args.dtype], args.seed)
+    write_random_lengths(folder / "model", args.shape, mean, DTYPES[args.dtype], args.seed)
     questions = folder / "questions.jsonl"
     rows = write_questions(questions, args.prompts * batches, args.shortest, args.longest, args.seed)
     return Work(

@@ -4,7 +4,7 @@
     python bench/rollout.py --shape half-billion --dtype bf16 --case mixed --out result.json
 
 Every side samples `--n` responses to each prompt from the same weights at temperature 1. The weights themselves end a
-response at random (see `speaker.py`), so nothing is hooked into any side, and all draw from one distribution of
+response at random (see `random_lengths.py`), so nothing is hooked into any side, and all draw from one distribution of
 texts and lengths: an untimed pass checks that, then the sides take turns: A B A B ... Response tokens are counted.
 """
 

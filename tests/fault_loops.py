@@ -134,7 +134,7 @@ def reward_weight(factor: float) -> Inject:
 
 
 def no_overlong(scene: Scene) -> None:
-    patched(scene, "lockstep.train.rollouts", "overlong_penalty", lambda own, *args: 0.0)
+    patched(scene, "lockstep.reward.shaping", "overlong_penalty", lambda own, *args: 0.0)
 
 
 # -- advantages

@@ -56,7 +56,7 @@ def reference_is_policy(scene: Scene) -> None:
 
 
 def value_clip(scene: Scene) -> None:
-    patched(scene, "lockstep.train.update", "value_loss", lambda own, *args, clip: own(*args, clip=1e-4))
+    patched(scene, "lockstep.train.update_critic", "value_loss", lambda own, *args, clip: own(*args, clip=1e-4))
 
 
 def lost_token(scene: Scene) -> None:

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from lockstep.errors import Refusal
 from lockstep.recipe.facts import facts_of
 from lockstep.recipe.load import builtin_names, load_recipe, sections_of
-from lockstep.recipe.named import PLACE, Named
+from lockstep.recipe.named import FUNCTION_PATH, Named
 from lockstep.recipe.schema import Recipe, Source
 from lockstep.run.progress import print_problems
 
@@ -177,7 +177,7 @@ def _values(info: FieldInfo) -> str:
 
 
 def _names(choice: Named) -> str:
-    return ", ".join(f"`{name}`" for name in choice.names) + (f" or `{PLACE}`" if choice.own else "")
+    return ", ".join(f"`{name}`" for name in choice.names) + (f" or `{FUNCTION_PATH}`" if choice.own else "")
 
 
 def _type(kind: Any) -> str:

@@ -19,7 +19,7 @@ from lockstep.errors import Refusal
 
 LONGEST_WHY = 300
 
-# Callables that were given from Python, by the place that the recipe names them with.
+# Callables that were given from Python, by the path that the recipe names them with.
 _given: dict[str, Callable[..., Any]] = {}
 # Files that were run already, by path and time of change: two functions of one file share its globals.
 _modules: dict[tuple[Path, int], ModuleType] = {}
@@ -38,12 +38,12 @@ class OwnFunction:
     """A function of the user's with the key that names it. What it raises is told with file, name and line."""
 
     key: str
-    place: str
+    function_path: str
     function: Callable[..., Any]
 
     @property
     def where(self) -> str:
-        return f"{self.key} {self.place}"
+        return f"{self.key} {self.function_path}"
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         try:
@@ -51,48 +51,48 @@ class OwnFunction:
         except Refusal:
             raise
         except Exception as error:
-            file = self.place.rpartition(":")[0]
+            file = self.function_path.rpartition(":")[0]
             raise Refusal.at(self.where, f"raised {told(error, file)}", "mend the function") from error
 
     def refuse(self, why: str, remedy: str) -> Refusal:
         return Refusal.at(self.where, why, remedy)
 
 
-def is_place(value: str) -> bool:
-    """Whether a value is written as a place (`file.py:name`), not as a name of ours."""
+def is_function_path(value: str) -> bool:
+    """Whether a value is written as the path of a function (`file.py:name`), not as a name of ours."""
     return ":" in value
 
 
-def located(place: str, key: str) -> tuple[Path, str]:
+def located(function_path: str, key: str) -> tuple[Path, str]:
     """File and name of `path/to/file.py:name`; refused where there is no such file."""
-    path, _, name = place.rpartition(":")
+    path, _, name = function_path.rpartition(":")
     if not path or not name.isidentifier():
-        raise Refusal.at(key, f"{place!r} does not name a function", "write path/to/file.py:name")
+        raise Refusal.at(key, f"{function_path!r} does not name a function", "write path/to/file.py:name")
     file = Path(path).expanduser().absolute()
     if not file.is_file():
         raise Refusal.at(key, f"there is no file {path}", "give the path from the folder that you start in")
     return file, name
 
 
-def own_function(place: str, key: str, call: Sequence[str]) -> OwnFunction:
-    """The function behind a place, which must be callable with the arguments `call` by position."""
-    if place in _given:
-        function = _given[place]
+def own_function(function_path: str, key: str, call: Sequence[str]) -> OwnFunction:
+    """The function behind a path, which must be callable with the arguments `call` by position."""
+    if function_path in _given:
+        function = _given[function_path]
     else:
-        file, name = located(place, key)
+        file, name = located(function_path, key)
         try:
             function = function_of(_run(file), name, call, file)
         except Unloadable as error:
-            raise Refusal.at(f"{key} {place}", error.why, error.remedy) from error
+            raise Refusal.at(f"{key} {function_path}", error.why, error.remedy) from error
     try:
-        refuse_signature(function, place.rpartition(":")[2], call, by_name=False)
+        refuse_signature(function, function_path.rpartition(":")[2], call, by_name=False)
     except Unloadable as error:
-        raise Refusal.at(f"{key} {place}", error.why, error.remedy) from error
-    return OwnFunction(key, place, function)
+        raise Refusal.at(f"{key} {function_path}", error.why, error.remedy) from error
+    return OwnFunction(key, function_path, function)
 
 
 def give(key: str, function: Callable[..., Any]) -> str:
-    """Remember a callable for the runs of this process; returns the place that stands for it in the recipe."""
+    """Remember a callable for the runs of this process; returns the path that stands for it in the recipe."""
     name = getattr(function, "__name__", "")
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or not name.isidentifier():
@@ -100,9 +100,9 @@ def give(key: str, function: Callable[..., Any]) -> str:
         raise Refusal.at(
             key, f"{what} has no file and name that the recipe could keep", "give a function made with def"
         )
-    place = f"{code.co_filename}:{name}"
-    _given[place] = function
-    return place
+    function_path = f"{code.co_filename}:{name}"
+    _given[function_path] = function
+    return function_path
 
 
 def load(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:

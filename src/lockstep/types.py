@@ -288,7 +288,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion with its prompt, its text and its judgement. `place` is the prompt's place in the step.
+    """A completion with its prompt, its text and its judgement. `prompt_index` is the prompt's index in the step.
 
     `trained[i]` is 1 where the policy wrote token i, and 0 where an environment did: such a token is seen, never
     trained, and its entry in `logprobs` is 0. `earned` are the shares of the score that belong to a token before the
@@ -296,7 +296,7 @@ class Rollout:
     """
 
     prompt: Prompt
-    place: int
+    prompt_index: int
     sample: int
     ids: list[int]
     logprobs: list[float]

@@ -19,7 +19,7 @@ from fault_scene import wrap
 from hang import HANG
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
-from lockstep.parity.checklist.checklist import Checklist, Item, as_json, run_checklist, show
+from lockstep.parity.checklist.checklist import CheckItem, Checklist, as_json, run_checklist, show
 from lockstep.reward.scorer import Scorer
 from lockstep.run.progress import Console
 from lockstep.train.training import Training
@@ -41,7 +41,7 @@ def sft(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     return record(tmp_path_factory.mktemp("checklist"), tiny_folder, "sft", steps=1)
 
 
-def checked(run: Path, fault: Fault | None = None, *words: str, loading: Fault | None = None) -> dict[str, Item]:
+def checked(run: Path, fault: Fault | None = None, *words: str, loading: Fault | None = None) -> dict[str, CheckItem]:
     """The items by name. `fault` is put in once the recorded weights are, `loading` before that."""
     with pytest.MonkeyPatch.context() as patch:
 
@@ -58,7 +58,7 @@ def checked(run: Path, fault: Fault | None = None, *words: str, loading: Fault |
         return {item.name: item for item in run_checklist(run, words, Console.silent())}
 
 
-def having(items: dict[str, Item], passed: bool | None) -> list[str]:
+def having(items: dict[str, CheckItem], passed: bool | None) -> list[str]:
     return [item.name for item in items.values() if item.passed is passed]
 
 

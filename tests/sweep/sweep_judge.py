@@ -61,7 +61,7 @@ def judge(case: Case, folder: Path) -> Outcome:
         return Outcome("WRONG", wrong)
     engine = NativeEngine(policy, select("cpu"), RolloutSettings(block_tokens=8), lambda ids: "")
     try:
-        check_engine(engine, policy, CPU, str(folder))
+        check_engine(engine, policy, CPU, str(folder), paged_on=engine.device)
     except Refusal as refusal:
         return Outcome("training", _reason(refusal))
     wrong = _generation(policy, engine)

@@ -106,6 +106,10 @@ def test_lines_of_code(tool: ModuleType) -> None:
     assert tool.code_lines(text) == 4
 
 
+def test_a_grpo_step_is_read_in_under_600_lines(tool: ModuleType) -> None:
+    assert sum(len((SOURCE / name).read_text(encoding="utf-8").splitlines()) for name in tool.READ) < 600
+
+
 def test_a_page_that_is_not_current_is_seen(tool: ModuleType) -> None:
     page = PAGES[0].read_text(encoding="utf-8")
     assert tool.filled(page) == page

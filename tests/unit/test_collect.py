@@ -78,12 +78,12 @@ def test_rollouts_come_in_order_whatever_was_finished_first() -> None:
     engine = Script(MIXED)
     made = collect(engine, judge, prompts, [70, 71, 72], 2, SAMPLING, World(), decode, phases, advanced.append)
     assert engine.requests == [Request([n] * 3, 70 + n, 2, question=prompts[n].question) for n in range(3)]
-    assert [(r.place, r.sample) for r in made] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(r.prompt_index, r.sample) for r in made] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert [r.prompt for r in made] == [prompts[0], prompts[0], prompts[1], prompts[1], prompts[2], prompts[2]]
     assert [r.text for r in made] == ["0-0-9", "0-1-9", "1-0-9", "1-1-9", "2-0-9", "2-1-9"]
     failure = Failure("rule", "no answer")
     assert [r.score for r in made] == [Score(9), Score(19), failure, Score(119), Score(209), Score(219)]
-    assert all(r.ids == [r.place, r.sample, 9] and r.logprobs == [-0.5] * 3 and r.stop == "token" for r in made)
+    assert all(r.ids == [r.prompt_index, r.sample, 9] and r.logprobs == [-0.5] * 3 and r.stop == "token" for r in made)
     assert judge.judged == [(str(r), f"{r}-{s}-9") for r, s in MIXED]
     assert judge.flushed == 1
     assert phases.names == ["gen", "reward"]
@@ -126,7 +126,7 @@ class TwoRanks(World):
     """Rank 0 of two, where the other rank's share is known."""
 
     def gather(self, value: list) -> list[list]:  # type: ignore[type-arg, override]
-        other = [{**made, "place": 1, "text": "other"} for made in value if made["place"] == 0]
+        other = [{**made, "prompt_index": 1, "text": "other"} for made in value if made["prompt_index"] == 0]
         return [value, other]
 
 
@@ -137,7 +137,7 @@ def test_a_rank_generates_its_share_and_gets_everything() -> None:
     assert engine.requests == [Request([n] * 3, 5 + n, 1, question=prompts[n].question) for n in (0, 2)]
     # The engine's request 1 is prompt 2.
     assert judge.judged == [("2", "1-0-9"), ("0", "0-0-9")]
-    assert [(r.place, r.text) for r in made] == [(0, "0-0-9"), (1, "other"), (2, "1-0-9")]
+    assert [(r.prompt_index, r.text) for r in made] == [(0, "0-0-9"), (1, "other"), (2, "1-0-9")]
     assert [r.prompt for r in made] == prompts
 
 

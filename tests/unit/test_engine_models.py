@@ -29,10 +29,11 @@ from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
+from lockstep.parallel.world import World
 from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.check import check_engine
-from lockstep.rollout.engines import engine_of
+from lockstep.rollout.generator import Generator
 from lockstep.rollout.hf import HfEngine
 from lockstep.types import Completion, Request, Sampling
 
@@ -91,7 +92,7 @@ def test_greedy_is_that_of_generate(name: str, tmp_path: Path, tiny_folder: Path
     assert [c.ids for c in run(chunked, requests, Sampling(max_tokens=20, temperature=0))] == theirs
     # The check is about the model, whatever the run scores.
     policy.scoring = Scoring(temperature=0.5)
-    check_engine(chunked, policy, CPU, str(folder))
+    check_engine(chunked, policy, CPU, str(folder), paged_on=chunked.device)
 
 
 def refused(folder: Path) -> str:
@@ -129,11 +130,11 @@ class Off(HfEngine):
 def test_a_model_that_trains_and_cannot_be_cached_is_refused_by_the_engine(tmp_path: Path, tiny_folder: Path) -> None:
     folder = write_model(tmp_path / "model", DiffLlamaConfig(**SIZES), tiny_folder)
     policy = load(folder)
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer, device = load_tokenizer(str(folder)), select("cpu")
     with pytest.raises(Refusal, match=r"DiffLlamaForCausalLM: .*attends more than once in a layer") as refusal:
-        check_engine(engine_of(RolloutSettings(), policy, select("cpu"), tokenizer), policy, CPU, str(folder))
+        Generator(policy, tokenizer, RolloutSettings(), device, World(), str(folder))
     assert "rollout.engine=hf" in refusal.value.problems[0].remedy
-    check_engine(engine_of(RolloutSettings(engine="hf"), policy, select("cpu"), tokenizer), policy, CPU, str(folder))
+    Generator(policy, tokenizer, RolloutSettings(engine="hf"), device, World(), str(folder))
 
 
 def test_an_engine_is_held_against_the_trainer(tmp_path: Path, tiny_folder: Path) -> None:
@@ -143,7 +144,7 @@ def test_an_engine_is_held_against_the_trainer(tmp_path: Path, tiny_folder: Path
     policy.train()
     engine = Off(policy.generating, load_tokenizer(str(folder)).decode)
     with pytest.raises(Refusal, match=r"engine's log-probabilities differ from the trainer's by 0\.01") as refusal:
-        check_engine(engine, policy, CPU, str(folder))
+        check_engine(engine, policy, CPU, str(folder), paged_on=None)
     assert "another model" in refusal.value.problems[0].remedy
     assert policy.training
     assert policy.scoring is before

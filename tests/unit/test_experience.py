@@ -50,7 +50,7 @@ def rollout(
 ) -> Rollout:
     return Rollout(
         prompt=Prompt(question(place, source), list(prompt)),
-        place=place,
+        prompt_index=place,
         sample=sample,
         ids=list(ids),
         logprobs=list(logprobs) if logprobs is not None else [-0.5] * len(ids),

@@ -28,7 +28,8 @@ from lockstep.algorithms.supervised import nll
 from lockstep.algorithms.value import value_loss
 from lockstep.kernels.logprob import Head, Scores, token_scores
 from lockstep.recipe.online import Kl
-from lockstep.train.update import _policy_loss
+from lockstep.train.policy_loss import loss_of
+from lockstep.train.update import PolicyLoss
 
 CASES, TOGETHER = 10_000, 250
 INF, NAN = math.inf, math.nan
@@ -165,8 +166,9 @@ def test_the_whole_loss_of_an_update_with_divergence_and_entropy(name: str) -> N
             recipe: Any = recipe,
             engine: torch.Tensor = engine,
         ) -> Any:
-            loss = _policy_loss(
+            loss = PolicyLoss(
                 recipe.algorithm,
+                loss_of(recipe.algorithm),
                 torch.device("cpu"),
                 0.2,
                 sequence_K=tokens.sequence_K,

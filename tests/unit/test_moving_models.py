@@ -111,15 +111,18 @@ def test_eval_scores_pairs_at_their_own_positions(
 
 
 def test_validation_questions_that_would_move_positions_are_refused_before_training(
-    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The longest question has 35 tokens with what opens an answer; five more may be written."""
+    """Before the weights are read. The longest question has 35 tokens with what opens an answer; five more may be
+    written."""
     rows: list[dict[str, object]] = [
         {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]} for _ in range(4)
     ]
     questions = write_jsonl(tmp_path / "questions.jsonl", question_rows(5))
     recipe = sft_recipe(tmp_path, moving, rows, f"val: {{questions: {questions}}}")
-    assert run("train", recipe, "run.name=long", "val.max_new_tokens=6") == 2
+    with monkeypatch.context() as unread:
+        unread.delattr("lockstep.train.training.load_models")
+        assert run("train", recipe, "run.name=long", "val.max_new_tokens=6") == 2
     said = told(capsys)
     assert "val.max_new_tokens" in said
     assert f"keep prompt and val.max_new_tokens within {ORIGINAL} together" in said

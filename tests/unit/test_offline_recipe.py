@@ -21,7 +21,7 @@ from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardMo
 from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Source
 from lockstep.run.progress import Console
-from lockstep.train.build import refuse_other_words
+from lockstep.train.build import refuse_other_tokenizer
 from lockstep.train.offline import train_offline
 from lockstep.train.prepare import prepare
 from preference_rows import judged_rows, write_recipe
@@ -346,9 +346,11 @@ def test_a_teacher_of_other_words_is_refused(tiny_folder: Path, tmp_path: Path) 
         train_offline(load_recipe(str(path), [f"distill.teacher={teacher}"]), Console.silent())
     problem = only(caught.value.problems)
     assert problem.where == f"distill.teacher {teacher}"
-    assert "its tokenizer is another one: 4 words differ, the first is 'A'" in problem.why
+    assert "its tokenizer is another one: 4 tokens differ, the first is 'A'" in problem.why
     assert "same family" in problem.remedy
-    refuse_other_words(load_recipe(str(path), [f"distill.teacher={tiny_folder}"]), "distill.teacher", str(tiny_folder))
+    refuse_other_tokenizer(
+        load_recipe(str(path), [f"distill.teacher={tiny_folder}"]), "distill.teacher", str(tiny_folder)
+    )
 
 
 def test_a_placeholder_of_several_tokens_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_repeats_are_averaged_too() -> None:
 
 def test_only_the_first_of_each_side_decides() -> None:
     matched = match([Curve(series(NOISY)), Curve(series(MEANS), True)], [Curve(series(NOISY))])
-    assert (len(matched.a[1].steps), matched.words) == (10, "")
+    assert (len(matched.a[1].steps), matched.explanation) == (10, "")
 
 
 def trained(folder: Path, **options: Any) -> Log:

@@ -28,7 +28,7 @@ def test_nine_steps_that_are_55_percent_apart_are_out_of_step() -> None:
     judgement, examined = judged(ZIGZAG[None, :-1], ZIGZAG[None, 1:], "loss")
     assert float(np.abs(np.diff(ZIGZAG)).mean()) == pytest.approx(0.55, abs=0.02)
     assert judgement.verdict == "out of step"
-    assert "move against each other (correlation -1)" in judgement.words
+    assert "move against each other (correlation -1)" in judgement.explanation
     assert [found.statistic for found in examined.findings] == ["opposed"]
 
 

@@ -46,6 +46,6 @@ def test_other_micro_batches_earn_the_same(real: dict[str, np.ndarray]) -> None:
     """Sampling noise belongs to prompt and position: in fp32 the rewards are the same to the last bit."""
     runs = real["micro_batches"]
     judgement, examined = judged(runs[:3], runs[3:])
-    assert (judgement.verdict, judgement.words) == ("in step", "the same at all 40 steps")
+    assert (judgement.verdict, judgement.explanation) == ("in step", "the same at all 40 steps")
     assert examined.power is not None
     assert examined.power.noise_sd == 0

@@ -26,7 +26,7 @@ def test_a_late_collapse_is_out_of_step_from_its_step_on(last: int, repeats: int
         b[:, -last:] -= 0.7
         judgement, examined = judged(a, b)
         assert (judgement.verdict, judgement.parted_at) == ("out of step", 201 - last)
-        assert f"in the mean of steps {201 - last} to 200" in judgement.words
+        assert f"in the mean of steps {201 - last} to 200" in judgement.explanation
         assert "end" in [found.statistic for found in examined.findings]
 
 
@@ -38,8 +38,8 @@ def test_a_loss_that_parts_for_good_near_its_end() -> None:
     b[:, -20:] += 0.15
     judgement, _ = judged(a, b, "loss")
     assert (judgement.verdict, judgement.parted_at) == ("out of step", 181)
-    assert judgement.words.startswith("absolute mean error 1.5")
-    assert " <= 2 % (" in judgement.words
+    assert judgement.explanation.startswith("absolute mean error 1.5")
+    assert " <= 2 % (" in judgement.explanation
 
 
 def test_a_change_that_passes_is_told_with_its_steps() -> None:
@@ -58,7 +58,7 @@ def test_few_steps_never_pass() -> None:
         a = np.linspace(0.2, 0.8, count)[None]
         near = judged(a, a + 0.001 * np.resize([1, -1], count))[0]
         assert near.verdict == "cannot tell", count
-        assert near.words.endswith("too few: 8 at least are needed")
+        assert near.explanation.endswith("too few: 8 at least are needed")
         assert judged(a, a)[0].verdict == ("in step" if count > 1 else "cannot tell")
         far = judged(a, a + 0.5)[0]
         assert far.verdict == ("out of step" if count > 1 else "cannot tell")
@@ -71,8 +71,8 @@ def test_no_repeat_no_pass_over_the_bar() -> None:
     a, b = runs(np.random.default_rng(3), 1, reward(200), (3, 0), 0.3)
     alone, examined = judged(a[0, :1], b[0])
     assert alone.verdict == "cannot tell"
-    assert "not known without repeats: " in alone.words
-    assert alone.words.endswith("would suffice")
+    assert "not known without repeats: " in alone.explanation
+    assert alone.explanation.endswith("would suffice")
     assert (examined.repeats, examined.findings) == (0, [])
     assert judged(a[0], b[0])[0].verdict == "within noise"
 
@@ -84,8 +84,8 @@ def test_too_much_noise_is_said_with_what_would_suffice() -> None:
     assert judgement.verdict == "cannot tell"
     assert examined.power is not None
     assert examined.power.drift > examined.power.noise_sd
-    assert f"a drift below {examined.power.drift:.2g} would not be seen: " in judgement.words
-    assert judgement.words.endswith("would suffice")
+    assert f"a drift below {examined.power.drift:.2g} would not be seen: " in judgement.explanation
+    assert judgement.explanation.endswith("would suffice")
     wanted = examined.suffices(examined.power.noise_sd)
     assert wanted is not None
     assert wanted.repeats > 1 or wanted.steps > 50
@@ -154,7 +154,7 @@ def test_runs_that_cross_each_other_have_not_parted() -> None:
 def test_the_same_runs_leave_no_noise() -> None:
     a = np.stack([reward(50)] * 3)
     judgement, examined = judged(a, a[:1])
-    assert judgement.words == "the same at all 50 steps"
+    assert judgement.explanation == "the same at all 50 steps"
     assert examined.power == Power(2, 0.0, 0.0, 0.0, 3, 50)
     other = judged(a, a[:1] + 1e-6)[0]
-    assert (other.verdict, "drift: +1e-06 in the mean of steps 1 to 50" in other.words) == ("in step", True)
+    assert (other.verdict, "drift: +1e-06 in the mean of steps 1 to 50" in other.explanation) == ("in step", True)

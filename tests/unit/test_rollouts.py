@@ -106,8 +106,8 @@ def take(
 
 
 def prompts_of(taken: Rollouts) -> list[int]:
-    """The prompt of each group, by place."""
-    return list({r.place: r.prompt.question.origin.row for r in taken.experience.rollouts}.values())
+    """The prompt of each group, by its index."""
+    return list({r.prompt_index: r.prompt.question.origin.row for r in taken.experience.rollouts}.values())
 
 
 MIXED, SAME = [0.0, 1.0], [1.0, 1.0]

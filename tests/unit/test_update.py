@@ -17,13 +17,15 @@ from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.train import update as updates
-from lockstep.train.advantages import Advantages
+from lockstep.train.advantages import Advantages, Learned
 from lockstep.train.annotate import Annotated, UpdatePlan, plan_updates
 from lockstep.train.build import build_critic, build_learner
 from lockstep.train.experience import Experience, experience_of
+from lockstep.train.kl_coefficient import next_coefficient
 from lockstep.train.models import Models, Packing
-from lockstep.train.online import _next_coefficient
-from lockstep.train.update import Learned, refuse_disagreement, update, update_critic, update_policy
+from lockstep.train.update import update, update_policy
+from lockstep.train.update_critic import update_critic
+from lockstep.train.update_metrics import refuse_disagreement
 
 CPU = torch.device("cpu")
 BETA, ENTROPY, TEMPERATURE = 0.2, 0.05, 0.7
@@ -322,7 +324,7 @@ def test_an_update_that_keeps_nothing_has_no_means_and_weighs_nothing_in_the_ste
 def test_the_coefficient_follows_what_was_measured(measured: dict[str, float], coefficient: float) -> None:
     """A horizon of 6 sequences applies the bounded error of +0.2 in full; a step that measured nothing changes none."""
     recipe = recipe_of(algorithm__kl={"where": "loss", "target": 0.1, "horizon": 6})
-    assert _next_coefficient(recipe, 0.1, measured, made()) == pytest.approx(coefficient)
+    assert next_coefficient(recipe, 0.1, measured, made().sequences) == pytest.approx(coefficient)
 
 
 def test_an_impossible_token_that_is_left_out_changes_nothing(

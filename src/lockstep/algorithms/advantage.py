@@ -169,10 +169,10 @@ class _Groups:
 
     def __init__(self, signals: Signals):
         self._signals = signals
-        present_P, self._place_K = torch.unique(signals.sequence_K, return_inverse=True)
+        present_P, self._index_K = torch.unique(signals.sequence_K, return_inverse=True)
         self._group_P, self._groups = _numbered(signals.group_S[present_P])
-        self.scores_P = sum_by(signals.rewards_K.double(), self._place_K, len(present_P))
-        self.lengths_P = sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), self._place_K, len(present_P))
+        self.scores_P = sum_by(signals.rewards_K.double(), self._index_K, len(present_P))
+        self.lengths_P = sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), self._index_K, len(present_P))
         self.size_P = self.total(torch.ones_like(self.scores_P))
         self.above_least_P = self.scores_P - _extreme(self.scores_P, self._group_P, self._groups, "amin")
         self.greatest_P = self.greatest(self.above_least_P)
@@ -186,7 +186,7 @@ class _Groups:
         return _extreme(values_P, self._group_P, self._groups, "amax")
 
     def at_tokens(self, values_P: torch.Tensor) -> torch.Tensor:
-        return values_P[self._place_K]
+        return values_P[self._index_K]
 
     def estimate(self, advantages_P: torch.Tensor) -> Estimate:
         return _estimate(self._signals, self.at_tokens(advantages_P), self.at_tokens(self.scores_P))

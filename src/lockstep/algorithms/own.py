@@ -10,7 +10,7 @@ import torch
 
 from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals
 from lockstep.algorithms.policy import LOSSES, PolicyTokens, own_loss
-from lockstep.functions import OwnFunction, is_place, own_function
+from lockstep.functions import OwnFunction, is_function_path, own_function
 from lockstep.types import Sums
 
 ADVANTAGE, LOSS = "algorithm.advantage", "algorithm.loss"
@@ -18,12 +18,14 @@ ADVANTAGE, LOSS = "algorithm.advantage", "algorithm.loss"
 
 def estimator(name: str) -> Callable[..., Estimate]:
     """`advantage(signals)` of the user's gives one number for each response, or one for each token."""
-    return partial(_estimated, own_function(name, ADVANTAGE, ("signals",))) if is_place(name) else ESTIMATORS[name]
+    return (
+        partial(_estimated, own_function(name, ADVANTAGE, ("signals",))) if is_function_path(name) else ESTIMATORS[name]
+    )
 
 
 def policy_loss(name: str, keys: Mapping[str, Any]) -> Callable[[PolicyTokens], Sums]:
     """`loss(tokens)` of the user's gives a loss at each token; our own take their settings from `keys`."""
-    if is_place(name):
+    if is_function_path(name):
         return partial(own_loss, function=partial(_losses, own_function(name, LOSS, ("tokens",))))
     return partial(LOSSES[name], **keys)
 

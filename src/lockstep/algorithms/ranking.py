@@ -93,13 +93,13 @@ def _plackett_luce(
     """-sum_i log(exp s_i / sum_{j >= i} exp s_j) of each ranking."""
     count, longest = len(sizes_R), int(sizes_R.max()) if len(sizes_R) else 1
     first_R = sizes_R.cumsum(0) - sizes_R
-    place_S = torch.arange(len(scores_S), device=scores_S.device) - first_R[ranking_S]
-    lowered_S = scores_S - torch.where(place_S == 0, margins_R[ranking_S], 0.0)
-    scores_Rn = scores_S.new_zeros(count, longest).index_put((ranking_S, place_S), lowered_S)
-    place_n = torch.arange(longest, device=scores_S.device)
-    real_Rn = place_n < sizes_R[:, None]
+    rank_S = torch.arange(len(scores_S), device=scores_S.device) - first_R[ranking_S]
+    lowered_S = scores_S - torch.where(rank_S == 0, margins_R[ranking_S], 0.0)
+    scores_Rn = scores_S.new_zeros(count, longest).index_put((ranking_S, rank_S), lowered_S)
+    rank_n = torch.arange(longest, device=scores_S.device)
+    real_Rn = rank_n < sizes_R[:, None]
     # A padded position only sees itself: its term is 0, and no row of the sum is empty.
-    itself_nn = place_n[:, None] == place_n
-    seen_Rnn = itself_nn | ((place_n >= place_n[:, None]) & real_Rn[:, None, :])
+    itself_nn = rank_n[:, None] == rank_n
+    seen_Rnn = itself_nn | ((rank_n >= rank_n[:, None]) & real_Rn[:, None, :])
     left_Rn = torch.where(seen_Rnn, scores_Rn[:, None, :], float("-inf")).logsumexp(-1)
     return (left_Rn - scores_Rn).sum(-1)

@@ -50,7 +50,7 @@ from lockstep.run import checkpoint as checkpoints
 from lockstep.train.models import over_targets
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
-from lockstep.types import Example, MicroBatch, Origin, Request, Sampling, Sums
+from lockstep.types import Completion, Example, MicroBatch, Origin, Request, Sampling, Sums
 
 # Gradients of sums are as many times larger than those of means as an update has tokens.
 _FIRST_SCALE = 2.0**7
@@ -83,40 +83,52 @@ def load(
         raise Refusal.at("lockstep.load", "a handle is one process on one device", "use lockstep.train under torchrun")
     chosen = select(device)
     folder = model_folder(str(model))
-    adapter = checked(Lora, rank=lora) if isinstance(lora, int) else lora
-    if adapter is not None and adapter.alpha is None:
-        adapter = adapter.model_copy(update={"alpha": 2.0 * adapter.rank})
-    if dtype not in DTYPES:
-        raise Refusal.at("dtype", f"{dtype!r} is not known", f"one of {', '.join(DTYPES)}")
-    if not chosen.supports(DTYPES[dtype]):
-        usable = [name for name, kind in DTYPES.items() if chosen.supports(kind)]
-        raise Refusal.at("dtype", f"{chosen.name} does not compute in {dtype}", f"use {' or '.join(usable)}")
+    adapter = _adapter(lora)
+    _refuse_dtype(dtype, chosen)
     settings = Model(path=folder, dtype=dtype, lora=adapter, gradient_checkpointing=gradient_checkpointing)
     tokenizer, config = load_tokenizer(folder), load_config(folder)
     refuse_foreign_tokenizer(tokenizer, config.vocab_size, folder)
     refuse_router_loss(config, folder)
     refuse_router_noise(config, folder)
     chosen.use(0)
-    place = chosen.torch_device(0)
-    policy = load_policy(settings, place, chosen.attention, seed)
+    torch_device = chosen.torch_device(0)
+    policy = load_policy(settings, torch_device, chosen.attention, seed)
     policy.train()
     frozen = None
     if reference is not False and not (reference is True and adapter is not None):
-        frozen = _frozen(settings, folder if reference is True else str(reference), chosen, place, config.vocab_size)
+        path = folder if reference is True else str(reference)
+        frozen = _frozen(settings, path, chosen, torch_device, config.vocab_size)
     optim = checked(Optim, lr=lr, weight_decay=weight_decay, clip=clip)
     optimizer = Optimizer(policy.trainable(), optim, masters=dtype != "fp32", fused=chosen.fused_optimizer)
     scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None
-    learner = Learner(policy, optimizer, place, World(), scale)
+    learner = Learner(policy, optimizer, torch_device, World(), scale)
     data = Data(train=["-"], template=template)  # type: ignore[list-item]
     return Handle(settings, tokenizer, learner, frozen, chosen, data, lr, batch_tokens, seed)
 
 
-def _frozen(settings: Model, path: str, device: Device, place: torch.device, words: int) -> Policy:
+def _adapter(lora: int | Lora | None) -> Lora | None:
+    adapter = checked(Lora, rank=lora) if isinstance(lora, int) else lora
+    if adapter is not None and adapter.alpha is None:
+        adapter = adapter.model_copy(update={"alpha": 2.0 * adapter.rank})
+    return adapter
+
+
+def _refuse_dtype(dtype: str, device: Device) -> None:
+    if dtype not in DTYPES:
+        raise Refusal.at("dtype", f"{dtype!r} is not known", f"one of {', '.join(DTYPES)}")
+    if not device.supports(DTYPES[dtype]):
+        usable = [name for name, kind in DTYPES.items() if device.supports(kind)]
+        raise Refusal.at("dtype", f"{device.name} does not compute in {dtype}", f"use {' or '.join(usable)}")
+
+
+def _frozen(settings: Model, path: str, device: Device, torch_device: torch.device, vocabulary: int) -> Policy:
     other = load_config(path).vocab_size
-    if other != words:
-        raise Refusal.at(f"reference {path}", f"has {other:,} tokens, and the model {words:,}", "use one of its family")
+    if other != vocabulary:
+        raise Refusal.at(
+            f"reference {path}", f"has {other:,} tokens, and the model {vocabulary:,}", "use one of its family"
+        )
     alone = settings.model_copy(update={"path": path, "lora": None})
-    policy = load_policy(alone, place, device.attention, seed=0)
+    policy = load_policy(alone, torch_device, device.attention, seed=0)
     policy.requires_grad_(False)
     return policy
 
@@ -232,27 +244,24 @@ class Handle:
             seed=self.seed,
             score_truncated=True,
         )
+        made = self._generate(asked, n, sampling)
+        return [self._response(one, asked[one.request], scoring) for one in made]
+
+    def _response(self, made: Completion, prompt: Sequence[int], scoring: Scoring) -> Response:
+        text = str(self.tokenizer.decode(made.ids, skip_special_tokens=True))
+        ids, logprobs = tuple(made.ids), tuple(made.logprobs)
+        return Response(made.request, made.sample, tuple(prompt), ids, logprobs, text, made.stop, scoring)
+
+    @torch.no_grad()
+    def _generate(self, asked: Sequence[list[int]], n: int, sampling: Sampling) -> list[Completion]:
+        """`n` completions of each prompt, in their order."""
         requests = [Request(ids, self.sampled + number, n) for number, ids in enumerate(asked)]
         self.sampled += len(asked)
-        with torch.no_grad():
-            if not self._engine_checked:
-                check_engine(self._engine, self._policy, self._learner.device, self.settings.path)
-                self._engine_checked = True
-            made = list(self._engine.generate(requests, sampling))
-        made.sort(key=lambda one: (one.request, one.sample))
-        return [
-            Response(
-                one.request,
-                one.sample,
-                tuple(asked[one.request]),
-                tuple(one.ids),
-                tuple(one.logprobs),
-                str(self.tokenizer.decode(one.ids, skip_special_tokens=True)),
-                one.stop,
-                scoring,
-            )
-            for one in made
-        ]
+        if not self._engine_checked:
+            engine, where = self._engine, self._learner.device
+            check_engine(engine, self._policy, where, self.settings.path, paged_on=engine.device)
+            self._engine_checked = True
+        return sorted(self._engine.generate(requests, sampling), key=lambda one: (one.request, one.sample))
 
     def logprobs(self, examples: Sequence[Datum | Response], *, reference: bool = False) -> list[torch.Tensor]:
         """Log-probabilities of the trained tokens, a vector on the host for each sequence (a pair has two).

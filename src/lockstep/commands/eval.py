@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -25,7 +26,7 @@ from lockstep.run.folder import refuse_unwritable
 from lockstep.run.progress import Console
 from lockstep.run.samples import sample_line
 from lockstep.run.screen import Screen, shown
-from lockstep.types import Rollout, Sampling
+from lockstep.types import Prompt, Rollout, Sampling
 
 
 def score_model(
@@ -63,27 +64,34 @@ def score_model(
             return metrics
         if reference is not None:
             raise Refusal.at("--reference", f"{data} holds no pairs to compare", "remove it")
-        questions = read_questions(rowset, rows)
+        questions, judge = read_questions(rowset, rows), RuleJudge()
         for source in sorted({question.data_source for question in questions}):
             rule_for(source)
         tokenizer = load_tokenizer(folder)
-        prompts, judge = encode_questions(tokenizer, questions), RuleJudge()
+        prompts = encode_questions(tokenizer, questions)
         refuse_long_answers(prompts, max_new_tokens, folder)
         generator = Generator.load(folder, tokenizer, dtype, device, world)
         sampling = Sampling(max_new_tokens, temperature, stop_ids=generator.stop_ids, seed=seed)
-        keys = validation_keys(len(prompts))
-        with console.task("Answering", len(questions) * n) as task:
-            given = generator.generate(
-                prompts, keys, n, sampling, judge, advance=lambda done: task.advance(done * world.size)
-            )
+        given = _answers(generator, prompts, n, sampling, judge, console)
         metrics = answer_metrics(given, judge.answer_of, n)
         if world.main:
             if out is not None:
                 _write(out, given)
-            asked = {"questions": float(len({rollout.place for rollout in given}))}
-            shown = {name.removeprefix("val/"): v for name, v in metrics.items() if name.startswith("val/")}
-            _show(model, data, asked | shown)
+            _show(model, data, {"questions": float(len(prompts)), **_named(metrics)})
     return metrics
+
+
+def _answers(
+    generator: Generator, prompts: Sequence[Prompt], n: int, sampling: Sampling, judge: RuleJudge, console: Console
+) -> list[Rollout]:
+    keys, ranks = validation_keys(len(prompts)), generator.world.size
+    with console.task("Answering", len(prompts) * n) as task:
+        return generator.generate(prompts, keys, n, sampling, judge, advance=lambda done: task.advance(done * ranks))
+
+
+def _named(metrics: dict[str, float]) -> dict[str, float]:
+    """By the names that a user reads."""
+    return {name.removeprefix("val/"): value for name, value in metrics.items() if name.startswith("val/")}
 
 
 def _write(out: Path, given: list[Rollout]) -> None:

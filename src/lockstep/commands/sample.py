@@ -72,8 +72,8 @@ def sample_responses(job: Job, device_name: str) -> None:
         parts = Parts(job.out, manifest_of(job, folder, rows.fingerprint))
         if world.main:
             parts.check()
-        place, output = device.torch_device(world.local_rank), parts.reward_output(world.rank)
-        with opened_scorer(job.reward, prompts, place, console, output) as scorer:
+        torch_device, output = device.torch_device(world.local_rank), parts.reward_output(world.rank)
+        with opened_scorer(job.reward, prompts, torch_device, console, output) as scorer:
             # Chunks follow each other with the same weights: cache and captured passes serve them all.
             settings = RolloutSettings(free_cache=False)
             generator = Generator.load(folder, tokenizer, job.dtype, device, world, settings)
@@ -165,7 +165,7 @@ def _sample(
                 pace.tokens += sum(len(rollout.ids) for rollout in made)
                 refuse_failures(made, job.reward.max_failures, parts.folder)
                 if world.main:
-                    parts.write(number, [sample_row(rollout, span[rollout.place]) for rollout in made])
+                    parts.write(number, [sample_row(rollout, span[rollout.prompt_index]) for rollout in made])
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; {parts.folder} keeps what was finished, the same command goes on") from None
     return pace

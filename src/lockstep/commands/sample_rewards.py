@@ -43,13 +43,13 @@ def identity_of(reward: Reward) -> dict[str, Any]:
     }
 
 
-def _function(place: str) -> dict[str, str]:
-    file, name = located(place, "--reward-function")
+def _function(function_path: str) -> dict[str, str]:
+    file, name = located(function_path, "--reward-function")
     return {"name": name, "file": checksum(file)}
 
 
 def opened_scorer(
-    reward: Reward, prompts: Sequence[Prompt], place: torch.device, console: Console, output: Path
+    reward: Reward, prompts: Sequence[Prompt], torch_device: torch.device, console: Console, output: Path
 ) -> Scorer:
     """The rewards, tried on real rows; what is refused is named by its option.
 
@@ -61,7 +61,7 @@ def opened_scorer(
         remedy = f"give a --reward-function, or --rule SOURCE=RULE, RULE being {', '.join(RULES)}"
         raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy) for source in unruled])
     try:
-        scorer = Scorer.open(reward, sources, place, output=output)
+        scorer = Scorer.open(reward, sources, torch_device, output=output)
         try:
             with console.task("Trying the rewards on real rows", None):
                 tried = scorer.dry_run([prompt.question for prompt in prompts])

@@ -15,9 +15,9 @@ KEY = "data.reader"
 REMEDY = "yield a dict of plain values (text, numbers, true and false, lists, dicts) for each row"
 
 
-def read_own(path: str, place: str) -> RowSet:
+def read_own(path: str, function_path: str) -> RowSet:
     """All rows, before anything else is done with them; the content's checksum stands for that of a file."""
-    reader = own_function(place, KEY, ("path",))
+    reader = own_function(function_path, KEY, ("path",))
     found = reader(path)
     if not isinstance(found, Iterable) or isinstance(found, str | bytes | Mapping):
         raise reader.refuse(f"returned a {type(found).__name__} for {path}, not rows", REMEDY)

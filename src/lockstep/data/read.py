@@ -55,7 +55,7 @@ def read_rows(path: str, *, base: Path | None = None, reader: str | None = None)
     """The rows behind `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
 
     A relative path is looked up under `base` (the working folder if not given). Files are taken in order of name.
-    `reader` is the place of a function of the user's own, which reads whatever `path` means to it.
+    `reader` is the path of a function of the user's own, which reads whatever `path` means to it.
     """
     if reader is not None:
         return read_own(path, reader)

@@ -61,7 +61,7 @@ def _over_samples(
         return {}
     groups: dict[int, list[Rollout]] = {}
     for answer in answers:
-        groups.setdefault(answer.place, []).append(answer)
+        groups.setdefault(answer.prompt_index, []).append(answer)
     metrics = {}
     for k in [k for k in (2**i for i in range(1, 20)) if k < n] + [n]:
         full = [group for group in groups.values() if len(group) >= k]

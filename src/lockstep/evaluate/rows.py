@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.data.batching import to_device
 from lockstep.data.updates import even_groups
-from lockstep.methods.base import Models, Objective
+from lockstep.methods.base import MethodModels, Objective
 from lockstep.model.policy import evaluating
 from lockstep.parallel.world import World
 from lockstep.types import Item
@@ -19,7 +19,7 @@ from lockstep.types import Item
 GROUP = 512
 
 
-class Measured(Models, Protocol):
+class Measured(MethodModels, Protocol):
     """A model in use, and those that its objective asks."""
 
     @property

@@ -34,7 +34,7 @@ class Reader(Protocol[T]):
     ) -> Dataset[T]: ...
 
 
-class Models(Protocol):
+class MethodModels(Protocol):
     """The models of a run, as far as a method asks them something before its update. Answers cover all targets."""
 
     def arrange(self, items: Sequence[T]) -> Update[T]: ...
@@ -69,7 +69,7 @@ class Task:
 
 
 class Objective(Protocol):
-    def task(self, update: Update[Any], models: Models) -> Task: ...
+    def task(self, update: Update[Any], models: MethodModels) -> Task: ...
 
     def report(self, sums: Mapping[str, float], divisor: float) -> dict[str, float]:
         """Metrics of an update, from the sums of what the loss counted beside it."""
@@ -100,7 +100,7 @@ class Method:
     """What one does with the model that came out, and how."""
     files: Callable[[Recipe], dict[str, str]] = lambda recipe: {}
     """Text files that an exported model needs besides its own, by name."""
-    scores: Callable[[Sequence[Any], Models], list[dict[str, Any]]] | None = None
+    scores: Callable[[Sequence[Any], MethodModels], list[dict[str, Any]]] | None = None
     """A line for each row, with what the model says of it: for `lockstep eval`."""
     check: Callable[[Recipe, Dataset[Any], str], tuple[list[Problem], list[str]]] = lambda recipe, rows, key: ([], [])
     """Problems of all rows together, and what is worth saying of them."""

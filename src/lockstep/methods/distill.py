@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.algorithms.supervised import nll
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
-from lockstep.methods.base import Models, Plain, Task
+from lockstep.methods.base import MethodModels, Plain, Task
 from lockstep.recipe import Recipe
 from lockstep.types import Example, MicroBatch, Sums
 
@@ -14,7 +14,7 @@ class Distilled(Plain):
     def __init__(self, recipe: Recipe):
         self.coefficient = recipe.distill.coefficient
 
-    def task(self, update: Update[Example], models: Models) -> Task:
+    def task(self, update: Update[Example], models: MethodModels) -> Task:
         def loss(scores: Scores, batch: MicroBatch) -> Sums:
             assert scores.divergences_K is not None
             likelihood, divergence = nll(scores.logprobs_K).loss, scores.divergences_K.sum()

@@ -14,7 +14,7 @@ from lockstep.data.judged import JudgedRows
 from lockstep.data.updates import Update
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.logprob import Scores
-from lockstep.methods.base import Models, Reader, Task
+from lockstep.methods.base import MethodModels, Reader, Task
 from lockstep.recipe import Recipe
 from lockstep.types import Example, Judged, MicroBatch, Sums
 
@@ -54,7 +54,7 @@ class JudgedResponses:
         self.free = settings.reference_free
         self.keys = settings.model_dump(include={"beta", "desirable", "undesirable"})
 
-    def task(self, update: Update[Judged], models: Models) -> Task:
+    def task(self, update: Update[Judged], models: MethodModels) -> Task:
         strangers, cut = _strangers(update.items, models.longest)
         logratios = self._logratios(models.arrange(strangers), models)
         # Without a reference the baseline is the policy's own mean, which is below zero: only a divergence is clamped.
@@ -78,7 +78,7 @@ class JudgedResponses:
 
         return Task(update.batches, loss, len(update.items))
 
-    def _logratios(self, update: Update[Example], models: Models) -> torch.Tensor:
+    def _logratios(self, update: Update[Example], models: MethodModels) -> torch.Tensor:
         own = _by_sequence(models.logprobs(update), update)
         if self.free:
             return row_means(own, update.lengths_S)

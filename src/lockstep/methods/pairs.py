@@ -14,7 +14,7 @@ from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.preferences import RankingRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
-from lockstep.methods.base import Models, Plain, Reader, Task
+from lockstep.methods.base import MethodModels, Plain, Reader, Task
 from lockstep.recipe import Recipe
 from lockstep.types import MicroBatch, Ranking, Sums
 
@@ -23,7 +23,7 @@ def reader(recipe: Recipe) -> Reader[Ranking]:
     return partial(load_rows, Dataset, partial(RankingRows, read="response", several=False))
 
 
-def scores(items: Sequence[Ranking], models: Models) -> list[dict[str, Any]]:
+def scores(items: Sequence[Ranking], models: MethodModels) -> list[dict[str, Any]]:
     """Of each response its log-prob over the reference's, summed; without a reference, averaged."""
     update = models.arrange(items)
     scores_S = _sums(update, models.logprobs(update))
@@ -48,7 +48,7 @@ class Pairwise(Plain):
         self.keys = settings.model_dump(include={"beta", "label_smoothing", "gamma", "average", "nll"})
         self.kind = settings.loss
 
-    def task(self, update: Update[Ranking], models: Models) -> Task:
+    def task(self, update: Update[Ranking], models: MethodModels) -> Task:
         reference_S = None
         if not self.free:
             reference_S = _sums(update, models.reference_logprobs(update))

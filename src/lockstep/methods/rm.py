@@ -12,7 +12,7 @@ from lockstep.algorithms.ranking import ranking_loss
 from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.preferences import RankingRows
 from lockstep.data.updates import Update
-from lockstep.methods.base import Models, Reader, Task
+from lockstep.methods.base import MethodModels, Reader, Task
 from lockstep.recipe import Recipe
 from lockstep.types import MicroBatch, Ranking, Sums
 
@@ -21,7 +21,7 @@ def reader(recipe: Recipe) -> Reader[Ranking]:
     return partial(load_rows, Dataset, partial(RankingRows, read="score", several=True))
 
 
-def scores(items: Sequence[Ranking], models: Models) -> list[dict[str, Any]]:
+def scores(items: Sequence[Ranking], models: MethodModels) -> list[dict[str, Any]]:
     """The score of each response."""
     update = models.arrange(items)
     shares = models.scores(update).split([len(item.examples) for item in items])
@@ -32,7 +32,7 @@ class Ranked:
     def __init__(self, recipe: Recipe):
         self.kind, self.ranking, self.centre = recipe.rm.loss, recipe.rm.ranking, recipe.rm.centre
 
-    def task(self, update: Update[Ranking], models: Models) -> Task:
+    def task(self, update: Update[Ranking], models: MethodModels) -> Task:
         margins_R = torch.tensor([item.margin for item in update.items])
 
         def loss(scores_S: torch.Tensor, batch: MicroBatch) -> Sums:

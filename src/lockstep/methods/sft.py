@@ -9,7 +9,7 @@ from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.examples import SupervisedRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
-from lockstep.methods.base import Models, Plain, Reader, Task
+from lockstep.methods.base import MethodModels, Plain, Reader, Task
 from lockstep.recipe import Recipe
 from lockstep.types import Example, MicroBatch, Sums
 
@@ -22,7 +22,7 @@ class Supervised(Plain):
     def __init__(self, recipe: Recipe):
         pass
 
-    def task(self, update: Update[Example], models: Models) -> Task:
+    def task(self, update: Update[Example], models: MethodModels) -> Task:
         return Task(update.batches, token_loss, update.targets)
 
 

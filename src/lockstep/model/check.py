@@ -196,7 +196,11 @@ def check_architecture(config: Any, path: str, dtype: torch.dtype, kernel: str, 
         _try(config, dtype, kernel, device)
     except Unfit as unfit:
         problem = wrong_kernel(
-            kernel, device, str(unfit), lambda *how: _why_not(config, dtype, *how), lambda: _eager_apart(config, device)
+            kernel,
+            device,
+            str(unfit),
+            lambda *how: _why_not(config, dtype, *how),
+            lambda: _eager_difference(config, device),
         )
         if problem is None:
             raise unsupported(path, (config.architectures or [config.model_type])[0], str(unfit)) from unfit
@@ -220,13 +224,13 @@ def _why_not(config: Any, dtype: torch.dtype, kernel: str, device: torch.device)
     return None
 
 
-def _eager_apart(config: Any, device: torch.device) -> float:
+def _eager_difference(config: Any, device: torch.device) -> float:
     """How far transformers' plainest attention on a device lies from the CPU's, at most, in log-probs."""
     sequences = [tokens(length, VOCABULARY) for length in LENGTHS]
     found = []
-    for place in (device, torch.device("cpu")):
-        model = build_miniature(config, PLAIN, place).model
-        found.append(_own(model, sequences, place)[0].cpu())
+    for one in (device, torch.device("cpu")):
+        model = build_miniature(config, PLAIN, one).model
+        found.append(_own(model, sequences, one)[0].cpu())
     return float((found[0] - found[1]).abs().max())
 
 

@@ -24,16 +24,16 @@ CODE = ("device", "kernels", "model", "rollout")
 
 
 def fingerprint(config: Any, *more: str) -> str:
-    """Of an architecture as these packages and this code run it; the weights and their place are no part of it."""
+    """Of an architecture as these packages and this code run it; the weights and where they lie are no part of it."""
     data = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
     versions = [torch.__version__, transformers.__version__, *map(_version, KERNEL_PACKAGES), _code()]
     text = json.dumps([data, versions, more], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def hardware(place: torch.device) -> list[str]:
+def hardware(torch_device: torch.device) -> list[str]:
     """The device a check ran on, for its fingerprint: a home may be shared by machines of several kinds."""
-    device = DEVICES[place.type]()
+    device = DEVICES[torch_device.type]()
     return [device.name, device.chip(), os.environ.get(EMULATED, "")]
 
 

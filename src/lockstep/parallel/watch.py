@@ -157,8 +157,8 @@ class Watch:
             elif passed < moment.passed:
                 # Collectives of sharded models are not marked, so outside of ours this need not be a wait for it.
                 found[rank] = f"rank {rank} {'has not come' if moment.inside else 'is behind'}; it is at {where}"
-        speaker = min(rank for rank in range(self.size) if rank not in found)
-        return list(found.values()) if speaker == self.rank else []
+        reporter = min(rank for rank in range(self.size) if rank not in found)
+        return list(found.values()) if reporter == self.rank else []
 
 
 def _say(text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.errors import Problem
-from lockstep.functions import is_place
+from lockstep.functions import is_function_path
 from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, preference_reads, sections_read
 from lockstep.recipe.rows import estimator_row, loss_row
 from lockstep.recipe.schema import Recipe
@@ -144,7 +144,21 @@ def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _online_problems(recipe: Recipe) -> Iterator[Problem]:
-    batch, rollout, algorithm, kl = recipe.batch, recipe.rollout, recipe.algorithm, recipe.algorithm.kl
+    yield from _rollout_problems(recipe)
+    if recipe.data.val:
+        yield Problem("data.val", "online methods validate on questions", "use val.questions")
+    if recipe.data.overlong == "truncate_right":
+        yield Problem("data.overlong", "a prompt cut at its end asks nothing", "use truncate_left, drop or error")
+    if recipe.checkpoint.keep_best:
+        yield Problem("checkpoint.keep_best", "the best checkpoint is chosen by val/loss, which online runs lack")
+    yield from _algorithm_problems(recipe)
+    yield from _offline_row_problems(recipe)
+    yield from _sampled_validation_problems(recipe)
+
+
+def _rollout_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Which prompts are taken, how often each is answered, and how."""
+    batch, rollout, algorithm = recipe.batch, recipe.rollout, recipe.algorithm
     if "rows_per_update" in batch.model_fields_set:
         yield Problem("batch.rows_per_update", "online methods count prompts", "use batch.prompts_per_update")
     per_update = batch.prompts_per_update or batch.prompts
@@ -153,8 +167,7 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "batch.prompts_per_update", f"{per_update} does not divide batch.prompts={batch.prompts}", f"use {fitting}"
         )
-    needs = estimator_row(algorithm.advantage)
-    if needs.groups and rollout.n < 2:
+    if estimator_row(algorithm.advantage).groups and rollout.n < 2:
         yield Problem(
             "rollout.n",
             f"{algorithm.advantage} compares the samples of a prompt, and there is one",
@@ -168,12 +181,12 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
             "new to old probability would be off",
             "remove it, or say rollout.truncated=mask (the trainer truncates too) or ignore",
         )
-    if recipe.data.val:
-        yield Problem("data.val", "online methods validate on questions", "use val.questions")
-    if recipe.data.overlong == "truncate_right":
-        yield Problem("data.overlong", "a prompt cut at its end asks nothing", "use truncate_left, drop or error")
-    if recipe.checkpoint.keep_best:
-        yield Problem("checkpoint.keep_best", "the best checkpoint is chosen by val/loss, which online runs lack")
+
+
+def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Settings of the algorithm that contradict each other, or that nothing would read."""
+    batch, algorithm, kl = recipe.batch, recipe.algorithm, recipe.algorithm.kl
+    needs, per_update = estimator_row(algorithm.advantage), batch.prompts_per_update or batch.prompts
     if recipe.method == "on_policy_distill" and kl.reference is None:
         yield Problem("algorithm.kl.reference", "must be set: it is the teacher", "name the teacher's folder")
     if not loss_row(algorithm.loss).ratio and (per_update < batch.prompts or algorithm.epochs > 1):
@@ -189,7 +202,7 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("algorithm.kl.estimator", "a reward has no gradient to pass through", "drop the +")
     if algorithm.correction.low > algorithm.correction.high:
         yield Problem("algorithm.correction.low", "is over algorithm.correction.high")
-    if algorithm.overlong.buffer > rollout.max_tokens:
+    if algorithm.overlong.buffer > recipe.rollout.max_tokens:
         yield Problem("algorithm.overlong.buffer", "is longer than rollout.max_tokens")
     if recipe.critic.model_fields_set and not needs.critic:
         yield Problem("critic", f"advantage {algorithm.advantage} has no critic", "use method ppo, or remove the keys")
@@ -199,10 +212,8 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
             f"{recipe.critic.warmup} steps for the critic alone, of {recipe.run.steps}, leave none to the policy",
             "lower it, or raise run.steps",
         )
-    if algorithm.dynamic_sampling.rounds > 1 and not (needs.groups or is_place(algorithm.advantage)):
+    if algorithm.dynamic_sampling.rounds > 1 and not (needs.groups or is_function_path(algorithm.advantage)):
         yield Problem("algorithm.dynamic_sampling.rounds", "looks at the rewards of a group", "use a group method")
-    yield from _offline_row_problems(recipe)
-    yield from _sampled_validation_problems(recipe)
 
 
 def _offline_row_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ class Facts:
 
 @cache
 def facts_of(key: str) -> Facts:
-    """Of a key, or of the nearest group that says something. Numbers are places in a list, no part of a key's name."""
+    """Of a key, or of the nearest group that says something. Numbers are indices of a list, no part of a key's name."""
     known = Facts()
     for field in _way(key):
         said: Any = field.json_schema_extra or {}

@@ -112,7 +112,7 @@ def recipe_with(recipe: str | Path | Recipe, overrides: Mapping[str, Any]) -> Re
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Values as a YAML file has them; a function becomes its place."""
+    """Values as a YAML file has them; a function becomes its path."""
     if isinstance(value, Mapping):
         return {name: _plain(inner, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):

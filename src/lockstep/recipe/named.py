@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from lockstep.functions import is_place
+from lockstep.functions import is_function_path
 
-PLACE = "path/to/file.py:name"
+FUNCTION_PATH = "path/to/file.py:name"
 
 
 class Named:
@@ -28,8 +28,8 @@ class Named:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def _check(self, value: str) -> str:
-        if value in self.names or (self.own and is_place(value)):
+        if value in self.names or (self.own and is_function_path(value)):
             return value
-        choices = [*(repr(name) for name in self.names), *([PLACE] if self.own else [])]
+        choices = [*(repr(name) for name in self.names), *([FUNCTION_PATH] if self.own else [])]
         expected = " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
         raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})

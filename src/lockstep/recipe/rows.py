@@ -1,8 +1,8 @@
 """The names that a recipe may say, and what stands behind each: estimators, policy losses, engines, trackers.
 
-Estimators and losses say what they need; the loops ask these rows, never the names. A new one is a row here and a
-function in `algorithms/`. Engines and trackers are above the recipe, which must know their names before anything of
-theirs is imported: their rows are places, `package.module:name`. A new one is a row here and a file.
+Estimators, losses and engines say what they need; whoever runs them asks these rows, never the names. A new estimator
+or loss is a row here and a function in `algorithms/`. Engines and trackers are above the recipe, which must know their
+names before anything of theirs is imported: they stand as `package.module:name`. A new one is a row here and a file.
 """
 
 from __future__ import annotations
@@ -34,6 +34,15 @@ class LossRow:
     before the update."""
 
 
+@dataclass(frozen=True)
+class EngineRow:
+    opener: str
+    """`package.module:name` of its `open_engine`."""
+    paged: bool = False
+    """Keys and values stay in blocks of ours between tokens: its architecture is tried on a miniature, and
+    models whose positions move with the length are refused past what can be cached."""
+
+
 _BOUNDS = {"low": "clip_low", "high": "clip_high"}
 
 ESTIMATORS: dict[str, EstimatorRow] = {
@@ -59,9 +68,9 @@ LOSSES: dict[str, LossRow] = {
     "kl_cov": LossRow({"weight": "cov_kl"}, held={"share": "cov_share"}),
     "policy_gradient": LossRow(ratio=False),
 }
-ENGINES: dict[str, str] = {
-    "native": "lockstep.rollout.native.engine:open_engine",
-    "hf": "lockstep.rollout.hf:open_engine",
+ENGINES: dict[str, EngineRow] = {
+    "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True),
+    "hf": EngineRow("lockstep.rollout.hf:open_engine"),
 }
 TRACKERS: dict[str, str] = {
     "tensorboard": "lockstep.run.trackers.tensorboard:TensorboardSink",
@@ -80,7 +89,7 @@ def loss_row(name: str) -> LossRow:
     return LOSSES.get(name, LossRow())
 
 
-def stands_at(place: str) -> Any:
-    """What a row of places leads to, imported when it is asked for."""
-    module, _, name = place.partition(":")
+def imported(path: str) -> Any:
+    """What `package.module:name` names, imported when it is asked for."""
+    module, _, name = path.partition(":")
     return getattr(import_module(module), name)

@@ -30,7 +30,7 @@ def _as_tape(value: Any) -> Any:
     return {"record": value} if isinstance(value, bool) else value
 
 
-class Run(Section):
+class RunSettings(Section):
     name: str = Field(
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder.", effect=NAME
     )
@@ -328,7 +328,7 @@ class Recipe(Section):
         effect=Effect("harmless", "the same updates are meant on every device; this is what is compared"),
         resumable=True,
     )
-    run: Run = Field(default_factory=Run)
+    run: RunSettings = Field(default_factory=RunSettings)
     model: Model
     data: Data = Field(effect=COLUMN)
     batch: Batch = Field(default_factory=Batch)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lockstep.recipe import Recipe
+from lockstep.reward.scorer import Scorer
+from lockstep.types import Failure, Rollout, Score
+
 
 def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> float:
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, eq. 13), scaled by `factor`.
@@ -13,3 +20,21 @@ def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> flo
     if buffer <= 0 or over <= 0:
         return 0.0
     return -factor * min(over / buffer, 1.0)
+
+
+def shaped(rollout: Rollout, recipe: Recipe) -> Rollout:
+    """Its score with what the recipe takes off for length."""
+    settings = recipe.algorithm.overlong
+    if not settings.buffer or isinstance(rollout.score, Failure):
+        return rollout
+    penalty = overlong_penalty(len(rollout.ids), recipe.rollout.max_tokens, settings.buffer, settings.factor)
+    parts = {**rollout.score.parts, "overlong": penalty}
+    return replace(rollout, score=Score(rollout.score.total + penalty, parts))
+
+
+def rescored(rollouts: Sequence[Rollout], scorer: Scorer, recipe: Recipe) -> list[Score | Failure]:
+    """What responses are worth by this run's rewards, however they came about."""
+    waiting = [scorer.submit(rollout.prompt.question, rollout.text) for rollout in rollouts]
+    scorer.flush()
+    pairs = zip(rollouts, waiting, strict=True)
+    return [shaped(replace(rollout, score=future.result()), recipe).score for rollout, future in pairs]

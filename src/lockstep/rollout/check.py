@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.data.batching import micro_batch, to_device
+from lockstep.device.base import Device
 from lockstep.device.trouble import refuse_trouble
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.rotary import fixed_length
@@ -12,7 +13,6 @@ from lockstep.model.check import CHECK_TOLERANCE, RUN_ERRORS, Unfit
 from lockstep.model.kernel_trial import refuse_kernel
 from lockstep.model.policy import Policy, Scoring
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.trial import check_engine_architecture
 from lockstep.types import Example, Origin, Request, Sampling
 
@@ -21,15 +21,16 @@ LONGEST_TRIED, NEW_TOKENS_TRIED = 25, 6
 
 
 @torch.no_grad()
-def check_engine(engine: Engine, policy: Policy, device: torch.device, path: str) -> None:
+def check_engine(engine: Engine, policy: Policy, device: torch.device, path: str, *, paged_on: Device | None) -> None:
     """Refuse a model whose generation the trainer would score differently.
 
-    Catches layers that keep a state of their own besides keys and values, and attention beyond the usual.
+    Catches layers that keep a state of their own besides keys and values, and attention beyond the usual. `paged_on` is
+    the device of an engine whose row says `paged`: the architecture is tried there first.
     """
     name, remedy = type(policy.causal_lm).__name__, engine.instead
     try:
-        if isinstance(engine, NativeEngine):
-            check_engine_architecture(policy.causal_lm.config, policy.kernel, engine.device, device)
+        if paged_on is not None:
+            check_engine_architecture(policy.causal_lm.config, policy.kernel, paged_on, device)
         ours, trainers = _two_scores(engine, policy, device)
     except Unfit as unfit:
         # A replay goes on and judges what is generated: where the tape was recorded, this check passed.

@@ -52,14 +52,14 @@ def collect(
     A response is handed to the judge as soon as it is finished, so that judging overlaps with the decoding of the rest.
     """
     mine = list(range(world.rank, len(prompts), world.size))
-    requests = [Request(prompts[place].ids, keys[place], n, question=prompts[place].question) for place in mine]
+    requests = [Request(prompts[index].ids, keys[index], n, question=prompts[index].question) for index in mine]
     judged: list[tuple[dict[str, Any], Future[Score | Failure]]] = []
     with phases("gen"):
         for completion in engine.generate(requests, sampling):
-            place = mine[completion.request]
+            index = mine[completion.request]
             text = decode(completion.ids)
             made = {
-                "place": place,
+                "prompt_index": index,
                 "sample": completion.sample,
                 "ids": completion.ids,
                 "logprobs": completion.logprobs,
@@ -67,11 +67,11 @@ def collect(
                 "trained": completion.trained,
                 "text": text,
             }
-            judged.append((made, judge.submit(prompts[place].question, text)))
+            judged.append((made, judge.submit(prompts[index].question, text)))
             advance(1)
     with phases("reward"):
         judge.flush()
         done = [_judged(made, score.result(), decode) for made, score in judged]
         everyone = [made for share in world.gather(done) for made in share]
-    everyone.sort(key=lambda made: (made["place"], made["sample"]))
-    return [Rollout(prompt=prompts[made["place"]], **made) for made in everyone]
+    everyone.sort(key=lambda made: (made["prompt_index"], made["sample"]))
+    return [Rollout(prompt=prompts[made["prompt_index"]], **made) for made in everyone]

@@ -1,4 +1,4 @@
-"""The engine that a recipe names. The rows are in `recipe/rows.py`: the place of each engine's `open_engine`."""
+"""The engine that a recipe names. The rows are in `recipe/rows.py`: where each engine's `open_engine` is."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.device.base import Device
 from lockstep.model.policy import Policy
 from lockstep.recipe.online import RolloutSettings
-from lockstep.recipe.rows import ENGINES, stands_at
+from lockstep.recipe.rows import ENGINES, imported
 from lockstep.rollout.engine import Engine
 
 
 def engine_of(settings: RolloutSettings, policy: Policy, device: Device, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    engine: Engine = stands_at(ENGINES[settings.engine])(policy, device, settings, tokenizer)
+    engine: Engine = imported(ENGINES[settings.engine].opener)(policy, device, settings, tokenizer)
     return engine

@@ -127,14 +127,14 @@ class FunctionEngine:
     def __init__(
         self,
         inner: Engine,
-        place: str,
+        function_path: str,
         encode: Callable[[str], list[int]],
         decode: Callable[[list[int]], str],
         vocabulary: int,
         seconds: float,
     ):
         self.inner, self.vocabulary, self.instead, self.seconds = inner, vocabulary, inner.instead, seconds
-        self.function = own_function(place, KEY, CALL)
+        self.function = own_function(function_path, KEY, CALL)
         self._encode, self._decode = encode, decode
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -269,21 +269,25 @@ def _provenance(ids: Sequence[int], trained: Sequence[int], response: _Response)
     would be trained with the probability of something that was never drawn.
     """
     prompt = list(response.request.ids)
-    logprobs, stop, place = [0.0] * len(ids), "environment", 0
-    while place < len(ids):
-        if not trained[place]:
-            place, stop = place + 1, "environment"
+    logprobs, stop, position = [0.0] * len(ids), "environment", 0
+    while position < len(ids):
+        if not trained[position]:
+            position, stop = position + 1, "environment"
             continue
-        here = prompt + list(ids[:place])
-        drawn = [turn for context, turn in response.turns if context == here and turn.ids and turn.ids[0] == ids[place]]
+        here = prompt + list(ids[:position])
+        drawn = [
+            turn for context, turn in response.turns if context == here and turn.ids and turn.ids[0] == ids[position]
+        ]
         if not drawn:
             raise ValueError(
-                f"marks token {place} of the response as the policy's, and generate never wrote it after what stands "
-                "before it"
+                f"marks token {position} of the response as the policy's, and generate never wrote it after what "
+                "stands before it"
             )
-        length, turn = max(((_shared(turn.ids, ids[place:], trained[place:]), turn) for turn in drawn), key=_first)
-        logprobs[place : place + length] = turn.logprobs[:length]
-        place += length
+        length, turn = max(
+            ((_shared(turn.ids, ids[position:], trained[position:]), turn) for turn in drawn), key=_first
+        )
+        logprobs[position : position + length] = turn.logprobs[:length]
+        position += length
         stop = turn.stop if length == len(turn.ids) else "environment"
     return logprobs, stop
 
@@ -319,7 +323,7 @@ class Canned(SharedWeights):
 
 
 def try_function(
-    place: str,
+    function_path: str,
     prompt: Prompt,
     limit: int,
     turn: Sequence[int],
@@ -329,7 +333,8 @@ def try_function(
     seconds: float,
 ) -> str:
     """Call the function for a prompt, with a policy that always says `turn`; what it returned, in a line."""
-    engine = FunctionEngine(Canned(turn), place, encode, decode, vocabulary, seconds)
+    engine = FunctionEngine(Canned(turn), function_path, encode, decode, vocabulary, seconds)
     (made,) = engine.generate([Request(prompt.ids, 0, question=prompt.question)], Sampling(limit))
     seen = len(made.ids) - sum(made.trained)
-    return f"{KEY} {place}: {sum(made.trained)} tokens of the policy and {seen} of the environment, tried on a stand-in"
+    counts = f"{sum(made.trained)} tokens of the policy and {seen} of the environment"
+    return f"{KEY} {function_path}: {counts}, tried on a stand-in"

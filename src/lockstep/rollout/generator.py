@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from lockstep.model.policy import Policy
 from lockstep.parallel.shard import gathered
 from lockstep.parallel.world import World
 from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rows import ENGINES
 from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.collect import Judge, collect
@@ -22,9 +23,8 @@ from lockstep.rollout.ending import end_ids
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.engines import engine_of
 from lockstep.rollout.function import FunctionEngine
+from lockstep.run.metrics import PhaseTimer
 from lockstep.types import Prompt, Rollout, Sampling
-
-Phases = Callable[[str], AbstractContextManager[None]]
 
 
 class Generator:
@@ -44,8 +44,9 @@ class Generator:
         self.device = device.torch_device(world.local_rank)
         self.engine = engine_of(settings, policy, device, tokenizer)
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
+        paged_on = device if ENGINES[settings.engine].paged else None
         with self.whole_weights():
-            check_engine(self.engine, policy, self.device, path)
+            check_engine(self.engine, policy, self.device, path, paged_on=paged_on)
         self.responder: Engine = self.engine if settings.function is None else self._own(settings)
         """Who writes whole responses: the engine, or a function of the user's that asks it."""
 
@@ -80,7 +81,7 @@ class Generator:
         n: int,
         sampling: Sampling,
         judge: Judge,
-        phases: Phases = lambda phase: nullcontext(),
+        phases: PhaseTimer = lambda phase: nullcontext(),
         advance: Callable[[int], None] = lambda done: None,
     ) -> list[Rollout]:
         """`n` judged responses to each prompt, in order, the same on every rank. `keys` choose each prompt's noise."""

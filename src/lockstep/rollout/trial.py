@@ -30,11 +30,11 @@ PROMPTS = (3, LIMIT + 3)
 LONGEST = ORIGINAL_LENGTH + LIMIT
 
 
-def check_engine_architecture(config: Any, kernel: str, device: Device, place: torch.device) -> None:
+def check_engine_architecture(config: Any, kernel: str, device: Device, torch_device: torch.device) -> None:
     """`Unfit` where the built-in engine would generate other than transformers; needs no weights, and is remembered."""
-    key = fingerprint(config, "engine", kernel, *hardware(place))
+    key = fingerprint(config, "engine", kernel, *hardware(torch_device))
     if not is_verified(key):
-        try_engine(build_miniature(config, kernel, place), device)
+        try_engine(build_miniature(config, kernel, torch_device), device)
         remember(key)
 
 

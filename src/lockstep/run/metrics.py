@@ -103,6 +103,10 @@ def rewind_lines(path: Path, step: int) -> None:
         atomic_write_text(path, content.decode())
 
 
+PhaseTimer = Callable[[str], AbstractContextManager[None]]
+"""Takes the time of a phase of a step: `with timer("update_actor"): ...`."""
+
+
 class Phases:
     """Times the phases of a step: `with phases("update_actor"): ...`, then `take()`.
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.recipe.rows import TRACKERS, stands_at
+from lockstep.recipe.rows import TRACKERS, imported
 from lockstep.run.folder import RunFolder
 from lockstep.run.progress import Console
 
@@ -42,7 +42,7 @@ def open_sinks(names: list[str], folder: RunFolder, project: str, console: Conso
         try:
             if name not in TRACKERS:
                 raise _unknown(name)
-            sinks.append(GuardedSink(name, stands_at(TRACKERS[name])(folder, project, console), console))
+            sinks.append(GuardedSink(name, imported(TRACKERS[name])(folder, project, console), console))
         except Refusal as refusal:
             problems += refusal.problems
     refuse_all(problems)

@@ -57,10 +57,10 @@ def block_of(rows: int) -> torch.Tensor:
 
 def distances(a: torch.Tensor, b: torch.Tensor) -> list[float]:
     """How far two digested tensors lie apart, by runs of rows; infinite where one is not finite."""
-    apart_BS = (sketch(a) - sketch(b)).view(BLOCKS, SKETCH)
-    if not bool(torch.isfinite(apart_BS).all()):
+    difference_BS = (sketch(a) - sketch(b)).view(BLOCKS, SKETCH)
+    if not bool(torch.isfinite(difference_BS).all()):
         return [math.inf] * BLOCKS
-    return (apart_BS.square().mean(1)).sqrt().tolist()
+    return (difference_BS.square().mean(1)).sqrt().tolist()
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -90,10 +90,10 @@ def size_of(shape: Sequence[int]) -> tuple[int, int]:
 
 def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
     """The distance as a share of the larger tensor's norm. Two tensors of zeros are equal."""
-    apart, size = distance(a, b), max(norm(a), norm(b), floor)
-    if not math.isfinite(apart) or not math.isfinite(size):
+    difference, size = distance(a, b), max(norm(a), norm(b), floor)
+    if not math.isfinite(difference) or not math.isfinite(size):
         return math.inf
-    return apart / size if size else apart
+    return difference / size if size else difference
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -152,7 +152,7 @@ def answers_of(output: Any) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def sampled(count: int, device: torch.device | None = None) -> torch.Tensor:
-    """Places in a parameter of `count` weights, the same for every run."""
+    """Indices into a parameter of `count` weights, the same for every run."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(0, count, (min(SAMPLED, count),), generator=generator).to(device)
 

@@ -79,7 +79,7 @@ class _Tracer:
     def digest(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of numbers that one module makes and others read, once.
 
-        They are kept alive, so that their place stays theirs; an alias has the same place, what is written there later
+        They are kept alive, so that their address stays theirs; an alias has the same, what is written there later
         another version.
         """
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
@@ -156,18 +156,18 @@ def public_name(name: str) -> str:
 def traced(root: nn.Module, tracer: _Tracer) -> Iterator[None]:
     handles = []
     for name, module in root.named_modules():
-        place = public_name(name)
-        if not tracer.wanted(place):
+        public = public_name(name)
+        if not tracer.wanted(public):
             continue
         handles.append(
             module.register_forward_pre_hook(
-                lambda m, a, k, place=place: tracer.enter(place, m, a, k),
+                lambda m, a, k, public=public: tracer.enter(public, m, a, k),
                 with_kwargs=True,
             )
         )
         handles.append(
             module.register_forward_hook(
-                lambda m, a, k, o, place=place: tracer.leave(place, m, a, k, o),
+                lambda m, a, k, o, public=public: tracer.leave(public, m, a, k, o),
                 with_kwargs=True,
             )
         )

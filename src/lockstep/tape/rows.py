@@ -38,7 +38,7 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
     else:
         total, judgement = score.total, {"parts": score.parts, "steps": score.steps}
     return {
-        "place": rollout.place,
+        "place": rollout.prompt_index,
         "sample": rollout.sample,
         "prompt_ids": list(rollout.prompt.ids),
         "ids": list(rollout.ids),
@@ -171,7 +171,7 @@ def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[Fed]:
     for number, (length, targets) in enumerate(
         zip(tensors["fed/lengths"].tolist(), tensors["fed/targets"].tolist(), strict=True)
     ):
-        pairs = tuple((place, word) for place, word in asked[target : target + targets])
+        pairs = tuple((position, token) for position, token in asked[target : target + targets])
         own = ids[token : token + length]
         examples.append(Fed(own, [0] * length, Origin("tape", number), pairs))
         token, target = token + length, target + targets

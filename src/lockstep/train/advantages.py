@@ -29,6 +29,15 @@ class Advantages:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What the updates of a step learn from: its responses, what the models said of them, and their advantages."""
+
+    experience: Experience
+    known: Annotated
+    advantages: Advantages
+
+
 def estimate_advantages(experience: Experience, known: Annotated, recipe: Recipe, kl_coefficient: float) -> Advantages:
     algorithm, sequence_K = recipe.algorithm, experience.sequence_K
     metrics: dict[str, float] = {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +10,10 @@ import torch
 from lockstep.recipe import Recipe
 from lockstep.recipe.rows import loss_row
 from lockstep.recipe.schema import Batch
+from lockstep.run.metrics import PhaseTimer
 from lockstep.train.experience import Experience
 from lockstep.train.models import Models
 from lockstep.types import MicroBatch
-
-Phases = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def old_needed(recipe: Recipe, updates: int) -> bool:
     return updates * algorithm.epochs > 1 or corrected or in_reward or chosen_before
 
 
-def annotate(plans: Sequence[UpdatePlan], models: Models, recipe: Recipe, phases: Phases) -> Annotated:
+def annotate(plans: Sequence[UpdatePlan], models: Models, recipe: Recipe, phases: PhaseTimer) -> Annotated:
     old_K = reference_K = values_K = None
     if old_needed(recipe, len(plans)):
         with phases("old_log_prob"):

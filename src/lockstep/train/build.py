@@ -34,28 +34,30 @@ def scoring_of(recipe: Recipe) -> Scoring:
     return Scoring(rollout.temperature, truncation, entropy=True)
 
 
-def build_learner(recipe: Recipe, device: Device, world: World, place: torch.device) -> Learner:
+def build_learner(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Learner:
     """What the run trains: a policy, or a reward model."""
     settings, seed = recipe.model, recipe.run.seed
     if recipe.method not in ONLINE and METHODS[recipe.method].model == "value":
-        model = load_value_model(settings, settings.path, place, device.attention, seed, key="model.path")
-        return _learner(model, recipe, recipe.optim, device, world, place, "train")
-    policy = load_policy(settings, place, device.attention, seed, scoring_of(recipe))
-    return _learner(policy, recipe, recipe.optim, device, world, place, "actor" if recipe.method in ONLINE else "train")
+        model = load_value_model(settings, settings.path, torch_device, device.attention, seed, key="model.path")
+        return _learner(model, recipe, recipe.optim, device, world, torch_device, "train")
+    policy = load_policy(settings, torch_device, device.attention, seed, scoring_of(recipe))
+    return _learner(
+        policy, recipe, recipe.optim, device, world, torch_device, "actor" if recipe.method in ONLINE else "train"
+    )
 
 
 def has_critic(recipe: Recipe) -> bool:
     return recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
 
 
-def build_critic(recipe: Recipe, device: Device, world: World, place: torch.device) -> Learner | None:
+def build_critic(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Learner | None:
     if not has_critic(recipe):
         return None
     path = recipe.critic.path or recipe.model.path
     _refuse_other_vocabulary(recipe, "critic.path", path)
-    critic = load_value_model(recipe.model, path, place, device.attention, recipe.run.seed)
+    critic = load_value_model(recipe.model, path, torch_device, device.attention, recipe.run.seed)
     settings = recipe.optim.model_copy(update={"lr": recipe.critic.lr})
-    return _learner(critic, recipe, settings, device, world, place, "critic")
+    return _learner(critic, recipe, settings, device, world, torch_device, "critic")
 
 
 def _learner(
@@ -64,63 +66,64 @@ def _learner(
     settings: Optim,
     device: Device,
     world: World,
-    place: torch.device,
+    torch_device: torch.device,
     name: str,
 ) -> Learner:
     shard(module, module.layers(), device, world)
     masters = bool(recipe.model.master_weights)
     optimizer = Optimizer(module.trainable(), settings, masters=masters, fused=device.fused_optimizer)
     scale = LossScale() if recipe.model.dtype == "fp16" else None
-    return Learner(module, optimizer, place, world, scale, name)
+    return Learner(module, optimizer, torch_device, world, scale, name)
 
 
-def build_reference(recipe: Recipe, device: Device, world: World, place: torch.device) -> Policy | None:
+def build_reference(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Policy | None:
     """A frozen model of its own, where the run keeps one beside the policy."""
-    return load_reference(recipe, device, world, place) if reference_kind(recipe) == "model" else None
+    return load_reference(recipe, device, world, torch_device) if reference_kind(recipe) == "model" else None
 
 
-def load_reference(recipe: Recipe, device: Device, world: World, place: torch.device) -> Policy:
+def load_reference(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Policy:
     key = "algorithm.kl.reference" if recipe.method in ONLINE else "preference.reference"
-    reference = _frozen(recipe, key, reference_folder(recipe), device, place)
+    reference = _frozen(recipe, key, reference_folder(recipe), device, torch_device)
     shard(reference, reference.layers(), device, world)
     return reference
 
 
-def load_teacher(recipe: Recipe, device: Device, world: World, place: torch.device) -> Teacher:
+def load_teacher(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Teacher:
     path = str(recipe.distill.teacher)
-    refuse_other_words(recipe, "distill.teacher", path)
-    teacher = Teacher(_frozen(recipe, "distill.teacher", path, device, place))
+    refuse_other_tokenizer(recipe, "distill.teacher", path)
+    teacher = Teacher(_frozen(recipe, "distill.teacher", path, device, torch_device))
     shard(teacher, teacher.layers(), device, world)
     return teacher.eval()
 
 
-def _frozen(recipe: Recipe, key: str, path: str, device: Device, place: torch.device) -> Policy:
+def _frozen(recipe: Recipe, key: str, path: str, device: Device, torch_device: torch.device) -> Policy:
     settings = recipe.model.model_copy(update={"path": path, "lora": None})
-    policy = load_policy(settings, place, device.attention, recipe.run.seed, scoring_of(recipe))
+    policy = load_policy(settings, torch_device, device.attention, recipe.run.seed, scoring_of(recipe))
     _refuse_other_vocabulary(recipe, key, path)
     policy.requires_grad_(False)
     return policy
 
 
 def _refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
-    """The same numbers would mean other words to it."""
+    """The same ids would be other tokens to it."""
     own = load_config(recipe.model.path).vocab_size
     other = load_config(path).vocab_size
     if own != other:
         raise Refusal.at(
-            f"{key} {path}", f"has {other:,} words, and the policy {own:,}", "use a model of the same family"
+            f"{key} {path}", f"has {other:,} tokens, and the policy {own:,}", "use a model of the same family"
         )
 
 
-def refuse_other_words(recipe: Recipe, key: str, path: str) -> None:
-    """Two vocabularies of one size may still number their words differently."""
+def refuse_other_tokenizer(recipe: Recipe, key: str, path: str) -> None:
+    """Two vocabularies of one size may still number their tokens differently."""
     own, other = load_tokenizer(recipe.model.path).get_vocab(), load_tokenizer(path).get_vocab()
-    apart = sorted(own.items() ^ other.items())
-    if apart:
-        word, number = apart[0]
-        side = "the policy's" if (word, number) in own.items() else "its"
+    differing = sorted(own.items() ^ other.items())
+    if differing:
+        token, number = differing[0]
+        side = "the policy's" if (token, number) in own.items() else "its"
         raise Refusal.at(
             f"{key} {path}",
-            f"its tokenizer is another one: {len(apart):,} words differ, the first is {word!r} ({number} in {side})",
+            f"its tokenizer is another one: {len(differing):,} tokens differ, the first is {token!r} "
+            f"({number} in {side})",
             "use a teacher of the same family",
         )

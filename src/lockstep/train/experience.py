@@ -39,9 +39,9 @@ class Experience:
         return lengths.cumsum(0) - 1
 
     def of_prompts(self, first: int, last: int) -> slice:
-        """Responses to the prompts at the places `first` to `last`."""
-        places = [rollout.place for rollout in self.rollouts]
-        inside = [i for i, place in enumerate(places) if first <= place < last]
+        """Responses to the prompts of index `first` up to `last`."""
+        indices = [rollout.prompt_index for rollout in self.rollouts]
+        inside = [i for i, index in enumerate(indices) if first <= index < last]
         return slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
 
     def tokens_of(self, responses: slice) -> slice:
@@ -58,7 +58,7 @@ def experience_of(rollouts: Sequence[Rollout], baselines: dict[int, float] | Non
     scored = [
         rollout
         for rollout in rollouts
-        if not isinstance(rollout.score, Failure) and (baselines is None or rollout.place in baselines)
+        if not isinstance(rollout.score, Failure) and (baselines is None or rollout.prompt_index in baselines)
     ]
     _refuse_empty(scored)
     lengths = torch.tensor([rollout.written for rollout in scored], dtype=torch.long)
@@ -66,11 +66,11 @@ def experience_of(rollouts: Sequence[Rollout], baselines: dict[int, float] | Non
         rollouts=scored,
         examples=[_example(rollout) for rollout in scored],
         sequence_K=torch.repeat_interleave(torch.arange(len(scored)), lengths),
-        group_S=torch.tensor([rollout.place for rollout in scored], dtype=torch.long),
+        group_S=torch.tensor([rollout.prompt_index for rollout in scored], dtype=torch.long),
         engine_K=torch.tensor([score for rollout in scored for score in _written(rollout)], dtype=torch.float32),
         scores_S=torch.tensor([r.score.total for r in scored if isinstance(r.score, Score)], dtype=torch.float32),
         earned_K=_earned(scored, int(lengths.sum())),
-        baseline_S=None if baselines is None else torch.tensor([baselines[rollout.place] for rollout in scored]),
+        baseline_S=None if baselines is None else torch.tensor([baselines[rollout.prompt_index] for rollout in scored]),
     )
 
 

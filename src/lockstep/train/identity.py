@@ -68,15 +68,16 @@ def assert_identity(
 
 
 def _refuse_divergence(update: Update[Any], own: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> None:
-    apart = (own - reference).abs()
-    worst = int(apart.argmax())
-    if float(apart[worst]) <= most:
+    difference = (own - reference).abs()
+    worst = int(difference.argmax())
+    if float(difference[worst]) <= most:
         return
     example = update.examples[int(update.sequence_K[worst])]
-    differing = int((~(apart <= most)).sum())
+    differing = int((~(difference <= most)).sum())
     raise Refusal.at(
         f"step 0, {example.origin}",
-        f"policy and reference must be the same model before the first update, and {differing:,} of {len(apart):,} "
-        f"log-probabilities differ; the worst is {float(own[worst]):.6f} against {float(reference[worst]):.6f}",
+        f"policy and reference must be the same model before the first update, and {differing:,} of "
+        f"{len(difference):,} log-probabilities differ; the worst is {float(own[worst]):.6f} against "
+        f"{float(reference[worst]):.6f}",
         CAUSES[kind],
     )

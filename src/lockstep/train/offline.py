@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.data.dataset import Loader
-from lockstep.device.select import explain
 from lockstep.evaluate.rows import measure
 from lockstep.methods import METHODS
 from lockstep.methods.base import Objective
-from lockstep.parallel.world import joined
 from lockstep.recipe import Recipe
 from lockstep.reward.rule_judge import RuleJudge
 from lockstep.run.progress import Console
@@ -21,8 +19,9 @@ from lockstep.train.identity import assert_identity
 from lockstep.train.optim import learning_rate
 from lockstep.train.plan import BatchPlan, make_loader
 from lockstep.train.prepare import prepare
+from lockstep.train.runtime import open_runtime
 from lockstep.train.taping import record_rows
-from lockstep.train.training import Training, opened
+from lockstep.train.training import Training, open_training
 
 
 def train_offline(recipe: Recipe, console: Console) -> None:
@@ -50,14 +49,10 @@ class Offline:
 @contextmanager
 def open_offline(recipe: Recipe, console: Console, *, keeps: bool = True) -> Iterator[Offline]:
     """Everything that the loop needs, checked and loaded. A replay `keeps` nothing."""
-    device, sentence = explain(recipe.device)
-    # Before the first tensor and the first collective: libraries read these switches once.
-    switches = device.deterministic(True) if recipe.run.deterministic else {}
-    with joined(device) as world:
-        console = console if world.main else Console.silent()
-        console.say(sentence)
-        prepared = prepare(recipe, device, world.size, console)
-        with opened(prepared, device, world, console, switches, RuleJudge(), keeps=keeps) as training:
+    with open_runtime(recipe, console) as runtime:
+        device, console = runtime.device, runtime.console
+        prepared = prepare(recipe, device, runtime.world.size, console)
+        with open_training(prepared, runtime, RuleJudge(), keeps=keeps) as training:
             loader, models = make_loader(recipe, prepared.train), training.models
             objective = METHODS[recipe.method].objective(recipe)
             models.longest = prepared.limit

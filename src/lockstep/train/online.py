@@ -7,22 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lockstep.algorithms.kl import adapted
 from lockstep.data.dataset import Loader
-from lockstep.device.select import explain
-from lockstep.parallel.world import joined
 from lockstep.recipe import Recipe
 from lockstep.reward.scorer import Scorer
 from lockstep.run.progress import Console
-from lockstep.train.advantages import Advantages, estimate_advantages
+from lockstep.train.advantages import Learned, estimate_advantages
 from lockstep.train.annotate import annotate, plan_updates
-from lockstep.train.experience import Experience
-from lockstep.train.prepare import PreparedOnline, prepare_online
-from lockstep.train.rollouts import Rollouts, failure_warning, take_rollouts
-from lockstep.train.run import Run, folder_of
+from lockstep.train.failures import failure_warning
+from lockstep.train.kl_coefficient import next_coefficient
+from lockstep.train.plan import prompt_loader
+from lockstep.train.prepare import prepare_online
+from lockstep.train.rollouts import Rollouts, take_rollouts
+from lockstep.train.runtime import open_runtime
+from lockstep.train.samples import store_samples
+from lockstep.train.scoring import open_scorer
 from lockstep.train.taping import record_rollouts
-from lockstep.train.training import Training, opened
-from lockstep.train.update import Learned, update
+from lockstep.train.training import Training, open_training
+from lockstep.train.update import update
 from lockstep.train.warnings import Warnings
 from lockstep.types import Prompt
 
@@ -58,43 +59,15 @@ class Online:
 @contextmanager
 def open_online(recipe: Recipe, console: Console, *, keeps: bool = True) -> Iterator[Online]:
     """Everything that the loop needs, checked and loaded. A replay `keeps` nothing."""
-    device, sentence = explain(recipe.device)
-    # Before the first tensor and the first collective: libraries read these switches once.
-    switches = device.deterministic(True) if recipe.run.deterministic else {}
-    with joined(device) as world:
-        console = console if world.main else Console.silent()
-        console.say(sentence)
-        prepared = prepare_online(recipe, device, world.size, console)
-        sources = {*prepared.train.data_sources, *(question.data_source for question in prepared.questions)}
-        output = folder_of(prepared).reward_output(world.rank)
-        torch_device = device.torch_device(world.local_rank)
-        with Scorer.open(recipe.reward, sorted(sources), torch_device, output=output) as scorer:
-            _try_rewards(scorer, prepared, console)
-            with opened(prepared, device, world, console, switches, scorer, keeps=keeps) as training:
-                start = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient}
-                training.position.carried = {**start, **training.carried}
-                yield Online(training, _loader(prepared), scorer, Warnings(recipe))
-
-
-def _try_rewards(scorer: Scorer, prepared: PreparedOnline, console: Console) -> None:
-    with console.task("Trying the rewards on real rows", None):
-        tried = scorer.dry_run([*prepared.train.questions, *prepared.questions])
-    for line in tried.lines:
-        console.say(line)
-    for warning in tried.warnings:
-        console.warn(warning)
-
-
-def _loader(prepared: PreparedOnline) -> Loader[Prompt]:
-    recipe = prepared.recipe
-    return Loader(
-        prepared.train.sources,
-        prepared.train.weights,
-        rows_per_update=recipe.batch.prompts,
-        seed=recipe.run.seed,
-        shuffle=recipe.data.shuffle,
-        total_rows=None,
-    )
+    with open_runtime(recipe, console) as runtime:
+        prepared = prepare_online(recipe, runtime.device, runtime.world.size, runtime.console)
+        with (
+            open_scorer(prepared, runtime) as scorer,
+            open_training(prepared, runtime, scorer, keeps=keeps) as training,
+        ):
+            start = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient}
+            training.position.carried = {**start, **training.carried}
+            yield Online(training, prompt_loader(recipe, prepared.train), scorer, Warnings(recipe))
 
 
 def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float]:
@@ -111,30 +84,9 @@ def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float
     metrics = {**rollouts.metrics, **advantages.metrics}
     metrics |= update(plans, learned, models, recipe, beta, step, batches.steps, run.phases)
     metrics["training/epoch"] = rollouts.position / batches.rows
-    next_beta = _next_coefficient(recipe, beta, metrics, experience)
+    next_beta = next_coefficient(recipe, beta, metrics, experience.sequences)
     training.carried.update(position=float(rollouts.position), kl_coefficient=next_beta)
-    _store(run, step + 1, rollouts, advantages)
+    store_samples(run, step + 1, rollouts, advantages)
     for warning in (*failure_warning(rollouts.failed), *online.warnings.read(metrics)):
         run.console.warn(warning)
     return metrics
-
-
-def _next_coefficient(recipe: Recipe, beta: float, metrics: dict[str, float], experience: Experience) -> float:
-    kl = recipe.algorithm.kl
-    if kl.where == "none":
-        return beta
-    metrics["actor/kl_coef"] = beta
-    measured = metrics.get("actor/kl" if kl.where == "loss" else "actor/reward_kl_penalty")
-    if kl.target is None or measured is None:  # a critic's warm-up does not look at the policy
-        return beta
-    return adapted(beta, measured, kl.target, kl.horizon, experience.sequences)
-
-
-def _store(run: Run, step: int, rollouts: Rollouts, advantages: Advantages) -> None:
-    """Some responses of the step, and of those that could not be scored the first."""
-    experience, count = rollouts.experience, run.recipe.log.samples
-    first_tokens = [0, *(int(last) + 1 for last in experience.last_K[:-1])]
-    chosen = experience.rollouts[:count]
-    told = [float(advantages.advantages_K[first_tokens[i]]) for i in range(len(chosen))]
-    run.store(step, "train", chosen, told)
-    run.store(step, "failed", rollouts.failed[: max(count, 1)])

@@ -10,7 +10,7 @@ from lockstep.algorithms.advantage import Signals
 from lockstep.algorithms.policy import PolicyTokens
 from lockstep.data.prompts import PromptSet
 from lockstep.errors import Problem, Refusal
-from lockstep.functions import is_place
+from lockstep.functions import is_function_path
 from lockstep.recipe import Recipe
 from lockstep.rollout.function import try_function
 
@@ -26,15 +26,15 @@ def try_functions(
     problems: list[Problem] = []
     algorithm, rollout = recipe.algorithm, recipe.rollout
     tries = []
-    if is_place(algorithm.advantage):
+    if is_function_path(algorithm.advantage):
         tries.append(lambda: try_advantage(algorithm.advantage, recipe.rollout.n))
-    if is_place(algorithm.loss):
+    if is_function_path(algorithm.loss):
         tries.append(lambda: try_loss(algorithm.loss))
     if rollout.function is not None and prompts is not None:
-        place, prompt = rollout.function, next(prompt for source in prompts.sources for prompt in source)
+        function_path, prompt = rollout.function, next(prompt for source in prompts.sources for prompt in source)
         tries.append(
             lambda: try_function(
-                place,
+                function_path,
                 prompt,
                 rollout.max_tokens,
                 _stand_in(tokenizer),
@@ -54,18 +54,18 @@ def try_functions(
     return lines
 
 
-def try_advantage(place: str, n: int) -> str:
+def try_advantage(function_path: str, n: int) -> str:
     lengths = torch.tensor(LENGTHS[: 2 if n == 1 else None])
     sequence_K = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     rewards_K = torch.zeros(len(sequence_K))
     rewards_K[lengths.cumsum(0) - 1] = torch.tensor([1.0, 0.0, 0.25, 0.75])[: len(lengths)]
     group_S = torch.arange(len(lengths)) if n == 1 else torch.tensor([0, 0, 1, 1])
-    estimate = own.estimator(place)(Signals(rewards_K, sequence_K, group_S), gamma=1.0, lam=1.0)
+    estimate = own.estimator(function_path)(Signals(rewards_K, sequence_K, group_S), gamma=1.0, lam=1.0)
     least, most = float(estimate.advantages_K.min()), float(estimate.advantages_K.max())
-    return f"{own.ADVANTAGE} {place}: {least:.3g} to {most:.3g}, tried on {len(lengths)} made-up responses"
+    return f"{own.ADVANTAGE} {function_path}: {least:.3g} to {most:.3g}, tried on {len(lengths)} made-up responses"
 
 
-def try_loss(place: str) -> str:
+def try_loss(function_path: str) -> str:
     lengths = torch.tensor(LENGTHS)
     sequence_K = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     steps = torch.linspace(0.0, 1.0, len(sequence_K))
@@ -77,14 +77,16 @@ def try_loss(place: str) -> str:
         torch.ones(len(steps)),
         sequence_K,
     )
-    sums = own.policy_loss(place, {})(tokens)
+    sums = own.policy_loss(function_path, {})(tokens)
     (gradient,) = torch.autograd.grad(sums.loss, logprobs_K, allow_unused=True)
     if gradient is None or not bool(torch.isfinite(gradient).all()) or not bool(gradient.any()):
         what = "no gradient" if gradient is None or not bool(gradient.any()) else "a gradient that is not finite"
         raise Refusal.at(
-            f"{own.LOSS} {place}", f"has {what} at the log-probabilities", "make the losses of tokens.logprobs_K"
+            f"{own.LOSS} {function_path}",
+            f"has {what} at the log-probabilities",
+            "make the losses of tokens.logprobs_K",
         )
-    return f"{own.LOSS} {place}: mean {sums.loss.item() / len(steps):.3g}, tried on {len(steps)} made-up tokens"
+    return f"{own.LOSS} {function_path}: mean {sums.loss.item() / len(steps):.3g}, tried on {len(steps)} made-up tokens"
 
 
 def _stand_in(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -19,6 +19,7 @@ from lockstep.model.load import DTYPES, load_config, with_lora
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
+from lockstep.types import Prompt
 
 # Updates whose packing is tried out for the plan; the rest look alike.
 SAMPLED_UPDATES = 100
@@ -119,6 +120,18 @@ def make_loader(recipe: Recipe, dataset: Dataset[Any]) -> Loader[Any]:
         seed=recipe.run.seed,
         shuffle=recipe.data.shuffle,
         total_rows=total,
+    )
+
+
+def prompt_loader(recipe: Recipe, prompts: PromptSet) -> Loader[Prompt]:
+    """Without an end: dynamic sampling takes as many prompts as it needs."""
+    return Loader(
+        prompts.sources,
+        prompts.weights,
+        rows_per_update=recipe.batch.prompts,
+        seed=recipe.run.seed,
+        shuffle=recipe.data.shuffle,
+        total_rows=None,
     )
 
 

@@ -23,8 +23,10 @@ from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_fore
 from lockstep.model.placeholders import refuse_placeholders
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.recipe.rows import ENGINES
 from lockstep.reward.rules import rule_for
 from lockstep.rollout.native.positions import refuse_moving_positions
+from lockstep.rollout.questions import encode_questions
 from lockstep.run.progress import Console
 from lockstep.train.own_functions import try_functions
 from lockstep.train.plan import (
@@ -245,6 +247,7 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
         raise AssertionError("a missing tokenizer or config is always a problem")
     collect(lambda: refuse_foreign_tokenizer(tokenizer, config.vocab_size, recipe.model.path))
     collect.problems += refuse_routers(recipe)
+    collect(lambda: _refuse_long_questions(recipe, tokenizer, config, questions or []))
     return tokenizer, config, questions or []
 
 
@@ -302,6 +305,17 @@ def _questions(recipe: Recipe) -> list[Question]:
         for source in sorted({question.data_source for question in questions}):
             rule_for(source)
     return questions
+
+
+def _refuse_long_questions(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: Any, questions: list[Question]
+) -> None:
+    """Questions whose answers could grow past what the engine can cache of this model."""
+    if not questions or not ENGINES[recipe.rollout.engine].paged or fixed_length(config.get_text_config()) is None:
+        return
+    prompts = encode_questions(tokenizer, questions, recipe.data.system)
+    longest = max(len(prompt.ids) for prompt in prompts) + recipe.val.max_new_tokens
+    refuse_moving_positions(config.get_text_config(), longest, config.model_type, "val.max_new_tokens")
 
 
 def _refuse_dtype(recipe: Recipe, device: Device) -> None:

@@ -9,14 +9,16 @@ import torch
 
 from lockstep.algorithms.advantage import informative
 from lockstep.data.dataset import Loader
-from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
 from lockstep.recipe.rows import estimator_row
 from lockstep.reward.scorer import Scorer
-from lockstep.reward.shaping import overlong_penalty
-from lockstep.rollout.generator import Generator, Phases
+from lockstep.reward.shaping import shaped
+from lockstep.rollout.generator import Generator
 from lockstep.rollout.sampling import training_sampling
+from lockstep.run.metrics import PhaseTimer
 from lockstep.train.experience import Experience, experience_of
+from lockstep.train.failures import refuse_failures, refuse_nothing_left
+from lockstep.train.rollout_metrics import rollout_metrics
 from lockstep.types import Failure, Prompt, Rollout, Sampling, Score
 
 
@@ -40,7 +42,7 @@ class Rollouts:
 
 
 def take_rollouts(
-    loader: Loader[Prompt], position: int, generator: Generator, scorer: Scorer, recipe: Recipe, phases: Phases
+    loader: Loader[Prompt], position: int, generator: Generator, scorer: Scorer, recipe: Recipe, phases: PhaseTimer
 ) -> Rollouts:
     """The next prompts, from `position` in the data on, answered and scored."""
     answers = _Answers(generator, scorer, recipe, phases)
@@ -59,15 +61,14 @@ def take_rollouts(
             (kept if rounds == 1 or _mixed(group) else uniform).append(group)
     # The rounds are used up: groups that teach nothing fill the step, so that its size stays what it is.
     filled = kept + uniform[: wanted - len(kept)]
-    rollouts = [replace(rollout, place=index) for index, group in enumerate(filled) for rollout in group]
+    rollouts = [replace(rollout, prompt_index=index) for index, group in enumerate(filled) for rollout in group]
     greedy = answers.greedy(rollouts) if estimator_row(recipe.algorithm.advantage).greedy_baseline else None
     every += greedy or []
     failed = [rollout for rollout in every if isinstance(rollout.score, Failure)]
-    _refuse_failures(failed, len(every), recipe.reward.max_failures)
+    refuse_failures(failed, len(every), recipe.reward.max_failures)
     experience = experience_of(rollouts, None if greedy is None else _baselines(greedy))
-    if not experience.sequences:
-        raise _failures(failed, len(every), "and none is left to learn from")
-    metrics = counted(every, rollouts, failed)
+    refuse_nothing_left(failed, len(every), experience.sequences)
+    metrics = rollout_metrics(every, rollouts, failed)
     if rounds > 1:
         metrics |= {
             "train/num_gen_batches": float(used),
@@ -84,7 +85,7 @@ class _Answers:
     generator: Generator
     scorer: Scorer
     recipe: Recipe
-    phases: Phases
+    phases: PhaseTimer
 
     @property
     def sampling(self) -> Sampling:
@@ -96,96 +97,28 @@ class _Answers:
 
     def greedy(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The likeliest response to each prompt of the step, at the prompt's index."""
-        prompts = {rollout.place: rollout.prompt for rollout in rollouts}
+        prompts = {rollout.prompt_index: rollout.prompt for rollout in rollouts}
         indices = sorted(prompts)
         greedy = self._generate([prompts[i] for i in indices], indices, 1, replace(self.sampling, temperature=0.0))
-        return [replace(rollout, place=indices[rollout.place]) for rollout in greedy]
+        return [replace(rollout, prompt_index=indices[rollout.prompt_index]) for rollout in greedy]
 
     def _generate(self, prompts: Sequence[Prompt], keys: Sequence[int], n: int, sampling: Sampling) -> list[Rollout]:
         rollouts = self.generator.generate(prompts, keys, n, sampling, self.scorer, self.phases)
         return [shaped(rollout, self.recipe) for rollout in rollouts]
 
 
-def rescored(rollouts: Sequence[Rollout], scorer: Scorer, recipe: Recipe) -> list[Score | Failure]:
-    """What responses are worth by this run's rewards, however they came about."""
-    waiting = [scorer.submit(rollout.prompt.question, rollout.text) for rollout in rollouts]
-    scorer.flush()
-    pairs = zip(rollouts, waiting, strict=True)
-    return [shaped(replace(rollout, score=future.result()), recipe).score for rollout, future in pairs]
-
-
-def shaped(rollout: Rollout, recipe: Recipe) -> Rollout:
-    """Its score with what the recipe takes off for length."""
-    settings = recipe.algorithm.overlong
-    if not settings.buffer or isinstance(rollout.score, Failure):
-        return rollout
-    penalty = overlong_penalty(len(rollout.ids), recipe.rollout.max_tokens, settings.buffer, settings.factor)
-    parts = {**rollout.score.parts, "overlong": penalty}
-    return replace(rollout, score=Score(rollout.score.total + penalty, parts))
-
-
 def _baselines(greedy: Sequence[Rollout]) -> dict[int, float]:
-    """The greedy response's score by place; a prompt whose greedy response could not be scored has none."""
-    return {rollout.place: rollout.score.total for rollout in greedy if isinstance(rollout.score, Score)}
+    """The greedy response's score by the prompt's index; where it could not be scored there is none."""
+    return {rollout.prompt_index: rollout.score.total for rollout in greedy if isinstance(rollout.score, Score)}
 
 
 def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
-        groups.setdefault(rollout.place, []).append(rollout)
+        groups.setdefault(rollout.prompt_index, []).append(rollout)
     return list(groups.values())
 
 
 def _mixed(group: Sequence[Rollout]) -> bool:
     scores = torch.tensor([r.score.total for r in group if isinstance(r.score, Score)])
     return bool(informative(scores, torch.zeros(len(scores), dtype=torch.long)).any())
-
-
-def _refuse_failures(failed: Sequence[Rollout], total: int, most: float) -> None:
-    if len(failed) > most * total:
-        raise _failures(failed, total, f"over reward.max_failures={most:g}")
-
-
-def _failures(failed: Sequence[Rollout], total: int, consequence: str) -> Refusal:
-    first = failed[0]
-    assert isinstance(first.score, Failure)
-    return Refusal.at(
-        f"reward.{first.score.part}",
-        f"{len(failed)} of {total} responses could not be scored, {consequence}; the first, to "
-        f"{first.prompt.question.origin}: {first.score.told}; response: {first.text[:200]!r}",
-        "mend the reward, or raise reward.max_failures; the last checkpoint is untouched",
-    )
-
-
-def failure_warning(failed: Sequence[Rollout]) -> list[str]:
-    """The first response of a step that could not be scored, with the reason."""
-    if not failed:
-        return []
-    first = failed[0]
-    assert isinstance(first.score, Failure)
-    return [
-        f"{len(failed)} responses could not be scored and are left out; the first, to "
-        f"{first.prompt.question.origin}: {first.score.part}: {first.score.told}; it said {first.text[:80]!r}"
-    ]
-
-
-def counted(every: Sequence[Rollout], rollouts: Sequence[Rollout], failed: Sequence[Rollout]) -> dict[str, float]:
-    lengths = torch.tensor([rollout.written for rollout in rollouts], dtype=torch.float64)
-    prompts = torch.tensor([len(rollout.prompt.ids) for rollout in rollouts], dtype=torch.float64)
-    metrics = {
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
-        "response_length/min": float(lengths.min()),
-        "response_length/clip_ratio": sum(r.stop == "length" for r in rollouts) / len(rollouts),
-        "prompt_length/mean": float(prompts.mean()),
-        "prompt_length/max": float(prompts.max()),
-        "prompt_length/min": float(prompts.min()),
-        "perf/total_num_tokens": float(sum(len(r.ids) + len(r.prompt.ids) for r in every)),
-        "reward/failed": float(len(failed)),
-    }
-    parts: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        if isinstance(rollout.score, Score):
-            for name, value in rollout.score.parts.items():
-                parts.setdefault(name, []).append(value)
-    return metrics | {f"reward/{name}/mean": sum(values) / len(values) for name, values in parts.items()}

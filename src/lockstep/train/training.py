@@ -8,13 +8,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
-from lockstep.device.base import Device
 from lockstep.errors import Interrupted, Refusal
 from lockstep.kernels.fused import replaced
 from lockstep.methods import METHODS
 from lockstep.methods.base import Method
 from lockstep.model.policy import Policy
-from lockstep.parallel.world import World
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.questions import Examiner
 from lockstep.run import checkpoint as checkpoints
@@ -26,6 +24,7 @@ from lockstep.train.checkpointer import Checkpointer, Position
 from lockstep.train.models import Models, Packing
 from lockstep.train.prepare import Prepared, PreparedOnline
 from lockstep.train.run import Run, folder_of
+from lockstep.train.runtime import Runtime
 from lockstep.train.taping import recorder_of
 from lockstep.train.validator import Validator
 
@@ -120,24 +119,17 @@ class Training:
 
 
 @contextmanager
-def opened(
-    prepared: Prepared | PreparedOnline,
-    device: Device,
-    world: World,
-    console: Console,
-    switches: dict[str, str],
-    judge: Examiner,
-    *,
-    keeps: bool = True,
+def open_training(
+    prepared: Prepared | PreparedOnline, runtime: Runtime, judge: Examiner, *, keeps: bool = True
 ) -> Iterator[Training]:
     """A run that is fresh or resumed, and closed whatever happens."""
-    folder = folder_of(prepared)
+    folder, world, console = folder_of(prepared), runtime.world, runtime.console
     if world.main:
         _claim(folder, prepared)
     with folder.lock() if world.main else nullcontext(), _graceful_interrupt(console) as interrupt:
-        run = Run(prepared, folder, device, world, console)
+        run = Run(prepared, folder, runtime.device, world, console)
         try:
-            training = _started(run, judge, interrupt, switches, keeps=keeps)
+            training = _started(run, judge, interrupt, runtime.switches, keeps=keeps)
         except BaseException:
             run.close(ok=False)
             raise

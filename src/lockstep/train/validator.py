@@ -8,8 +8,6 @@ from lockstep.evaluate.answers import answer_metrics
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.questions import Examiner, encode_questions, validation_keys
 from lockstep.rollout.sampling import validation_sampling
 from lockstep.types import Question, Rollout
@@ -33,10 +31,6 @@ class Validator:
         self.recipe, self.world, self.generator, self.judge = recipe, world, generator, judge
         self.loss_on_rows = loss_on_rows
         self.prompts = encode_questions(generator.tokenizer, questions, recipe.data.system) if generator else []
-        if generator is not None and self.prompts and isinstance(generator.engine, NativeEngine):
-            longest = max(len(prompt.ids) for prompt in self.prompts) + recipe.val.max_new_tokens
-            config = generator.policy.causal_lm.config
-            refuse_moving_positions(config.get_text_config(), longest, config.model_type, "val.max_new_tokens")
 
     def validate(self, step: int) -> tuple[dict[str, float], list[Rollout]]:
         """Metrics, and the answers to store."""

@@ -1,4 +1,4 @@
-"""Warnings of an online run: signs of trouble with what each usually means, said when they appear, not every step."""
+"""Warnings of an online run: what looks like trouble and what it usually means, said once, not at every step."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ OFFLINE = "an offline method generates nothing"
 
 
 @dataclass(frozen=True)
-class Item:
+class CheckItem:
     """`passed` is None where the item does not apply or proves nothing; `means` then gives the reason."""
 
     name: str
@@ -100,7 +100,7 @@ def _towards(output: Any, batch: MicroBatch) -> Sums:
 
 
 @dataclass(frozen=True)
-class Spoken:
+class EngineAndTrainer:
     """Responses of the engine to recorded prompts; `trainer_K` is what the learner says of the same tokens."""
 
     experience: Experience
@@ -111,15 +111,15 @@ class Spoken:
         return self.experience.engine_K
 
     @property
-    def apart(self) -> float:
+    def difference(self) -> float:
         return root_mean_square(self.engine_K, self.trainer_K)
 
-    def later(self) -> Spoken:
+    def later(self) -> EngineAndTrainer:
         """Without the first token of each response."""
         first_K = torch.zeros(len(self.engine_K), dtype=torch.bool)
         first_K[[0, *(int(last) + 1 for last in self.experience.last_K[:-1])]] = True
         rest = replace(self.experience, engine_K=self.engine_K[~first_K])
-        return Spoken(rest, self.trainer_K[~first_K])
+        return EngineAndTrainer(rest, self.trainer_K[~first_K])
 
 
 class _Unjudged:
@@ -134,10 +134,10 @@ class _Unjudged:
         """Nothing waits."""
 
 
-def speak(bench: Bench, max_tokens: int | None = None) -> Spoken:
+def generate_and_score(bench: Bench, max_tokens: int | None = None) -> EngineAndTrainer:
     """What the engine answers to the first recorded prompts, with the noise that the recorded run drew."""
     generator, recipe = bench.training.generator, bench.recipe
-    prompts: dict[int, Prompt] = {rollout.place: rollout.prompt for rollout in bench.rollouts}
+    prompts: dict[int, Prompt] = {rollout.prompt_index: rollout.prompt for rollout in bench.rollouts}
     chosen = sorted(prompts)[:PROMPTS]
     first_key = int(bench.record.info["carried"]["position"])
     sampling = training_sampling(recipe, generator.stop_ids)
@@ -151,4 +151,4 @@ def speak(bench: Bench, max_tokens: int | None = None) -> Spoken:
         bench.training.run.phases,
     )
     experience = experience_of(rollouts)
-    return Spoken(experience, bench.answers(bench.models.trained, bench.arranged(experience.examples)))
+    return EngineAndTrainer(experience, bench.answers(bench.models.trained, bench.arranged(experience.examples)))

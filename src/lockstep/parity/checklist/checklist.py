@@ -12,7 +12,7 @@ import torch
 
 from lockstep.errors import Refusal
 from lockstep.model.weights import trained_weights
-from lockstep.parity.checklist.bench import OFFLINE, Bench, Item
+from lockstep.parity.checklist.bench import OFFLINE, Bench, CheckItem
 from lockstep.parity.checklist.recorded import first_tokens, first_update, repeatability, rewards, starting_weights
 from lockstep.parity.checklist.trials import engine_items, padding
 from lockstep.parity.replay.checks import share
@@ -22,7 +22,8 @@ from lockstep.parity.replay.replay import free_name, replayed_recipe, run_replay
 from lockstep.parity.replay.stages import Side
 from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.recipe.methods import ONLINE
-from lockstep.run.folder import RunFolder, atomic_write_text
+from lockstep.run.files import atomic_write_text
+from lockstep.run.folder import RunFolder
 from lockstep.run.progress import Console
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.observer import Observer
@@ -32,7 +33,7 @@ from lockstep.train.models import Models
 from lockstep.train.training import Training
 from lockstep.types import Rollout
 
-__all__ = ["Item", "as_json", "run_checklist", "show"]
+__all__ = ["CheckItem", "as_json", "run_checklist", "show"]
 
 RESULT = "checklist.json"
 # Weights that went through another number format on one side, as a share of their size.
@@ -52,7 +53,7 @@ class Checklist(Replay):
         self.own: list[StepRecord] = []
         self.generated: list[Rollout] = []
         self.unlike: list[str] = []
-        self.tried: list[Item] = []
+        self.tried: list[CheckItem] = []
 
     def steps(self) -> Iterable[int]:
         if 1 not in self.tape.steps():
@@ -115,7 +116,7 @@ def _alike(loaded: torch.Tensor, taped: torch.Tensor | None) -> bool:
     return share(loaded.flatten(), taped.flatten()) <= ROUNDED
 
 
-def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list[Item]:
+def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list[CheckItem]:
     """Every item, on the device and with the keys that `overrides` ask for. Ranks other than the first get none."""
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
@@ -131,14 +132,14 @@ def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list
     return items
 
 
-def judged(loop: Checklist, a: Side, b: Side) -> list[Item]:
+def judged(loop: Checklist, a: Side, b: Side) -> list[CheckItem]:
     """What the replayed step says against the recorded one, around what was tried in its run."""
     recorded, (own, again) = a.tape.read_step(1), loop.own
     tolerance = tolerance_of(*(side.recipe["model"]["dtype"] for side in (a, b)))
     if loop.generated:
         heard = [first_tokens(a, recorded, loop.generated, tolerance), rewards(recorded, own)]
     else:
-        heard = [Item(name, None, "", OFFLINE) for name in ("first tokens", "rewards")]
+        heard = [CheckItem(name, None, "", OFFLINE) for name in ("first tokens", "rewards")]
     return [
         starting_weights(a.manifest, b.manifest, loop.unlike),
         *heard,
@@ -148,18 +149,18 @@ def judged(loop: Checklist, a: Side, b: Side) -> list[Item]:
     ]
 
 
-def show(items: Sequence[Item], console: Console) -> None:
+def show(items: Sequence[CheckItem], console: Console) -> None:
     failed = sum(item.passed is False for item in items)
     passed = sum(item.passed is True for item in items)
     rows = [(f"{MARKS[item.passed]:6} {item.name}", _told(item)) for item in items]
     console.banner(f"checklist: {passed} passed, {failed} failed, {len(items) - passed - failed} not judged", rows)
 
 
-def _told(item: Item) -> str:
+def _told(item: CheckItem) -> str:
     if item.passed:
         return item.measured
     return f"{item.measured}\n-> {item.means}" if item.measured else item.means
 
 
-def as_json(items: Sequence[Item]) -> dict[str, Any]:
+def as_json(items: Sequence[CheckItem]) -> dict[str, Any]:
     return {"passed": all(item.passed is not False for item in items), "items": [asdict(item) for item in items]}

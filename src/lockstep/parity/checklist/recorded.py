@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from lockstep.parity.checklist.bench import Item
-from lockstep.parity.replay.checks import Check, finite, worst_place
-from lockstep.parity.replay.loop import by_place
+from lockstep.parity.checklist.bench import CheckItem
+from lockstep.parity.replay.checks import Check, finite, worst_difference
+from lockstep.parity.replay.loop import by_prompt_and_sample
 from lockstep.parity.replay.stages import Side, responses
 from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.tape.format import StepRecord
@@ -24,7 +24,7 @@ FIRST_TOKENS = 20
 SCORE = 1e-4
 
 
-def starting_weights(a: dict[str, Any], b: dict[str, Any], unlike: Sequence[str]) -> Item:
+def starting_weights(a: dict[str, Any], b: dict[str, Any], unlike: Sequence[str]) -> CheckItem:
     """The model folder of this side against what the run was recorded from."""
     name, ours, theirs = "starting weights", a["model"], b["model"]
     parts = [part for part in ours if ours[part] is not None and theirs.get(part) is not None]
@@ -33,28 +33,30 @@ def starting_weights(a: dict[str, Any], b: dict[str, Any], unlike: Sequence[str]
         found = [f"other {part}" for part in other]
         found += [f"{len(unlike)} weights differ, the first is {unlike[0]}"] if unlike else []
         means = "the two sides do not start from the same model: copy the folder, and run this again before all else"
-        return Item(name, False, "; ".join(found), means)
+        return CheckItem(name, False, "; ".join(found), means)
     if "weights" not in parts:
-        return Item(name, None, "", "one side's model is not a folder here, so that its files cannot be summed")
-    return Item(name, True, f"the same {', '.join(parts)}", "both sides start from the same model")
+        return CheckItem(name, None, "", "one side's model is not a folder here, so that its files cannot be summed")
+    return CheckItem(name, True, f"the same {', '.join(parts)}", "both sides start from the same model")
 
 
-def first_tokens(a: Side, recorded: StepRecord, generated: Sequence[Rollout], tolerance: Tolerance) -> Item:
+def first_tokens(a: Side, recorded: StepRecord, generated: Sequence[Rollout], tolerance: Tolerance) -> CheckItem:
     rollouts = rollouts_of(a.tape.read_table(a.tape.rollouts_file(1)))
     ours, theirs = _beginnings(rollouts), _beginnings(generated)
     check = responses(a, recorded, ours, theirs, tolerance)
-    said = by_place(theirs)
-    same = sum(place in said and said[place].ids == rollout.ids for place, rollout in by_place(ours).items())
+    said = by_prompt_and_sample(theirs)
+    same = sum(
+        which in said and said[which].ids == rollout.ids for which, rollout in by_prompt_and_sample(ours).items()
+    )
     measured = f"{same} of {len(ours)} responses begin with the recorded {FIRST_TOKENS} tokens; "
     measured += f"log-probabilities differ by {check.error:.2g} (allowed {check.allowed:.2g})"
     if check.passed:
         measured += "" if same == len(ours) else "; where responses part it was a tie"
-        return Item("first tokens", True, measured, "the engines say the same from the same weights")
+        return CheckItem("first tokens", True, measured, "the engines say the same from the same weights")
     means = (
         f"the engine says something else from the same weights, and no tie explains it ({check.where}): see prefill "
         "and decode; where that passes, look at what draws tokens (seed, temperature, top-p, end tokens)"
     )
-    return Item("first tokens", False, measured, means)
+    return CheckItem("first tokens", False, measured, means)
 
 
 def _beginnings(rollouts: Iterable[Rollout]) -> list[Rollout]:
@@ -64,20 +66,20 @@ def _beginnings(rollouts: Iterable[Rollout]) -> list[Rollout]:
     ]
 
 
-def rewards(recorded: StepRecord, own: StepRecord) -> Item:
+def rewards(recorded: StepRecord, own: StepRecord) -> CheckItem:
     x, y = recorded.tensors["step/scores"], own.tensors["step/scores"]
     off = torch.nan_to_num((x.double() - y.double()).abs(), nan=math.inf) > SCORE
     measured = f"{int((~off).sum())} of {len(x)} recorded responses have their recorded score"
     if not bool(off.any()):
-        return Item("rewards", True, measured, "rewards judge alike")
+        return CheckItem("rewards", True, measured, "rewards judge alike")
     means = (
-        f"the same text is judged otherwise ({worst_place(x, y, 'response')}): other versions of the reward or what it "
-        "imports, another reward model, another weight or overlong penalty"
+        f"the same text is judged otherwise ({worst_difference(x, y, 'response')}): other versions of the reward or "
+        "what it imports, another reward model, another weight or overlong penalty"
     )
-    return Item("rewards", False, measured, means)
+    return CheckItem("rewards", False, measured, means)
 
 
-def first_update(recorded: StepRecord, own: StepRecord, tolerance: Tolerance) -> Item:
+def first_update(recorded: StepRecord, own: StepRecord, tolerance: Tolerance) -> CheckItem:
     """Loss and gradient norm of each learner's first update."""
     checks = [check for pair in _firsts(recorded, own) for check in _update_checks(recorded, *pair, tolerance)]
     measured = "; ".join(
@@ -85,15 +87,15 @@ def first_update(recorded: StepRecord, own: StepRecord, tolerance: Tolerance) ->
     )
     failed = [check.what for check in checks if not check.passed]
     if not any(update.get("grad_norm") for pair in _firsts(recorded, own) for update in pair):
-        return Item("first loss and gradient", None, measured, "proves nothing: the first step teaches nothing")
+        return CheckItem("first loss and gradient", None, measured, "proves nothing: the first step teaches nothing")
     if not failed:
-        return Item("first loss and gradient", True, measured, "the first update is the recorded one")
+        return CheckItem("first loss and gradient", True, measured, "the first update is the recorded one")
     means = "the same rows and weights give another " + " and ".join(failed) + ": "
     if all("gradient" in what for what in failed):
         means += "the backward pass or the summing of micro-batches and ranks is off"
     else:
         means += "`lockstep replay` says at which stage and module"
-    return Item("first loss and gradient", False, measured, means)
+    return CheckItem("first loss and gradient", False, measured, means)
 
 
 def _firsts(recorded: StepRecord, own: StepRecord) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -117,7 +119,7 @@ def _update_checks(recorded: StepRecord, a: dict[str, Any], b: dict[str, Any], t
     return checks
 
 
-def repeatability(own: StepRecord, again: StepRecord) -> Item:
+def repeatability(own: StepRecord, again: StepRecord) -> CheckItem:
     """Information, never a failure: devices need not promise it."""
     names = sorted(own.tensors.keys() | again.tensors.keys())
     differ = [
@@ -126,10 +128,12 @@ def repeatability(own: StepRecord, again: StepRecord) -> Item:
         if n not in own.tensors or n not in again.tensors or not _same(own.tensors[n], again.tensors[n])
     ]
     if not differ and own.info["updates"] == again.info["updates"]:
-        return Item("repeatability", True, f"{len(names)} tensors of the step, bit for bit", "the step repeats exactly")
+        return CheckItem(
+            "repeatability", True, f"{len(names)} tensors of the step, bit for bit", "the step repeats exactly"
+        )
     measured = f"{len(differ)} of {len(names)} tensors of the step differ when it is made twice"
     means = "for information: kernels here add up in changing order; run.deterministic=true asks for others"
-    return Item("repeatability", None, measured, means)
+    return CheckItem("repeatability", None, measured, means)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -123,7 +123,7 @@ def _data(a: Evidence, b: Evidence) -> Differences:
     for key in ("data.kept.rows", "data.kept.tokens"):
         if all(_has(one.env, key) for one in (a, b)):
             kept = Effect("blocks", "other tokens are trained, by template, tokenizer or limits")
-            found += _told_apart("data", key, a, b, kept)
+            found += _differences("data", key, a, b, kept)
     val_a, val_b = _fingerprints(a, "data.val"), _fingerprints(b, "data.val")
     if val_a != val_b:
         found.append(Difference("data", "data.val", val_a, val_b, "harmless", "val/ curves are of other rows"))
@@ -146,7 +146,7 @@ def _model(a: Evidence, b: Evidence) -> Differences:
         # No template is a fact too; no checksum is none.
         told = [_has(one.env, key) if key == "model.template" else bool(_at(one.env, key)) for one in (a, b)]
         if all(told):
-            found += _told_apart(part, key, a, b, Effect("blocks", effect))
+            found += _differences(part, key, a, b, Effect("blocks", effect))
         else:
             unknown.append(_silent(f"{subject} (fingerprint)", told))
     return found, unknown
@@ -156,17 +156,17 @@ def _versions(a: Evidence, b: Evidence) -> Differences:
     found, unknown = [], []
     code = Effect("matters", "other code: what it computes may differ")
     for key in ("lockstep", "git_commit"):
-        found += _told_apart("versions", key, a, b, code)
+        found += _differences("versions", key, a, b, code)
     packages = [_at(one.env, "packages") for one in (a, b)]
     if all(isinstance(one, dict) for one in packages):
         for name in sorted({*packages[0], *packages[1]}):
             effect = code if name in _COMPUTING else Effect("harmless", "not a part of the computation")
-            found += _told_apart("versions", f"packages.{name}", a, b, effect)
+            found += _differences("versions", f"packages.{name}", a, b, effect)
     else:
         unknown.append(_silent("the versions of packages", packages))
     unused = Effect("harmless", "not a part of the computation")
     for key in ("python", "platform"):
-        found += _told_apart("versions", key, a, b, unused)
+        found += _differences("versions", key, a, b, unused)
     return found, unknown
 
 
@@ -188,10 +188,10 @@ def _device(a: Evidence, b: Evidence) -> Differences:
         return [], [_silent("the device", facts)]
     found = []
     for name in [name for name in {**facts[0], **facts[1]} if name not in _PASSING]:
-        found += _told_apart("device", f"device.{name}", a, b, _DEVICE)
-    found += _told_apart("device", "machine", a, b, _DEVICE)
+        found += _differences("device", f"device.{name}", a, b, _DEVICE)
+    found += _differences("device", "machine", a, b, _DEVICE)
     shared = Effect("harmless", "how an update is shared out; there is one division over all processes")
-    return found + _told_apart("device", "world_size", a, b, shared), []
+    return found + _differences("device", "world_size", a, b, shared), []
 
 
 def _resumed(log: Log, evidence: Evidence) -> Iterator[str]:
@@ -269,7 +269,7 @@ def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, field
 
 
-def _told_apart(part: EvidencePart, key: str, a: Evidence, b: Evidence, effect: Effect) -> list[Difference]:
+def _differences(part: EvidencePart, key: str, a: Evidence, b: Evidence, effect: Effect) -> list[Difference]:
     left, right = _at(a.env, key), _at(b.env, key)
     return [Difference(part, key, left, right, *effect)] if left != right else []
 

@@ -113,8 +113,8 @@ def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
         if metric.noise is None:
             yield f"{whose}: repeats and both sides share fewer than {FEWEST_STEPS} steps with numbers"
         elif metric.power is not None and (lacking := len(metric.repeats) - metric.power.repeats):
-            words = "lacks" if lacking == 1 else "lack"
-            yield f"{whose} in {lacking} of its repeats, which {words} too many of its steps in a row"
+            verb = "lacks" if lacking == 1 else "lack"
+            yield f"{whose} in {lacking} of its repeats, which {verb} too many of its steps in a row"
 
 
 def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) -> Iterator[Choice]:
@@ -208,7 +208,7 @@ def _measure(choice: Choice, matched: Matched, sides: Sides) -> Metric:
         figures=replace(measured, parted_at=judgement.parted_at if judgement else None),
         noise=noise,
         verdict=judgement.verdict if judgement else None,
-        decided_by=judgement.words if judgement else "shown, not judged",
+        decided_by=judgement.explanation if judgement else "shown, not judged",
         steps=pair.steps.tolist(),
         a=_listed(pair.a),
         b=_listed(pair.b),
@@ -216,7 +216,7 @@ def _measure(choice: Choice, matched: Matched, sides: Sides) -> Metric:
         scaled=bool(bar and bar.scaled_because),
         only_a=matched.only_a,
         only_b=matched.only_b,
-        matching=matched.words,
+        matching=matched.explanation,
         findings=examined.findings if examined else [],
         power=examined.power if examined else None,
     )

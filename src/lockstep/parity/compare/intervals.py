@@ -38,7 +38,7 @@ class Matched:
     averaged: str = ""
 
     @property
-    def words(self) -> str:
+    def explanation(self) -> str:
         """All that there is to say; "" where both sides logged the same steps."""
         steps = [
             f"{count:,} step{'s' if count != 1 else ''} that only {side} has"
@@ -64,18 +64,20 @@ def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
     every, other = max(gap_a, gap_b), "B" if rarer == "A" else "A"
     if means is None or 2 * len(means.steps) < len(plain.steps):
         known = coarse.mean and gap_a != gap_b and len(plain.steps)
-        words = f"{rarer}'s values are means of {every:g} steps, of which {other} has not all: compared as they are"
-        return Matched(series_a, series_b, *only, words if known else "")
+        explanation = (
+            f"{rarer}'s values are means of {every:g} steps, of which {other} has not all: compared as they are"
+        )
+        return Matched(series_a, series_b, *only, explanation if known else "")
     seen = "" if coarse.mean else _detected(coarse.series, fine.series, means)
     if seen is None:
         return Matched(series_a, series_b, *only)
     are = f"are means of {every:g} steps" if coarse.mean else f"look like means of {every:g} steps ({seen})"
-    words = f"{rarer}'s values {are}: {other} is averaged over the same steps"
+    explanation = f"{rarer}'s values {are}: {other} is averaged over the same steps"
     unused = int((~_within(fine.series.steps, coarse.series, means.steps)).sum())
     unmatched = len(coarse.series.steps) - len(means.steps)
     put = [[_put_on(run, coarse.series) for run in runs] for runs in (a_runs, b_runs)]
     only = (unmatched, unused) if rarer == "A" else (unused, unmatched)
-    return Matched(put[0], put[1], *only, words)
+    return Matched(put[0], put[1], *only, explanation)
 
 
 def averaged(coarse: Series, fine: Curve) -> Series | None:

@@ -42,7 +42,7 @@ class Bar:
 @dataclass(frozen=True)
 class Judgement:
     verdict: Verdict
-    words: str
+    explanation: str
     parted_at: int | None
 
 
@@ -76,14 +76,14 @@ def judge(bar: Bar, pair: Pair, figures: Figures, examined: Examined) -> Judgeme
     one_sided = pair.steps[pair.one_sided]
     if len(one_sided):
         more = f" and at {len(one_sided) - 1:,} more" if len(one_sided) > 1 else ""
-        words = f"at step {one_sided[0]}{more} only one side has a number: there they part"
-        return Judgement("out of step", words + left_out, figures.parted_at)
-    met, words = _held_against(bar, figures)
+        explanation = f"at step {one_sided[0]}{more} only one side has a number: there they part"
+        return Judgement("out of step", explanation + left_out, figures.parted_at)
+    met, explanation = _held_against(bar, figures)
     if figures.worst == 0 and figures.steps > 1:
-        return Judgement("in step", words + left_out, None)
+        return Judgement("in step", explanation + left_out, None)
     allowed = np.broadcast_to(np.asarray(bar.tolerance(pair.a), dtype=np.float64), pair.steps.shape)
     verdict, remark, parted = _beside_noise(met, figures.parted_at, examined, float(allowed[pair.finite].mean()))
-    return Judgement(verdict, words + remark + left_out, parted)
+    return Judgement(verdict, explanation + remark + left_out, parted)
 
 
 def _held_against(bar: Bar, figures: Figures) -> tuple[bool, str]:
@@ -117,7 +117,7 @@ def _beside_noise(met: bool, parted: int | None, examined: Examined, allowed: fl
     late = [each for each in examined.findings if _is_parting(each, examined, allowed)]
     if late and parted is None:
         parted = late[0].first
-    apart = "" if not met or parted is None else f", but apart by more than the bar from step {parted} on"
+    parting = "" if not met or parted is None else f", but apart by more than the bar from step {parted} on"
     # What began at a step is told by that step, what was there from the first one as a drift.
     began = [each for each in late if each.first > int(examined.steps[0])]
     drift = [each for each in examined.findings if late and each.statistic == "drift"]
@@ -125,13 +125,11 @@ def _beside_noise(met: bool, parted: int | None, examined: Examined, allowed: fl
     found = [*first, *(each for each in examined.findings if each not in first)]
     who = "noise stays" if examined.repeats == 0 else "repeats stay"
     if found and (not met or parted is not None):
-        return "out of step", f"{apart}; {told(found[0], who)}{_and_more(found)}", parted
+        return "out of step", f"{parting}; {told(found[0], who)}{_and_more(found)}", parted
     few = len(examined.steps)
     if examined.power is None:
-        words = (
-            f"{apart}; {few:,} common step{'s are' if few != 1 else ' is'} too few: {FEWEST_STEPS} at least are needed"
-        )
-        return "cannot tell", words, None
+        steps = f"{few:,} common step{'s are' if few != 1 else ' is'}"
+        return "cannot tell", f"{parting}; {steps} too few: {FEWEST_STEPS} at least are needed", None
     if met and parted is None:
         worth = [
             each
@@ -141,11 +139,11 @@ def _beside_noise(met: bool, parted: int | None, examined: Examined, allowed: fl
         return "in step", f", though not by noise alone: {told(worth[0], who)}" if worth else "", None
     if examined.repeats == 0:
         lacking = f"; what noise does is not known without repeats: {_suffices(examined, allowed)}"
-        return "cannot tell", f"{apart}{lacking}", None
+        return "cannot tell", f"{parting}{lacking}", None
     if not _enough(examined.power, allowed):
         lacking = f", as repeats do, but a drift below {examined.power.drift:.2g} would not be seen"
-        return "cannot tell", f"{apart}{lacking}: {_suffices(examined, allowed)}", None
-    return "within noise", f"{apart}, yet every statistic is what repeats do", None
+        return "cannot tell", f"{parting}{lacking}: {_suffices(examined, allowed)}", None
+    return "within noise", f"{parting}, yet every statistic is what repeats do", None
 
 
 def _is_parting(found: Finding, examined: Examined, allowed: float) -> bool:

@@ -41,7 +41,7 @@ def page(comparison: Comparison) -> str:
         "data": _inline_json(page_data(comparison)),
     }
     # One pass: a part may hold anything, also what looks like the place of another.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _resource("template.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _resource("template.html"))
 
 
 def page_data(comparison: Comparison) -> dict[str, Any]:

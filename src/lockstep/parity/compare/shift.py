@@ -57,7 +57,7 @@ def better_shift(a: Curve, b: Curve) -> Shift | None:
 
 @dataclass(frozen=True)
 class _Dense:
-    """A curve with a place for every step: 0 where there is no number, and where there is one."""
+    """A curve with an entry for every step: 0 where there is no number, and where there is one."""
 
     first: int
     values: np.ndarray
@@ -103,7 +103,7 @@ def _nearest(a: _Dense, b: _Dense, needed: int) -> list[int]:
     size = 1 << (len(a.values) + len(b.values) - 1).bit_length()
 
     def correlated(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """At place s the sum of left[i + s] x right[i]; negative ones are at the end."""
+        """At index s the sum of left[i + s] x right[i]; negative ones are at the end."""
         return np.fft.irfft(np.fft.rfft(left, size) * np.conj(np.fft.rfft(right, size)), size)
 
     positions = np.arange(-(len(b.values) - 1), len(a.values))

@@ -43,7 +43,7 @@ class Looks:
     """The normal deviate that each must exceed; the looks of one statistic share its chance of a false alarm."""
     lengths: np.ndarray
     which: np.ndarray
-    """The place of each window's length among `lengths`."""
+    """The index of each window's length among `lengths`."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Followed:
     actual: float
     off: tuple[str, ...]
     """Every parameter beyond the tolerance."""
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     """Which of the worst parameter's weights are."""
 
 
@@ -59,15 +59,15 @@ def follow(
         decay = optim["weight_decay"] if len(shapes[name]) >= 2 else 0.0
         expected = _stepped(kept, factor, lr, optim, decay)
         way = (expected - kept["before"]).abs()
-        apart = (kept["after"] - expected).abs() - ULPS * kept["before"].abs()
-        errors = apart.clamp(min=0) / way.clamp(min=1e-3 * float(way.max()) + 1e-30)
+        difference = (kept["after"] - expected).abs() - ULPS * kept["before"].abs()
+        errors = difference.clamp(min=0) / way.clamp(min=1e-3 * float(way.max()) + 1e-30)
         error = float(errors.max())
         if not error <= allowed:
             off.append(name)
         if not error <= worst.error:
-            place = int(errors.argmax())
+            index = int(errors.argmax())
             beyond = sampled(math.prod(shapes[name]))[~(errors <= allowed)].tolist()
-            worst = Followed(name, error, float(expected[place]), float(kept["after"][place]), (), tuple(beyond))
+            worst = Followed(name, error, float(expected[index]), float(kept["after"][index]), (), tuple(beyond))
     return replace(worst, off=tuple(off))
 
 

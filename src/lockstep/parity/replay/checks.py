@@ -45,7 +45,7 @@ class Check:
     error: float
     allowed: float
     where: str = ""
-    """In words: the worst place, with both values."""
+    """In words: the worst index, with both values."""
     update: int = 0
 
     @property
@@ -73,20 +73,20 @@ def share(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.shape != b.shape:
         return math.inf
     size = max(float(a.double().norm()), float(b.double().norm()))
-    apart = float((a.double() - b.double()).norm())
-    if not math.isfinite(apart) or not math.isfinite(size):
+    difference = float((a.double() - b.double()).norm())
+    if not math.isfinite(difference) or not math.isfinite(size):
         return math.inf
-    return apart / size if size else 0.0
+    return difference / size if size else 0.0
 
 
-def worst_place(a: torch.Tensor, b: torch.Tensor, unit: str) -> str:
+def worst_difference(a: torch.Tensor, b: torch.Tensor, unit: str) -> str:
     if a.shape != b.shape:
         return f"{len(a)} {unit}s against {len(b)}"
     if not a.numel():
         return ""
-    apart = torch.nan_to_num((a.double() - b.double()).abs(), nan=math.inf)
-    place = int(apart.argmax())
-    return f"{unit} {place}: {float(a[place]):.6g} against {float(b[place]):.6g}"
+    difference = torch.nan_to_num((a.double() - b.double()).abs(), nan=math.inf)
+    index = int(difference.argmax())
+    return f"{unit} {index}: {float(a[index]):.6g} against {float(b[index]):.6g}"
 
 
 def finite(error: float) -> float:

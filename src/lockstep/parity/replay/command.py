@@ -20,7 +20,7 @@ from lockstep.tape.format import TapeFolder
 
 
 @dataclass(frozen=True)
-class Request:
+class ReplayRequest:
     run: Path
     mode: str
     overrides: tuple[str, ...]
@@ -29,7 +29,7 @@ class Request:
     json: bool
 
 
-def replay_run(request: Request) -> int:
+def replay_run(request: ReplayRequest) -> int:
     mode = next((known for known in MODES if known == request.mode), None)
     if mode is None:
         raise Refusal.at("--mode", f"there is no mode {request.mode!r}", f"use one of {', '.join(MODES)}")

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import torch
 
-from lockstep.parity.replay.oplog import Operator, Source
+from lockstep.parity.replay.oplog import CallResult, Operator
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Result:
     """One of an operator's results, or, where `given` is set, one of its inputs."""
 
     call: Operator
-    place: int
+    index: int
     given: bool = False
 
     @property
     def tensor(self) -> torch.Tensor:
-        return (self.call.inputs if self.given else self.call.outputs)[self.place]
+        return (self.call.inputs if self.given else self.call.outputs)[self.index]
 
 
 class Flow:
@@ -29,9 +29,9 @@ class Flow:
 
     def __init__(self, calls: Sequence[Operator]):
         kept = [number for number, call in enumerate(calls) if not call.unset]
-        places = {number: place for place, number in enumerate(kept)}
-        self.calls = [_renumbered(calls[number], places) for number in kept]
-        self.readers: dict[Source, list[int]] = {}
+        indices = {number: index for index, number in enumerate(kept)}
+        self.calls = [_renumbered(calls[number], indices) for number in kept]
+        self.readers: dict[CallResult, list[int]] = {}
         for number, call in enumerate(self.calls):
             for source in call.sources:
                 if source is not None:
@@ -41,14 +41,14 @@ class Flow:
         return self.made(range(len(self.calls)))
 
     def made(self, part: range) -> list[Result]:
-        return [Result(self.calls[number], place) for number in part for place in _numbers(self.calls[number])]
+        return [Result(self.calls[number], index) for number in part for index in _numbers(self.calls[number])]
 
     def given(self, part: range) -> list[Result]:
         """What the part reads from outside of it."""
         return [
-            Result(self.calls[number], place, given=True)
+            Result(self.calls[number], index, given=True)
             for number in part
-            for place, (_, source) in enumerate(zip_longest(self.calls[number].inputs, self.calls[number].sources))
+            for index, (_, source) in enumerate(zip_longest(self.calls[number].inputs, self.calls[number].sources))
             if source is None or source[0] not in part
         ]
 
@@ -64,12 +64,12 @@ class Flow:
         """
         found = []
         for number in part:
-            places = _numbers(self.calls[number])
-            read = [place for place in places if (number, place) in self.readers]
+            indices = _numbers(self.calls[number])
+            read = [index for index in indices if (number, index) in self.readers]
             found += [
-                Result(self.calls[number], place)
-                for place in read or places[:1]
-                if any(reader not in part for reader in self.readers.get((number, place), [-1]))
+                Result(self.calls[number], index)
+                for index in read or indices[:1]
+                if any(reader not in part for reader in self.readers.get((number, index), [-1]))
             ]
         return found
 
@@ -79,19 +79,19 @@ class Flow:
         for number in reversed(range(len(self.calls))):
             if number in wanted:
                 wanted |= {source[0] for source in self.calls[number].sources if source is not None}
-        places = {number: place for place, number in enumerate(sorted(wanted))}
-        return Flow([_renumbered(self.calls[number], places) for number in sorted(wanted)])
+        indices = {number: index for index, number in enumerate(sorted(wanted))}
+        return Flow([_renumbered(self.calls[number], indices) for number in sorted(wanted)])
 
 
 def _numbers(call: Operator) -> list[int]:
     """Places of its results that are numbers with a fraction; of an operator without any, all."""
-    floats = [place for place, tensor in enumerate(call.outputs) if tensor.is_floating_point() and tensor.numel()]
+    floats = [index for index, tensor in enumerate(call.outputs) if tensor.is_floating_point() and tensor.numel()]
     return floats or list(range(len(call.outputs)))
 
 
-def _renumbered(call: Operator, places: dict[int, int]) -> Operator:
+def _renumbered(call: Operator, indices: dict[int, int]) -> Operator:
     sources = [
-        (places[source[0]], source[1]) if source is not None and source[0] in places else None
+        (indices[source[0]], source[1]) if source is not None and source[0] in indices else None
         for source in call.sources
     ]
     return replace(call, sources=tuple(sources))

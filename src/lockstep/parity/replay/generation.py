@@ -1,8 +1,8 @@
 """Do two engines say the same? Judged token by token, up to where they part.
 
-Sampling adds noise to log-probabilities and takes the largest sum; the noise is a function of the place alone and the
-same on every device. So while two engines agree they draw the same tokens, and where they draw different ones, the two
-sums must lie within rounding of each other: A preferred `a`, B preferred `b`, and neither saw the other far behind.
+Sampling adds noise to log-probabilities and takes the largest sum; the noise is a function of the position alone and
+the same on every device. So while two engines agree they draw the same tokens, and where they draw different ones, the
+two sums must lie within rounding of each other: A preferred `a`, B preferred `b`, and neither saw the other far behind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from lockstep.kernels.noise import gumbel_noise, sequence_keys
 from lockstep.parity.replay.checks import Check
-from lockstep.parity.replay.loop import by_place
+from lockstep.parity.replay.loop import by_prompt_and_sample
 from lockstep.types import Rollout
 
 
@@ -30,13 +30,13 @@ def judge_generation(
     greedy: bool,
 ) -> Check:
     """`first_key` is the data position of the step's first prompt, from which sampling derives its noise."""
-    ours, theirs = by_place(a), by_place(b)
+    ours, theirs = by_prompt_and_sample(a), by_prompt_and_sample(b)
     missing = sorted(ours.keys() ^ theirs.keys())
     if missing:
-        place, sample = missing[0]
-        where = f"{len(missing)} responses are on one side only, the first to prompt {place}, sample {sample}"
+        prompt_index, sample = missing[0]
+        where = f"{len(missing)} responses are on one side only, the first to prompt {prompt_index}, sample {sample}"
         return Check("generation", step, "responses", math.inf, allowed, where)
-    apart: list[float] = []
+    differences: list[float] = []
     worst, where = 0.0, ""
     parted = 0
     for key, one in ours.items():
@@ -49,14 +49,14 @@ def judge_generation(
             # An end token is a token too: where one side just stops, no tie explains it.
             ended = shared == min(len(one.ids), len(other.ids))
             errors.append(math.inf if ended else _preference_gap(one, other, shared, keys, vocabulary, greedy))
-        apart += errors
+        differences += errors
         if errors and max(errors) > worst:
             worst = max(errors)
             token = errors.index(worst)
             where = (
                 f"prompt {key[0]}, sample {key[1]}, token {token}: {_said(one, token)} against {_said(other, token)}"
             )
-    size = torch.tensor(apart, dtype=torch.float64)
+    size = torch.tensor(differences, dtype=torch.float64)
     error = float(size.square().mean().sqrt()) if len(size) else 0.0
     what = f"tokens and the engine's log-probabilities ({parted} of {len(ours)} responses part)"
     return Check("generation", step, what, error, allowed, where)
@@ -74,12 +74,12 @@ def _said(rollout: Rollout, token: int) -> str:
 
 
 def _preference_gap(
-    one: Rollout, other: Rollout, place: int, keys: tuple[int, int], vocabulary: int, greedy: bool
+    one: Rollout, other: Rollout, position: int, keys: tuple[int, int], vocabulary: int, greedy: bool
 ) -> float:
     """How far apart the two winning sums are; 0 for a tie."""
-    tokens = one.ids[place], other.ids[place]
-    scores = one.logprobs[place], other.logprobs[place]
+    tokens = one.ids[position], other.ids[position]
+    scores = one.logprobs[position], other.logprobs[position]
     if greedy:
         return abs(scores[0] - scores[1])
-    noise = gumbel_noise(torch.tensor([keys], dtype=torch.int32), torch.tensor([place]), vocabulary)[0]
+    noise = gumbel_noise(torch.tensor([keys], dtype=torch.int32), torch.tensor([position]), vocabulary)[0]
     return abs((scores[0] + float(noise[tokens[0]])) - (scores[1] + float(noise[tokens[1]])))

@@ -37,9 +37,9 @@ def judge_landing(
 ) -> Iterator[Check]:
     """`manifest` is the replay's. `restored`: it started from the recorded optimizer state too."""
     rates = info[0]["lr"], info[1]["lr"]
-    apart = abs(rates[0] - rates[1]) / max(rates[0], 1e-30)
+    difference = abs(rates[0] - rates[1]) / max(rates[0], 1e-30)
     what = f"{learner}, update {number + 1}: learning rate"
-    yield Check("optimizer", one.step, what, finite(apart), 1e-6, f"{rates[0]:g} against {rates[1]:g}", number)
+    yield Check("optimizer", one.step, what, finite(difference), 1e-6, f"{rates[0]:g} against {rates[1]:g}", number)
     if number:
         return
     if restored:
@@ -85,10 +85,10 @@ def _moments(one: StepRecord, other: StepRecord, learner: str, tolerance: Tolera
         # Weights without a gradient on one side have no sample there; the gradient's check tells.
         if theirs is None and f"{key.rsplit('/', 1)[0]}/gradient" not in other.tensors:
             continue
-        apart = math.inf if theirs is None else share(ours.reshape(-1), theirs.reshape(-1))
-        if not apart <= error:
-            worst, error = key.removeprefix(prefix), apart
-            where = f"{worst}: on one side only" if theirs is None else f"{worst}: a share of {apart:.3g} apart"
+        difference = math.inf if theirs is None else share(ours.reshape(-1), theirs.reshape(-1))
+        if not difference <= error:
+            worst, error = key.removeprefix(prefix), difference
+            where = f"{worst}: on one side only" if theirs is None else f"{worst}: a share of {difference:.3g} apart"
     what = f"{learner}: moments before the update"
     yield Check("optimizer", one.step, what, finite(error), tolerance.optimizer, where)
 
@@ -103,7 +103,7 @@ def _formula(
     where = f"{followed.parameter}: {followed.expected:.9g} by the formula, {followed.actual:.9g} found"
     if followed.off:
         where += f"; off: {', '.join(followed.off[:4])}" + (" ..." if len(followed.off) > 4 else "")
-        where += whose_rows(followed.places, shapes[followed.parameter], manifest["world_size"])
+        where += whose_rows(followed.indices, shapes[followed.parameter], manifest["world_size"])
     what = f"{learner}: weights by AdamW's formula"
     yield Check("optimizer", record.step, what, finite(followed.error), tolerance.optimizer, where)
 
@@ -121,12 +121,12 @@ def _held(manifest: Mapping[str, Any], record: StepRecord, learner: str) -> Iter
         if len(off) / len(held) > error:
             error = len(off) / len(held)
             shape = manifest["parameters"][learner][name]
-            places = sampled(math.prod(shape))[off].tolist()
+            indices = sampled(math.prod(shape))[off].tolist()
             first = int(off[0])
             where = (
                 f"{name}: {len(off)} of {len(held)} sampled weights are not their masters, "
                 f"{float(held[first]):.6g} for {float(wanted[first]):.6g}"
-                f"{whose_rows(places, shape, manifest['world_size'])}"
+                f"{whose_rows(indices, shape, manifest['world_size'])}"
             )
     if any(key.startswith(prefix) for key in record.tensors):
         yield Check("weights", record.step, f"{learner}: weights and their masters", error, 0.0, where)

@@ -111,13 +111,13 @@ class _Listener:
     def hooked(self) -> Iterator[None]:
         handles: list[Any] = []
         for name, each in self.root.named_modules():
-            place = public_name(name)
+            module = public_name(name)
             enter = each.register_forward_pre_hook(
-                lambda m, a, k, place=place: self._enter(place, a, k),
+                lambda m, a, k, module=module: self._enter(module, a, k),
                 with_kwargs=True,
             )
             leave = each.register_forward_hook(
-                lambda m, a, k, o, place=place: self._leave(place, o),
+                lambda m, a, k, o, module=module: self._leave(module, o),
                 with_kwargs=True,
             )
             handles += [enter, leave]
@@ -136,31 +136,31 @@ class _Listener:
     def _weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(()) if self.module is None else self.module.named_parameters(recurse=False)
 
-    def _enter(self, place: str, args: Any, kwargs: Any) -> Any:
+    def _enter(self, module: str, args: Any, kwargs: Any) -> Any:
         outer = self._outer()
         self._pause()
-        if place == self.wanted and not self.open and not self.seen[SELF]:
+        if module == self.wanted and not self.open and not self.seen[SELF]:
             self.open, self.seen[SELF] = True, 1
             args, kwargs = self._cross((args, kwargs), "input", self._give, None, self._gave)
-        elif outer and place not in self.through:
-            self.heard.children.add(place)
-            prefix = f"{place}/{self.seen[place]}/input"
+        elif outer and module not in self.through:
+            self.heard.children.add(module)
+            prefix = f"{module}/{self.seen[module]}/input"
             args, kwargs = self._cross((args, kwargs), prefix, None, self._return, None)
-        self.stack.append(place)
+        self.stack.append(module)
         self._resume()
         return args, kwargs
 
-    def _leave(self, place: str, output: Any) -> Any:
+    def _leave(self, module: str, output: Any) -> Any:
         self._pause()
         self.stack.pop()
-        if place == self.wanted and self.open and self.wanted not in self.stack:
+        if module == self.wanted and self.open and self.wanted not in self.stack:
             self.open = False
             if self.phase == FORWARD:
                 self.heard.outputs = [copied(leaf) for leaf in pytree.tree_leaves(output) if _is_tensor(leaf)]
             output = self._cross(output, "output", None, self._return, None)
-        elif self._outer() and place not in self.through:
-            output = self._cross(output, f"{place}/{self.seen[place]}/output", self._give, None, None)
-            self.seen[place] += 1
+        elif self._outer() and module not in self.through:
+            output = self._cross(output, f"{module}/{self.seen[module]}/output", self._give, None, None)
+            self.seen[module] += 1
         self._resume()
         return output
 
@@ -168,7 +168,7 @@ class _Listener:
         """Whether the code that runs now is the module's own."""
         if not self.open:
             return False
-        inner = [place for place in self.stack if place not in self.through]
+        inner = [module for module in self.stack if module not in self.through]
         return bool(inner) and inner[-1] == self.wanted
 
     def _pause(self) -> None:

@@ -79,9 +79,9 @@ def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Lea
     """The recorded weights in a model of its own on the CPU: untouched by what the replay may have wrong."""
     plain = recipe.model.model_copy(update={"gradient_checkpointing": False, "attention": "sdpa"})
     recipe = recipe.model_copy(update={"model": plain, "device": "cpu"})
-    device, place = Cpu(), torch.device("cpu")
+    device, torch_device = Cpu(), torch.device("cpu")
     build = build_critic if name == "critic" else build_learner
-    learner = build(recipe, device, World(), place)
+    learner = build(recipe, device, World(), torch_device)
     assert learner is not None
     if step in tape.weighed():
         restore_learner(learner, tape.read_weights(step), str(tape.path))
@@ -155,5 +155,5 @@ def _values(culprit: Culprit) -> tuple[float, float] | None:
     found, wanted = culprit.actual, culprit.expected
     if found.shape != wanted.shape or not found.numel():
         return None
-    place = int((found.double() - wanted.double()).abs().flatten().argmax())
-    return float(found.flatten()[place]), float(wanted.flatten()[place])
+    index = int((found.double() - wanted.double()).abs().flatten().argmax())
+    return float(found.flatten()[index]), float(wanted.flatten()[index])

@@ -14,6 +14,7 @@ from lockstep.parity.replay.restore import restore_learner
 from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
+from lockstep.reward.shaping import rescored
 from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.record import refuse_no_weights, weights_of
@@ -23,7 +24,8 @@ from lockstep.train.offline import Offline, open_offline
 from lockstep.train.offline import train_step as offline_step
 from lockstep.train.online import Online, open_online
 from lockstep.train.online import train_step as online_step
-from lockstep.train.rollouts import Rollouts, counted, rescored
+from lockstep.train.rollout_metrics import rollout_metrics
+from lockstep.train.rollouts import Rollouts
 from lockstep.train.run import Run
 from lockstep.train.training import Training
 from lockstep.types import Failure, Rollout
@@ -78,10 +80,10 @@ class Replay:
         generated = online.take_rollouts().experience.rollouts if self.mode == "forced" else rollouts
         judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
         baseline = self.tape.read_step(step + 1).tensors.get("step/baseline")
-        indices = [rollout.place for rollout in rollouts]
+        indices = [rollout.prompt_index for rollout in rollouts]
         baselines = None if baseline is None else dict(zip(indices, baseline.tolist(), strict=True))
         position = int(training.carried["position"]) + recipe.batch.prompts
-        experience, metrics = experience_of(rollouts, baselines), counted(rollouts, rollouts, [])
+        experience, metrics = experience_of(rollouts, baselines), rollout_metrics(rollouts, rollouts, [])
         return Rollouts(experience, [], position, metrics, generated, judged_S)
 
     def after(self, training: Training, step: int) -> None:
@@ -151,5 +153,5 @@ def _from_the_start(steps: Sequence[int]) -> list[int]:
     return [step for number, step in enumerate(steps, start=1) if step == number]
 
 
-def by_place(rollouts: Sequence[Rollout]) -> dict[tuple[int, int], Rollout]:
-    return {(rollout.place, rollout.sample): rollout for rollout in rollouts}
+def by_prompt_and_sample(rollouts: Sequence[Rollout]) -> dict[tuple[int, int], Rollout]:
+    return {(rollout.prompt_index, rollout.sample): rollout for rollout in rollouts}

@@ -31,12 +31,12 @@ class Culprit:
     fault: Literal["kernel", "code"]
     call: Operator
     clean: Operator | None
-    """The clean module's operator at this place; None where it has none."""
+    """The clean module's operator at this point; None where it has none."""
     error: float
     actual: torch.Tensor
     expected: torch.Tensor
     why: str
-    place: int = 0
+    index: int = 0
     """Which of the operator's results it is."""
 
 
@@ -47,14 +47,14 @@ def wrong_kernel(calls: Sequence[Operator], tolerance: Tolerance | None = None) 
         expected = in_double(call) if call.inputs and not call.unset else None
         if expected is None:
             continue
-        for place, (actual, wanted) in enumerate(zip(call.outputs, expected, strict=False)):
+        for index, (actual, wanted) in enumerate(zip(call.outputs, expected, strict=False)):
             if not actual.is_floating_point() or actual.shape != wanted.shape:
                 continue
             allowed = (tolerance or TOLERANCES[_PRECISION.get(actual.dtype, "fp32")]).module
-            error = apart(actual, wanted)
+            error = relative_difference(actual, wanted)
             if not error <= 4 * allowed:
                 why = f"on {call.device} it gives another result than the same inputs do in float64 on the CPU"
-                return Culprit("kernel", call, None, error, actual, wanted, why, place)
+                return Culprit("kernel", call, None, error, actual, wanted, why, index)
     return None
 
 
@@ -96,29 +96,29 @@ def _unlike(end: Result, theirs: Flow, tolerance: Tolerance) -> Result | Literal
 
 
 def _parted(call: Operator, clean: Operator, theirs: Flow, tolerance: Tolerance) -> Culprit | None:
-    errors = [apart(x, y) for x, y in zip(call.inputs, clean.inputs, strict=True)]
+    errors = [relative_difference(x, y) for x, y in zip(call.inputs, clean.inputs, strict=True)]
     error_in = max(errors, default=0.0)
-    for place, (actual, expected) in enumerate(zip(call.outputs, clean.outputs, strict=False)):
-        error = apart(actual, expected)
+    for index, (actual, expected) in enumerate(zip(call.outputs, clean.outputs, strict=False)):
+        error = relative_difference(actual, expected)
         if not error <= max(tolerance.module, tolerance.growth * error_in):
-            other, own = _settings_apart(call, clean)
+            other, own = _differing_settings(call, clean)
             why = f"with {other} instead of {own}" if other else "its inputs agree, its result does not"
-            return Culprit("code", call, clean, error, actual, expected, why, place)
+            return Culprit("code", call, clean, error, actual, expected, why, index)
     if call.writes or error_in <= tolerance.module:
         return None
-    place = errors.index(error_in)
+    index = errors.index(error_in)
     alone = len(errors) == 1 or min(errors) <= tolerance.module
-    if not alone or _source(call, place) or _source(clean, place):
+    if not alone or _source(call, index) or _source(clean, index):
         return None  # of the same kind by chance: it works on something else
     if all(_nearest(made, theirs.results())[0] <= tolerance.module for made in call.outputs):
         return None  # the clean module does this as well, elsewhere
     # Something that is no operator brought it in: a weight, a buffer, a constant.
-    why = f"its input number {place + 1} is not the clean module's: a weight, a buffer or a constant"
-    return Culprit("code", call, clean, error_in, call.inputs[place], clean.inputs[place], why)
+    why = f"its input number {index + 1} is not the clean module's: a weight, a buffer or a constant"
+    return Culprit("code", call, clean, error_in, call.inputs[index], clean.inputs[index], why)
 
 
-def _source(call: Operator, place: int) -> bool:
-    return place < len(call.sources) and call.sources[place] is not None
+def _source(call: Operator, index: int) -> bool:
+    return index < len(call.sources) and call.sources[index] is not None
 
 
 def _other_part(ours: Flow, theirs: Flow, mine: range, wanted: range, tolerance: Tolerance) -> Culprit | None:
@@ -146,7 +146,7 @@ def _other_part(ours: Flow, theirs: Flow, mine: range, wanted: range, tolerance:
     if found is None:
         return None
     part = [one for one in ours.made(mine) if _first_unknown([one], theirs.results(), tolerance)]
-    call = _suspect([one.call for one in part if one.place == 0], found.call)
+    call = _suspect([one.call for one in part if one.index == 0], found.call)
     instead = f"the clean module runs {_list(theirs, wanted)} instead"
     if _coarser(call):
         return _needless(Result(call, 0), instead)
@@ -168,7 +168,7 @@ def _nearest(tensor: torch.Tensor, known: Sequence[Result]) -> tuple[float, Resu
     best: tuple[float, Result | None] = (math.inf, None)
     for one in reversed(known):
         if one.tensor.numel() == tensor.numel():
-            error = apart(tensor.flatten(), one.tensor.flatten())
+            error = relative_difference(tensor.flatten(), one.tensor.flatten())
             best = (error, one) if best[1] is None or error < best[0] else best
     return best
 
@@ -189,9 +189,11 @@ def _coarser(call: Operator) -> bool:
 def _end(end: Result, near: Result | Literal[False], why: str) -> Culprit:
     """A result against what should stand in its place."""
     if near is False:
-        return Culprit("code", end.call, None, math.inf, end.tensor, torch.zeros(0), why, end.place)
+        return Culprit("code", end.call, None, math.inf, end.tensor, torch.zeros(0), why, end.index)
     expected = near.tensor.reshape(end.tensor.shape)
-    return Culprit("code", end.call, near.call, apart(end.tensor, expected), end.tensor, expected, why, end.place)
+    return Culprit(
+        "code", end.call, near.call, relative_difference(end.tensor, expected), end.tensor, expected, why, end.index
+    )
 
 
 def _needless(made: Result | None, instead: str = "the clean module does not run it") -> Culprit | None:
@@ -200,11 +202,11 @@ def _needless(made: Result | None, instead: str = "the clean module does not run
         return None
     expected = next((one for one in made.call.inputs if one.shape == made.tensor.shape), torch.zeros(0))
     why = instead + _cast(made.call)
-    return Culprit("code", made.call, None, math.inf, made.tensor, expected, why, made.place)
+    return Culprit("code", made.call, None, math.inf, made.tensor, expected, why, made.index)
 
 
 def _list(flow: Flow, part: range) -> str:
-    names = [flow.calls[place].name for place in part]
+    names = [flow.calls[index].name for index in part]
     return ", ".join(names) if len(names) <= 3 else f"{names[0]}, ... and {names[-1]} ({len(names)} operators)"
 
 
@@ -213,7 +215,7 @@ def _cast(call: Operator) -> str:
     return f" (to {kinds[0]})" if kinds else ""
 
 
-def _settings_apart(call: Operator, clean: Operator) -> tuple[str, str]:
+def _differing_settings(call: Operator, clean: Operator) -> tuple[str, str]:
     ours, theirs = call.settings, clean.settings
     for mine, wanted in zip(ours, theirs, strict=False):
         if not isinstance(mine, torch.device | torch.layout) and mine != wanted:
@@ -243,7 +245,7 @@ def _doubled(leaf: Any) -> Any:
     return leaf
 
 
-def apart(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative_difference(actual: torch.Tensor, wanted: torch.Tensor) -> float:
     """The difference as a share of the larger one's size; infinite of other shapes, or where one alone is finite."""
     if actual.shape != wanted.shape:
         return math.inf

@@ -11,7 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Source = tuple[int, int]
+CallResult = tuple[int, int]
+"""A call in the log, and which of its results."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Operator:
     kwargs: dict[str, Any]
     outputs: list[torch.Tensor]
     device: str
-    sources: tuple[Source | None, ...] = ()
+    sources: tuple[CallResult | None, ...] = ()
     """For each of `inputs` the call in the log that made it, and which of its results; None: it came from outside."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,8 +66,8 @@ class OperatorLog(TorchDispatchMode):
         super().__init__()
         self.wanted = wanted
         self.calls: list[Operator] = []
-        self.makers: dict[int, Source] = {}
-        """By the place of its memory: which call wrote a tensor last."""
+        self.makers: dict[int, CallResult] = {}
+        """By the address of its memory: which call wrote a tensor last."""
         self.alive: list[torch.Tensor] = []
         """Kept, so that nobody else gets their memory while the log is written."""
 
@@ -81,7 +82,7 @@ class OperatorLog(TorchDispatchMode):
         given = pytree.tree_map(copied, (args, kwargs))
         result = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(result) if _is_tensor(leaf)]
-        self.makers |= {memory_of(tensor): (len(self.calls), place) for place, tensor in enumerate(made)}
+        self.makers |= {memory_of(tensor): (len(self.calls), index) for index, tensor in enumerate(made)}
         self.alive += made
         outputs = [copied(tensor) for tensor in made]
         self.calls.append(Operator(func, tuple(given[0]), given[1], outputs, device, sources))
@@ -89,7 +90,7 @@ class OperatorLog(TorchDispatchMode):
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Where its numbers lie. A view has its base's place; what has no memory of its own has a place by itself."""
+    """Where its numbers lie. A view has its base's address; what has no memory of its own has one by itself."""
     return tensor.untyped_storage().data_ptr() or -id(tensor)
 
 

@@ -87,10 +87,10 @@ def _rows(x: torch.Tensor, y: torch.Tensor) -> str:
     return f", in eighths {off[0] + 1} to {off[-1] + 1} of its rows"
 
 
-def whose_rows(places: Iterable[int], shape: Sequence[int], ranks: int) -> str:
+def whose_rows(indices: Iterable[int], shape: Sequence[int], ranks: int) -> str:
     """The rank that holds all of these weights of a parameter, where the parameter is divided by rows."""
     if ranks == 1 or not shape:
         return ""
     wide, each = math.prod(shape[1:]), -(-shape[0] // ranks)
-    found = {place // wide // each for place in places}
+    found = {index // wide // each for index in indices}
     return f" (rank {found.pop()} alone)" if len(found) == 1 else ""

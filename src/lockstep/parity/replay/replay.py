@@ -22,7 +22,8 @@ from lockstep.parity.replay.parts import Part, left_out, shared_out
 from lockstep.parity.replay.stages import Side, judge_step
 from lockstep.parity.replay.tolerance import Tolerance, tolerance_of
 from lockstep.recipe import Recipe, load_recipe
-from lockstep.run.folder import RunFolder, atomic_write_text
+from lockstep.run.files import atomic_write_text
+from lockstep.run.folder import RunFolder
 from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.probe import FORWARD

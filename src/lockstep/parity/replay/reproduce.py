@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lockstep.parity.replay.operators import Culprit, apart, in_double
+from lockstep.parity.replay.operators import Culprit, in_double, relative_difference
 from lockstep.parity.replay.oplog import Operator
 
 # Numbers that a script holds itself; more go into a file beside it.
@@ -28,7 +28,7 @@ class Case:
     found: torch.Tensor
     judge: Operator | None
     wanted: torch.Tensor
-    place: int = 0
+    index: int = 0
     """Which of the operator's results it is."""
 
     @property
@@ -54,27 +54,27 @@ def write_reproducer(culprit: Culprit, path: Path, title: str) -> Path | None:
 
 def case_of(culprit: Culprit) -> Case | None:
     """The operator with its judge; None where nothing shows."""
-    call, place = culprit.call, culprit.place
+    call, index = culprit.call, culprit.index
     if not call.outputs or not culprit.expected.numel() or culprit.expected.shape != culprit.actual.shape:
         return None
     if culprit.fault == "kernel":
-        return _shown(Case(call, culprit.actual, call, culprit.expected, place))
+        return _shown(Case(call, culprit.actual, call, culprit.expected, index))
     judge = with_settings(call, culprit.clean)
     wanted = in_double(judge) if judge is not None else None
-    again = run(call, place)
+    again = run(call, index)
     if again is None:
-        again = call.outputs[place]  # it runs on its own device alone, as the script will
-    if judge is not None and wanted and (case := _shown(Case(call, again, judge, wanted[place], place))) is not None:
+        again = call.outputs[index]  # it runs on its own device alone, as the script will
+    if judge is not None and wanted and (case := _shown(Case(call, again, judge, wanted[index], index))) is not None:
         return case
     # Its inputs are what differs, or many operators stand for it: the wanted numbers themselves are the judge.
     literal = culprit.expected
     if any(culprit.actual is one for one in call.inputs) and culprit.clean and culprit.clean.outputs:
-        literal = culprit.clean.outputs[place]
-    return _shown(Case(call, again, None, literal, place))
+        literal = culprit.clean.outputs[index]
+    return _shown(Case(call, again, None, literal, index))
 
 
 def _shown(case: Case) -> Case | None:
-    return case if _apart(case.found, case.wanted) > case.allowed else None
+    return case if _difference(case.found, case.wanted) > case.allowed else None
 
 
 def smallest(case: Case) -> Case:
@@ -92,8 +92,8 @@ def smallest(case: Case) -> Case:
 
 
 def _axes(case: Case) -> int:
-    """How many axes may be cut. Kernels trust places in other tensors, which integers are, and attention's trust their
-    shapes; of attention, sequences are independent, and that is all that can be cut."""
+    """How many axes may be cut. Kernels trust indices into other tensors, which integers are, and attention's trust
+    their shapes; of attention, sequences are independent, and that is all that can be cut."""
     if any(not one.is_floating_point() and one.dtype != torch.bool for one in case.call.inputs):
         return 0
     return min(1, case.found.ndim) if "attention" in case.call.name else case.found.ndim
@@ -105,9 +105,9 @@ def _cut(case: Case, axis: int, keep: slice) -> Case | None:
 
     def sliced(tensor: torch.Tensor) -> torch.Tensor:
         # Broadcasting counts axes from the right, matrices have the rows of the first and the columns of the second.
-        place = axis - ndim + tensor.ndim
-        if place >= 0 and tensor.shape[place] == width:
-            return tensor.movedim(place, 0)[keep].movedim(0, place).clone()
+        own = axis - ndim + tensor.ndim
+        if own >= 0 and tensor.shape[own] == width:
+            return tensor.movedim(own, 0)[keep].movedim(0, own).clone()
         return tensor
 
     def cut(call: Operator) -> Operator:
@@ -121,18 +121,18 @@ def _cut(case: Case, axis: int, keep: slice) -> Case | None:
         return Operator(call.function, args, kwargs, [], call.device)
 
     call = cut(case.call)
-    again = run(call, case.place)
+    again = run(call, case.index)
     found, wanted = sliced(case.found), sliced(case.wanted)
     judge = None if case.judge is None else cut(case.judge)
     if judge is not None:
         doubled = in_double(judge)
-        if not doubled or doubled[case.place].shape != wanted.shape or _apart(doubled[case.place], wanted) > SEEN:
+        if not doubled or doubled[case.index].shape != wanted.shape or _difference(doubled[case.index], wanted) > SEEN:
             return None
     if again is None or again.shape != found.shape:
         return None
-    if judge is None and _apart(again, found) > SEEN:
+    if judge is None and _difference(again, found) > SEEN:
         return None
-    return _shown(Case(call, found, judge, wanted, case.place))
+    return _shown(Case(call, found, judge, wanted, case.index))
 
 
 def with_settings(call: Operator, clean: Operator | None) -> Operator | None:
@@ -149,7 +149,7 @@ def with_settings(call: Operator, clean: Operator | None) -> Operator | None:
 
 
 @torch.no_grad()
-def run(call: Operator, place: int = 0) -> torch.Tensor | None:
+def run(call: Operator, index: int = 0) -> torch.Tensor | None:
     """A result of the operator on the CPU in its own precision."""
     try:
         args, kwargs = pytree.tree_map(_fresh, (call.args, call.kwargs))
@@ -157,7 +157,7 @@ def run(call: Operator, place: int = 0) -> torch.Tensor | None:
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
         return None  # it runs on its own device alone
     leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return leaves[place] if len(leaves) > place else None
+    return leaves[index] if len(leaves) > index else None
 
 
 def _fresh(leaf: Any) -> Any:
@@ -166,9 +166,9 @@ def _fresh(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """0 of other shapes: nothing shows there."""
-    return apart(found, wanted) if found.shape == wanted.shape else 0.0
+    return relative_difference(found, wanted) if found.shape == wanted.shape else 0.0
 
 
 def _lines(case: Case, title: str, heavy: bool) -> list[str]:
@@ -207,7 +207,7 @@ def _lines(case: Case, title: str, heavy: bool) -> list[str]:
         "",
         "def result(answer):",
         "    every = answer if isinstance(answer, (tuple, list)) else [answer]",
-        f"    tensor = [one for one in every if isinstance(one, torch.Tensor)][{case.place}]",
+        f"    tensor = [one for one in every if isinstance(one, torch.Tensor)][{case.index}]",
         "    return tensor.detach().cpu().double().flatten()",
         "",
         "",
@@ -237,8 +237,8 @@ def _call_text(call: Operator, *, double: bool = False) -> str:
             return f"[{', '.join(text(one) for one in leaf)}]"
         return _number(leaf) if isinstance(leaf, float) else repr(leaf)
 
-    words = [text(arg) for arg in call.args] + [f"{key}={text(value)}" for key, value in call.kwargs.items()]
-    return f"torch.ops.{call.function}({', '.join(words)})"
+    arguments = [text(arg) for arg in call.args] + [f"{key}={text(value)}" for key, value in call.kwargs.items()]
+    return f"torch.ops.{call.function}({', '.join(arguments)})"
 
 
 def _literal(tensor: torch.Tensor) -> str:

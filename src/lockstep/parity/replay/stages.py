@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.parity.replay.checks import Check, finite, root_mean_square, share, worst_place
+from lockstep.parity.replay.checks import Check, finite, root_mean_square, share, worst_difference
 from lockstep.parity.replay.generation import judge_generation
 from lockstep.parity.replay.landing import judge_landing, judge_left
 from lockstep.parity.replay.parameters import overall, worst_parameter, worst_slope
@@ -67,7 +67,7 @@ def _batch(a: StepRecord, b: StepRecord) -> Iterator[Check]:
     for name, unit in names.items():
         x, y = a.tensors[name], b.tensors[name]
         if x.shape != y.shape or not torch.equal(x, y):
-            where = worst_place(x.flatten(), y.flatten(), unit)
+            where = worst_difference(x.flatten(), y.flatten(), unit)
             yield Check("batch", a.step, "tokens and loss mask", math.inf, 0.0, where)
             return
     yield Check("batch", a.step, "tokens and loss mask", 0.0, 0.0)
@@ -96,9 +96,9 @@ def responses(
 
 def _reward(a: StepRecord, b: StepRecord) -> Iterator[Check]:
     x, y = a.tensors["step/scores"], b.tensors["step/scores"]
-    apart = torch.nan_to_num((x.double() - y.double()).abs(), nan=math.inf) if x.shape == y.shape else None
-    error = math.inf if apart is None else float(apart.max()) if len(apart) else 0.0
-    yield Check("reward", a.step, "scores of the recorded responses", error, 1e-4, worst_place(x, y, "response"))
+    difference = torch.nan_to_num((x.double() - y.double()).abs(), nan=math.inf) if x.shape == y.shape else None
+    error = math.inf if difference is None else float(difference.max()) if len(difference) else 0.0
+    yield Check("reward", a.step, "scores of the recorded responses", error, 1e-4, worst_difference(x, y, "response"))
 
 
 def _logprobs(a: StepRecord, b: StepRecord, tolerance: Tolerance, *, alike: bool) -> Iterator[Check]:
@@ -112,7 +112,7 @@ def _logprobs(a: StepRecord, b: StepRecord, tolerance: Tolerance, *, alike: bool
             yield Check("log-probs", a.step, what, math.inf, tolerance.logprob, "on one side only")
         elif name in a.tensors:
             x, y = a.tensors[name], b.tensors[name]
-            where = worst_place(x, y, "token") + _whose(b, name, x, y)
+            where = worst_difference(x, y, "token") + _whose(b, name, x, y)
             yield Check("log-probs", a.step, what, root_mean_square(x, y), tolerance.logprob, where)
             if tolerance.systematic is not None and name != "step/values":
                 yield from _on_a_line(a.step, what, x, y, tolerance.systematic)
@@ -152,7 +152,7 @@ def _advantages(a: StepRecord, b: StepRecord, tolerance: Tolerance, checks: list
         if key in a.tensors and key in b.tensors:
             x, y = a.tensors[key], b.tensors[key]
             allowed = max(tolerance.advantage, tolerance.growth * before)
-            yield Check("advantages", a.step, name, share(x, y), allowed, worst_place(x, y, "token"))
+            yield Check("advantages", a.step, name, share(x, y), allowed, worst_difference(x, y, "token"))
 
 
 def _update(
@@ -178,10 +178,10 @@ def _update(
     # Later updates of a step see weights that earlier ones moved: what their answers are off by is not the loss's.
     inherited = tolerance.growth * answers if number else 0.0
     size = max(abs(info[0]["loss"]), float(x.double().abs().sum()), 1e-12)
-    apart = abs(info[0]["loss"] - info[1]["loss"]) / size
+    difference = abs(info[0]["loss"] - info[1]["loss"]) / size
     said = f"{info[0]['loss']:.8g} against {info[1]['loss']:.8g}"
-    yield Check("loss", step, f"{what}: value", finite(apart), tolerance.loss + 10 * answers, said, number)
-    where = worst_place(x, y, "target")
+    yield Check("loss", step, f"{what}: value", finite(difference), tolerance.loss + 10 * answers, said, number)
+    where = worst_difference(x, y, "target")
     allowed = 10 * tolerance.loss + 10 * answers + inherited
     if tolerance.systematic is not None and not number:
         allowed = tolerance.systematic.loss + _reason(one, answers, checks)
@@ -228,7 +228,7 @@ def _moved_answers(
     x, y = one.tensors[key] - before, other.tensors[key] - first
     way = root_mean_square(x, torch.zeros_like(x))
     allowed = tolerance.logprob + (tolerance.update * way if way else 0.0)
-    said = f"{worst_place(one.tensors[key], other.tensors[key], 'target')}; moved by {way:.3g} before"
+    said = f"{worst_difference(one.tensors[key], other.tensors[key], 'target')}; moved by {way:.3g} before"
     # Named with the update that should have moved them.
     yield Check(
         "weights",
@@ -281,5 +281,5 @@ def _gradient(
         together = overall(one, other, f"{key}/gradient/", limits.gradients, 2 * pulls)
         yield Check("gradient", one.step, f"{what}: all, slope", together.value, together.allowed, said, number)
     if size > 1e-7:
-        apart = abs(norms[0] - norms[1]) / size
-        yield Check("gradient", one.step, f"{what}: norm", finite(apart), allowed, said, number)
+        difference = abs(norms[0] - norms[1]) / size
+        yield Check("gradient", one.step, f"{what}: norm", finite(difference), allowed, said, number)

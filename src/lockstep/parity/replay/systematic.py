@@ -141,8 +141,8 @@ NOTHING = Excess("", 0.0, 0.0)
 def systematic(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> Systematic | None:
     """Of two digests of tensors of this shape; None where one has no profiles, is 0, not finite or too small."""
     ours, theirs = profiles(a), profiles(b)
-    size, apart = norm(a), distance(a, b)
-    if ours is None or theirs is None or not size or not math.isfinite(norm(b)) or not math.isfinite(size + apart):
+    size, difference = norm(a), distance(a, b)
+    if ours is None or theirs is None or not size or not math.isfinite(norm(b)) or not math.isfinite(size + difference):
         return None
     rows, columns = size_of(shape)
     if rows * columns < ENOUGH:
@@ -158,9 +158,9 @@ def systematic(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> System
     counts: dict[str, float] = {"slope": rows * columns, "offset": rows, "columns": rows, "rows": columns}
     spread = _spread(a, b, rows * columns)
     if spread is None:
-        return Systematic(apart / size, values, counts)
+        return Systematic(difference / size, values, counts)
     values["spread"], counts["spread"] = spread[0], rows * columns
-    return Systematic(apart / size, values, counts, spread[1])
+    return Systematic(difference / size, values, counts, spread[1])
 
 
 def slope(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -217,11 +217,11 @@ def overall_slope(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], bound: Bou
     """Of many tensors as one."""
     known = [(a, b) for a, b in pairs if profiles(a) is not None and profiles(b) is not None]
     size = sum(norm(a) ** 2 for a, _ in known)
-    apart = sum(distance(a, b) ** 2 for a, b in known)
-    if not size or not math.isfinite(size + apart):
+    difference = sum(distance(a, b) ** 2 for a, b in known)
+    if not size or not math.isfinite(size + difference):
         return NOTHING
     off = abs(sum(slope(a, b) * norm(a) ** 2 for a, b in known if norm(a)) / size)
-    rounding = _left(math.sqrt(apart / size), off, LEAST["slope"])
+    rounding = _left(math.sqrt(difference / size), off, LEAST["slope"])
     return Excess("slope", off, bound.allowed(rounding, bound.most) + inherited)
 
 

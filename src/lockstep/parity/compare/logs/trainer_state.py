@@ -28,7 +28,7 @@ def points(file: str, state: dict[str, Any]) -> Points:
 
 
 def cut_short(file: str, error: ValueError) -> Points:
-    """Refuse a state that is no whole JSON, by the place where it breaks off."""
+    """Refuse a state that is no whole JSON, by the position where it breaks off."""
     where = f" line {error.lineno} column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
     raise Refusal.at(f"{file}{where}", "a trainer's state that is cut short or damaged", "restore the file")
 

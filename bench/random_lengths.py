@@ -21,13 +21,13 @@ from lockstep.model.tiny import write_tiny
 from memory import SHAPE
 
 # Line break (a prompt ends with it) and the printable characters; the tokenizer's ids are bytes.
-SPOKEN = (0x0A, *range(0x20, 0x7F))
+WRITTEN = (0x0A, *range(0x20, 0x7F))
 SHAPES = ("tiny", "half-billion")
 # How far below the characters a token scores that never comes.
 NEVER = 25.0
 
 
-def write_speaker(folder: Path, shape: str, mean: float | None, dtype: torch.dtype, seed: int = 0) -> None:
+def write_random_lengths(folder: Path, shape: str, mean: float | None, dtype: torch.dtype, seed: int = 0) -> None:
     """Write the model and its byte tokenizer. `mean` is that of the lengths without a limit; None never ends."""
     write_tiny(folder, seed=seed)
     if shape == "half-billion":
@@ -48,19 +48,19 @@ def _teach_endings(model: Any, end: int, mean: float | None, seed: int) -> None:
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[0] = 0
         layer.mlp.down_proj.weight[0] = 0
-    spoken = torch.tensor(SPOKEN)
+    written = torch.tensor(WRITTEN)
     draw = torch.Generator().manual_seed(seed)
-    text = spoken[torch.randint(len(spoken), (4, 256), generator=draw)]
+    text = written[torch.randint(len(written), (4, 256), generator=draw)]
     # Of the size of the rest of the stream: large enough to be read, small enough to leave the text to the rest.
     embedding[:, 0] = 0
     constant = _stream(model, text).square().mean().sqrt()
-    embedding[spoken, 0] = constant.to(embedding.dtype)
+    embedding[written, 0] = constant.to(embedding.dtype)
     final = model.model(input_ids=text, use_cache=False).last_hidden_state.flatten(0, 1).float()
     read = final[:, 0].mean()
     # The score of the end token whose probability, averaged over the text, is 1/mean.
-    characters = -(-(final @ embedding[spoken].float().T).logsumexp(-1)).logsumexp(0) + math.log(len(final))
+    characters = -(-(final @ embedding[written].float().T).logsumexp(-1)).logsumexp(0) + math.log(len(final))
     silent = torch.ones(len(embedding), dtype=torch.bool)
-    silent[spoken] = False
+    silent[written] = False
     embedding[silent, 0] = (constant - NEVER / read).to(embedding.dtype)
     embedding[end] = 0
     embedding[end, 0] = ((characters - (NEVER if mean is None else math.log(mean - 1))) / read).to(embedding.dtype)

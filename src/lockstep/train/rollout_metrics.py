@@ -1,0 +1,34 @@
+"""The metrics of a step's rollouts: lengths, tokens, failures and the parts of the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.types import Rollout, Score
+
+
+def rollout_metrics(
+    every: Sequence[Rollout], rollouts: Sequence[Rollout], failed: Sequence[Rollout]
+) -> dict[str, float]:
+    """Of the `rollouts` that are learned from; tokens are counted over `every` one that was generated."""
+    lengths = torch.tensor([rollout.written for rollout in rollouts], dtype=torch.float64)
+    prompts = torch.tensor([len(rollout.prompt.ids) for rollout in rollouts], dtype=torch.float64)
+    metrics = {
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/clip_ratio": sum(r.stop == "length" for r in rollouts) / len(rollouts),
+        "prompt_length/mean": float(prompts.mean()),
+        "prompt_length/max": float(prompts.max()),
+        "prompt_length/min": float(prompts.min()),
+        "perf/total_num_tokens": float(sum(len(r.ids) + len(r.prompt.ids) for r in every)),
+        "reward/failed": float(len(failed)),
+    }
+    parts: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if isinstance(rollout.score, Score):
+            for name, value in rollout.score.parts.items():
+                parts.setdefault(name, []).append(value)
+    return metrics | {f"reward/{name}/mean": sum(values) / len(values) for name, values in parts.items()}

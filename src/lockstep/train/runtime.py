@@ -1,0 +1,35 @@
+"""What a process of a run computes with: its device, the ranks beside it, and a console that only the first has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lockstep.device.base import Device
+from lockstep.device.select import explain
+from lockstep.parallel.world import World, joined
+from lockstep.recipe import Recipe
+from lockstep.run.progress import Console
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """`switches` are those of the device's libraries that make it deterministic, as they were set."""
+
+    device: Device
+    world: World
+    console: Console
+    switches: dict[str, str]
+
+
+@contextmanager
+def open_runtime(recipe: Recipe, console: Console) -> Iterator[Runtime]:
+    """The device that the recipe names and the other ranks, joined until the run is over."""
+    device, sentence = explain(recipe.device)
+    # Before the first tensor and the first collective: libraries read these switches once.
+    switches = device.deterministic(True) if recipe.run.deterministic else {}
+    with joined(device) as world:
+        console = console if world.main else Console.silent()
+        console.say(sentence)
+        yield Runtime(device, world, console, switches)

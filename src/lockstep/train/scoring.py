@@ -1,0 +1,31 @@
+"""The scorer of an online run, opened for the sources of its rows and tried before a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lockstep.reward.scorer import Scorer
+from lockstep.run.progress import Console
+from lockstep.train.prepare import PreparedOnline
+from lockstep.train.run import folder_of
+from lockstep.train.runtime import Runtime
+
+
+@contextmanager
+def open_scorer(prepared: PreparedOnline, runtime: Runtime) -> Iterator[Scorer]:
+    sources = {*prepared.train.data_sources, *(question.data_source for question in prepared.questions)}
+    output = folder_of(prepared).reward_output(runtime.world.rank)
+    device = runtime.device.torch_device(runtime.world.local_rank)
+    with Scorer.open(prepared.recipe.reward, sorted(sources), device, output=output) as scorer:
+        _try_rewards(scorer, prepared, runtime.console)
+        yield scorer
+
+
+def _try_rewards(scorer: Scorer, prepared: PreparedOnline, console: Console) -> None:
+    with console.task("Trying the rewards on real rows", None):
+        tried = scorer.dry_run([*prepared.train.questions, *prepared.questions])
+    for line in tried.lines:
+        console.say(line)
+    for warning in tried.warnings:
+        console.warn(warning)
