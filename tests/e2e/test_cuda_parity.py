@@ -63,3 +63,26 @@ def test_a_wrong_kernel_on_the_device_is_named(tmp_path: Path, model: Path, monk
     assert found.operator.side == "replay"
     assert found.operator.operator == "aten._to_copy"
     assert "torch.float16" in found.operator.why
+
+
+def test_the_operator_of_a_wrong_way_back_is_named(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = record(tmp_path, model, "sft")
+    restore = Replay.restore
+
+    def broken(self: Replay, training: Training, step: int) -> None:
+        restore(self, training, step)
+        proj = training.models.module.causal_lm.model.layers[1].mlp.up_proj  # type: ignore[union-attr]
+        proj.weight.register_hook(lambda gradient: 1.05 * gradient)
+
+    monkeypatch.setattr(Replay, "restore", broken)
+    found = on_device(run)
+    assert found.module is not None
+    assert (found.stage, found.module.module, found.module.phase) == (
+        "gradient",
+        "model.layers.1.mlp.up_proj",
+        "backward",
+    )
+    assert found.operator is not None
+    assert (found.operator.side, found.operator.operator) == ("replay", "aten.mul.Tensor")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.tape.digest import relative
-from lockstep.tape.format import TapeFolder
+from lockstep.tape.format import StepRecord, TapeFolder
+from lockstep.train.checkpointer import Checkpointer
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from preference_rows import METHODS as ROWS
@@ -261,6 +263,41 @@ def test_a_killed_run_ends_with_the_tape_of_a_whole_one(method: str, tiny_folder
     train(recipe, "run.name=killed", *words)
     assert {file.name for file in half.path.iterdir()} == {file.name for file in whole.path.iterdir()}
     assert content(half) == content(whole)
+
+
+def test_a_tape_that_cannot_be_written_stops_the_run(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = TapeFolder.write_step
+
+    def full(self: TapeFolder, record: StepRecord) -> None:
+        if record.step == 2:
+            raise Refusal.at(str(self.step_file(2)), "could not be written: No space left on device")
+        write(self, record)
+
+    monkeypatch.setattr(TapeFolder, "write_step", full)
+    with pytest.raises(Refusal, match=r"step_000002.*could not be written"):
+        train(write_recipe(tmp_path, tiny_folder, "sft"), "run.steps=2", "tape=true")
+
+
+def test_a_checkpoint_is_not_ahead_of_its_tape(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, save = TapeFolder.write_step, Checkpointer.save
+    seen: list[list[int]] = []
+
+    def late(self: TapeFolder, record: StepRecord) -> None:
+        threading.Event().wait(0.2)
+        write(self, record)
+
+    def watched(self: Checkpointer, *given: object) -> None:
+        seen.append(TapeFolder(self.run.folder.tape).steps())
+        save(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TapeFolder, "write_step", late)
+    monkeypatch.setattr(Checkpointer, "save", watched)
+    train(write_recipe(tmp_path, tiny_folder, "sft"), "run.steps=2", "checkpoint.every=1", "tape=true")
+    assert seen == [[1], [1, 2]]
 
 
 # -- replays

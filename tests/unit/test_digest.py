@@ -16,6 +16,7 @@ from lockstep.tape.digest import (
     STATISTICS,
     block_of,
     digest,
+    digests,
     distance,
     distances,
     relative,
@@ -37,6 +38,19 @@ def test_statistics_are_those_of_the_tensor(shape: tuple[int, ...]) -> None:
     assert found["mean"] == pytest.approx(sum(numbers) / len(numbers), abs=1e-6)
     assert found["largest"] == pytest.approx(max(map(abs, numbers)), rel=1e-6)
     assert found["not_finite"] == 0
+
+
+@pytest.mark.parametrize("together", [1, 40, 2**26])
+def test_tensors_of_one_shape_are_digested_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.tape.digest.TOGETHER", together)
+    tensors = {f"{shape} {seed}": draw(shape, seed) for seed in range(5) for shape in ((7,), (4, 5), (3, 0), (2, 2, 5))}
+    tensors["bad"] = torch.full((4, 5), math.nan)
+    found = digests(tensors)
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(found[name], digest(tensor), equal_nan=True)
+    assert found["bad"][STATISTICS.index("not_finite")] == 1
+    assert found["(4, 5) 0"][STATISTICS.index("not_finite")] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -279,3 +279,22 @@ def test_a_critic_is_probed_like_a_policy(tiny_folder: Path) -> None:
         layout=layout_of(batch, critic.kernel),
     ).last_hidden_state
     assert same(trace.outputs(only(trace, FORWARD, "decoder"))[0], hidden)
+
+
+class Overwriting(nn.Module):
+    """Writes over what a module inside gave, as fused operators do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x).mul_(3.0))[:, 0]
+
+
+def test_what_is_overwritten_later_is_digested_as_it_was() -> None:
+    torch.manual_seed(0)
+    model, x = Overwriting(), torch.randn(4, 6)
+    trace = run_probe(model, lambda: model(x), ["*"])
+    (event,) = [e for e in trace.events if e.module == "inner" and e.phase == FORWARD]
+    torch.testing.assert_close(trace.outputs(event)[0], digest(model.inner(x)))

@@ -11,7 +11,7 @@ without profiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -27,27 +27,51 @@ MARKS = 8
 LENGTH = SHORT + len(PROFILES) * MARKS
 
 
-@torch.no_grad()
-def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """`LENGTH` numbers in fp32 on the tensor's device, so that many digests cross to the host at once.
+# Numbers that are digested together: a snapshot makes thousands of digests, mostly of small tensors, so what counts is
+# the number of operators.
+TOGETHER = 2**26
 
-    A snapshot makes thousands of them, mostly of small tensors: what counts is the number of operators.
-    """
-    rows_RC = _rows(whole(tensor.detach())).float()
-    rows, columns = rows_RC.shape
-    device = rows_RC.device
-    projected_RS = (rows_RC @ _signs(columns, 1, device)).mul_(_signs(rows, 2, device))
-    sketch_BS = torch.zeros(BLOCKS, SKETCH, device=device).index_add_(0, _blocks(rows, device), projected_RS)
-    size = torch.linalg.vector_norm(rows_RC)
-    if rows_RC.numel():
-        mean, largest = rows_RC.mean(), torch.linalg.vector_norm(rows_RC, torch.inf)
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """`LENGTH` numbers in fp32 on the tensor's device, so that many digests cross to the host at once."""
+    return digests({"": tensor})[""]
+
+
+@torch.no_grad()
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of each tensor, those of one shape together (a collective when they are sharded: in the order given)."""
+    alike: dict[tuple[torch.Size, torch.device], list[str]] = {}
+    for name, tensor in tensors.items():
+        alike.setdefault((tensor.shape, tensor.device), []).append(name)
+    found: dict[str, torch.Tensor] = {}
+    for (shape, _), names in alike.items():
+        for part in _parts(names, max(1, TOGETHER // max(1, shape.numel()))):
+            rows_NRC = torch.stack([_rows(whole(tensors[name].detach())).float() for name in part])
+            found |= zip(part, _digested(rows_NRC).unbind(), strict=True)
+    return {name: found[name] for name in tensors}
+
+
+def _digested(rows_NRC: torch.Tensor) -> torch.Tensor:
+    count, rows, columns = rows_NRC.shape
+    device = rows_NRC.device
+    projected_NRS = (rows_NRC @ _signs(columns, 1, device)).mul_(_signs(rows, 2, device))
+    sketch_NBS = torch.zeros(count, BLOCKS, SKETCH, device=device)
+    sketch_NBS.index_add_(1, _blocks(rows, device), projected_NRS)
+    size_N = torch.linalg.vector_norm(rows_NRC, dim=(1, 2))
+    if rows_NRC.numel():
+        mean_N, largest_N = rows_NRC.mean((1, 2)), torch.linalg.vector_norm(rows_NRC, torch.inf, dim=(1, 2))
     else:
-        mean, largest = size, size
-    statistics = torch.stack([size, mean, largest, (~torch.isfinite(size)).float()])
-    squares_RC = rows_RC.square()
+        mean_N, largest_N = size_N, size_N
+    statistics = torch.stack([size_N, mean_N, largest_N, (~torch.isfinite(size_N)).float()], 1)
+    squares_NRC = rows_NRC.square()
     column_marks, row_marks = _signs(columns, 3, device, MARKS), _signs(rows, 4, device, MARKS)
-    sums = rows_RC.sum(0) @ column_marks, squares_RC.sum(0) @ column_marks, squares_RC.sum(1) @ row_marks
-    return torch.cat([statistics, sketch_BS.flatten(), *sums])
+    sums = rows_NRC.sum(1) @ column_marks, squares_NRC.sum(1) @ column_marks, squares_NRC.sum(2) @ row_marks
+    return torch.cat([statistics, sketch_NBS.flatten(1), *sums], 1)
+
+
+def _parts(names: list[str], size: int) -> Iterator[list[str]]:
+    for start in range(0, len(names), size):
+        yield names[start : start + size]
 
 
 def block_of(rows: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.parallel.shard import whole
 from lockstep.parallel.world import World
-from lockstep.tape.digest import digest
+from lockstep.tape.digest import digests
 from lockstep.tape.probe import on_host
 from lockstep.types import MicroBatch
 
@@ -101,14 +101,13 @@ class UpdateObserver(Observer):
 
     def _before_step(self) -> None:
         found: dict[str, torch.Tensor] = {}
-        for name, weight in self.optimizer.trained.items():
-            if weight.grad is None:
-                continue
-            gradient = whole(weight.grad)
-            found[f"{self._key}/gradient/{name}"] = digest(gradient)
-            found[f"{self._key}/start/{name}"] = digest(weight)
+        moved = {name: weight for name, weight in self.optimizer.trained.items() if weight.grad is not None}
+        gradients = {name: weight.grad for name, weight in moved.items() if weight.grad is not None}
+        for what, tensors in (("gradient", gradients), ("start", moved)):
+            found |= {f"{self._key}/{what}/{name}": one for name, one in digests(tensors).items()}
+        for name, weight in moved.items():
             state = self.optimizer.adamw.state.get(weight, {})
-            for key, value in (("gradient", gradient), ("before", weight), *_moments(state)):
+            for key, value in (("gradient", gradients[name]), ("before", weight), *_moments(state)):
                 found[f"{self._key}/sample/{name}/{key}"] = _pick(value)
             count = state.get("step", torch.zeros(()))
             found[f"{self._key}/sample/{name}/count"] = count.detach().float().clone()
@@ -124,7 +123,7 @@ class UpdateObserver(Observer):
 
     def held(self) -> dict[str, torch.Tensor]:
         """Digests of what the model computes with, by parameter, on the device (a collective when sharded)."""
-        return {name: digest(parameter) for name, parameter in self.optimizer.parameters.items()}
+        return digests(self.optimizer.parameters)
 
     @property
     def moved(self) -> bool:
@@ -136,10 +135,10 @@ class UpdateObserver(Observer):
         return on_host(self._left)
 
     def _after_step(self) -> None:
-        found: dict[str, torch.Tensor] = {}
+        weights = digests(self.optimizer.trained)
+        found = {f"{self._key}/weights/{name}": one for name, one in weights.items()}
         for name, weight in self.optimizer.trained.items():
             found[f"{self._key}/sample/{name}/after"] = _pick(weight)
-            found[f"{self._key}/weights/{name}"] = digest(weight)
             # What the model computes with, where the optimizer moves a finer copy.
             found[f"{self._key}/sample/{name}/held"] = _pick(self.optimizer.parameters[name])
         self.tensors |= on_host(found)

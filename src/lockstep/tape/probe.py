@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lockstep.tape.digest import digest
+from lockstep.tape.digest import digests
 
 ROOT = "(root)"
+# Bytes of copies that wait to be digested together.
+WAITING = 2**29
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -44,7 +46,7 @@ class Event:
         return f"{self.phase}/{self.left:05d}"
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -69,23 +71,41 @@ class _Tracer:
         self.tensors: dict[str, torch.Tensor] = {}
         self.open: dict[str, list[tuple[int, list[torch.Tensor]]]] = {}
         self.arrived: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        self.known: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.known: dict[tuple[Any, ...], tuple[torch.Tensor, str]] = {}
+        self.named: dict[str, str] = {}
+        self.waiting: dict[str, torch.Tensor] = {}
+        self.bytes = 0
+        self.done: dict[str, torch.Tensor] = {}
         self.backwards = False
 
     def tick(self) -> int:
         self.clock += 1
         return self.clock
 
-    def digest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of numbers that one module makes and others read, once.
+    def ask(self, name: str, tensor: torch.Tensor) -> None:
+        """A digest under `name`: of numbers that one module makes and others read, one for all.
 
         They are kept alive, so that their address stays theirs; an alias has the same, what is written there later
-        another version.
+        another version. What waits to be digested with others is a copy, which nobody writes to.
         """
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self.known:
-            self.known[key] = tensor, digest(tensor)
-        return self.known[key][1]
+            self.known[key] = tensor, name
+            self.waiting[name] = tensor.detach().clone()
+            self.bytes += tensor.nbytes
+            if self.bytes > WAITING:
+                self._digest()
+        self.named[name] = self.known[key][1]
+
+    def _digest(self) -> None:
+        self.done |= digests(self.waiting)
+        self.waiting.clear()
+        self.bytes = 0
+
+    def digested(self) -> dict[str, torch.Tensor]:
+        """By the names that were asked for."""
+        self._digest()
+        return {name: self.done[first] for name, first in self.named.items()}
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.backwards:
@@ -138,7 +158,7 @@ class _Tracer:
         self.events.append(event)
         for side, tensors in (("input", inputs), ("output", outputs)):
             for i, tensor in enumerate(tensors):
-                self.tensors[f"{event.key}/{side}/{i}"] = self.digest(tensor)
+                self.ask(f"{event.key}/{side}/{i}", tensor)
                 if self.kept(name):
                     self.tensors[f"{event.key}/{side}/{i}/whole"] = tensor.detach().clone()
 
@@ -200,15 +220,21 @@ def run_probe(
             targets_K = forward()
             tracer.backwards = True
             fixed_sum(targets_K).backward()
+        tensors = tracer.tensors | tracer.digested()
     finally:
         root.train(training)
         # The hooks in the graph know the tracer, and the tracer the tensors that hold the graph: nobody would free it.
         tracer.known.clear()
         tracer.arrived.clear()
-    tensors = dict(tracer.tensors)
-    for name, parameter in parameters:
-        if parameter.grad is not None:
-            tensors[f"parameter/{name}"] = digest(parameter.grad / ranks)
+    parameters = list(parameters)
+    gradients = {
+        # Of one rank they are not copied: all of them are as large as the model.
+        name: parameter.grad if ranks == 1 else parameter.grad / ranks
+        for name, parameter in parameters
+        if parameter.grad is not None
+    }
+    tensors |= {f"parameter/{name}": one for name, one in digests(gradients).items()}
+    for _, parameter in parameters:
         parameter.grad = None
     return Trace(tracer.events, on_host(tensors))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,8 @@ from lockstep.recipe.tape import Tape
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.observer import Aside, Observer, Stepper, UpdateObserver, answers_of
 from lockstep.tape.probe import Trace, on_host, run_probe
-from lockstep.tape.rows import item_rows, rollout_rows
+from lockstep.tape.rows import fed_tensors, item_rows, rollout_rows
+from lockstep.tape.writer import Writer
 from lockstep.types import Example, Item, Rollout
 
 # Tokens of a probe, so that it stays small beside a step.
@@ -57,6 +58,12 @@ class Recorder:
     def leave(self, step: int) -> None:
         """The step is validated, logged and saved: the weights are now what the next one starts from."""
 
+    def flush(self) -> None:
+        """Wait until everything that was told is on disk: a checkpoint must not be ahead of its tape."""
+
+    def close(self) -> None:
+        """Write what is left, and end."""
+
 
 class TapeRecorder(Recorder):
     """Every rank takes part (weights and gradients are gathered); rank 0 alone writes."""
@@ -78,6 +85,7 @@ class TapeRecorder(Recorder):
         for learner, observer in zip(self.learners, self.observers, strict=True):
             learner.observer = observer
         self.on = False
+        self.writer = Writer()
         self._clear()
 
     def open(self, manifest: dict[str, Any], step: int) -> None:
@@ -89,7 +97,8 @@ class TapeRecorder(Recorder):
     def _clear(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.info: dict[str, Any] = {}
-        self.tables: dict[Path, list[dict[str, Any]]] = {}
+        self.tables: dict[Path, Callable[[], list[dict[str, Any]]]] = {}
+        self.fed: Sequence[Example] = ()
 
     def detailed(self, step: int) -> bool:
         return (step - 1) % self.settings.every == 0
@@ -111,22 +120,18 @@ class TapeRecorder(Recorder):
 
     def rows(self, items: Sequence[Item]) -> None:
         if self.on:
-            self.tables[self.folder.rows_file(self.step)] = item_rows(items)
+            self.tables[self.folder.rows_file(self.step)] = lambda: item_rows(items)
             self.examples([example for item in items for example in item.examples])
 
     def rollouts(self, rollouts: Sequence[Rollout], scores_S: torch.Tensor, baseline_S: torch.Tensor | None) -> None:
         if self.on:
-            self.tables[self.folder.rollouts_file(self.step)] = rollout_rows(rollouts)
+            self.tables[self.folder.rollouts_file(self.step)] = lambda: rollout_rows(rollouts)
             self.vectors({"scores": scores_S, "baseline": baseline_S})
 
     def examples(self, examples: Sequence[Example]) -> None:
         if not self.on:
             return
-        self.tensors["fed/ids"] = torch.tensor([token for one in examples for token in one.ids], dtype=torch.int32)
-        self.tensors["fed/lengths"] = torch.tensor([len(one) for one in examples], dtype=torch.int32)
-        asked = [number for one in examples for pair in one.asked() for number in pair]
-        self.tensors["fed/asked"] = torch.tensor(asked, dtype=torch.int32).reshape(-1, 2)
-        self.tensors["fed/targets"] = torch.tensor([one.targets for one in examples], dtype=torch.int32)
+        self.fed = examples
         if self.detailed(self.step):
             with self.aside("tape"):
                 self._probe(examples)
@@ -167,10 +172,29 @@ class TapeRecorder(Recorder):
             self.tensors |= observer.tensors | observer.left()
         self.info["metrics"] = dict(metrics)
         if self.world.main:
-            for file, rows in self.tables.items():
-                self.folder.write_table(file, rows)
-            self.folder.write_step(StepRecord(step, self.info, self.tensors))
+            # Copies: whoever made these numbers may write over them in the next step.
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
+            info, tables, fed = self.info, self.tables, self.fed
+            self.writer.submit(lambda: self._write(step, info, tensors, tables, fed))
         self._clear()
+
+    def _write(
+        self,
+        step: int,
+        info: dict[str, Any],
+        tensors: dict[str, torch.Tensor],
+        tables: Mapping[Path, Callable[[], list[dict[str, Any]]]],
+        fed: Sequence[Example],
+    ) -> None:
+        for file, rows in tables.items():
+            self.folder.write_table(file, rows())
+        self.folder.write_step(StepRecord(step, info, tensors | fed_tensors(fed)))
+
+    def flush(self) -> None:
+        self.writer.wait()
+
+    def close(self) -> None:
+        self.writer.close()
 
     def leave(self, step: int) -> None:
         """Where an update was digested, so are the weights after all that came behind it."""
@@ -181,7 +205,7 @@ class TapeRecorder(Recorder):
             if observer.moved:
                 found |= {f"{observer.name}/left/{name}": one for name, one in on_host(observer.held()).items()}
         if self.world.main and found:
-            self.folder.write_left(step, found)
+            self.writer.submit(lambda: self.folder.write_left(step, found))
 
 
 def short(examples: Sequence[Example], rows: int) -> list[Example]:

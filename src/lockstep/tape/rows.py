@@ -164,6 +164,17 @@ class Fed(Example):
         return len(self.pairs)
 
 
+def fed_tensors(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
+    """Sequences as a step's record holds them (`fed_examples` reads them back)."""
+    asked = [number for one in examples for pair in one.asked() for number in pair]
+    return {
+        "fed/ids": torch.tensor([token for one in examples for token in one.ids], dtype=torch.int32),
+        "fed/lengths": torch.tensor([len(one) for one in examples], dtype=torch.int32),
+        "fed/asked": torch.tensor(asked, dtype=torch.int32).reshape(-1, 2),
+        "fed/targets": torch.tensor([one.targets for one in examples], dtype=torch.int32),
+    }
+
+
 def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[Fed]:
     """The sequences that the models saw in a recorded step."""
     ids, asked = tensors["fed/ids"].tolist(), tensors["fed/asked"].tolist()

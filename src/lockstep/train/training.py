@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -99,6 +99,7 @@ class Training:
             self.carried.update(score_mean=metrics["val/score_mean"], score_std=metrics["val/score_std"])
         if self.keeps and (planned or stopping):
             rows_seen = prepared.rows_seen(step, self.carried)
+            self.tape.flush()
             self.checkpointer.save(self.position, rows_seen, metrics.get("val/loss"))
         self.tape.leave(step)
         if stopping and not last:
@@ -107,6 +108,7 @@ class Training:
     def finish(self) -> None:
         """Export, and say what came out of it."""
         run, step = self.run, self.position.step
+        self.tape.flush()
         run.console.end()
         if run.world.main and self.keeps:
             self.checkpointer.export(step)
@@ -115,6 +117,9 @@ class Training:
     def close(self, *, ok: bool) -> None:
         if self._generator is not None:
             self._generator.close()
+        # Of a run that failed the first error is the one to tell.
+        with nullcontext() if ok else suppress(Refusal):
+            self.tape.close()
         self.run.close(ok=ok)
 
 
