@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -54,6 +55,8 @@ class Cuda(Accelerator):
     graph_capture = True
     ray_resource = "GPU"
     paged_attention = "triton"
+    sampler = "triton"
+    prefill_tokens = 65_536
     attention = "flash_varlen"
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8")}
 
@@ -96,7 +99,7 @@ class Cuda(Accelerator):
             return peak.single
         return peak.half if self.supports(dtype) else None
 
-    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, step: Callable[[], None], beside: Callable[[], None] | None = None) -> Callable[[], None]:
         # Libraries set themselves up in the first calls, which a graph must not record.
         side = _trial_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
@@ -105,9 +108,10 @@ class Cuda(Accelerator):
             step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        pool = beside.graph.pool() if isinstance(beside, _Recording) else None
+        with torch.cuda.graph(graph, pool=pool):
             step()
-        return graph.replay
+        return _Recording(graph)
 
     def deterministic(self, on: bool) -> dict[str, str]:
         switches = super().deterministic(on)
@@ -126,6 +130,14 @@ class Cuda(Accelerator):
             "cudnn": str(cudnn) if cudnn is not None else None,
             "nccl": ".".join(str(part) for part in nccl) if nccl else None,
         }
+
+
+@dataclass(frozen=True)
+class _Recording:
+    graph: torch.cuda.CUDAGraph
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 @cache

@@ -7,6 +7,7 @@ Weights are those of the trained modules, so there is nothing to copy after an u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,6 +20,7 @@ from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.ending import why_ended
 from lockstep.rollout.engine import SharedWeights
 from lockstep.rollout.native.positions import refuse_moving_positions
+from lockstep.rollout.native.prefill import prefill_budget
 from lockstep.rollout.native.runner import Runner
 from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.rollout.native.sequence import Prefix, Sample
@@ -49,13 +51,14 @@ class NativeEngine(SharedWeights):
         refuse_moving_positions(model.config.get_text_config(), longest, type(model).__name__)
         runner = self._runner(samples, longest, sampling)
         cache, settings = runner.cache, self.settings
+        config, size = model.config.get_text_config(), cache.slots.element_size()
         scheduler = Scheduler(
             prefixes,
             samples,
             blocks=cache.blocks,
             block=cache.block,
             rows=settings.max_sequences,
-            budget=settings.prefill_tokens,
+            budget=prefill_budget(settings, self.device, config, size),
         )
         training = self.policy.training
         self.policy.eval()
@@ -90,6 +93,12 @@ class NativeEngine(SharedWeights):
 
     def _append(self, sample: Sample, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
         """New tokens up to the one that ends the sample; the device may have run on past it."""
+        within = len(sample.tokens) + len(tokens) < sample.limit
+        if within and not sampling.stop_strings and not any(token in sampling.stop_ids for token in tokens):
+            sample.tokens += tokens
+            sample.logprobs += logprobs
+            sample.cached = len(sample.tokens) - 1
+            return
         for token, logprob in zip(tokens, logprobs, strict=True):
             sample.cached = len(sample.tokens)
             sample.tokens.append(token)
@@ -108,12 +117,15 @@ class NativeEngine(SharedWeights):
         if kept is None or where != self._weights or kept.blocks < self._blocks(samples, longest)[0]:
             kept = None
             self.free()
-        runner = self._runners.get(sampling)
-        if runner is None or runner.longest < longest:
+        # What the host alone looks at is no part of a recorded pass.
+        drawn = replace(sampling, max_tokens=0, seed=0, stop_strings=())
+        rows = self.settings.max_sequences
+        runner = self._runners.get(drawn)
+        if runner is None or not runner.fits(rows, longest):
             kept = kept or self._cache(samples, longest)
-            runner = Runner(self.policy, kept, sampling, self.device, longest)
+            runner = Runner(self.policy, kept, drawn, self.device, rows, longest)
             self._cache_kept, self._weights = kept, where
-            self._runners[sampling] = runner
+            self._runners[drawn] = runner
         return runner
 
     def _blocks(self, samples: Sequence[Sample], longest: int) -> tuple[int, int, int, int]:
