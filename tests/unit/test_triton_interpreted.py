@@ -96,27 +96,28 @@ from lockstep.kernels.paged import gathered_decode
 from lockstep.kernels.triton_paged import paged_decode
 
 torch.manual_seed(0)
-lengths, block, width = torch.tensor([1, 7, 64, 130]), 16, 9
-table = torch.randperm(4 * width).view(4, width)
-for heads, groups, size in ((14, 2, 40), (4, 4, 32)):
-    keys, values = torch.randn(2, 4 * width * block, groups, size)
-    query = torch.randn(4, heads, size) * 3
-    for softcap in (None, 3.0):
-        for sinks in (None, torch.randn(heads) * 3, torch.randn(heads).bfloat16()):
-            for window in (None, 1, 37):
-                given = (query, keys, values, table, lengths, block, size**-0.5, window, softcap, sinks)
-                expected = gathered_decode(*given)
-                for splits in (1, 4):
-                    torch.testing.assert_close(paged_decode(*given, None, splits), expected, rtol=1e-5, atol=1e-5)
-                # The last token's keys and values are not there yet: they are read, and written where they belong.
-                last = lengths - 1
-                slots = table.gather(1, (last // block)[:, None])[:, 0] * block + last % block
-                new = keys[slots].transpose(0, 1).contiguous().transpose(0, 1), values[slots]
-                for splits in (1, 4):
-                    poor = keys.index_fill(0, slots, 7.0), values.index_fill(0, slots, 7.0)
-                    found = paged_decode(query, *poor, *given[3:], new, splits)
-                    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-                    assert torch.equal(poor[0], keys) and torch.equal(poor[1], values)
+lengths, block, width = torch.tensor([1, 7, 130]), 16, 9
+table = torch.randperm(3 * width).view(3, width)
+last = lengths - 1
+slots = table.gather(1, (last // block)[:, None])[:, 0] * block + last % block
+cases = [(None, None, None), (37, None, None), (1, 3.0, None), (None, 3.0, "sinks"), (37, None, "sinks")]
+for heads, groups, size in ((14, 2, 40), (2, 2, 32)):
+    keys, values = torch.randn(2, 3 * width * block, groups, size)
+    query = torch.randn(3, heads, size) * 3
+    # As a projection gives them: heads are not the outer dimension in memory.
+    new = keys[slots].transpose(0, 1).contiguous().transpose(0, 1), values[slots]
+    for window, softcap, sinks in cases:
+        sinks = sinks and (torch.randn(heads) * 3).to(torch.bfloat16 if window else torch.float32)
+        given = (table, lengths, block, size**-0.5, window, softcap, sinks)
+        expected = gathered_decode(query, keys, values, *given)
+        for splits in (1, 4):
+            found = paged_decode(query, keys, values, *given, None, splits)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            # The last token's keys and values are not there yet: they are read, and written where they belong.
+            poor = keys.index_fill(0, slots, 7.0), values.index_fill(0, slots, 7.0)
+            found = paged_decode(query, *poor, *given, new, splits)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            assert torch.equal(poor[0], keys) and torch.equal(poor[1], values)
 """)
 
 

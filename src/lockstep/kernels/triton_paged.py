@@ -14,8 +14,8 @@ import triton.language as tl
 
 from lockstep.kernels.triton_math import tanh
 
-# Cached tokens read at once by a program.
-TILE = 64
+# Cached tokens read at once by a program, its warps, and how many such reads are under way.
+TILE, WARPS, STAGES = 64, 4, 3
 # Programs that keep a multiprocessor busy. Where there are fewer, sequences are split among several, but not into
 # pieces of fewer tokens than pay for putting them together again.
 BUSY, PIECE, MOST_SPLITS = 4, 256, 16
@@ -212,7 +212,8 @@ def paged_decode(
         NEW=new is not None,
         CAPPED=softcap is not None,
         SINKS=sinks_H is not None,
-        num_warps=4,
+        num_warps=WARPS,
+        num_stages=STAGES,
     )
     if splits > 1:
         _merge[(batch * heads,)](mixed, peaks, totals, out, SIZE=size, PADDED=padded, SPLITS=splits, num_warps=1)

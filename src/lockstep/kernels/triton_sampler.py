@@ -14,8 +14,8 @@ import triton.language as tl
 from lockstep.kernels.noise import FIRST, SECOND, STRIDE
 from lockstep.kernels.triton_math import log, log1p
 
-# Entries of a part: one program reads one part of one row.
-PART = 4096
+# Entries of a part, and warps of the program that reads it.
+PART, WARPS = 4096, 8
 _FIRST, _SECOND, _STRIDE = tl.constexpr(FIRST), tl.constexpr(SECOND), tl.constexpr(STRIDE)
 # No entry has this number.
 _NONE = tl.constexpr(2**31 - 1)
@@ -155,7 +155,7 @@ def draw(
         NOISE=temperature != 0,
         APART=scored_BV is not None,
         PART=PART,
-        num_warps=8,
+        num_warps=WARPS,
         # A product and a sum in one rounding would be another number than the twin's.
         enable_fp_fusion=False,
     )
