@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -53,14 +53,21 @@ WORK = {
 }
 
 
+class Round(NamedTuple):
+    over: float
+    """When it was."""
+    sequences: int
+    passes: int
+    tokens: int
+
+
 @dataclass
 class Times:
-    """Seconds of the passes of one call, each waited for, and how many sequences every decoding round had."""
+    """Seconds of the passes of one call, each waited for."""
 
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
-    rounds: list[tuple[float, int, int]] = field(default_factory=list)
-    """When a round was over, its sequences, its passes."""
+    rounds: list[Round] = field(default_factory=list)
 
 
 @contextmanager
@@ -75,11 +82,13 @@ def timed(device: Device) -> Iterator[Times]:
         times.prefill.append(time.perf_counter() - start)
 
     def timed_decode(self: Runner, samples: Any) -> Any:
+        # Those that reach their limit in the round draw no more; nothing else ends them here.
+        tokens = sum(min(self.passes, sample.limit - len(sample.tokens)) for sample in samples)
         start = time.perf_counter()
         found = decode(self, samples)
         now = time.perf_counter()
         times.decode.append(now - start)
-        times.rounds.append((now, len(samples), self.passes))
+        times.rounds.append(Round(now, len(samples), self.passes, tokens))
         return found
 
     Runner.prefill, Runner.decode = timed_prefill, timed_decode  # type: ignore[method-assign]
@@ -146,7 +155,7 @@ def run_work(
         list(engine.generate(requests, sampling))
     median = statistics.median(warm)
     floor = generation_seconds(shape, batch, prompt, response)
-    step = sum(times.decode) / sum(passes for _, _, passes in times.rounds)
+    step = sum(times.decode) / sum(one.passes for one in times.rounds)
     found = {
         "tokens": batch * response,
         "seconds_cold": cold,
@@ -191,9 +200,9 @@ def run_long_tail(shape: Shape, policy: Policy, device: Device, args: argparse.N
             start = time.perf_counter()
             list(engine.generate(requests, Sampling(limit, seed=args.seed)))
             whole = time.perf_counter() - start
-        last = max(i for i, (_, count, _) in enumerate(times.rounds) if count == rows)
-        made = sum(count * passes for _, count, passes in times.rounds[: last + 1])
-        rates[f"{name}: tokens_per_second_while_rows_are_full"] = made / (times.rounds[last][0] - start)
+        last = max(i for i, one in enumerate(times.rounds) if one.sequences == rows)
+        made = sum(one.tokens for one in times.rounds[: last + 1])
+        rates[f"{name}: tokens_per_second_while_rows_are_full"] = made / (times.rounds[last].over - start)
         rates[f"{name}: tokens_per_second"] = sum(each) / whole
         rates[f"{name}: prefill_passes"] = len(times.prefill)
         rates[f"{name}: prefill_seconds"] = sum(times.prefill)

@@ -185,6 +185,45 @@ def test_a_prompt_that_does_not_fit_the_rest_of_the_budget_opens_the_next_round(
     assert [stop for _, stop in played.scheduler.next(1).prefill] == [6]
 
 
+def test_rows_are_filled_before_a_long_round() -> None:
+    """Three prompts of 7 in passes of 10: with several tokens a round nobody decodes until all three are there."""
+    jobs = [Job(7, [9], 9)] * 3
+    rounds = {}
+    for tokens in (1, 8):
+        played = pretend(jobs, blocks=100, block=4, rows=8, budget=10, passes=tokens)
+        rounds[tokens] = []
+        for _ in range(4):
+            work = played.scheduler.next(tokens)
+            rounds[tokens].append((len(work.prefill), len(work.decode)))
+            for part, stop in work.prefill:
+                part.cached = stop
+    assert rounds == {1: [(1, 0), (1, 1), (1, 2), (0, 3)], 8: [(1, 0), (1, 0), (1, 0), (0, 3)]}
+
+
+def test_a_pass_over_prompts_takes_along_those_that_wait_for_a_row() -> None:
+    jobs = [Job(7, [9], 9)] * 4
+    prefilled = {
+        tokens: [
+            part.tokens
+            for part, _ in pretend(jobs, blocks=100, block=4, rows=1, budget=20).scheduler.next(tokens).prefill
+        ]
+        for tokens in (1, 8)
+    }
+    # Three prefixes of six tokens fit into twenty.
+    assert [len(prefixes) for prefixes in prefilled.values()] == [1, 3]
+
+
+def test_nothing_is_taken_along_on_blocks_that_somebody_may_need() -> None:
+    """The first needs 12 blocks of 4 for its 49 tokens, of which it holds the prompt's two at first; 14 are there."""
+    jobs = [Job(7, [50], 50)] + [Job(7, [9], 9)] * 3
+    played = pretend(jobs, blocks=14, block=4, rows=1, budget=100)
+    assert len(played.scheduler.next(8).prefill) == 4
+    assert played.scheduler.running == []
+    played = pretend([Job(1, [50], 50), *jobs[1:]], blocks=14, block=4, rows=2, budget=100)
+    # It runs at once, on two blocks of the 13 that 49 tokens take; only the prompt with a row of its own is computed.
+    assert len(played.scheduler.next(8).prefill) == 1
+
+
 def test_the_youngest_gives_way() -> None:
     jobs = [Job(2, [18], 18), Job(2, [18], 18)]
     played = pretend(jobs, blocks=Scheduler.least_blocks(18, 4) + 1, block=4, rows=2, budget=100)

@@ -87,10 +87,11 @@ class RolloutSettings(Section):
         effect=CACHE,
         resumable=True,
     )
-    free_cache: bool = Field(
-        True,
+    free_cache: bool | None = Field(
+        None,
         description="Native: give the cache back after each phase. `false` keeps it, and with it what was captured for "
-        "it: faster where memory is plentiful.",
+        "it: faster where memory is plentiful. Default: kept where passes are captured and it takes at most a "
+        "twentieth of the memory.",
         effect=CACHE,
         resumable=True,
     )

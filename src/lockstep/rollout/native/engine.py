@@ -1,7 +1,7 @@
 """The built-in engine: the policy itself generates, with continuous batching over a paged cache.
 
 Weights are those of the trained modules, so there is nothing to copy after an update. The cache lives for one call of
-`generate` and is freed with it.
+`generate`, or on with the passes that were recorded over it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from lockstep.types import Completion, Request, Sampling
 
 # Share of the free memory that the cache may take when the recipe does not say.
 FREE_SHARE = 0.5
+# Share of all memory up to which a cache is kept for the passes that were recorded over it, likewise.
+KEPT_SHARE = 0.05
 
 
 class NativeEngine(SharedWeights):
@@ -68,13 +70,19 @@ class NativeEngine(SharedWeights):
         finally:
             self.policy.train(training)
             self.preempted = scheduler.preempted
-            if settings.free_cache:
+            if self._gives_back():
                 self.free()
 
     def free(self) -> None:
         """Drop the cache and the captured passes."""
         self._cache_kept = None
         self._runners.clear()
+
+    def _gives_back(self) -> bool:
+        if self.settings.free_cache is not None:
+            return self.settings.free_cache
+        held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
+        return not self.device.graph_capture or held > KEPT_SHARE * self.device.memory().total
 
     def _round(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
         work = scheduler.next(runner.passes)
@@ -140,7 +148,12 @@ class NativeEngine(SharedWeights):
         asked = self.settings.cache_gb
         held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
         room = asked * 1e9 if asked is not None else FREE_SHARE * (self.device.memory().free + held)
-        blocks = min(_useful_blocks(samples, self.settings.max_sequences, block), int(room // block_bytes))
+        useful = _useful_blocks(samples, self.settings.max_sequences, block)
+        if self.device.graph_capture:
+            # A little more serves the next call too, whose prompts are a little longer, without recording anew.
+            step = 1 << max(0, useful.bit_length() - 4)
+            useful = -(-useful // step) * step
+        blocks = min(useful, int(room // block_bytes))
         least = Scheduler.least_blocks(longest, block)
         if blocks < least:
             raise Refusal.at(
