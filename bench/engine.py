@@ -36,7 +36,7 @@ from lockstep.kernels.fused import fuse
 from lockstep.model.policy import Policy
 from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.native.runner import Runner
+from lockstep.rollout.native.runner import Round, Runner
 from lockstep.types import Completion, Request, Sampling
 from report import machine, write_record
 from roofline import generation_seconds
@@ -53,7 +53,9 @@ WORK = {
 }
 
 
-class Round(NamedTuple):
+class Read(NamedTuple):
+    """A decoding round."""
+
     over: float
     """When it was."""
     sequences: int
@@ -63,16 +65,21 @@ class Round(NamedTuple):
 
 @dataclass
 class Times:
-    """Seconds of the passes of one call, each waited for."""
+    """Seconds of one call, and of its passes over prompts, each waited for; what is left is decoding."""
 
     prefill: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[Read] = field(default_factory=list)
+    seconds: float = 0.0
+    """Of the whole call."""
+
+    @property
+    def decode(self) -> float:
+        return self.seconds - sum(self.prefill)
 
 
 @contextmanager
 def timed(device: Device) -> Iterator[Times]:
-    times, prefill, decode = Times(), Runner.prefill, Runner.decode
+    times, prefill, read = Times(), Runner.prefill, Round.read
 
     def timed_prefill(self: Runner, work: Any) -> None:
         device.synchronise()
@@ -81,21 +88,21 @@ def timed(device: Device) -> Iterator[Times]:
         device.synchronise()
         times.prefill.append(time.perf_counter() - start)
 
-    def timed_decode(self: Runner, samples: Any) -> Any:
+    def timed_read(self: Round) -> Any:
+        found = read(self)
+        passes = len(found[0][0])
         # Those that reach their limit in the round draw no more; nothing else ends them here.
-        tokens = sum(min(self.passes, sample.limit - len(sample.tokens)) for sample in samples)
-        start = time.perf_counter()
-        found = decode(self, samples)
-        now = time.perf_counter()
-        times.decode.append(now - start)
-        times.rounds.append(Round(now, len(samples), self.passes, tokens))
+        tokens = sum(min(passes, sample.limit - len(sample.tokens)) for sample in self.samples)
+        times.rounds.append(Read(time.perf_counter(), len(self.samples), passes, tokens))
         return found
 
-    Runner.prefill, Runner.decode = timed_prefill, timed_decode  # type: ignore[method-assign]
+    Runner.prefill, Round.read = timed_prefill, timed_read  # type: ignore[method-assign]
+    start = time.perf_counter()
     try:
         yield times
     finally:
-        Runner.prefill, Runner.decode = prefill, decode  # type: ignore[method-assign]
+        times.seconds = time.perf_counter() - start
+        Runner.prefill, Round.read = prefill, read  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -155,7 +162,7 @@ def run_work(
         list(engine.generate(requests, sampling))
     median = statistics.median(warm)
     floor = generation_seconds(shape, batch, prompt, response)
-    step = sum(times.decode) / sum(one.passes for one in times.rounds)
+    step = times.decode / sum(one.passes for one in times.rounds)
     found = {
         "tokens": batch * response,
         "seconds_cold": cold,
@@ -165,7 +172,7 @@ def run_work(
         "prefill_seconds": sum(times.prefill),
         "prefill_passes": len(times.prefill),
         "decode_milliseconds": step * 1e3,
-        "roofline_share_of_decoding": floor / sum(times.decode),
+        "roofline_share_of_decoding": floor / times.decode,
         "roofline_share_of_all": floor / median,
         "peak_memory_gb": device.memory().peak / 1e9,
     }
@@ -245,21 +252,21 @@ def profile(engine: NativeEngine, requests: Sequence[Request], sampling: Samplin
 
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.name == "cuda" else [])
     order = "self_cuda_time_total" if device.name == "cuda" else "self_cpu_time_total"
-    prefill, decode = Runner.prefill, Runner.decode
+    prefill, decode = Runner.prefill, Runner._round
     list(engine.generate(requests, Sampling(9, seed=sampling.seed)))
     seen: list[str] = []
 
     def look(name: str, function: Any) -> Any:
-        def looked(self: Runner, work: Any) -> Any:
-            # The first prefill, and a round in the middle, whose pass is recorded already.
+        def looked(self: Runner, work: Any, *more: Any) -> Any:
+            # The first prefill, and the third round.
             if seen.count(name) != (0 if name == "prefill" else 2):
                 seen.append(name)
-                return function(self, work)
+                return function(self, work, *more)
             seen.append(name)
             device.synchronise()
             with profiler(activities=activities) as found:
                 start = time.perf_counter()
-                result = function(self, work)
+                result = function(self, work, *more)
                 device.synchronise()
                 seconds = time.perf_counter() - start
             print(f"\n{name} of {len(work)}: {seconds * 1e3:.1f} ms")
@@ -268,11 +275,11 @@ def profile(engine: NativeEngine, requests: Sequence[Request], sampling: Samplin
 
         return looked
 
-    Runner.prefill, Runner.decode = look("prefill", prefill), look("decode", decode)  # type: ignore[method-assign]
+    Runner.prefill, Runner._round = look("prefill", prefill), look("decode", decode)  # type: ignore[method-assign]
     try:
         list(engine.generate(requests, sampling))
     finally:
-        Runner.prefill, Runner.decode = prefill, decode  # type: ignore[method-assign]
+        Runner.prefill, Runner._round = prefill, decode  # type: ignore[method-assign]
 
 
 def _engine(policy: Policy, device: Device, rows: int, args: argparse.Namespace) -> NativeEngine:

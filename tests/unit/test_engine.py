@@ -23,7 +23,7 @@ from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.native import engine as engine_module
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.prefill import prefill_budget, prefill_bytes
-from lockstep.rollout.native.runner import Runner
+from lockstep.rollout.native.runner import Round, Runner
 from lockstep.types import Completion, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=24, temperature=0.8, stop_ids=(7, 9, 11, 13, 15, 17), seed=3)
@@ -239,6 +239,20 @@ def test_captured_passes_give_what_eager_ones_give(
     assert_same(run(engine, requests, SAMPLING), usual)
     # A recording for each bucket of the batch, not for each batch.
     assert 1 <= device.captured <= 6
+
+
+def test_the_device_goes_on_while_the_host_reads(
+    policy: Policy, requests: list[Request], usual: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No round is given in vain at the end: all that is given before a look is read."""
+    given, read = [], []
+    go_on, read_round = Runner.go_on, Round.read
+    monkeypatch.setattr(Runner, "go_on", lambda *args: given.append(go_on(*args)) or given[-1])
+    monkeypatch.setattr(Round, "read", lambda self: read.append(self) or read_round(self))
+    assert_same(run(NativeEngine(policy, Recorder(), RolloutSettings(), lambda ids: ""), requests, SAMPLING), usual)
+    ahead = [one for one in given if one is not None]
+    assert ahead
+    assert all(any(one is other for other in read) for one in ahead)
 
 
 def test_captured_passes_under_preemption_and_with_stop_strings(policy: Policy, folder: Path) -> None:

@@ -224,6 +224,28 @@ def test_nothing_is_taken_along_on_blocks_that_somebody_may_need() -> None:
     assert len(played.scheduler.next(8).prefill) == 1
 
 
+def going_on(limits: list[int], blocks: int, rows: int = 8) -> tuple[list[int], list[int], int]:
+    """Who goes on after a round of 8 passes, how many blocks each then has, and how many are free."""
+    played = pretend([Job(1, [limit], limit) for limit in limits], blocks=blocks, block=4, rows=rows, budget=100)
+    assert len(played.scheduler.next(8).decode) == min(rows, len(limits))
+    staying = [sample.request for sample in played.scheduler.go_on(8)]
+    return staying, [len(sample.blocks) for sample in played.samples], played.scheduler.pool.free
+
+
+def test_who_goes_on_before_a_round_is_read() -> None:
+    # A prompt of one token and 16 passes feed 16 tokens, four blocks. The second ends with the round's last token, and
+    # keeps the two blocks of that; the third feeds 11 of its 12 tokens.
+    assert going_on([40, 9, 12], blocks=20) == ([0, 2], [4, 2, 3], 11)
+    assert going_on([9, 5], blocks=20) == ([], [2, 1], 17)
+
+
+def test_nobody_goes_on_where_a_look_may_change_who_runs() -> None:
+    assert going_on([40, 40], blocks=20, rows=1)[:2] == ([], [2, 0])
+    # Two blocks each and two more each: eight, and there are seven.
+    assert going_on([40, 40], blocks=7) == ([], [2, 2], 3)
+    assert going_on([40, 40], blocks=8) == ([0, 1], [4, 4], 0)
+
+
 def test_the_youngest_gives_way() -> None:
     jobs = [Job(2, [18], 18), Job(2, [18], 18)]
     played = pretend(jobs, blocks=Scheduler.least_blocks(18, 4) + 1, block=4, rows=2, budget=100)

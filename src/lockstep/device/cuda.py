@@ -113,6 +113,20 @@ class Cuda(Accelerator):
             step()
         return _Recording(graph)
 
+    def send(self, tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+        return tensor.pin_memory().to(place, non_blocking=True)
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        host = tensor.to("cpu", non_blocking=True)
+        there = torch.cuda.Event()
+        there.record()
+
+        def wait() -> torch.Tensor:
+            there.synchronize()
+            return host
+
+        return wait
+
     def deterministic(self, on: bool) -> dict[str, str]:
         switches = super().deterministic(on)
         if on:

@@ -5,13 +5,16 @@ B sequences of a pass, R rows of a board, M blocks of a sequence's table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from lockstep.rollout.native.sequence import Sample
+
+# From the host to the device.
+Send = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -29,20 +32,21 @@ class DecodeState:
     logprobs_B: torch.Tensor
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], width: int, device: torch.device) -> DecodeState:
+    def of(cls, samples: Sequence[Sample], width: int, send: Send) -> DecodeState:
         """The samples as they stand, each with a table of `width` blocks."""
         rows = [
             [sample.tokens[-1], len(sample.tokens) - 1, sample.prompt, sample.limit, *sample.keys] for sample in samples
         ]
         tables = [sample.blocks + [0] * (width - len(sample.blocks)) for sample in samples]
-        numbers = _numbers(rows, device)
+        numbers = _numbers(rows, send)
+        device = numbers.device
         return cls(
             tokens_B=numbers[:, 0].contiguous(),
             positions_B=numbers[:, 1].contiguous(),
             prompts_B=numbers[:, 2].contiguous(),
             limits_B=numbers[:, 3].contiguous(),
             keys_B2=numbers[:, 4:].to(torch.int32),
-            table_BM=_numbers(tables, device),
+            table_BM=_numbers(tables, send),
             done_B=torch.zeros(len(samples), dtype=torch.bool, device=device),
             logprobs_B=torch.zeros(len(samples), device=device),
         )
@@ -73,11 +77,10 @@ class DecodeState:
         for name, tensor in vars(self).items():
             tensor.copy_(getattr(other, name))
 
-    def put_(self, rows: Sequence[int], other: DecodeState) -> None:
+    def put_(self, rows_K: torch.Tensor, other: DecodeState) -> None:
         """Replace some rows by those of another state."""
-        index = torch.tensor(rows, device=self.tokens_B.device)
         for name, tensor in vars(self).items():
-            tensor.index_copy_(0, index, getattr(other, name))
+            tensor.index_copy_(0, rows_K, getattr(other, name))
 
 
 @dataclass
@@ -92,8 +95,8 @@ class Seat:
 class Board:
     """Who has which row. A sample keeps its row, and what a pass left there, while it runs and the row is in use."""
 
-    def __init__(self, rows: int, width: int, spare: int, device: torch.device):
-        self.rows, self.width, self.spare, self.device = rows, width, spare, device
+    def __init__(self, rows: int, width: int, spare: int, device: torch.device, send: Send):
+        self.rows, self.width, self.spare, self.device, self.send = rows, width, spare, device, send
         self.state = DecodeState.idle(rows, width, spare, device)
         self._seats: dict[Sample, Seat] = {}
 
@@ -111,10 +114,10 @@ class Board:
         for row, sample in zip(taken, newcomers, strict=True):
             self._seats[sample] = Seat(row, sample.blocks, len(sample.blocks))
         if newcomers:
-            self.state.put_(taken, DecodeState.of(newcomers, self.width, self.device))
+            self.state.put_(_numbers(taken, self.send), DecodeState.of(newcomers, self.width, self.send))
         empty = sorted(left.difference(taken))
         if empty:
-            self.state.put_(empty, self.idle(len(empty)))
+            self.state.put_(_numbers(empty, self.send), self.idle(len(empty)))
         return [self._seats[sample].row for sample in samples]
 
     def _leave(self, samples: Iterable[Sample], within: int) -> set[int]:
@@ -137,10 +140,10 @@ class Board:
             blocks += added
             seat.written += len(added)
         if places:
-            where, what = _numbers([places, blocks], self.device)
+            where, what = _numbers([places, blocks], self.send)
             self.state.table_BM.view(-1).index_copy_(0, where, what)
 
 
-def _numbers(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+def _numbers(rows: list[list[int]] | list[int], send: Send) -> torch.Tensor:
     # numpy reads nested lists several times faster than torch, and this is done every round.
-    return torch.from_numpy(np.array(rows, dtype=np.int64)).to(device)
+    return send(torch.from_numpy(np.array(rows, dtype=np.int64)))

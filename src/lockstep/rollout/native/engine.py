@@ -21,7 +21,7 @@ from lockstep.rollout.ending import why_ended
 from lockstep.rollout.engine import SharedWeights
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.prefill import prefill_budget
-from lockstep.rollout.native.runner import Runner
+from lockstep.rollout.native.runner import Round, Runner
 from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.rollout.native.sequence import Prefix, Sample
 from lockstep.types import Completion, Request, Sampling
@@ -65,8 +65,7 @@ class NativeEngine(SharedWeights):
         training = self.policy.training
         self.policy.eval()
         try:
-            while scheduler.unfinished:
-                yield from self._round(scheduler, runner, sampling)
+            yield from self._run(scheduler, runner, sampling)
         finally:
             self.policy.train(training)
             self.preempted = scheduler.preempted
@@ -84,20 +83,31 @@ class NativeEngine(SharedWeights):
         held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
         return not self.device.graph_capture or held > KEPT_SHARE * self.device.memory().total
 
-    def _round(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
+    def _run(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
+        ahead: Round | None = None
+        while scheduler.unfinished:
+            now = ahead or self._next(scheduler, runner)
+            if now is None:
+                continue
+            # Where nothing depends on the round's tokens, the device begins the next one while the host reads them.
+            # Who turns out to have ended stays in it for nothing: its blocks are not written by others before it.
+            ahead = runner.go_on(now, scheduler.go_on(runner.passes))
+            for sample, tokens, logprobs in zip(now.samples, *now.read(), strict=True):
+                if sample.stop:
+                    continue
+                self._append(sample, tokens, logprobs, sampling)
+                if sample.stop:
+                    scheduler.finish(sample)
+                    response = sample.tokens[sample.prompt :]
+                    yield Completion(sample.request, sample.number, response, sample.logprobs, sample.stop)
+
+    def _next(self, scheduler: Scheduler, runner: Runner) -> Round | None:
         work = scheduler.next(runner.passes)
         if work.copies:
             runner.cache.copy_blocks(work.copies)
         if work.prefill:
             runner.prefill(work.prefill)
-        if not work.decode:
-            return
-        for sample, tokens, logprobs in zip(work.decode, *runner.decode(work.decode), strict=True):
-            self._append(sample, tokens, logprobs, sampling)
-            if sample.stop:
-                scheduler.finish(sample)
-                response = sample.tokens[sample.prompt :]
-                yield Completion(sample.request, sample.number, response, sample.logprobs, sample.stop)
+        return runner.decode(work.decode) if work.decode else None
 
     def _append(self, sample: Sample, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
         """New tokens up to the one that ends the sample; the device may have run on past it."""

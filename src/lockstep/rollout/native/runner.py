@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,6 +31,23 @@ PATIENCE, LITTLE = 8, 1.5
 LEAST_WIDTH = 64
 
 
+@dataclass(frozen=True)
+class Round:
+    """Passes that the device was given: new tokens of each sample with log-probabilities, when they are there."""
+
+    samples: Sequence[Sample]
+    width: int | None
+    """Rows of the recorded pass; None where the passes were not recorded."""
+    rows: Sequence[int]
+    tokens_BA: Callable[[], torch.Tensor]
+    logprobs_BA: Callable[[], torch.Tensor]
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Of each sample its tokens and log-probabilities; what follows an end token is noise."""
+        tokens, logprobs = (found().numpy()[self.rows].tolist() for found in (self.tokens_BA, self.logprobs_BA))
+        return tokens, logprobs
+
+
 class Runner:
     """Recorded passes depend on how tokens are drawn, not on how many: `sampling` stands for all that differ in that.
 
@@ -46,7 +64,7 @@ class Runner:
         self.captures = device.graph_capture and sampling.repetition_penalty == 1
         self.passes = AHEAD if self.captures else 1
         width = max(LEAST_WIDTH, _power_of_two(-(-longest // cache.block)))
-        self.board = Board(_bucket(rows), width, cache.spare, self.torch_device) if self.captures else None
+        self.board = Board(_bucket(rows), width, cache.spare, self.torch_device, self._send) if self.captures else None
         self.longest = width * cache.block
         self._graphs: dict[int, Callable[[], None]] = {}
         self._wanted: Counter[int] = Counter()
@@ -64,32 +82,52 @@ class Runner:
         whole = not any(part.cached for part, _ in work)
         lengths = [stop for _, stop in work]
         where = make_layout(lengths, self.torch_device, self.policy.kernel) if whole else self._chunks(work)
-        ids, at, to = (torch.from_numpy(numbers).to(self.torch_device) for numbers in (tokens, positions, slots))
+        ids, at, to = (self._send(torch.from_numpy(numbers)) for numbers in (tokens, positions, slots))
         self._hidden(ids, at, PrefillPass(self.cache, to, where))
         for part, stop in work:
             part.cached = stop
 
     @torch.inference_mode()
-    def decode(self, samples: Sequence[Sample]) -> tuple[list[list[int]], list[list[float]]]:
-        """Up to `passes` new tokens of each sample, with log-probabilities; what follows an end token is noise."""
+    def decode(self, samples: Sequence[Sample]) -> Round:
+        """Give the device a round: up to `passes` new tokens of each sample."""
         width = self._recorded_width(len(samples))
-        if self.board is not None and width is not None:
-            rows = self.board.seat(samples, within=width)
-            return self._rounds(self.board.state.first(width), self._graphs[width], rows)
+        if width is not None:
+            return self._recorded_round(samples, width)
         longest = max(len(sample.blocks) for sample in samples)
-        state = DecodeState.of(samples, longest, self.torch_device)
+        state = DecodeState.of(samples, longest, self._send)
         seen = self._seen(samples) if self.sampling.repetition_penalty != 1 else None
-        return self._rounds(state, lambda: self._pass(state, seen), range(len(samples)))
+        return self._round(samples, None, state, lambda: self._pass(state, seen), range(len(samples)))
 
-    def _rounds(
-        self, state: DecodeState, step: Callable[[], None], rows: Sequence[int]
-    ) -> tuple[list[list[int]], list[list[float]]]:
+    @torch.inference_mode()
+    def go_on(self, last: Round, samples: Sequence[Sample]) -> Round | None:
+        """A round of some samples of the last one, of which the host does not know the tokens yet. None where their
+        rows should change."""
+        if last.width is None or not samples or self._recorded_width(len(samples)) != last.width:
+            return None
+        return self._recorded_round(samples, last.width)
+
+    def _recorded_round(self, samples: Sequence[Sample], width: int) -> Round:
+        assert self.board is not None
+        rows = self.board.seat(samples, within=width)
+        return self._round(samples, width, self.board.state.first(width), self._graphs[width], rows)
+
+    def _round(
+        self,
+        samples: Sequence[Sample],
+        width: int | None,
+        state: DecodeState,
+        step: Callable[[], None],
+        rows: Sequence[int],
+    ) -> Round:
         made = []
         for _ in range(self.passes):
             step()
             made.append((state.tokens_B.clone(), state.logprobs_B.clone()))
-        tokens, logprobs = (torch.stack(parts, 1).cpu().numpy()[rows].tolist() for parts in zip(*made, strict=True))
-        return tokens, logprobs
+        tokens, logprobs = (self.device.fetch(torch.stack(parts, 1)) for parts in zip(*made, strict=True))
+        return Round(samples, width, rows, tokens, logprobs)
+
+    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.device.send(tensor, self.torch_device)
 
     def _pass(self, state: DecodeState, seen_BV: torch.Tensor | None = None) -> None:
         """Feed a token of each sequence, draw the next. Sequences that are done stay where they are."""

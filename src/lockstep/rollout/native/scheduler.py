@@ -77,6 +77,22 @@ class Scheduler:
         assert work.prefill or work.decode, "the cache holds one whole sample, so somebody can always go on"
         return work
 
+    def go_on(self, tokens: int) -> list[Sample]:
+        """Those who run on after a round of `tokens` that is under way, with blocks for another such round.
+
+        None of them where a look at the round may change who runs: somebody waits, or blocks may run out.
+        """
+        if tokens == 1 or self.waiting or not all(sample.ready for sample in self.running):
+            return []
+        staying = [sample for sample in self.running if len(sample.tokens) + tokens < sample.limit]
+        stops = [self._reach(sample, 2 * tokens) for sample in staying]
+        missing = (-(-stop // self.block) - len(sample.blocks) for sample, stop in zip(staying, stops, strict=True))
+        if sum(max(0, blocks) for blocks in missing) > self.pool.free:
+            return []
+        for sample, stop in zip(staying, stops, strict=True):
+            self._grow(sample, stop)
+        return staying
+
     def finish(self, sample: Sample) -> None:
         """The sample is done: its blocks are free, and those of a prompt with its last sample."""
         self.running.remove(sample)
