@@ -95,16 +95,6 @@ class Device(ABC):
         """
         raise NotImplementedError(f"{self.name} does not capture graphs")
 
-    def send(self, tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-        """A tensor of the host on the device, without waiting for what the device has under way where it can."""
-        return tensor.to(place)
-
-    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Bring a tensor to the host as it is after what the device was given so far; the result waits for that, and
-        for nothing that the device was given later where it can."""
-        host = tensor.cpu()
-        return lambda: host
-
     @abstractmethod
     def memory(self) -> Memory: ...
 

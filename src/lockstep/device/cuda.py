@@ -104,28 +104,14 @@ class Cuda(Accelerator):
         side = _trial_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            step()
-            step()
+            for _ in range(2 if beside is None else 1):
+                step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         pool = beside.graph.pool() if isinstance(beside, _Recording) else None
         with torch.cuda.graph(graph, pool=pool):
             step()
         return _Recording(graph)
-
-    def send(self, tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-        return tensor.pin_memory().to(place, non_blocking=True)
-
-    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        host = tensor.to("cpu", non_blocking=True)
-        there = torch.cuda.Event()
-        there.record()
-
-        def wait() -> torch.Tensor:
-            there.synchronize()
-            return host
-
-        return wait
 
     def deterministic(self, on: bool) -> dict[str, str]:
         switches = super().deterministic(on)

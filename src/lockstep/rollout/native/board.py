@@ -5,16 +5,14 @@ B sequences of a pass, R rows of a board, M blocks of a sequence's table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from lockstep.device.transfer import sent
 from lockstep.rollout.native.sequence import Sample
-
-# From the host to the device.
-Send = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -32,21 +30,20 @@ class DecodeState:
     logprobs_B: torch.Tensor
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], width: int, send: Send) -> DecodeState:
+    def of(cls, samples: Sequence[Sample], width: int, device: torch.device) -> DecodeState:
         """The samples as they stand, each with a table of `width` blocks."""
         rows = [
             [sample.tokens[-1], len(sample.tokens) - 1, sample.prompt, sample.limit, *sample.keys] for sample in samples
         ]
         tables = [sample.blocks + [0] * (width - len(sample.blocks)) for sample in samples]
-        numbers = _numbers(rows, send)
-        device = numbers.device
+        numbers = _numbers(rows, device)
         return cls(
             tokens_B=numbers[:, 0].contiguous(),
             positions_B=numbers[:, 1].contiguous(),
             prompts_B=numbers[:, 2].contiguous(),
             limits_B=numbers[:, 3].contiguous(),
             keys_B2=numbers[:, 4:].to(torch.int32),
-            table_BM=_numbers(tables, send),
+            table_BM=_numbers(tables, device),
             done_B=torch.zeros(len(samples), dtype=torch.bool, device=device),
             logprobs_B=torch.zeros(len(samples), device=device),
         )
@@ -95,8 +92,8 @@ class Seat:
 class Board:
     """Who has which row. A sample keeps its row, and what a pass left there, while it runs and the row is in use."""
 
-    def __init__(self, rows: int, width: int, spare: int, device: torch.device, send: Send):
-        self.rows, self.width, self.spare, self.device, self.send = rows, width, spare, device, send
+    def __init__(self, rows: int, width: int, spare: int, device: torch.device):
+        self.rows, self.width, self.spare, self.device = rows, width, spare, device
         self.state = DecodeState.idle(rows, width, spare, device)
         self._seats: dict[Sample, Seat] = {}
 
@@ -114,10 +111,10 @@ class Board:
         for row, sample in zip(taken, newcomers, strict=True):
             self._seats[sample] = Seat(row, sample.blocks, len(sample.blocks))
         if newcomers:
-            self.state.put_(_numbers(taken, self.send), DecodeState.of(newcomers, self.width, self.send))
+            self.state.put_(_numbers(taken, self.device), DecodeState.of(newcomers, self.width, self.device))
         empty = sorted(left.difference(taken))
         if empty:
-            self.state.put_(_numbers(empty, self.send), self.idle(len(empty)))
+            self.state.put_(_numbers(empty, self.device), self.idle(len(empty)))
         return [self._seats[sample].row for sample in samples]
 
     def _leave(self, samples: Iterable[Sample], within: int) -> set[int]:
@@ -140,10 +137,10 @@ class Board:
             blocks += added
             seat.written += len(added)
         if places:
-            where, what = _numbers([places, blocks], self.send)
+            where, what = _numbers([places, blocks], self.device)
             self.state.table_BM.view(-1).index_copy_(0, where, what)
 
 
-def _numbers(rows: list[list[int]] | list[int], send: Send) -> torch.Tensor:
+def _numbers(rows: list[list[int]] | list[int], device: torch.device) -> torch.Tensor:
     # numpy reads nested lists several times faster than torch, and this is done every round.
-    return send(torch.from_numpy(np.array(rows, dtype=np.int64)))
+    return sent(torch.from_numpy(np.array(rows, dtype=np.int64)), device)

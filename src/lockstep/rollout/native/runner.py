@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lockstep.device.base import Device
+from lockstep.device.transfer import fetched, sent
 from lockstep.errors import first_line
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass
@@ -64,7 +65,7 @@ class Runner:
         self.captures = device.graph_capture and sampling.repetition_penalty == 1
         self.passes = AHEAD if self.captures else 1
         width = max(LEAST_WIDTH, _power_of_two(-(-longest // cache.block)))
-        self.board = Board(_bucket(rows), width, cache.spare, self.torch_device, self._send) if self.captures else None
+        self.board = Board(_bucket(rows), width, cache.spare, self.torch_device) if self.captures else None
         self.longest = width * cache.block
         self._graphs: dict[int, Callable[[], None]] = {}
         self._wanted: Counter[int] = Counter()
@@ -82,7 +83,7 @@ class Runner:
         whole = not any(part.cached for part, _ in work)
         lengths = [stop for _, stop in work]
         where = make_layout(lengths, self.torch_device, self.policy.kernel) if whole else self._chunks(work)
-        ids, at, to = (self._send(torch.from_numpy(numbers)) for numbers in (tokens, positions, slots))
+        ids, at, to = (sent(torch.from_numpy(numbers), self.torch_device) for numbers in (tokens, positions, slots))
         self._hidden(ids, at, PrefillPass(self.cache, to, where))
         for part, stop in work:
             part.cached = stop
@@ -94,7 +95,7 @@ class Runner:
         if width is not None:
             return self._recorded_round(samples, width)
         longest = max(len(sample.blocks) for sample in samples)
-        state = DecodeState.of(samples, longest, self._send)
+        state = DecodeState.of(samples, longest, self.torch_device)
         seen = self._seen(samples) if self.sampling.repetition_penalty != 1 else None
         return self._round(samples, None, state, lambda: self._pass(state, seen), range(len(samples)))
 
@@ -123,11 +124,8 @@ class Runner:
         for _ in range(self.passes):
             step()
             made.append((state.tokens_B.clone(), state.logprobs_B.clone()))
-        tokens, logprobs = (self.device.fetch(torch.stack(parts, 1)) for parts in zip(*made, strict=True))
+        tokens, logprobs = (fetched(torch.stack(parts, 1)) for parts in zip(*made, strict=True))
         return Round(samples, width, rows, tokens, logprobs)
-
-    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.device.send(tensor, self.torch_device)
 
     def _pass(self, state: DecodeState, seen_BV: torch.Tensor | None = None) -> None:
         """Feed a token of each sequence, draw the next. Sequences that are done stay where they are."""
