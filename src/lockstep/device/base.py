@@ -17,7 +17,7 @@ EMULATED = "LOCKSTEP_EMULATED"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `allocated` and `peak` are this process's own; `total` and `free` are the device's."""
+    """Bytes. `total` is the device's, `free` what this process can still take of it; `allocated` and `peak` are its own."""
 
     total: int
     free: int

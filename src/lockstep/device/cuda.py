@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from lockstep.device.accelerator import Accelerator, first_sentence
+from lockstep.device.base import Memory
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -112,6 +113,11 @@ class Cuda(Accelerator):
         with torch.cuda.graph(graph, pool=pool):
             step()
         return _Recording(graph)
+
+    def memory(self) -> Memory:
+        found = super().memory()
+        # What torch holds and nobody uses is there for this process: it is given back where other sizes are asked for.
+        return replace(found, free=found.free + torch.cuda.memory_reserved() - found.allocated)
 
     def deterministic(self, on: bool) -> dict[str, str]:
         switches = super().deterministic(on)
