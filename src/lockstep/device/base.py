@@ -17,7 +17,7 @@ EMULATED = "LOCKSTEP_EMULATED"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `total` is the device's, `free` what this process can still take of it; `allocated` and `peak` are its own."""
+    """Bytes. `total` is the device's, `free` what this process can still take; `allocated` and `peak` are its own."""
 
     total: int
     free: int
