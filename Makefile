@@ -64,7 +64,7 @@ $(VENV)/.core: $(BIN)/pip pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.test: $(BIN)/pip pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,interpret]"
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.bench: $(VENV)/.test

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lockstep.device.select import select
+from lockstep.kernels.noise import sequence_keys
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.recipe import load_recipe
 from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.sampler import choose
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.train.online import train_online
@@ -44,8 +47,57 @@ def test_paged_decode_equals_its_twin(dtype, heads, groups, size, window, block)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     sinks = torch.linspace(-3, 4, heads, device="cuda")
     for more in ((), (2.0, None), (None, sinks), (2.0, sinks.to(dtype))):
-        found, twin = paged_decode(*common, *more), gathered_decode(*common, *more)
-        torch.testing.assert_close(found, twin, rtol=tolerance, atol=tolerance)
+        twin = gathered_decode(*common, *more)
+        for splits in (None, 1, 4):
+            found = paged_decode(*common, *(more or (None, None)), None, splits)
+            torch.testing.assert_close(found, twin, rtol=tolerance, atol=tolerance)
+            # The last token's keys and values are not there yet: they are read, and written where they belong.
+            last = lengths - 1
+            slots = table.gather(1, (last // block)[:, None])[:, 0] * block + last % block
+            poor = keys.index_fill(0, slots, 7.0), values.index_fill(0, slots, 7.0)
+            new = keys[slots].transpose(0, 1).contiguous().transpose(0, 1), values[slots]
+            found = paged_decode(query, *poor, *common[3:], *(more or (None, None)), new, splits)
+            torch.testing.assert_close(found, twin, rtol=tolerance, atol=tolerance)
+            assert torch.equal(poor[0], keys)
+            assert torch.equal(poor[1], values)
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 40},
+    {"top_k": 20, "score_truncated": True},
+    {"top_p": 0.8},
+    {"min_p": 0.05, "score_truncated": True},
+    {"temperature": 0.6, "top_k": 200, "top_p": 0.9, "min_p": 0.001, "score_truncated": True},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("batch", "vocabulary"), [(1, 151_936), (7, 50_257), (333, 4096), (1024, 151_936)])
+def test_the_fused_sampler_draws_the_tokens_of_its_twin(way: dict[str, Any], batch: int, vocabulary: int) -> None:
+    draw = torch.Generator("cuda").manual_seed(0)
+    # Sorting all rows of the largest case takes more memory than it shows.
+    batch = min(batch, 128) if "top_p" in way else batch
+    logits = torch.randn(batch, vocabulary, device="cuda", generator=draw) * 3
+    keys = torch.tensor([sequence_keys(5, row, row % 8) for row in range(batch)], dtype=torch.int32, device="cuda")
+    positions = torch.arange(batch, device="cuda") * 17
+    for dtype in (torch.float32, torch.bfloat16):
+        rows, sampling = logits.to(dtype), Sampling(1, **way)
+        tokens, logprobs = choose(rows, sampling, keys, positions, kernel="triton")
+        twins, scores = choose(rows, sampling, keys, positions)
+        assert torch.equal(tokens, twins)
+        torch.testing.assert_close(logprobs, scores, rtol=0, atol=4e-6)
+
+
+def test_a_drawn_token_does_not_depend_on_the_batch() -> None:
+    logits = torch.randn(300, 151_936, device="cuda", dtype=torch.bfloat16)
+    keys = torch.randint(-(2**31), 2**31, (300, 2), device="cuda").to(torch.int32)
+    positions = torch.arange(300, device="cuda")
+    together = choose(logits, Sampling(1), keys, positions, kernel="triton")
+    alone = choose(logits[7:8], Sampling(1), keys[7:8], positions[7:8], kernel="triton")
+    assert all(torch.equal(a[7:8], b) for a, b in zip(together, alone, strict=True))
 
 
 def prompts() -> list[Request]:
@@ -100,6 +152,17 @@ def test_online_bf16_engine_and_trainer_agree(online_file: Path, tmp_path: Path)
     train_online(load_recipe(str(online_file), words), Console.silent())
     for _, metrics in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl"):
         assert metrics["training/rollout_probs_diff_mean"] < 0.01
+
+
+def test_memory_that_torch_holds_for_nobody_is_free() -> None:
+    device = select("cuda")
+    torch.cuda.synchronize()
+    before = device.memory().free
+    used = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    assert before - device.memory().free > 2**29
+    del used
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() >= 2**30
+    assert abs(device.memory().free - before) < 2**28
 
 
 def test_memory_of_the_cache_is_given_back(tiny_folder: Path) -> None:

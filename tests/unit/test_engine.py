@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import torch
 from small_models import SIZES, load, native, prompts, run, slow_sample, write_model
 from transformers import Qwen2Config
 
+from lockstep.device.base import Memory
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.kernels.paged import KVCache
 from lockstep.model.policy import Policy
 from lockstep.recipe.online import RolloutSettings
+from lockstep.rollout.native import engine as engine_module
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.native.runner import Runner
+from lockstep.rollout.native.prefill import prefill_budget, prefill_bytes
+from lockstep.rollout.native.runner import Round, Runner
 from lockstep.types import Completion, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=24, temperature=0.8, stop_ids=(7, 9, 11, 13, 15, 17), seed=3)
@@ -219,7 +223,7 @@ class Recorder(Cpu):
     def __init__(self) -> None:
         self.captured = 0
 
-    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, step: Callable[[], None], beside: Callable[[], None] | None = None) -> Callable[[], None]:
         self.captured += 1
         step()
         step()
@@ -235,6 +239,20 @@ def test_captured_passes_give_what_eager_ones_give(
     assert_same(run(engine, requests, SAMPLING), usual)
     # A recording for each bucket of the batch, not for each batch.
     assert 1 <= device.captured <= 6
+
+
+def test_the_device_goes_on_while_the_host_reads(
+    policy: Policy, requests: list[Request], usual: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No round is given in vain at the end: all that is given before a look is read."""
+    given, read = [], []
+    go_on, read_round = Runner.go_on, Round.read
+    monkeypatch.setattr(Runner, "go_on", lambda *args: given.append(go_on(*args)) or given[-1])
+    monkeypatch.setattr(Round, "read", lambda self: read.append(self) or read_round(self))
+    assert_same(run(NativeEngine(policy, Recorder(), RolloutSettings(), lambda ids: ""), requests, SAMPLING), usual)
+    ahead = [one for one in given if one is not None]
+    assert ahead
+    assert all(any(one is other for other in read) for one in ahead)
 
 
 def test_captured_passes_under_preemption_and_with_stop_strings(policy: Policy, folder: Path) -> None:
@@ -278,3 +296,82 @@ def test_a_kept_cache_and_its_passes_are_used_again_until_the_weights_move(folde
     weight.data = weight.data.clone()
     assert_same(run(engine, requests, SAMPLING), changed)
     assert device.captured > captured
+
+
+def test_what_the_host_alone_looks_at_records_nothing_anew(policy: Policy, folder: Path) -> None:
+    device = Recorder()
+    kept = NativeEngine(policy, device, RolloutSettings(free_cache=False), native(policy, folder).decode)
+    requests = [Request([5, 6, 7], 0)]
+    run(kept, requests, replace(SAMPLING, max_tokens=24))
+    captured = device.captured
+    for changed in ({"max_tokens": 9}, {"seed": 11}, {"stop_strings": ("a", "e", "\x03")}, {"max_tokens": 20}):
+        sampling = replace(SAMPLING, **changed)
+        assert_same(run(kept, requests, sampling), run(native(policy, folder), requests, sampling))
+    assert device.captured == captured
+    # How tokens are drawn is a part of what is recorded.
+    warmer = replace(SAMPLING, temperature=1.5)
+    assert_same(run(kept, requests, warmer), run(native(policy, folder), requests, warmer))
+    assert device.captured > captured
+
+
+def test_a_small_cache_is_kept_where_passes_are_recorded_over_it(
+    policy: Policy, requests: list[Request], caches: list[weakref.ref[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Recorder()
+    engine = NativeEngine(policy, device, RolloutSettings(), lambda ids: "")
+    run(engine, requests, SAMPLING)
+    captured = device.captured
+    run(engine, requests, SAMPLING)
+    assert device.captured == captured
+    assert caches[0]() is not None
+    # One that takes more than a twentieth of the memory is given back.
+    monkeypatch.setattr(engine_module, "KEPT_SHARE", 0.0)
+    run(engine, requests, SAMPLING)
+    gc.collect()
+    assert caches[0]() is None
+
+
+def test_a_large_batch_that_shrinks_moves_into_smaller_passes(policy: Policy, folder: Path) -> None:
+    """200 rows end one after another: their places are given to those behind them, and smaller passes are recorded."""
+    requests = [Request([5 + key, 6, 7], key, 1, 0, 1 + key % 40) for key in range(200)]
+    sampling = Sampling(max_tokens=40, seed=3)
+    device = Recorder()
+    made = run(NativeEngine(policy, device, RolloutSettings(max_sequences=150), lambda ids: ""), requests, sampling)
+    assert [len(one.ids) for one in made] == [1 + key % 40 for key in range(200)]
+    assert_same(made, run(native(policy, folder), requests, sampling))
+    assert 2 <= device.captured <= 8
+
+
+def test_a_policy_that_is_asked_to_be_plain_draws_plainly(policy: Policy) -> None:
+    class Fast(Cpu):
+        attention, sampler = "flash_varlen", "triton"
+
+    cache = KVCache(2, 4, 4, 2, 8, torch.zeros(()))
+    assert policy.kernel == "sdpa"
+    assert Runner(policy, cache, SAMPLING, Fast(), 4, 16).sampler == "plain"
+    assert Runner(policy, cache, SAMPLING, Cpu(), 4, 16).sampler == Cpu.sampler == "plain"
+
+
+class Large(Cpu):
+    """A device of so many bytes that takes long passes over prompts."""
+
+    prefill_tokens = 65_536
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def memory(self) -> Memory:
+        return Memory(self.total, self.total, 0, 0)
+
+
+def test_prompt_tokens_of_a_pass_follow_the_memory() -> None:
+    """A token takes 2 x (3 x 18,944 + 4 x 3,584) + 8 x 3,584 = 171,008 bytes in the 7B shape in bf16."""
+    config = Qwen2Config(hidden_size=3584, intermediate_size=18944)
+    assert prefill_bytes(config, 1, 2) == 171_008
+    settings = RolloutSettings()
+    assert prefill_budget(settings, Cpu(), config, 2) == 8192
+    assert prefill_budget(settings, Large(141 * 10**9), config, 2) == 65_536
+    # An eighth of 24 GB holds 17,543 tokens: two pieces of 8,192.
+    assert prefill_budget(settings, Large(24 * 10**9), config, 2) == 16_384
+    assert prefill_budget(settings, Large(10**9), config, 2) == 8192
+    assert prefill_budget(RolloutSettings(prefill_tokens=77), Large(10**9), config, 2) == 77

@@ -121,8 +121,8 @@ def test_blocks_are_copied_in_every_layer_at_once() -> None:
     """A block that is copied from may be copied to in the same round: what counts is what was there before."""
     cache = KVCache(3, 4, 2, GROUPS, SIZE, torch.zeros(()))
     cache.slots.copy_(torch.randn(cache.slots.shape, generator=torch.Generator().manual_seed(2)))
-    before = cache.slots.clone().unflatten(2, (4, 2))
+    before = cache.slots.clone().unflatten(2, (5, 2))
     cache.copy_blocks([(0, 1), (1, 3), (0, 2)])
-    after = cache.slots.unflatten(2, (4, 2))
+    after = cache.slots.unflatten(2, (5, 2))
     for source, target in ((0, 0), (0, 1), (1, 3), (0, 2)):
         assert torch.equal(after[:, :, target], before[:, :, source])

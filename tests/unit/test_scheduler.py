@@ -185,6 +185,67 @@ def test_a_prompt_that_does_not_fit_the_rest_of_the_budget_opens_the_next_round(
     assert [stop for _, stop in played.scheduler.next(1).prefill] == [6]
 
 
+def test_rows_are_filled_before_a_long_round() -> None:
+    """Three prompts of 7 in passes of 10: with several tokens a round nobody decodes until all three are there."""
+    jobs = [Job(7, [9], 9)] * 3
+    rounds = {}
+    for tokens in (1, 8):
+        played = pretend(jobs, blocks=100, block=4, rows=8, budget=10, passes=tokens)
+        rounds[tokens] = []
+        for _ in range(4):
+            work = played.scheduler.next(tokens)
+            rounds[tokens].append((len(work.prefill), len(work.decode)))
+            for part, stop in work.prefill:
+                part.cached = stop
+    assert rounds == {1: [(1, 0), (1, 1), (1, 2), (0, 3)], 8: [(1, 0), (1, 0), (1, 0), (0, 3)]}
+
+
+def test_a_pass_over_prompts_takes_along_those_that_wait_for_a_row() -> None:
+    jobs = [Job(7, [9], 9)] * 4
+    prefilled = {
+        tokens: [
+            part.tokens
+            for part, _ in pretend(jobs, blocks=100, block=4, rows=1, budget=20).scheduler.next(tokens).prefill
+        ]
+        for tokens in (1, 8)
+    }
+    # Three prefixes of six tokens fit into twenty.
+    assert [len(prefixes) for prefixes in prefilled.values()] == [1, 3]
+
+
+def test_nothing_is_taken_along_on_blocks_that_somebody_may_need() -> None:
+    """The first needs 12 blocks of 4 for its 49 tokens, of which it holds the prompt's two at first; 14 are there."""
+    jobs = [Job(7, [50], 50)] + [Job(7, [9], 9)] * 3
+    played = pretend(jobs, blocks=14, block=4, rows=1, budget=100)
+    assert len(played.scheduler.next(8).prefill) == 4
+    assert played.scheduler.running == []
+    played = pretend([Job(1, [50], 50), *jobs[1:]], blocks=14, block=4, rows=2, budget=100)
+    # It runs at once, on two blocks of the 13 that 49 tokens take; only the prompt with a row of its own is computed.
+    assert len(played.scheduler.next(8).prefill) == 1
+
+
+def going_on(limits: list[int], blocks: int, rows: int = 8) -> tuple[list[int], list[int], int]:
+    """Who goes on after a round of 8 passes, how many blocks each then has, and how many are free."""
+    played = pretend([Job(1, [limit], limit) for limit in limits], blocks=blocks, block=4, rows=rows, budget=100)
+    assert len(played.scheduler.next(8).decode) == min(rows, len(limits))
+    staying = [sample.request for sample in played.scheduler.go_on(8)]
+    return staying, [len(sample.blocks) for sample in played.samples], played.scheduler.pool.free
+
+
+def test_who_goes_on_before_a_round_is_read() -> None:
+    # A prompt of one token and 16 passes feed 16 tokens, four blocks. The second ends with the round's last token, and
+    # keeps the two blocks of that; the third feeds 11 of its 12 tokens.
+    assert going_on([40, 9, 12], blocks=20) == ([0, 2], [4, 2, 3], 11)
+    assert going_on([9, 5], blocks=20) == ([], [2, 1], 17)
+
+
+def test_nobody_goes_on_where_a_look_may_change_who_runs() -> None:
+    assert going_on([40, 40], blocks=20, rows=1)[:2] == ([], [2, 0])
+    # Two blocks each and two more each: eight, and there are seven.
+    assert going_on([40, 40], blocks=7) == ([], [2, 2], 3)
+    assert going_on([40, 40], blocks=8) == ([0, 1], [4, 4], 0)
+
+
 def test_the_youngest_gives_way() -> None:
     jobs = [Job(2, [18], 18), Job(2, [18], 18)]
     played = pretend(jobs, blocks=Scheduler.least_blocks(18, 4) + 1, block=4, rows=2, budget=100)

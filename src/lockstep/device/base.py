@@ -17,7 +17,7 @@ EMULATED = "LOCKSTEP_EMULATED"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `allocated` and `peak` are this process's own; `total` and `free` are the device's."""
+    """Bytes. `total` is the device's, `free` what this process can still take; `allocated` and `peak` are its own."""
 
     total: int
     free: int
@@ -42,6 +42,10 @@ class Device(ABC):
     """Name of the attention kernel for packed rows; `kernels/varlen.py` maps it to a function."""
     paged_attention: ClassVar[str] = "gather"
     """Name of the attention kernel for one token of each of many cached sequences; see `kernels/paged.py`."""
+    sampler: ClassVar[str] = "plain"
+    """Name of the kernel that draws tokens from logits; see `rollout/native/sampler.py`."""
+    prefill_tokens: ClassVar[int] = 8192
+    """Prompt tokens that the engine gives to one forward pass, where the recipe does not say and memory allows."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Environment variables of deterministic runs, each with its accepted values; the first is the one we set."""
 
@@ -84,8 +88,11 @@ class Device(ABC):
         """Adds what is known of the device's own error codes to errors that hold them."""
         yield
 
-    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Record what `step` gives to the device; calling the result repeats it on the same tensors."""
+    def capture(self, step: Callable[[], None], beside: Callable[[], None] | None = None) -> Callable[[], None]:
+        """Record what `step` gives to the device; calling the result repeats it on the same tensors.
+
+        `beside` is an earlier recording, which is never repeated at the same time: they share their working memory.
+        """
         raise NotImplementedError(f"{self.name} does not capture graphs")
 
     @abstractmethod

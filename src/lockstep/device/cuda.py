@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from lockstep.device.accelerator import Accelerator, first_sentence
+from lockstep.device.base import Memory
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -54,6 +56,8 @@ class Cuda(Accelerator):
     graph_capture = True
     ray_resource = "GPU"
     paged_attention = "triton"
+    sampler = "triton"
+    prefill_tokens = 65_536
     attention = "flash_varlen"
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8")}
 
@@ -96,18 +100,24 @@ class Cuda(Accelerator):
             return peak.single
         return peak.half if self.supports(dtype) else None
 
-    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, step: Callable[[], None], beside: Callable[[], None] | None = None) -> Callable[[], None]:
         # Libraries set themselves up in the first calls, which a graph must not record.
         side = _trial_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            step()
-            step()
+            for _ in range(2 if beside is None else 1):
+                step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        pool = beside.graph.pool() if isinstance(beside, _Recording) else None
+        with torch.cuda.graph(graph, pool=pool):
             step()
-        return graph.replay
+        return _Recording(graph)
+
+    def memory(self) -> Memory:
+        found = super().memory()
+        # What torch holds and nobody uses is there for this process: it is given back where other sizes are asked for.
+        return replace(found, free=found.free + torch.cuda.memory_reserved() - found.allocated)
 
     def deterministic(self, on: bool) -> dict[str, str]:
         switches = super().deterministic(on)
@@ -126,6 +136,14 @@ class Cuda(Accelerator):
             "cudnn": str(cudnn) if cudnn is not None else None,
             "nccl": ".".join(str(part) for part in nccl) if nccl else None,
         }
+
+
+@dataclass(frozen=True)
+class _Recording:
+    graph: torch.cuda.CUDAGraph
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 @cache

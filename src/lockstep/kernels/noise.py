@@ -15,7 +15,7 @@ import torch
 
 _MASK = 0xFFFFFFFF
 # Multipliers of the 32-bit finaliser of MurmurHash3, and an odd constant near 2^32 / golden ratio.
-_FIRST, _SECOND, _STRIDE = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
+FIRST, SECOND, STRIDE = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
 # Seen to wrap in this project's own tests; another device is tried before it draws.
 WRAP = ("cpu", "cuda")
 
@@ -24,7 +24,7 @@ def sequence_keys(seed: int, prompt: int, sample: int) -> tuple[int, int]:
     """Two 32-bit keys of a sequence, as signed numbers that fit an int32 tensor."""
     parts = (seed, seed >> 32, prompt, prompt >> 32, sample)
     # Two chains, so that sequences that meet in one of them (one pair in 2^32) still differ in the other.
-    return _signed(_chain(parts, _FIRST)), _signed(_chain(parts, _SECOND))
+    return _signed(_chain(parts, FIRST)), _signed(_chain(parts, SECOND))
 
 
 def gumbel_noise(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def wraps(device: torch.device) -> bool:
     """Whether products and sums of int32 wrap around at 32 bits there, as the hash needs: tried once a process."""
     if device.type in WRAP:
         return True
-    keys, positions = torch.tensor([[-(2**31), 2**31 - 1], [_FIRST >> 1, -1]], dtype=torch.int32), torch.tensor([0, 9])
+    keys, positions = torch.tensor([[-(2**31), 2**31 - 1], [FIRST >> 1, -1]], dtype=torch.int32), torch.tensor([0, 9])
     wanted = noise_bits(keys, positions, 64)
     try:
         same = torch.equal(noise_bits(keys.to(device), positions.to(device), 64).cpu(), wanted)
@@ -66,8 +66,8 @@ def wraps(device: torch.device) -> bool:
 def noise_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """32 bits (B, V) for each entry of the vocabulary, as int32."""
     step = positions_B.to(torch.int32)
-    first = _mix(keys_B2[:, 0] + step * _signed(_STRIDE))
-    second = _mix(keys_B2[:, 1] ^ step * _signed(_FIRST))
+    first = _mix(keys_B2[:, 0] + step * _signed(STRIDE))
+    second = _mix(keys_B2[:, 1] ^ step * _signed(FIRST))
     entries = _mix(torch.arange(1, vocabulary + 1, dtype=torch.int32, device=keys_B2.device))
     bits = _mix(entries[None, :] ^ first[:, None])
     return _mix(bits.add_(second[:, None]))
@@ -75,9 +75,9 @@ def noise_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     x = x ^ _shift(x, 16)
-    x = x.mul_(_signed(_FIRST))
+    x = x.mul_(_signed(FIRST))
     x ^= _shift(x, 13)
-    x = x.mul_(_signed(_SECOND))
+    x = x.mul_(_signed(SECOND))
     x ^= _shift(x, 16)
     return x
 
@@ -89,14 +89,14 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _chain(parts: Iterable[int], state: int) -> int:
     for part in parts:
-        state = _mix_int(state + (part & _MASK) * _STRIDE)
+        state = _mix_int(state + (part & _MASK) * STRIDE)
     return state
 
 
 def _mix_int(x: int) -> int:
     x &= _MASK
-    x = ((x ^ x >> 16) * _FIRST) & _MASK
-    x = ((x ^ x >> 13) * _SECOND) & _MASK
+    x = ((x ^ x >> 16) * FIRST) & _MASK
+    x = ((x ^ x >> 13) * SECOND) & _MASK
     return x ^ x >> 16
 
 

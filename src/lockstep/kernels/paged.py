@@ -18,11 +18,11 @@ from lockstep.kernels.varlen import varlen_attention
 
 
 class KVCache:
-    """Keys and values of every layer by slot."""
+    """Keys and values of every layer by slot. `spare` is a block beyond those that sequences take."""
 
     def __init__(self, layers: int, blocks: int, block: int, heads: int, size: int, like: torch.Tensor):
-        self.blocks, self.block = blocks, block
-        shape = (2, layers, blocks * block, heads, size)
+        self.blocks, self.block, self.spare = blocks, block, blocks
+        shape = (2, layers, (blocks + 1) * block, heads, size)
         # Zeros, not whatever was there: a masked slot is multiplied by 0, and 0 times infinity is not 0.
         self.slots = torch.zeros(shape, dtype=like.dtype, device=like.device)
 
@@ -32,7 +32,7 @@ class KVCache:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), in every layer."""
         source, target = (torch.tensor(side, device=self.slots.device) for side in zip(*pairs, strict=True))
-        blocks = self.slots.unflatten(2, (self.blocks, self.block))
+        blocks = self.slots.unflatten(2, (self.blocks + 1, self.block))
         blocks[:, :, target] = blocks[:, :, source]
 
 
@@ -97,6 +97,12 @@ def paged_attention(
 ) -> torch.Tensor:
     """Store the pass's keys and values, and attend to everything of each token's own sequence up to itself."""
     keys, values = step.cache.layer(layer)
+    if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda:
+        from lockstep.kernels.triton_paged import paged_decode
+
+        blocks = step.table_BM, step.lengths_B, step.cache.block
+        new = key_TGD, value_TGD
+        return paged_decode(query_THD, keys, values, *blocks, scale, window, softcap, sinks_H, new)
     keys.index_copy_(0, step.slots_T, key_TGD)
     values.index_copy_(0, step.slots_T, value_TGD)
     if isinstance(step, DecodePass):
@@ -119,12 +125,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query a sequence, by the kernel of the device."""
-    if step.kernel == "triton" and query_BHD.is_cuda:
-        from lockstep.kernels.triton_paged import paged_decode
-
-        blocks = step.table_BM, step.lengths_B, step.cache.block
-        return paged_decode(query_BHD, keys, values, *blocks, scale, window, softcap, sinks_H)
+    """One query a sequence to what the cache holds, by the kernel of the device."""
     plain = softcap is None and sinks_H is None
     block = step.cache.block
     longest = step.table_BM.shape[1] * block

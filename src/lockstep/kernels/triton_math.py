@@ -4,6 +4,31 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
+
+# The interpreter has no device library. Its own logarithm is numpy's; `log1p` is made of it there.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def log(x):  # type: ignore[no-untyped-def]
+    """As torch computes it on the device, to the last bit."""
+    if INTERPRETED:
+        found = tl.log(x)
+    else:
+        found = libdevice.log(x)
+    return found
+
+
+@triton.jit
+def log1p(x):  # type: ignore[no-untyped-def]
+    """As torch computes it on the device, to the last bit; under the interpreter to a rounding or two."""
+    if INTERPRETED:
+        more = 1.0 + x
+        found = tl.where(more == 1.0, x, tl.log(more) * (x / tl.where(more == 1.0, 1.0, more - 1.0)))
+    else:
+        found = libdevice.log1p(x)
+    return found
 
 
 @triton.jit

@@ -68,8 +68,13 @@ class RolloutSettings(Section):
     max_sequences: int = Field(
         256, ge=1, description="Native: responses decoded at once on one device.", effect=CACHE, resumable=True
     )
-    prefill_tokens: int = Field(
-        8192, ge=1, description="Native: prompt tokens of one forward pass.", effect=CACHE, resumable=True
+    prefill_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Native: prompt tokens of one forward pass. Default: 8,192; on CUDA 65,536, or what an eighth of "
+        "the memory holds.",
+        effect=CACHE,
+        resumable=True,
     )
     block_tokens: int = Field(
         16, ge=1, description="Native: tokens of one block of the key/value cache.", effect=CACHE, resumable=True
@@ -82,10 +87,11 @@ class RolloutSettings(Section):
         effect=CACHE,
         resumable=True,
     )
-    free_cache: bool = Field(
-        True,
+    free_cache: bool | None = Field(
+        None,
         description="Native: give the cache back after each phase. `false` keeps it, and with it what was captured for "
-        "it: faster where memory is plentiful.",
+        "it: faster where memory is plentiful. Default: kept where passes are captured and it takes at most a "
+        "twentieth of the memory.",
         effect=CACHE,
         resumable=True,
     )

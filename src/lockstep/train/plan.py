@@ -19,6 +19,7 @@ from lockstep.model.load import DTYPES, load_config, with_lora
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
+from lockstep.rollout.native.prefill import prefill_bytes
 from lockstep.types import Prompt
 
 # Updates whose packing is tried out for the plan; the rest look alike.
@@ -168,10 +169,13 @@ class MemoryPlan:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def plan_memory(recipe: Recipe, config: Any, devices: int, longest: int, rows: int) -> MemoryPlan:
+def plan_memory(
+    recipe: Recipe, config: Any, devices: int, longest: int, rows: int, prefill_tokens: int = 0
+) -> MemoryPlan:
     """Estimates from shapes alone: the model is built without storage.
 
     A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
+    `prefill_tokens` are those of one pass of the engine over prompts.
     """
     with torch.device("meta"):
         model = with_lora(AutoModelForCausalLM.from_config(config, trust_remote_code=False), recipe.model.lora, seed=0)
@@ -199,7 +203,9 @@ def plan_memory(recipe: Recipe, config: Any, devices: int, longest: int, rows: i
     state = size + 2 * (4 if masters else size) + (4 if masters else 0)
     plan = MemoryPlan(parameters, trained, phases, trained * state)
     plan = _with_frozen(plan, recipe, devices)
-    return _with_online_parts(plan, recipe, config, devices, longest) if recipe.method in ONLINE else plan
+    if recipe.method not in ONLINE:
+        return plan
+    return _with_online_parts(plan, recipe, config, devices, longest, prefill_tokens)
 
 
 def _with_frozen(plan: MemoryPlan, recipe: Recipe, devices: int) -> MemoryPlan:
@@ -216,8 +222,10 @@ def _with_frozen(plan: MemoryPlan, recipe: Recipe, devices: int) -> MemoryPlan:
     return replace(plan, phases=tuple(replace(phase, weights=phase.weights + weights) for phase in plan.phases))
 
 
-def _with_online_parts(plan: MemoryPlan, recipe: Recipe, config: Any, devices: int, longest: int) -> MemoryPlan:
-    """What else stands beside the policy in an online run: a critic with its optimizer, and the cache."""
+def _with_online_parts(
+    plan: MemoryPlan, recipe: Recipe, config: Any, devices: int, longest: int, prefill_tokens: int
+) -> MemoryPlan:
+    """What else stands beside the policy in an online run: a critic with its optimizer, the cache, a prefill pass."""
     size = DTYPES[recipe.model.dtype].itemsize
     masters = bool(recipe.model.master_weights)
     lora = recipe.model.lora
@@ -236,7 +244,9 @@ def _with_online_parts(plan: MemoryPlan, recipe: Recipe, config: Any, devices: i
     standing = phases[-1]
     # The policy's weights are gathered whole to generate; what stands beside them stays divided.
     beside = standing.weights - plan.parameters * size // devices
-    generation = Phase("generation", plan.parameters * size + beside, 0, standing.optimizer, cache)
+    prompts = recipe.batch.prompts * max(0, longest - recipe.rollout.max_tokens)
+    passes = prefill_bytes(config.get_text_config(), min(prefill_tokens, prompts), size)
+    generation = Phase("generation", plan.parameters * size + beside, 0, standing.optimizer, cache + passes)
     own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
     return MemoryPlan(plan.parameters, plan.trained, (*phases, generation), plan.checkpoint_bytes + own)
 

@@ -26,6 +26,7 @@ from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.rows import ENGINES
 from lockstep.reward.rules import rule_for
 from lockstep.rollout.native.positions import refuse_moving_positions
+from lockstep.rollout.native.prefill import prefill_budget
 from lockstep.rollout.questions import encode_questions
 from lockstep.run.progress import Console
 from lockstep.train.own_functions import try_functions
@@ -227,7 +228,9 @@ def prepare_online(
     batches = plan_online(recipe, train, devices)
     refuse_moving_positions(config.get_text_config(), batches.longest, config.model_type)
     rows = (recipe.batch.prompts_per_update or recipe.batch.prompts) * recipe.rollout.n
-    memory = plan_memory(recipe, config, devices, batches.longest, rows)
+    size = DTYPES[recipe.model.dtype].itemsize
+    prefill_tokens = prefill_budget(recipe.rollout, device, config.get_text_config(), size)
+    memory = plan_memory(recipe, config, devices, batches.longest, rows, prefill_tokens)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
     return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches)

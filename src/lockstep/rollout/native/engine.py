@@ -1,12 +1,13 @@
 """The built-in engine: the policy itself generates, with continuous batching over a paged cache.
 
 Weights are those of the trained modules, so there is nothing to copy after an update. The cache lives for one call of
-`generate` and is freed with it.
+`generate`, or on with the passes that were recorded over it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,13 +20,16 @@ from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.ending import why_ended
 from lockstep.rollout.engine import SharedWeights
 from lockstep.rollout.native.positions import refuse_moving_positions
-from lockstep.rollout.native.runner import Runner
+from lockstep.rollout.native.prefill import prefill_budget
+from lockstep.rollout.native.runner import Round, Runner
 from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.rollout.native.sequence import Prefix, Sample
 from lockstep.types import Completion, Request, Sampling
 
 # Share of the free memory that the cache may take when the recipe does not say.
 FREE_SHARE = 0.5
+# Share of all memory up to which a cache is kept for the passes that were recorded over it, likewise.
+KEPT_SHARE = 0.05
 
 
 class NativeEngine(SharedWeights):
@@ -49,23 +53,23 @@ class NativeEngine(SharedWeights):
         refuse_moving_positions(model.config.get_text_config(), longest, type(model).__name__)
         runner = self._runner(samples, longest, sampling)
         cache, settings = runner.cache, self.settings
+        config, size = model.config.get_text_config(), cache.slots.element_size()
         scheduler = Scheduler(
             prefixes,
             samples,
             blocks=cache.blocks,
             block=cache.block,
             rows=settings.max_sequences,
-            budget=settings.prefill_tokens,
+            budget=prefill_budget(settings, self.device, config, size),
         )
         training = self.policy.training
         self.policy.eval()
         try:
-            while scheduler.unfinished:
-                yield from self._round(scheduler, runner, sampling)
+            yield from self._run(scheduler, runner, sampling)
         finally:
             self.policy.train(training)
             self.preempted = scheduler.preempted
-            if settings.free_cache:
+            if self._gives_back():
                 self.free()
 
     def free(self) -> None:
@@ -73,23 +77,46 @@ class NativeEngine(SharedWeights):
         self._cache_kept = None
         self._runners.clear()
 
-    def _round(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
+    def _gives_back(self) -> bool:
+        if self.settings.free_cache is not None:
+            return self.settings.free_cache
+        held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
+        return not self.device.graph_capture or held > KEPT_SHARE * self.device.memory().total
+
+    def _run(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
+        ahead: Round | None = None
+        while scheduler.unfinished:
+            now = ahead or self._next(scheduler, runner)
+            if now is None:
+                continue
+            # Where nothing depends on the round's tokens, the device begins the next one while the host reads them.
+            # Who turns out to have ended stays in it for nothing: its blocks are not written by others before it.
+            ahead = runner.go_on(now, scheduler.go_on(runner.passes))
+            for sample, tokens, logprobs in zip(now.samples, *now.read(), strict=True):
+                if sample.stop:
+                    continue
+                self._append(sample, tokens, logprobs, sampling)
+                if sample.stop:
+                    scheduler.finish(sample)
+                    response = sample.tokens[sample.prompt :]
+                    yield Completion(sample.request, sample.number, response, sample.logprobs, sample.stop)
+
+    def _next(self, scheduler: Scheduler, runner: Runner) -> Round | None:
         work = scheduler.next(runner.passes)
         if work.copies:
             runner.cache.copy_blocks(work.copies)
         if work.prefill:
             runner.prefill(work.prefill)
-        if not work.decode:
-            return
-        for sample, tokens, logprobs in zip(work.decode, *runner.decode(work.decode), strict=True):
-            self._append(sample, tokens, logprobs, sampling)
-            if sample.stop:
-                scheduler.finish(sample)
-                response = sample.tokens[sample.prompt :]
-                yield Completion(sample.request, sample.number, response, sample.logprobs, sample.stop)
+        return runner.decode(work.decode) if work.decode else None
 
     def _append(self, sample: Sample, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
         """New tokens up to the one that ends the sample; the device may have run on past it."""
+        within = len(sample.tokens) + len(tokens) < sample.limit
+        if within and not sampling.stop_strings and not any(token in sampling.stop_ids for token in tokens):
+            sample.tokens += tokens
+            sample.logprobs += logprobs
+            sample.cached = len(sample.tokens) - 1
+            return
         for token, logprob in zip(tokens, logprobs, strict=True):
             sample.cached = len(sample.tokens)
             sample.tokens.append(token)
@@ -108,12 +135,15 @@ class NativeEngine(SharedWeights):
         if kept is None or where != self._weights or kept.blocks < self._blocks(samples, longest)[0]:
             kept = None
             self.free()
-        runner = self._runners.get(sampling)
-        if runner is None or runner.longest < longest:
+        # What the host alone looks at is no part of a recorded pass.
+        drawn = replace(sampling, max_tokens=0, seed=0, stop_strings=())
+        rows = self.settings.max_sequences
+        runner = self._runners.get(drawn)
+        if runner is None or not runner.fits(rows, longest):
             kept = kept or self._cache(samples, longest)
-            runner = Runner(self.policy, kept, sampling, self.device, longest)
+            runner = Runner(self.policy, kept, drawn, self.device, rows, longest)
             self._cache_kept, self._weights = kept, where
-            self._runners[sampling] = runner
+            self._runners[drawn] = runner
         return runner
 
     def _blocks(self, samples: Sequence[Sample], longest: int) -> tuple[int, int, int, int]:
@@ -128,7 +158,12 @@ class NativeEngine(SharedWeights):
         asked = self.settings.cache_gb
         held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
         room = asked * 1e9 if asked is not None else FREE_SHARE * (self.device.memory().free + held)
-        blocks = min(_useful_blocks(samples, self.settings.max_sequences, block), int(room // block_bytes))
+        useful = _useful_blocks(samples, self.settings.max_sequences, block)
+        if self.device.graph_capture:
+            # A little more serves the next call too, whose prompts are a little longer, without recording anew.
+            step = 1 << max(0, useful.bit_length() - 4)
+            useful = -(-useful // step) * step
+        blocks = min(useful, int(room // block_bytes))
         least = Scheduler.least_blocks(longest, block)
         if blocks < least:
             raise Refusal.at(

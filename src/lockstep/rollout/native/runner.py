@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,81 +11,121 @@ import numpy as np
 import torch
 
 from lockstep.device.base import Device
+from lockstep.device.transfer import fetched, sent
 from lockstep.errors import first_line
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.output_head import output_head
 from lockstep.model.policy import Policy
+from lockstep.rollout.native.board import Board, DecodeState
 from lockstep.rollout.native.sampler import choose
 from lockstep.rollout.native.sequence import Sample, Stretch
 from lockstep.types import Sampling
 
 # Passes between two looks of the host at the device, where the device runs ahead of the host.
 AHEAD = 8
+# Recording a pass takes as long as some dozens of passes: a batch that is a little smaller than one of a recorded size
+# runs with idle rows until its own size has been asked for in so many rounds.
+PATIENCE, LITTLE = 8, 1.5
+# Tables of recorded passes hold at least so many blocks, and then a power of two: few lengths need a new recording.
+LEAST_WIDTH = 64
 
 
-@dataclass
-class DecodeState:
-    """A decoding batch in device tensors: a pass reads and writes them, and the host need not look in between."""
+@dataclass(frozen=True)
+class Round:
+    """Passes that the device was given: new tokens of each sample with log-probabilities, when they are there."""
 
-    tokens_B: torch.Tensor
-    positions_B: torch.Tensor
-    """Place of the token that is fed, in its sequence."""
-    prompts_B: torch.Tensor
-    limits_B: torch.Tensor
-    keys_B2: torch.Tensor
-    table_BM: torch.Tensor
-    done_B: torch.Tensor
-    logprobs_B: torch.Tensor
+    samples: Sequence[Sample]
+    width: int | None
+    """Rows of the recorded pass; None where the passes were not recorded."""
+    rows: Sequence[int]
+    tokens_BA: Callable[[], torch.Tensor]
+    logprobs_BA: Callable[[], torch.Tensor]
 
-    def copy_(self, other: DecodeState) -> None:
-        for name, tensor in vars(self).items():
-            tensor.copy_(getattr(other, name))
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Of each sample its tokens and log-probabilities; what follows an end token is noise."""
+        tokens, logprobs = (found().numpy()[self.rows].tolist() for found in (self.tokens_BA, self.logprobs_BA))
+        return tokens, logprobs
 
 
 class Runner:
-    def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, device: Device, longest: int):
+    """Recorded passes depend on how tokens are drawn, not on how many: `sampling` stands for all that differ in that.
+
+    At most `rows` sequences decode at once, of at most `longest` tokens.
+    """
+
+    def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, device: Device, rows: int, longest: int):
         self.policy, self.cache, self.sampling, self.device = policy, cache, sampling, device
         self.model = policy.causal_lm
-        self.torch_device, self.longest = cache.slots.device, longest
+        self.torch_device = cache.slots.device
         self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
-        self.table_width = -(-longest // cache.block)
-        self.captures = device.graph_capture
-        self.passes = 1 if not device.graph_capture or sampling.repetition_penalty != 1 else AHEAD
-        self._graphs: dict[int, tuple[DecodeState, Callable[[], None]]] = {}
+        # A policy with another attention than its device's is one that was asked to be plain.
+        self.sampler = device.sampler if policy.kernel == device.attention else "plain"
+        self.captures = device.graph_capture and sampling.repetition_penalty == 1
+        self.passes = AHEAD if self.captures else 1
+        width = max(LEAST_WIDTH, _power_of_two(-(-longest // cache.block)))
+        self.board = Board(_bucket(rows), width, cache.spare, self.torch_device) if self.captures else None
+        self.longest = width * cache.block
+        self._graphs: dict[int, Callable[[], None]] = {}
+        self._wanted: Counter[int] = Counter()
+
+    def fits(self, rows: int, longest: int) -> bool:
+        """Whether a batch of so many rows and sequences of so many tokens can run here."""
+        return self.board is None or (rows <= self.board.rows and longest <= self.longest)
 
     @torch.inference_mode()
     def prefill(self, work: Sequence[tuple[Stretch, int]]) -> None:
         """Keys and values of each stretch up to its position."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        for part, stop in work:
-            tokens += part.tokens[part.cached : stop]
-            positions += range(part.cached, stop)
-            slots += self._slots(part, part.cached, stop)
+        tokens = np.concatenate([np.array(part.tokens[part.cached : stop], dtype=np.int64) for part, stop in work])
+        positions = np.concatenate([np.arange(part.cached, stop) for part, stop in work])
+        slots = np.concatenate([self._slots(part, part.cached, stop) for part, stop in work])
         whole = not any(part.cached for part, _ in work)
         lengths = [stop for _, stop in work]
         where = make_layout(lengths, self.torch_device, self.policy.kernel) if whole else self._chunks(work)
-        self._hidden(tokens, positions, PrefillPass(self.cache, torch.tensor(slots, device=self.torch_device), where))
+        ids, at, to = (sent(torch.from_numpy(numbers), self.torch_device) for numbers in (tokens, positions, slots))
+        self._hidden(ids, at, PrefillPass(self.cache, to, where))
         for part, stop in work:
             part.cached = stop
 
     @torch.inference_mode()
-    def decode(self, samples: Sequence[Sample]) -> tuple[list[list[int]], list[list[float]]]:
-        """Up to `passes` new tokens of each sample, with log-probabilities; what follows an end token is noise."""
-        state = self._state(samples)
+    def decode(self, samples: Sequence[Sample]) -> Round:
+        """Give the device a round: up to `passes` new tokens of each sample."""
+        width = self._recorded_width(len(samples))
+        if width is not None:
+            return self._recorded_round(samples, width)
+        longest = max(len(sample.blocks) for sample in samples)
+        state = DecodeState.of(samples, longest, self.torch_device)
         seen = self._seen(samples) if self.sampling.repetition_penalty != 1 else None
-        found = self._captured(_bucket(len(samples)), state) if self.captures and seen is None else None
-        static, step = found or (state, lambda: self._pass(state, seen))
-        rounds = []
+        return self._round(samples, None, state, lambda: self._pass(state, seen), range(len(samples)))
+
+    @torch.inference_mode()
+    def go_on(self, last: Round, samples: Sequence[Sample]) -> Round | None:
+        """A round of some samples of the last one, of which the host does not know the tokens yet. None where their
+        rows should change."""
+        if last.width is None or not samples or self._recorded_width(len(samples)) != last.width:
+            return None
+        return self._recorded_round(samples, last.width)
+
+    def _recorded_round(self, samples: Sequence[Sample], width: int) -> Round:
+        assert self.board is not None
+        rows = self.board.seat(samples, within=width)
+        return self._round(samples, width, self.board.state.first(width), self._graphs[width], rows)
+
+    def _round(
+        self,
+        samples: Sequence[Sample],
+        width: int | None,
+        state: DecodeState,
+        step: Callable[[], None],
+        rows: Sequence[int],
+    ) -> Round:
+        made = []
         for _ in range(self.passes):
             step()
-            rounds.append((static.tokens_B.clone(), static.logprobs_B.clone()))
-        tokens = torch.stack([tokens for tokens, _ in rounds], 1)[: len(samples)].tolist()
-        logprobs = torch.stack([logprobs for _, logprobs in rounds], 1)[: len(samples)].tolist()
-        return tokens, logprobs
+            made.append((state.tokens_B.clone(), state.logprobs_B.clone()))
+        tokens, logprobs = (fetched(torch.stack(parts, 1)) for parts in zip(*made, strict=True))
+        return Round(samples, width, rows, tokens, logprobs)
 
     def _pass(self, state: DecodeState, seen_BV: torch.Tensor | None = None) -> None:
         """Feed a token of each sequence, draw the next. Sequences that are done stay where they are."""
@@ -96,54 +137,30 @@ class Runner:
         layout = DecodePass(self.cache, kernel, slots, state.table_BM, lengths)
         hidden = self._hidden(state.tokens_B, state.positions_B, layout)
         logits = output_head(self.model).logits(hidden)
-        tokens, logprobs = choose(logits, self.sampling, state.keys_B2, lengths - state.prompts_B, seen_BV)
+        places = lengths - state.prompts_B
+        tokens, logprobs = choose(logits, self.sampling, state.keys_B2, places, seen_BV, self.sampler)
         state.tokens_B.copy_(tokens)
         state.logprobs_B.copy_(logprobs)
         ended = (tokens[:, None] == self.stops).any(1) | (lengths + 1 >= state.limits_B)
         state.done_B.logical_or_(ended)
         state.positions_B.add_(~state.done_B)
 
-    def _hidden(
-        self, tokens: list[int] | torch.Tensor, positions: list[int] | torch.Tensor, layout: PrefillPass | DecodePass
-    ) -> torch.Tensor:
-        ids, at = (torch.as_tensor(values, device=self.torch_device)[None] for values in (tokens, positions))
+    def _hidden(self, ids: torch.Tensor, at: torch.Tensor, layout: PrefillPass | DecodePass) -> torch.Tensor:
         decoder = inner_decoder(self.model)
-        return decoder(input_ids=ids, position_ids=at, use_cache=False, layout=layout).last_hidden_state[0]
+        return decoder(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).last_hidden_state[0]
 
     def _chunks(self, work: Sequence[tuple[Stretch, int]]) -> tuple[Chunk, ...]:
         chunks = []
         first = 0
         for part, stop in work:
-            slots = torch.tensor(self._slots(part, 0, stop), device=self.torch_device)
+            slots = torch.from_numpy(self._slots(part, 0, stop)).to(self.torch_device)
             chunks.append(Chunk(first, part.cached, stop, slots))
             first += stop - part.cached
         return tuple(chunks)
 
-    def _slots(self, part: Stretch, start: int, stop: int) -> list[int]:
-        block = self.cache.block
-        return [part.blocks[position // block] * block + position % block for position in range(start, stop)]
-
-    def _state(self, samples: Sequence[Sample]) -> DecodeState:
-        width = self.table_width if self.device.graph_capture else max(len(sample.blocks) for sample in samples)
-        rows = [
-            [sample.tokens[-1], len(sample.tokens) - 1, sample.prompt, sample.limit, *sample.keys] for sample in samples
-        ]
-        tables = [sample.blocks + [0] * (width - len(sample.blocks)) for sample in samples]
-        numbers = self._numbers(rows)
-        return DecodeState(
-            tokens_B=numbers[:, 0].contiguous(),
-            positions_B=numbers[:, 1].contiguous(),
-            prompts_B=numbers[:, 2].contiguous(),
-            limits_B=numbers[:, 3].contiguous(),
-            keys_B2=numbers[:, 4:].to(torch.int32),
-            table_BM=self._numbers(tables),
-            done_B=torch.zeros(len(samples), dtype=torch.bool, device=self.torch_device),
-            logprobs_B=torch.zeros(len(samples), device=self.torch_device),
-        )
-
-    def _numbers(self, rows: list[list[int]]) -> torch.Tensor:
-        # numpy reads nested lists several times faster than torch, and this is done every round.
-        return torch.from_numpy(np.array(rows, dtype=np.int64)).to(self.torch_device)
+    def _slots(self, part: Stretch, start: int, stop: int) -> np.ndarray:
+        positions, blocks = np.arange(start, stop), np.array(part.blocks, dtype=np.int64)
+        return blocks[positions // self.cache.block] * self.cache.block + positions % self.cache.block
 
     def _seen(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Tokens that already stand in each sequence, prompt included."""
@@ -153,36 +170,44 @@ class Runner:
             seen[row, torch.tensor(sample.tokens, device=self.torch_device)] = True
         return seen
 
-    def _captured(self, width: int, state: DecodeState) -> tuple[DecodeState, Callable[[], None]] | None:
-        """The pass recorded for this batch size, fed with `state`. Rows beyond the batch repeat its last one.
+    def _recorded_width(self, batch: int) -> int | None:
+        """Rows of the recorded pass for this batch; the pass is there when this returns. None where none can be."""
+        if self.board is None:
+            return None
+        exact = _bucket(batch)
+        self._wanted[exact] += 1
+        larger = min((width for width in self._graphs if width >= exact), default=None)
+        if larger is not None and larger < LITTLE * exact and self._wanted[exact] <= PATIENCE:
+            return larger
+        if exact not in self._graphs and not self._record(self.board, exact):
+            # Its rows are of no use: passes that are not recorded make their own state.
+            self.board = None
+            return None
+        return exact
 
-        They write what the last one writes, to the same slot. None where the model does what cannot be recorded, such
-        as an operator that looks at the host.
-        """
-        padded = DecodeState(**{name: _widen(tensor, width) for name, tensor in vars(state).items()})
-        if width not in self._graphs:
-            static = DecodeState(**{name: tensor.clone() for name, tensor in vars(padded).items()})
-            # Trial passes must not run on into blocks that are not theirs.
-            static.done_B.fill_(True)
-            try:
-                replay = self.device.capture(lambda: self._pass(static))
-            except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                warnings.warn(f"decoding runs without a recorded graph, so slower: {first_line(error)}", stacklevel=2)
-                self.captures = False
-                return None
-            self._graphs[width] = static, replay
-        static, replay = self._graphs[width]
-        static.copy_(padded)
-        return static, replay
+    def _record(self, board: Board, width: int) -> bool:
+        """Record the pass for so many rows; False where the model does what cannot be recorded, such as an operator
+        that looks at the host."""
+        state = board.state.first(width)
+        # On idle rows: trial passes draw tokens and write keys, which must not be anybody's.
+        kept = state.clone()
+        state.copy_(board.idle(width))
+        others = next(iter(self._graphs.values()), None)
+        try:
+            self._graphs[width] = self.device.capture(lambda: self._pass(state), beside=others)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            warnings.warn(f"decoding runs without a recorded graph, so slower: {first_line(error)}", stacklevel=2)
+            return False
+        state.copy_(kept)
+        return True
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 def _bucket(batch: int) -> int:
-    """Captured batch sizes are powers of two: recording costs more than some idle rows in a pass."""
-    return 1 << (batch - 1).bit_length()
-
-
-def _widen(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    last = tensor[-1:].expand(width - len(tensor), *tensor.shape[1:])
-    return torch.cat([tensor, last])
+    """Batch sizes of recorded passes: powers of two, and from 64 on its multiples."""
+    return _power_of_two(batch) if batch <= 64 else -(-batch // 64) * 64

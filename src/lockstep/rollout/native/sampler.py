@@ -15,19 +15,23 @@ def choose(
     keys_B2: torch.Tensor,
     positions_B: torch.Tensor,
     seen_BV: torch.Tensor | None = None,
+    kernel: str = "plain",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and their log-probabilities under the distribution that the trainer will score.
 
     That is the softmax at the temperature, over the whole vocabulary or, with `score_truncated`, over what the
     truncation leaves; a repetition penalty is no part of it. Greedy choice (temperature 0) is scored at temperature 1.
     `positions_B` counts the response's tokens from 0; `seen_BV` marks tokens that a repetition penalty applies to.
+    `kernel` is a device's `sampler`.
     """
+    if kernel == "triton" and seen_BV is None:
+        return _fused(logits_BV, sampling, keys_B2, positions_B)
     own = logits_BV.float()
     if sampling.temperature not in (0.0, 1.0):
         own = own / sampling.temperature
     # The penalty scales logits as the temperature does, so their order makes no difference.
     offered = own if seen_BV is None else _penalised(own, seen_BV, sampling.repetition_penalty)
-    truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
+    truncation = _truncation(sampling)
     left = truncate_(offered.clone(), truncation) if truncation.active else offered
     if sampling.temperature:
         tokens = (left + gumbel_noise(keys_B2, positions_B, own.shape[-1])).argmax(-1)
@@ -35,6 +39,26 @@ def choose(
         tokens = left.argmax(-1)
     scored = truncate_(own.clone(), truncation, tokens) if sampling.score_truncated and truncation.active else own
     return tokens, scored.gather(-1, tokens[:, None])[:, 0] - scored.logsumexp(-1)
+
+
+def _fused(
+    logits_BV: torch.Tensor, sampling: Sampling, keys_B2: torch.Tensor, positions_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same tokens from one pass over the logits, or over what a truncation leaves of them."""
+    from lockstep.kernels.triton_sampler import draw
+
+    truncation, temperature = _truncation(sampling), sampling.temperature
+    if not truncation.active:
+        return draw(logits_BV, keys_B2, positions_B, temperature)
+    own = logits_BV.float()
+    if temperature not in (0.0, 1.0):
+        own = own / temperature
+    left = truncate_(own.clone(), truncation)
+    return draw(left, keys_B2, positions_B, 1.0 if temperature else 0.0, None if sampling.score_truncated else own)
+
+
+def _truncation(sampling: Sampling) -> Truncation:
+    return Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 def _penalised(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 A prompt's prefix (all but its last token) is computed once, in chunks under a token budget. Its samples then join the
 running batch as rows become free, first come first served; each feeds the prompt's last token as its first pass.
+Where a round is several tokens of each running sample, free rows are filled before it: a round of a small batch takes
+about as long as one of a large batch.
 When blocks run out, those who came later give way: prefixes that nobody runs on first, then the youngest running
 sample, which is computed again later. So the oldest one always goes on, and every request is finished.
 """
@@ -68,8 +70,28 @@ class Scheduler:
             elif sample.blocks and self._extend(sample, self._reach(sample, tokens)):
                 work.decode.append(sample)
         self._admit(work, tokens)
+        if tokens > 1 and work.prefill:
+            self._look_ahead(work)
+            # Nobody loses anything by waiting: what a sample was given for this round serves it in the next one.
+            work.decode.clear()
         assert work.prefill or work.decode, "the cache holds one whole sample, so somebody can always go on"
         return work
+
+    def go_on(self, tokens: int) -> list[Sample]:
+        """Those who run on after a round of `tokens` that is under way, with blocks for another such round.
+
+        None of them where a look at the round may change who runs: somebody waits, or blocks may run out.
+        """
+        if tokens == 1 or self.waiting or not all(sample.ready for sample in self.running):
+            return []
+        staying = [sample for sample in self.running if len(sample.tokens) + tokens < sample.limit]
+        stops = [self._reach(sample, 2 * tokens) for sample in staying]
+        missing = (-(-stop // self.block) - len(sample.blocks) for sample, stop in zip(staying, stops, strict=True))
+        if sum(max(0, blocks) for blocks in missing) > self.pool.free:
+            return []
+        for sample, stop in zip(staying, stops, strict=True):
+            self._grow(sample, stop)
+        return staying
 
     def finish(self, sample: Sample) -> None:
         """The sample is done: its blocks are free, and those of a prompt with its last sample."""
@@ -99,6 +121,20 @@ class Scheduler:
                     prefilled.add(sample.request)
                 else:
                     return
+
+    def _look_ahead(self, work: Work) -> None:
+        """Compute prefixes that no row is free for yet along with the others: one long pass costs less than two short
+        ones. On blocks only that nobody who runs can come to need."""
+        needed = sum(-(-(sample.limit - 1) // self.block) - len(sample.blocks) for sample in self.running)
+        for request in dict.fromkeys(sample.request for sample in self.waiting):
+            prefix = self.prefixes[request]
+            if prefix.ready or prefix.blocks:
+                continue
+            blocks = -(-len(prefix.tokens) // self.block)
+            if len(prefix.tokens) > work.budget or self.pool.free < needed + blocks:
+                return
+            self._grow(prefix, len(prefix.tokens))
+            work.compute(prefix, len(prefix.tokens))
 
     def _start(self, sample: Sample, prefix: Prefix, work: Work, tokens: int) -> bool:
         """Let the sample run on the blocks of its prefix; False when there is no room."""
