@@ -113,7 +113,13 @@ class Ours:
         self.where = work.device.torch_device()
         settings = Model(path=work.model, dtype=work.dtype, master_weights=work.masters)
         policy = load_policy(settings, self.where, work.device.attention, seed=0)
-        optimizer = Optimizer(policy.trainable(), work.optim, masters=work.masters, fused=work.device.fused_optimizer)
+        optimizer = Optimizer(
+            policy.trainable(),
+            work.optim,
+            masters=work.masters,
+            fused=work.device.fused_optimizer,
+            kernel=work.device.adamw,
+        )
         self.learner = Learner(policy, optimizer, self.where, World())
         self.about = f"packed to {work.tokens} tokens a micro-batch, attention {policy.kernel}"
 

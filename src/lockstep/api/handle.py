@@ -104,7 +104,9 @@ def load(
     if reference is not False and not (reference is True and adapter is not None):
         frozen = _frozen(settings, folder if reference is True else str(reference), chosen, place, config.vocab_size)
     optim = checked(Optim, lr=lr, weight_decay=weight_decay, clip=clip)
-    optimizer = Optimizer(policy.trainable(), optim, masters=dtype != "fp32", fused=chosen.fused_optimizer)
+    optimizer = Optimizer(
+        policy.trainable(), optim, masters=dtype != "fp32", fused=chosen.fused_optimizer, kernel=chosen.adamw
+    )
     scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None
     learner = Learner(policy, optimizer, place, World(), scale)
     data = Data(train=["-"], template=template)  # type: ignore[list-item]

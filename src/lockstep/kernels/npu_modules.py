@@ -68,6 +68,8 @@ def _same(module: nn.Module, forward: Forward, operator: str) -> bool:
     training = module.training
     module.eval()
     try:
-        return alike(type(module).__name__, operator, lambda: [own_forward(module, rows)], lambda: [forward(module, rows)])
+        return alike(
+            type(module).__name__, operator, lambda: [own_forward(module, rows)], lambda: [forward(module, rows)]
+        )
     finally:
         module.train(training)

@@ -1,7 +1,7 @@
 """RMSNorm on an NVIDIA device: one pass forwards, one backwards, and of the activations only the input is kept.
 
-The plain-torch twin is `plain_rms_norm`, which is what transformers' modules compute: x / rms(x) is rounded to the dtype
-of x before the weight multiplies it. R rows, W width.
+The plain-torch twin is `plain_rms_norm`, which is what transformers' modules compute: x / rms(x) is rounded to the
+dtype of x before the weight multiplies it. R rows, W width.
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ class _RmsNorm(torch.autograd.Function):
         tiles = triton.cdiv(len(scales), sizes["ROWS"])
         parts = min(PARTS, tiles)
         partial_sums = torch.empty(parts, weight.shape[0], dtype=torch.float32, device=x.device)
-        _backward[(parts,)](
-            x, weight, scales, upstream, grad_x, partial_sums, len(scales), tiles, PARTS=parts, **sizes
-        )
+        _backward[(parts,)](x, weight, scales, upstream, grad_x, partial_sums, len(scales), tiles, PARTS=parts, **sizes)
         return grad_x, partial_sums.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
 
 

@@ -31,6 +31,8 @@ class Stepper(Protocol):
 
     def tensors(self) -> dict[str, torch.Tensor]: ...
 
+    def gradient(self, name: str) -> torch.Tensor | None: ...
+
 
 class Observer:
     """This class itself keeps nothing, for runs without a tape."""
@@ -102,9 +104,10 @@ class UpdateObserver(Observer):
     def _before_step(self) -> None:
         found: dict[str, torch.Tensor] = {}
         for name, weight in self.optimizer.trained.items():
-            if weight.grad is None:
+            own = self.optimizer.gradient(name)
+            if own is None:
                 continue
-            gradient = whole(weight.grad)
+            gradient = whole(own)
             found[f"{self._key}/gradient/{name}"] = digest(gradient)
             found[f"{self._key}/start/{name}"] = digest(weight)
             state = self.optimizer.adamw.state.get(weight, {})

@@ -69,7 +69,9 @@ def _learner(
 ) -> Learner:
     shard(module, module.layers(), device, world)
     masters = bool(recipe.model.master_weights)
-    optimizer = Optimizer(module.trainable(), settings, masters=masters, fused=device.fused_optimizer)
+    optimizer = Optimizer(
+        module.trainable(), settings, masters=masters, fused=device.fused_optimizer, kernel=device.adamw
+    )
     scale = LossScale() if recipe.model.dtype == "fp16" else None
     return Learner(module, optimizer, place, world, scale, name)
 

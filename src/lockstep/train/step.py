@@ -90,8 +90,9 @@ class Learner:
     def optim_step(self, lr: float, divisor: float = 1.0) -> dict[str, float]:
         """One update with what `forward_backward` left behind, over `divisor` where that was not divided yet."""
         norm = self.optimizer.gradient_norm((self.scale.value if self.scale else 1.0) * divisor)
-        metrics = {f"{self.name}/grad_norm": norm.item(), f"{self.name}/lr": lr}
-        finite = bool(torch.isfinite(norm))
+        size = norm.item()
+        metrics = {f"{self.name}/grad_norm": size, f"{self.name}/lr": lr}
+        finite = math.isfinite(size)
         if self.scale:
             self.scale.update(overflowed=not finite)
             metrics[f"{self.name}/loss_scale"] = self.scale.value
@@ -104,7 +105,7 @@ class Learner:
         if not finite:
             raise Refusal.at(
                 self._rows(self._origins),
-                f"the gradient norm is {norm.item()} with a finite loss",
+                f"the gradient norm is {size} with a finite loss",
                 "lower optim.lr, use bf16 or fp32, or look at these rows; the last checkpoint is untouched",
             )
         self.observer.measured(norm, lr)
