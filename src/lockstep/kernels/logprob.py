@@ -6,6 +6,7 @@ Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -13,10 +14,12 @@ import torch
 
 from lockstep.kernels.truncate import LEFT_OUT, Truncation, left_out_below, truncate_
 
-# Memory of one chunk of logits. With a vocabulary of 151,936 the twin works on fp32 copies of it (440 positions), the
-# fused kernels in place (3,500 positions in bf16): both take about 1 GiB at their peak.
+# Memory of one chunk of logits. With a vocabulary of 151,936 the twin works on fp32 copies of it (440 positions, about
+# 1 GiB at its peak), the fused kernels in place (4,900 positions in bf16). Beside a chunk stand the fp32 sums of the
+# weight's gradient: 0.5 GiB for a hidden size of 896, 2 GiB with the chunk. Fewer chunks are faster: each of them
+# reads and writes these sums once, and one chunk is not computed twice.
 CHUNK_BYTES = 256 * 2**20
-FUSED_CHUNK_BYTES = 2**30
+FUSED_CHUNK_BYTES = 1400 * 2**20
 
 
 class Head(NamedTuple):
@@ -213,8 +216,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             upstream = torch.zeros_like(normalisers)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        # fp32 sums: a bf16 running sum over many chunks would lose the small ones.
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_weight else None
+        single = _fused(hidden) is not None and len(targets) <= ctx.positions
+        sums = _WeightSums(weight, single) if want_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=weight.device) if want_bias else None
         _, differentiate = _rows(hidden)
         for start in reversed(range(0, len(targets), ctx.positions)):
@@ -232,17 +235,53 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                if grad_weight.dtype == grad_logits.dtype:
-                    grad_weight.addmm_(grad_logits.t(), hidden[part])
-                else:
-                    grad_weight += grad_logits.t() @ hidden[part]
+            if sums is not None:
+                sums.add(grad_logits, hidden[part])
         return (
             grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if sums is None else sums.total(),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *[None] * 6,
         )
+
+
+class _WeightSums:
+    """The weight's gradient, added up over chunks in fp32: a bf16 running sum would lose the small ones."""
+
+    def __init__(self, weight: torch.Tensor, single: bool):
+        self.weight = weight
+        # Of one chunk nothing is to be added up: its product is the gradient.
+        self.sums = None if single else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+
+    def add(self, grad_logits_RV: torch.Tensor, hidden_RH: torch.Tensor) -> None:
+        if self.sums is None:
+            self.sums = grad_logits_RV.t() @ hidden_RH
+        elif self.sums.dtype == grad_logits_RV.dtype:
+            self.sums.addmm_(grad_logits_RV.t(), hidden_RH)
+        elif _adds_wide(self.sums.device, grad_logits_RV.dtype):
+            # Inside the product, without a tensor and a rounding in between.
+            torch.addmm(self.sums, grad_logits_RV.t(), hidden_RH, out_dtype=torch.float32, out=self.sums)
+        else:
+            self.sums += grad_logits_RV.t() @ hidden_RH
+
+    def total(self) -> torch.Tensor:
+        if self.sums is None:  # no target at all
+            return torch.zeros_like(self.weight)
+        return self.sums.to(self.weight.dtype)
+
+
+@cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch adds a product of `dtype` to fp32 sums in place here, as it does on NVIDIA devices."""
+    if device.type != "cuda":
+        return False
+    one = torch.ones(16, 16, dtype=dtype, device=device)
+    sums = torch.full((16, 16), 1 / 3, device=device)
+    try:
+        torch.addmm(sums, one.t(), one, out_dtype=torch.float32, out=sums)
+    except (RuntimeError, TypeError):
+        return False
+    return bool(torch.equal(sums, torch.full_like(sums, 16 + 1 / 3)))
 
 
 def _logits(
