@@ -15,6 +15,7 @@ from lockstep.algorithms.kl import divergence
 from lockstep.algorithms.policy import PolicyTokens
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.algorithms.value import value_loss
+from lockstep.device.transfer import sent
 from lockstep.errors import Refusal
 from lockstep.kernels.logprob import Scores
 from lockstep.recipe import Recipe
@@ -140,7 +141,7 @@ def _policy_loss(
 
     def of_batch(scores: Scores, batch: MicroBatch) -> Sums:
         def take(vector: torch.Tensor) -> torch.Tensor:
-            return vector[batch.index_K].to(device)
+            return sent(vector[batch.index_K], device)
 
         logprobs, average = scores.logprobs_K, take(average_K)
         # Zero times the infinity of a token that is left out would be NaN, in the sum or in its gradient.
@@ -149,7 +150,7 @@ def _policy_loss(
         old = now if old_K is None else take(old_K)
         held = None if held_K is None else take(held_K)
         weights = average * take(importance_K)
-        local = torch.unique_consecutive(sequence_K[batch.index_K], return_inverse=True)[1].to(device)
+        local = sent(torch.unique_consecutive(sequence_K[batch.index_K], return_inverse=True)[1], device)
         sums = policy_loss(PolicyTokens(logprobs, old, take(advantages_K), weights, local, held))
         loss = sums.loss
         metrics = {**sums.metrics, "pg_loss": sums.loss}
@@ -226,7 +227,7 @@ def update_critic(plan: UpdatePlan, learned: Learned, models: Models, recipe: Re
     old_K, returns_K, keep_K = values_K[tokens], advantages.returns_K[tokens], advantages.keep_K[tokens]
 
     def loss(values_K: torch.Tensor, batch: MicroBatch) -> Sums:
-        old, returns, keep = (vector[batch.index_K].to(models.device) for vector in (old_K, returns_K, keep_K))
+        old, returns, keep = (sent(vector[batch.index_K], models.device) for vector in (old_K, returns_K, keep_K))
         return value_loss(values_K, old, returns, keep, clip=clip)
 
     kept = float((keep_K > 0).sum())
