@@ -144,9 +144,9 @@ def _packed(examples: Sequence[Example], shares: Sequence[int]) -> MicroBatch:
         line.append(where)
         start += len(example) - share
     batch = _assemble(
-        *(torch.from_numpy(np.concatenate(parts)) for parts in (ids, positions, predictors, targets)), examples, True
+        _joined(ids)[None], _joined(positions)[None], examples, True, _joined(predictors), _joined(targets)
     )
-    return replace(batch, line_E=torch.from_numpy(np.concatenate(line))) if any(shares) else batch
+    return replace(batch, line_E=_joined(line)) if any(shares) else batch
 
 
 def _padded(examples: Sequence[Example], pad_id: int) -> MicroBatch:
@@ -160,8 +160,11 @@ def _padded(examples: Sequence[Example], pad_id: int) -> MicroBatch:
         predictors.append(row * width + asked)
         targets.append(answers)
     positions = torch.arange(width).repeat(len(examples), 1)
-    asked_of = (torch.from_numpy(np.concatenate(parts)) for parts in (predictors, targets))
-    return _assemble(torch.from_numpy(ids), positions, *asked_of, examples, False)
+    return _assemble(torch.from_numpy(ids), positions, examples, False, _joined(predictors), _joined(targets))
+
+
+def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _numbers(example: Example) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -177,16 +180,16 @@ def _numbers(example: Example) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _assemble(
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-    predictors_K: torch.Tensor,
-    targets_K: torch.Tensor,
+    ids_NT: torch.Tensor,
+    positions_NT: torch.Tensor,
     examples: Sequence[Example],
     packed: bool,
+    predictors_K: torch.Tensor,
+    targets_K: torch.Tensor,
 ) -> MicroBatch:
     return MicroBatch(
-        input_ids_NT=torch.atleast_2d(ids),
-        position_ids_NT=torch.atleast_2d(positions),
+        input_ids_NT=ids_NT,
+        position_ids_NT=positions_NT,
         lengths=tuple(len(example) for example in examples),
         packed=packed,
         predictors_K=predictors_K,
