@@ -173,6 +173,8 @@ def adamw(device: str) -> None:
                 optimizer.collect()
             norm = optimizer.gradient_norm(scale)
             norms.append((norm.item(), {name: optimizer.gradient(name) for name in shapes}))
+            # A tape looks in between: the state comes with the first step.
+            assert bool(optimizer.adamw.state.get(optimizer.trained["a"])) == (step > 0)
             optimizer.step(1e-2 / (step + 1), norm)
             for name, parameter in params.items():
                 # What the model computes with is the master, rounded.

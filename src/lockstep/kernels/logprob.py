@@ -327,7 +327,8 @@ class _AlikeLogprobs(torch.autograd.Function):
             sums = upstream.new_zeros(ctx.shape)
         return (
             None if grad_hidden is None else (grad_hidden * factor).to(grad_hidden.dtype),
-            None if sums is None else (sums * factor).to(weight),
+            # Into the weight's dtype in one pass, without another fp32 tensor.
+            None if sums is None else torch.mul(sums, factor, out=torch.empty_like(sums, dtype=weight)),
             None if grad_bias is None else (grad_bias * factor).to(bias),
             *[None] * 5,
         )

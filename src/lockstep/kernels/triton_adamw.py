@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.errors import TritonError
 
 from lockstep.device.accelerator import first_sentence
+from lockstep.device.transfer import sent
 from lockstep.kernels.triton_math import runs_on
 
 BLOCK = 4096
@@ -29,7 +30,7 @@ COLUMNS = tl.constexpr(6)
 
 
 class Entry(NamedTuple):
-    """One parameter. `steps` counts this update too."""
+    """One parameter."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -37,7 +38,6 @@ class Entry(NamedTuple):
     mean: torch.Tensor
     square: torch.Tensor
     decay: float
-    steps: float
 
 
 @triton.jit
@@ -113,13 +113,13 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
         draw = torch.Generator().manual_seed(0)
         weight, gradient, mean = (torch.randn(BLOCK + 7, generator=draw).to(device) for _ in range(3))
         square = torch.rand(BLOCK + 7, generator=draw).to(device)
-        return Entry(weight.to(dtype), gradient.to(dtype), weight, mean, square, 0.1, 3.0)
+        return Entry(weight.to(dtype), gradient.to(dtype), weight, mean, square, 0.1)
 
     own, plain = made(), made()
     clip = torch.tensor(0.5, device=device)
     try:
-        step([own], clip, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
-        plain_step([plain], clip, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
+        Update([own]).step([3.0], clip, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
+        plain_step([plain], [3.0], clip, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
         far = max(float((a - b).abs().max()) for a, b in zip(own[2:5], plain[2:5], strict=True))
         held = float((own.weight.float() - own.master).abs().max())
     except (TypeError, RuntimeError, ValueError, OSError, subprocess.SubprocessError, TritonError) as error:
@@ -133,76 +133,78 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def plain_step(
-    entries: Sequence[Entry], clip: torch.Tensor, *, lr: float, betas: tuple[float, float], eps: float
-) -> None:
-    """The twin of `step`."""
-    for entry in entries:
-        gradient = entry.gradient.float() * clip
-        entry.master.sub_(lr * entry.decay * entry.master)
-        entry.mean.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
-        entry.square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
-        spread = (1 - betas[1] ** entry.steps) ** 0.5
-        entry.master.addcdiv_(
-            entry.mean, (entry.square.sqrt() / spread).add_(eps), value=-lr / (1 - betas[0] ** entry.steps)
-        )
-        entry.weight.copy_(entry.master)
-
-
-def step(
     entries: Sequence[Entry],
+    steps: Sequence[float],
     clip: torch.Tensor,
     *,
     lr: float,
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """One update of every entry; gradients count times `clip`, a number on the device."""
-    kinds: dict[tuple[torch.dtype, torch.dtype], list[Entry]] = {}
-    for entry in entries:
-        if entry.master.numel():
-            kinds.setdefault((entry.weight.dtype, entry.gradient.dtype), []).append(entry)
-    for (weight, gradient), members in kinds.items():
-        _launch(members, clip, lr, betas, eps, weight, gradient)
+    """The twin of `Update.step`."""
+    for entry, count in zip(entries, steps, strict=True):
+        gradient = entry.gradient.float() * clip
+        entry.master.sub_(lr * entry.decay * entry.master)
+        entry.mean.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
+        entry.square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+        spread = (1 - betas[1] ** count) ** 0.5
+        entry.master.addcdiv_(entry.mean, (entry.square.sqrt() / spread).add_(eps), value=-lr / (1 - betas[0] ** count))
+        entry.weight.copy_(entry.master)
 
 
-def _launch(
-    entries: Sequence[Entry],
-    clip: torch.Tensor,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight: torch.dtype,
-    gradient: torch.dtype,
-) -> None:
-    device = entries[0].master.device
-    # Held until the kernel is given to the device: a gradient that is not dense is copied.
-    tensors = [(entry.weight, entry.gradient.contiguous(), entry.master, entry.mean, entry.square) for entry in entries]
-    addresses = [[tensor.data_ptr() for tensor in row] for row in tensors]
-    sizes = tuple(entry.master.numel() for entry in entries)
-    table = [[*row, size] for row, size in zip(addresses, sizes, strict=True)]
-    # In double precision on the host, where the counts are.
-    numbers = [
-        [lr * entry.decay, lr / (1 - betas[0] ** entry.steps), (1 - betas[1] ** entry.steps) ** 0.5]
-        for entry in entries
-    ]
-    owners, parts = _blocks(sizes, device)
-    _step[(len(owners),)](
-        _uploaded(torch.tensor(table, dtype=torch.int64), device),
-        _uploaded(torch.tensor(numbers, dtype=torch.float32), device),
-        owners,
-        parts,
-        clip,
-        betas[0],
-        1 - betas[0],
-        betas[1],
-        1 - betas[1],
-        eps,
-        WEIGHT=TYPES[weight],
-        GRADIENT=TYPES[gradient],
-        ALIGNED=all(address % 16 == 0 for row in addresses for address in row),
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+class Update:
+    """One update of some entries, made ready before its numbers are known: the device need not wait for the host."""
+
+    def __init__(self, entries: Sequence[Entry]):
+        self.kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        for index, entry in enumerate(entries):
+            if entry.master.numel():
+                self.kinds.setdefault((entry.weight.dtype, entry.gradient.dtype), []).append(index)
+        # Held until the kernel is given to the device; a gradient that is not dense is copied.
+        self.entries = [entry._replace(gradient=entry.gradient.contiguous()) for entry in entries]
+        self.tables = {kind: _Table([self.entries[i] for i in members]) for kind, members in self.kinds.items()}
+
+    def step(
+        self, steps: Sequence[float], clip: torch.Tensor, *, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        """`steps` count this update too, one for each entry; gradients count times `clip`, a number on the device."""
+        for (weight, gradient), members in self.kinds.items():
+            table = self.tables[weight, gradient]
+            # In double precision on the host, where the counts are.
+            numbers = [
+                [lr * self.entries[i].decay, lr / (1 - betas[0] ** steps[i]), (1 - betas[1] ** steps[i]) ** 0.5]
+                for i in members
+            ]
+            _step[(len(table.owners),)](
+                table.addresses,
+                sent(torch.tensor(numbers, dtype=torch.float32), clip.device),
+                table.owners,
+                table.parts,
+                clip,
+                betas[0],
+                1 - betas[0],
+                betas[1],
+                1 - betas[1],
+                eps,
+                WEIGHT=TYPES[weight],
+                GRADIENT=TYPES[gradient],
+                ALIGNED=table.aligned,
+                BLOCK=BLOCK,
+                num_warps=8,
+            )
+
+
+class _Table:
+    """What the kernel finds its tensors by."""
+
+    def __init__(self, entries: Sequence[Entry]):
+        device = entries[0].master.device
+        addresses = [[tensor.data_ptr() for tensor in entry[:5]] for entry in entries]
+        sizes = tuple(entry.master.numel() for entry in entries)
+        rows = [[*row, size] for row, size in zip(addresses, sizes, strict=True)]
+        self.addresses = sent(torch.tensor(rows, dtype=torch.int64), device)
+        self.aligned = all(address % 16 == 0 for row in addresses for address in row)
+        self.owners, self.parts = _blocks(sizes, device)
 
 
 @lru_cache(maxsize=16)
@@ -212,8 +214,3 @@ def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor,
     owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     parts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
     return owners.to(device, torch.int32), parts.to(device, torch.int32)
-
-
-def _uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Without waiting for what the device still does."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Iterable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,6 +84,8 @@ class Optimizer:
         self._kernel = _kernel(kernel, list(self.parameters.values())) if masters else None
         self._held: dict[str, torch.Tensor] = {}
         """With a kernel of the device: the gradients, in fp32 once there was a second micro-batch."""
+        self._ready: Any = None
+        """The update of these gradients, once their norm was asked for."""
         self.stepped = {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
         self.trained: dict[str, torch.Tensor] = dict(self.stepped) if masters else dict(self.parameters)
         decayed = [p for p in self.trained.values() if p.ndim >= 2]
@@ -116,7 +119,7 @@ class Optimizer:
             parameter.grad = None
 
     def _hold(self, name: str, gradient: torch.Tensor) -> None:
-        held = self._held.get(name)
+        held, self._ready = self._held.get(name), None
         self._held[name] = gradient if held is None else held.float().add_(gradient)
 
     def gradient(self, name: str) -> torch.Tensor | None:
@@ -131,6 +134,8 @@ class Optimizer:
             if scale != 1.0:
                 self._held = {name: gradient.float().div_(scale) for name, gradient in self._held.items()}
             norms = torch._foreach_norm(list(self._held.values()), 2, dtype=torch.float32)
+            # While the device is busy with the norm and what is before it.
+            self._ready = self._update_of(self._kernel)
             return torch.linalg.vector_norm(torch.stack(norms))
         gradients = [p.grad for p in self.trained.values() if p.grad is not None]
         if scale != 1.0:
@@ -153,28 +158,32 @@ class Optimizer:
             self.parameters[name].copy_(master)
         self.forget()
 
-    def _step_at_once(self, kernel: ModuleType, lr: float, norm: torch.Tensor) -> None:
-        clip = torch.ones_like(norm) if self.clip is None else (self.clip / (norm + 1e-6)).clamp(max=1.0)
+    def _update_of(self, kernel: ModuleType) -> Any:
         decays = {id(p): group["weight_decay"] for group in self.adamw.param_groups for p in group["params"]}
         entries = []
         for name, gradient in self._held.items():
             master = self.trained[name]
-            state = self.adamw.state[master]
+            state = self.adamw.state.get(master)
+            # Fresh ones become the optimizer's state in the step, as torch's do.
+            moments = (state["exp_avg"], state["exp_avg_sq"]) if state else [torch.zeros_like(master) for _ in range(2)]
+            entries.append(kernel.Entry(self.parameters[name].data, gradient, master, *moments, decays[id(master)]))
+        return kernel.Update(entries)
+
+    def _step_at_once(self, kernel: ModuleType, lr: float, norm: torch.Tensor) -> None:
+        clip = torch.ones_like(norm) if self.clip is None else (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        ready = self._ready or self._update_of(kernel)
+        counts = []
+        for entry in ready.entries:
+            state = self.adamw.state[entry.master]
             if not state:
-                state["step"] = torch.zeros(())
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+                state |= {"step": torch.zeros(()), "exp_avg": entry.mean, "exp_avg_sq": entry.square}
             state["step"] += 1
-            moments = state["exp_avg"], state["exp_avg_sq"]
-            entries.append(
-                kernel.Entry(
-                    self.parameters[name].data, gradient, master, *moments, decays[id(master)], state["step"].item()
-                )
-            )
+            counts.append(state["step"].item())
         defaults = self.adamw.defaults
-        kernel.step(entries, clip, lr=lr, betas=defaults["betas"], eps=defaults["eps"])
+        ready.step(counts, clip, lr=lr, betas=defaults["betas"], eps=defaults["eps"])
 
     def forget(self) -> None:
-        self._held = {}
+        self._held, self._ready = {}, None
         self.adamw.zero_grad(set_to_none=True)
         for parameter in self.parameters.values():
             parameter.grad = None
