@@ -146,7 +146,7 @@ def adamw(device: str) -> None:
     from lockstep.recipe.schema import Optim
     from lockstep.train.optim import Optimizer
 
-    shapes = {"a": (37, 130), "b": (5,), "c": (4097,), "never": (3, 3)}
+    shapes = {"a": (37, 130), "b": (5,), "c": (4097,), "even": (16, 272), "never": (3, 3)}
 
     def trained(
         kernel: str, micro: int, scale: float, clip: float | None, dtype: torch.dtype

@@ -20,6 +20,8 @@ from lockstep.kernels.truncate import LEFT_OUT, Truncation, left_out_below, trun
 # reads and writes these sums once, and one chunk is not computed twice.
 CHUNK_BYTES = 256 * 2**20
 FUSED_CHUNK_BYTES = 1400 * 2**20
+# Gradients taken in the forward pass compute nothing twice, so their chunks need not be as large.
+ALIKE_CHUNK_BYTES = 2**30
 
 
 class Head(NamedTuple):
@@ -92,7 +94,7 @@ def alike_token_scores(
     *,
     temperature: float = 1.0,
     truncation: Truncation | None = None,
-    chunk_bytes: int = FUSED_CHUNK_BYTES,
+    chunk_bytes: int = ALIKE_CHUNK_BYTES,
 ) -> Scores:
     """`token_scores` for a loss that all log-probabilities enter with the same factor, as in supervised training.
 

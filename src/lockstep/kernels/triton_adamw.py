@@ -72,8 +72,11 @@ def _step(  # type: ignore[no-untyped-def]
         master = tl.multiple_of(master, 16)
         mean = tl.multiple_of(mean, 16)
         square = tl.multiple_of(square, 16)
+    size = tl.load(row + 5)
+    if ALIGNED:
+        size = tl.multiple_of(size, 16)
     places = tl.load(parts + block).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < tl.load(row + 5)
+    inside = places < size
     shrink = tl.load(numbers + entry * 3)
     rate = tl.load(numbers + entry * 3 + 1)
     spread = tl.load(numbers + entry * 3 + 2)
@@ -156,20 +159,20 @@ class Update:
     """One update of some entries, made ready before its numbers are known: the device need not wait for the host."""
 
     def __init__(self, entries: Sequence[Entry]):
-        self.kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-        for index, entry in enumerate(entries):
-            if entry.master.numel():
-                self.kinds.setdefault((entry.weight.dtype, entry.gradient.dtype), []).append(index)
         # Held until the kernel is given to the device; a gradient that is not dense is copied.
         self.entries = [entry._replace(gradient=entry.gradient.contiguous()) for entry in entries]
+        self.kinds: dict[_Kind, list[int]] = {}
+        for index, entry in enumerate(self.entries):
+            if entry.master.numel():
+                self.kinds.setdefault(_kind(entry), []).append(index)
         self.tables = {kind: _Table([self.entries[i] for i in members]) for kind, members in self.kinds.items()}
 
     def step(
         self, steps: Sequence[float], clip: torch.Tensor, *, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
         """`steps` count this update too, one for each entry; gradients count times `clip`, a number on the device."""
-        for (weight, gradient), members in self.kinds.items():
-            table = self.tables[weight, gradient]
+        for kind, members in self.kinds.items():
+            table = self.tables[kind]
             # In double precision on the host, where the counts are.
             numbers = [
                 [lr * self.entries[i].decay, lr / (1 - betas[0] ** steps[i]), (1 - betas[1] ** steps[i]) ** 0.5]
@@ -186,12 +189,25 @@ class Update:
                 betas[1],
                 1 - betas[1],
                 eps,
-                WEIGHT=TYPES[weight],
-                GRADIENT=TYPES[gradient],
-                ALIGNED=table.aligned,
+                WEIGHT=TYPES[kind.weight],
+                GRADIENT=TYPES[kind.gradient],
+                ALIGNED=kind.aligned,
                 BLOCK=BLOCK,
                 num_warps=8,
             )
+
+
+class _Kind(NamedTuple):
+    """What a kernel is compiled for. Aligned tensors are read and written many numbers at once."""
+
+    weight: torch.dtype
+    gradient: torch.dtype
+    aligned: bool
+
+
+def _kind(entry: Entry) -> _Kind:
+    numbers = [entry.master.numel(), *(tensor.data_ptr() for tensor in entry[:5])]
+    return _Kind(entry.weight.dtype, entry.gradient.dtype, all(number % 16 == 0 for number in numbers))
 
 
 class _Table:
@@ -203,7 +219,6 @@ class _Table:
         sizes = tuple(entry.master.numel() for entry in entries)
         rows = [[*row, size] for row, size in zip(addresses, sizes, strict=True)]
         self.addresses = sent(torch.tensor(rows, dtype=torch.int64), device)
-        self.aligned = all(address % 16 == 0 for row in addresses for address in row)
         self.owners, self.parts = _blocks(sizes, device)
 
 
