@@ -263,4 +263,39 @@ def hooked(device: str) -> None:
     assert len(heard) == 1
 
 
-CHECKS = {check.__name__: check for check in (norm, many_tiles, swiglu, gated_twice, rotary, adamw, models, hooked)}
+def others(device: str) -> None:
+    """Modules that look alike and compute something else stay as they are."""
+    from torch import nn
+
+    from lockstep.kernels.triton_modules import plug_in
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
+            self.down_proj, self.act_fn, self.dropout = nn.Linear(16, 8, bias=False), nn.SiLU(), nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dropout(self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+    class Scaled(Dropped):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.dropout
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 1.1 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    torch.manual_seed(0)
+    model = nn.ModuleList([Dropped(), Scaled(), nn.LayerNorm(64, bias=False)]).to(device)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        assert plug_in(model) == []
+    told = [str(warning.message) for warning in said if "stays plain torch" in str(warning.message)]
+    assert [line.split()[0] for line in told] == ["Scaled", "LayerNorm"], told
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+CHECKS = {
+    check.__name__: check for check in (norm, many_tiles, swiglu, gated_twice, rotary, adamw, models, hooked, others)
+}
