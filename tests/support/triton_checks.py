@@ -13,34 +13,38 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def agree(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Within 1e-6 of the largest number in fp32. In bf16 within some units of its last place: a gradient's twin rounds
-    in between, and the interpreter cuts digits off where devices round."""
+def agree(found: torch.Tensor, wanted: torch.Tensor, single: float = 1e-6) -> None:
+    """In fp32 within a share of the largest number: 1e-6, and more where long sums are taken in another order. In bf16
+    within some units of its last place: a gradient's twin rounds in between, and the interpreter cuts digits off where
+    devices round."""
     assert found.shape == wanted.shape
     assert found.dtype == wanted.dtype
-    share = {torch.float32: 1e-6, torch.bfloat16: 3e-2}[found.dtype]
+    share = {torch.float32: single, torch.bfloat16: 3e-2}[found.dtype]
     far = (found.float() - wanted.float()).abs().max().item()
     assert far <= share * wanted.float().abs().max().item(), (far, wanted.float().abs().max().item())
 
 
-def forwards_agree(found: torch.Tensor, wanted: torch.Tensor) -> None:
+def forwards_agree(found: torch.Tensor, wanted: torch.Tensor, single: float) -> None:
     """As `agree`; on a device in bf16 also bit by bit, but for a few that a sum in another order rounds otherwise."""
-    agree(found, wanted)
+    agree(found, wanted, single)
     if found.is_cuda and found.dtype == torch.bfloat16:
-        assert (found != wanted).float().mean().item() < 0.02
+        assert int((found != wanted).sum()) <= 2 + 0.02 * found.numel()
 
 
 def with_gradients(
-    one: Callable[..., torch.Tensor], other: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+    one: Callable[..., torch.Tensor],
+    other: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    single: float = 1e-6,
 ) -> None:
     inputs = [tensor.detach().requires_grad_() for tensor in inputs]
     found, wanted = one(*inputs), other(*inputs)
-    forwards_agree(found, wanted)
+    forwards_agree(found, wanted, single)
     upstream = torch.randn_like(wanted)
     for a, b in zip(
         torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(wanted, inputs, upstream), strict=True
     ):
-        agree(a, b)
+        agree(a, b, 5e-6)
 
 
 def drawn(*shape: int, device: str, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -89,7 +93,7 @@ def swiglu(device: str) -> None:
             with_gradients(swiglu, plain_swiglu, pair)
         x = drawn(2, 9, 24, device=device, dtype=dtype)
         weights = [drawn(*s, device=device, dtype=dtype, scale=0.3) for s in ((50, 24), (50, 24), (24, 50))]
-        with_gradients(gated, plain_gated, [x, *weights])
+        with_gradients(gated, plain_gated, [x, *weights], 5e-6)
         # Only some weights are trained, and the input of the first layer may need no gradient.
         frozen = weights[0].detach()
         trained = [weight.detach().requires_grad_() for weight in weights[1:]]
@@ -98,7 +102,7 @@ def swiglu(device: str) -> None:
             torch.autograd.grad(plain_gated(x, frozen, *trained).sum(), trained),
             strict=True,
         ):
-            agree(a, b)
+            agree(a, b, 5e-6)
 
 
 def gated_twice(device: str) -> None:
