@@ -26,10 +26,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
+import transformers
+
 from grpo_sides import SIDES, Ours, Pass, Side, Step, Trl
 from lockstep.device.select import select
+from lockstep.model.load import DTYPES
 from online_work import Work, add_arguments, make_work, settle, temporary_folder
 from report import differ, machine, spread, summary
+from roofline import training_flops
+from shapes import Shape
 from sides import has_trl
 
 # How far loss, gradient norm and mean reward (the last two relative) may lie from ours for the work to count as
@@ -40,8 +45,8 @@ TOLERANCE = {"fp32": (1e-4, 1e-3, 1e-5), "bf16": (2e-2, 1e-1, 1e-3)}
 def main() -> None:
     args = _arguments()
     settle(args.threads)
-    if not has_trl():
-        raise SystemExit("TRL is not installed (pip install -e '.[bench]')")
+    if not has_trl() and args.sides != ["lockstep"]:
+        raise SystemExit("TRL is not installed (pip install -e '.[bench]', or --sides lockstep for ours alone)")
     device = select(args.device)
     record: dict[str, Any] = {
         "settings": {key: value for key, value in vars(args).items() if key != "out"},
@@ -76,6 +81,7 @@ def run_case(case: str, work: Work, folder: Path, args: argparse.Namespace) -> d
         ours = sides["lockstep"]
         assert isinstance(ours, Ours)
         ours.phases.clear()
+        work.device.reset_peak()
         passes: dict[str, list[Pass]] = {name: [] for name in sides}
         for _ in range(args.repeats):
             for name, side in sides.items():
@@ -84,11 +90,33 @@ def run_case(case: str, work: Work, folder: Path, args: argparse.Namespace) -> d
         found = {name: _numbers(passes[name], passes["lockstep"], args.steps) for name in sides}
         phases = {name: seconds / (args.steps * args.repeats) for name, seconds in ours.phases.items()}
         _report(sides, found, phases)
+        efficiency = _efficiency(work, passes["lockstep"], phases, args.steps, args.tflops)
     return {
+        "efficiency": efficiency,
         "sides": {name: {"about": side.about} | found[name] for name, side in sides.items()},
         "our_phases": phases,
         "first_step": checks,
     }
+
+
+def _efficiency(
+    work: Work, passes: list[Pass], phases: dict[str, float], steps: int, tflops: float | None
+) -> dict[str, Any]:
+    """Of our side: response tokens a second of generation, model FLOP/s of the update over the peak, memory."""
+    prompt = statistics.fmean(len(prompt.ids) for prompt in work.encoded())
+    lengths = [length for one in passes for length in one.lengths]
+    taken = steps * len(passes)
+    shape = Shape.of(transformers.AutoConfig.from_pretrained(work.model))
+    flops = training_flops(shape, [round(prompt + length) for length in lengths]) / taken
+    record: dict[str, Any] = {"peak_gb": work.device.memory().peak / 1e9 if work.device.name != "cpu" else None}
+    for name, seconds in phases.items():
+        if name.endswith("/gen"):
+            record["generated_per_second"] = sum(lengths) / taken / seconds
+    peak = tflops * 1e12 if tflops else work.device.peak_flops(DTYPES[work.dtype])
+    if peak and "timing_s/update_actor" in phases:
+        record["update_share_of_peak"] = flops / phases["timing_s/update_actor"] / peak
+    print("  " + ", ".join(f"{name} {value:.3g}" for name, value in record.items() if value is not None))
+    return record
 
 
 def check_equal_work(sides: dict[str, Side], work: Work) -> dict[str, Any]:
@@ -175,6 +203,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--beta", type=float, default=0.001, help="weight of the divergence; 0 needs no reference")
+    parser.add_argument("--tflops", type=float, help="matrix TFLOP/s that count as the peak; default: the maker's")
     parser.add_argument("--steps", type=int, default=2, help="steps of one pass")
     parser.add_argument(
         "--sides", nargs="+", choices=list(SIDES), default=[name for name in SIDES if name != "trl-continuous"]

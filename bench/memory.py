@@ -61,7 +61,11 @@ def measure(folder: Path, case: dict, device_name: str) -> dict:
     device.reset_peak()
     policy = load_policy(recipe.model, device.torch_device(), device.attention, seed=0)
     optimizer = Optimizer(
-        policy.trainable(), recipe.optim, masters=bool(recipe.model.master_weights), fused=device.fused_optimizer
+        policy.trainable(),
+        recipe.optim,
+        masters=bool(recipe.model.master_weights),
+        fused=device.fused_optimizer,
+        kernel=device.adamw,
     )
     learner = Learner(policy, optimizer, device.torch_device(), World())
     draw = torch.Generator().manual_seed(0)

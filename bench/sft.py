@@ -2,6 +2,7 @@
 
     python bench/sft.py                                  # the embedded tiny model, both cases
     python bench/sft.py --model FOLDER --dtype bf16 --case mixed --out result.json
+    python bench/sft.py --shape qwen2.5-1.5b --dtype bf16 --case equal --rows 16 --length 1024 --tokens 16384
 
 Every side gets the same token ids, optimizer settings, precision, threads and micro-batch budget, keeps its own copy
 of the model and takes every row once in a pass. One update from the fresh weights is compared first (loss and gradient
@@ -31,9 +32,12 @@ import torch
 import transformers
 
 from lockstep.device.select import select
+from lockstep.model.load import DTYPES
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Optim
 from report import machine, spread, summary
+from roofline import training_flops
+from shapes import SHAPES, Shape, write_model
 from sides import SIDES, Ours, Seconds, Side, Work, has_trl, sides_for
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "lockstep-rl")
@@ -50,9 +54,11 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        if args.model is None:
-            write_tiny(Path(folder) / "tiny")
-        model = args.model or f"{folder}/tiny"
+        if args.shape is not None:
+            write_model(Path(folder) / "model", args.shape, select(args.device).name)
+        elif args.model is None:
+            write_tiny(Path(folder) / "model")
+        model = args.model or f"{folder}/model"
         record = {"settings": vars(args), "machine": machine(select(args.device)), "cases": {}}
         print("  ".join(f"{name} {value}" for name, value in record["machine"].items()))
         if not has_trl():
@@ -76,13 +82,16 @@ def run_case(case: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
     checks = check_equal_work(sides, args.dtype)
     for side in sides.values():
         side.train_pass()
+    work.device.reset_peak()
     seconds: dict[str, list[Seconds]] = {name: [] for name in names}
     for _ in range(args.repeats):
         for name, side in sides.items():
             seconds[name].append(side.train_pass())
     found = {name: _numbers(tokens, seconds[name], seconds["lockstep"]) for name in names}
     _report(sides, found)
+    efficiency = _efficiency(work, found, tokens, args.tflops)
     return {
+        **efficiency,
         "rows": len(work.pool),
         "tokens": tokens,
         "shortest": lengths[0],
@@ -90,6 +99,25 @@ def run_case(case: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
         "sides": {name: {"about": side.about} | found[name] for name, side in sides.items()},
         "first_update": checks,
     }
+
+
+def _efficiency(work: Work, found: dict[str, dict[str, Any]], tokens: int, tflops: float | None) -> dict[str, Any]:
+    """Model FLOP/s over the peak, and the peak of memory: that of one side only where it runs alone."""
+    peak = tflops * 1e12 if tflops else work.device.peak_flops(DTYPES[work.dtype])
+    flops = training_flops(
+        Shape.of(transformers.AutoConfig.from_pretrained(work.model)), [len(row) for row in work.pool]
+    )
+    record: dict[str, Any] = {"flops_per_token": flops / tokens, "peak_flops": peak}
+    if peak:
+        record["share_of_peak"] = {
+            name: flops / tokens * numbers["tokens_per_second"]["median"] / peak for name, numbers in found.items()
+        }
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in record["share_of_peak"].items())
+        print(f"  model FLOP/s of {peak / 1e12:.0f} TFLOP/s: {shares}")
+    if work.device.name != "cpu":
+        record["peak_gb"] = work.device.memory().peak / 1e9
+        print(f"  peak memory {record['peak_gb']:.1f} GB of {'one side' if len(found) == 1 else 'all sides together'}")
+    return record
 
 
 def _numbers(tokens: int, theirs: list[Seconds], ours: list[Seconds]) -> dict[str, Any]:
@@ -162,6 +190,8 @@ def _report(sides: dict[str, Side], found: dict[str, dict[str, Any]]) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="Hugging Face folder; default: the embedded tiny model")
+    parser.add_argument("--shape", choices=SHAPES, help="instead of a folder: random weights of this configuration")
+    parser.add_argument("--tflops", type=float, help="matrix TFLOP/s that count as the peak; default: the maker's")
     parser.add_argument("--device", default="auto", help="cpu, cuda, npu or auto")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16 keeps fp32 master weights")
     parser.add_argument("--no-masters", action="store_true", help="bf16 weights alone, on every side")

@@ -22,6 +22,7 @@ from lockstep.data.batching import micro_batch, plan_micro_batches
 from lockstep.device.base import Device
 from lockstep.methods.sft import token_loss
 from lockstep.model.load import DTYPES, load_policy
+from lockstep.model.policy import Scoring
 from lockstep.parallel.world import World
 from lockstep.recipe.schema import Model, Optim
 from lockstep.train.optim import Optimizer
@@ -112,8 +113,14 @@ class Ours:
         self.work = work
         self.where = work.device.torch_device()
         settings = Model(path=work.model, dtype=work.dtype, master_weights=work.masters)
-        policy = load_policy(settings, self.where, work.device.attention, seed=0)
-        optimizer = Optimizer(policy.trainable(), work.optim, masters=work.masters, fused=work.device.fused_optimizer)
+        policy = load_policy(settings, self.where, work.device.attention, seed=0, scoring=Scoring(alike=True))
+        optimizer = Optimizer(
+            policy.trainable(),
+            work.optim,
+            masters=work.masters,
+            fused=work.device.fused_optimizer,
+            kernel=work.device.adamw,
+        )
         self.learner = Learner(policy, optimizer, self.where, World())
         self.about = f"packed to {work.tokens} tokens a micro-batch, attention {policy.kernel}"
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.kernels.layout import make_layout
-from lockstep.kernels.logprob import Head, plain_token_scores, token_scores
+from lockstep.kernels.logprob import Head, alike_token_scores, plain_token_scores, token_scores
 from lockstep.kernels.varlen import varlen_attention
 
 CPU = torch.device("cpu")
@@ -122,6 +122,41 @@ def test_chunked_logprobs_can_be_differentiated_twice():
     first = torch.autograd.grad(logprobs, [hidden, weight], retain_graph=True)
     second = torch.autograd.grad(logprobs, [hidden, weight])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("positions", [1, 7, 1000])
+@pytest.mark.parametrize(("with_bias", "softcap", "temperature"), [(False, None, 1.0), (True, 2.0, 0.7)])
+def test_gradients_taken_in_the_forward_pass_equal_plain_ones(positions, with_bias, softcap, temperature):
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    bias = torch.randn(300, requires_grad=True) if with_bias else None
+    targets, inputs = torch.randint(300, (50,)), [t for t in (hidden, weight, bias) if t is not None]
+    head = Head(weight, bias, softcap=softcap)
+    ours = alike_token_scores(hidden, head, targets, temperature=temperature, chunk_bytes=4 * 300 * positions)
+    theirs = plain_token_scores(hidden, head, targets, temperature=temperature).logprobs_K
+    torch.testing.assert_close(ours.logprobs_K, theirs, rtol=1e-6, atol=1e-5)
+    for a, b in zip(
+        torch.autograd.grad(ours.logprobs_K.sum() * -0.3, inputs, retain_graph=True),
+        torch.autograd.grad(theirs.sum() * -0.3, inputs),
+        strict=True,
+    ):
+        assert (a - b).norm() <= 2e-6 * b.norm()
+    # Factors that differ are no such loss: the gradient says so, where a wrong one would pass unseen.
+    for gradient in torch.autograd.grad((ours.logprobs_K * torch.randn(50)).sum(), inputs):
+        assert gradient.isnan().all()
+
+
+def test_gradients_taken_in_the_forward_pass_without_targets_or_a_frozen_head():
+    hidden, weight = torch.randn(4, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
+    none = torch.empty(0, dtype=torch.long)
+    gradients = torch.autograd.grad(
+        alike_token_scores(hidden[:0], Head(weight), none).logprobs_K.sum(), [hidden, weight], allow_unused=True
+    )
+    assert all(gradient is None or not gradient.any() for gradient in gradients)
+    targets, frozen = torch.randint(9, (4,)), Head(weight.detach())
+    (ours,) = torch.autograd.grad(alike_token_scores(hidden, frozen, targets).logprobs_K.sum(), [hidden])
+    (theirs,) = torch.autograd.grad(plain_token_scores(hidden, frozen, targets).logprobs_K.sum(), [hidden])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_logprob_by_hand():
@@ -240,3 +275,32 @@ def test_flash_varlen_equals_its_twin(window):
         torch.autograd.grad(fast, inputs, upstream), torch.autograd.grad(twin, inputs, upstream), strict=True
     ):
         assert (a - b).float().norm() <= 2e-2 * b.float().norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not _cuda(), reason="no NVIDIA device")
+@pytest.mark.parametrize("entropy", [False, True])
+def test_the_head_on_the_device_equals_plain_logits(entropy):
+    """bf16, several chunks: log-probs, entropies and both gradients against fp32 logits; with one factor for all also
+    those taken in the forward pass."""
+    torch.manual_seed(0)
+    hidden = torch.randn(300, 64, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(5000, 64, device="cuda") * 0.3).bfloat16().requires_grad_()
+    targets = torch.randint(5000, (300,), device="cuda")
+    wide = [hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_()]
+    plain = plain_token_scores(wide[0], Head(wide[1]), targets)
+    wanted = plain.logprobs_K.sum() + (plain.entropies_K.sum() if entropy else 0)
+    known = torch.autograd.grad(wanted, wide)
+    for alike in (False, True):
+        if alike and entropy:
+            continue
+        ours = (
+            alike_token_scores(hidden, Head(weight), targets, chunk_bytes=2 * 5000 * 70)
+            if alike
+            else token_scores(hidden, Head(weight), targets, entropy=entropy, chunk_bytes=2 * 5000 * 70)
+        )
+        torch.testing.assert_close(ours.logprobs_K, plain.logprobs_K, rtol=2e-2, atol=3e-2)
+        loss = ours.logprobs_K.sum() + (ours.entropies_K.sum() if entropy else 0)
+        for a, b in zip(torch.autograd.grad(loss, [hidden, weight]), known, strict=True):
+            assert a.dtype == torch.bfloat16
+            assert (a.float() - b).norm() <= 1e-2 * b.norm()

@@ -99,7 +99,9 @@ def load(
         path = folder if reference is True else str(reference)
         frozen = _frozen(settings, path, chosen, torch_device, config.vocab_size)
     optim = checked(Optim, lr=lr, weight_decay=weight_decay, clip=clip)
-    optimizer = Optimizer(policy.trainable(), optim, masters=dtype != "fp32", fused=chosen.fused_optimizer)
+    optimizer = Optimizer(
+        policy.trainable(), optim, masters=dtype != "fp32", fused=chosen.fused_optimizer, kernel=chosen.adamw
+    )
     scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None
     learner = Learner(policy, optimizer, torch_device, World(), scale)
     data = Data(train=["-"], template=template)  # type: ignore[list-item]

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 
+from lockstep.device.transfer import sent
 from lockstep.types import Example, Item, MicroBatch
 
 # Attention costs length^2, the rest costs length; they are about equal where a sequence is some thousand tokens long.
@@ -122,58 +124,77 @@ def target_starts(examples: Sequence[Example]) -> list[int]:
 
 
 def _packed(examples: Sequence[Example], shares: Sequence[int]) -> MicroBatch:
-    ids: list[int] = []
-    positions: list[int] = []
-    predictors: list[int] = []
-    targets: list[int] = []
-    line: list[int] = []
-    head = 0
+    ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    predictors: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    line: list[np.ndarray] = []
+    head = start = 0
     for example, share in zip(examples, shares, strict=True):
-        start = len(ids)
         if not share:
             head = start
-        ids.extend(example.ids[share:])
-        positions.extend(range(share, len(example)))
-        where = [*range(head, head + share), *range(start, start + len(example) - share)]
-        line.extend(where)
-        for position, token_id in example.asked():
-            predictors.append(where[position])
-            targets.append(token_id)
-    batch = _assemble([ids], [positions], examples, True, predictors, targets)
-    return replace(batch, line_E=torch.tensor(line)) if any(shares) else batch
+        tokens, asked, answers = _numbers(example)
+        # Where each token of the example stands on the line.
+        where = np.arange(start - share, start - share + len(example))
+        where[:share] = np.arange(head, head + share)
+        ids.append(tokens[share:])
+        positions.append(np.arange(share, len(example)))
+        predictors.append(where[asked])
+        targets.append(answers)
+        line.append(where)
+        start += len(example) - share
+    batch = _assemble(
+        _joined(ids)[None], _joined(positions)[None], examples, True, _joined(predictors), _joined(targets)
+    )
+    return replace(batch, line_E=_joined(line)) if any(shares) else batch
 
 
 def _padded(examples: Sequence[Example], pad_id: int) -> MicroBatch:
     width = max(len(example) for example in examples)
-    ids: list[list[int]] = []
-    positions: list[list[int]] = []
-    predictors: list[int] = []
-    targets: list[int] = []
+    ids = np.full((len(examples), width), pad_id)
+    predictors: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
     for row, example in enumerate(examples):
-        ids.append([*example.ids, *[pad_id] * (width - len(example))])
-        positions.append(list(range(width)))
-        for position, token_id in example.asked():
-            predictors.append(row * width + position)
-            targets.append(token_id)
-    return _assemble(ids, positions, examples, False, predictors, targets)
+        tokens, asked, answers = _numbers(example)
+        ids[row, : len(tokens)] = tokens
+        predictors.append(row * width + asked)
+        targets.append(answers)
+    positions = torch.arange(width).repeat(len(examples), 1)
+    return _assemble(torch.from_numpy(ids), positions, examples, False, _joined(predictors), _joined(targets))
+
+
+def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _numbers(example: Example) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The token ids, and what `Example.asked` says: positions, and the ids that are asked for there."""
+    ids = np.asarray(example.ids, dtype=np.int64)
+    if type(example).asked is not Example.asked:
+        asked = np.asarray(example.asked(), dtype=np.int64).reshape(-1, 2)
+        return ids, asked[:, 0], asked[:, 1]
+    trained = example.trained
+    flags = np.frombuffer(trained, dtype=np.uint8) if isinstance(trained, bytes) else np.asarray(trained)
+    positions = np.flatnonzero(flags[1:])
+    return ids, positions, ids[positions + 1]
 
 
 def _assemble(
-    ids: list[list[int]],
-    positions: list[list[int]],
+    ids_NT: torch.Tensor,
+    positions_NT: torch.Tensor,
     examples: Sequence[Example],
     packed: bool,
-    predictors: list[int],
-    targets: list[int],
+    predictors_K: torch.Tensor,
+    targets_K: torch.Tensor,
 ) -> MicroBatch:
     return MicroBatch(
-        input_ids_NT=torch.tensor(ids),
-        position_ids_NT=torch.tensor(positions),
+        input_ids_NT=ids_NT,
+        position_ids_NT=positions_NT,
         lengths=tuple(len(example) for example in examples),
         packed=packed,
-        predictors_K=torch.tensor(predictors, dtype=torch.long),
-        targets_K=torch.tensor(targets, dtype=torch.long),
-        index_K=torch.arange(len(targets)),
+        predictors_K=predictors_K,
+        targets_K=targets_K,
+        index_K=torch.arange(len(targets_K)),
         origins=tuple(example.origin for example in examples),
     )
 
@@ -181,13 +202,8 @@ def _assemble(
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return replace(
         batch,
-        input_ids_NT=_copied(batch.input_ids_NT, device),
-        position_ids_NT=_copied(batch.position_ids_NT, device),
-        predictors_K=_copied(batch.predictors_K, device),
-        targets_K=_copied(batch.targets_K, device),
+        input_ids_NT=sent(batch.input_ids_NT, device),
+        position_ids_NT=sent(batch.position_ids_NT, device),
+        predictors_K=sent(batch.predictors_K, device),
+        targets_K=sent(batch.targets_K, device),
     )
-
-
-def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Waits, unless the tensor lies in pinned memory: other memory may be used again before a copy has read it."""
-    return tensor.to(device, non_blocking=tensor.is_pinned())

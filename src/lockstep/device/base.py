@@ -37,6 +37,8 @@ class Device(ABC):
     """What Ray calls a device of this kind; None where it only counts processors."""
     fused_optimizer: ClassVar[bool]
     """Whether torch.optim.AdamW takes `fused=True`, with the learning rate as a number (not a tensor)."""
+    adamw: ClassVar[str] = "torch"
+    """Name of the step of AdamW with fp32 masters; see `train/optim.py`."""
     graph_capture: ClassVar[bool]
     attention: ClassVar[str]
     """Name of the attention kernel for packed rows; `kernels/varlen.py` maps it to a function."""

@@ -53,6 +53,7 @@ class Cuda(Accelerator):
     collective = "nccl"
     visible_variable = "CUDA_VISIBLE_DEVICES"
     fused_optimizer = True
+    adamw = "triton"
     graph_capture = True
     ray_resource = "GPU"
     paged_attention = "triton"

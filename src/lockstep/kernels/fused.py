@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 from torch import nn
@@ -14,7 +15,16 @@ from lockstep.kernels import npu_modules
 # Packages that bring kernels of their own, where they are installed.
 KERNEL_PACKAGES = ("triton", "torch_npu")
 
-FUSED: dict[str, Callable[[nn.Module], list[str]]] = {"npu_fusion": npu_modules.plug_in}
+
+def _by_triton(model: nn.Module) -> list[str]:
+    if importlib.util.find_spec("triton") is None:
+        return []
+    from lockstep.kernels import triton_modules
+
+    return triton_modules.plug_in(model)
+
+
+FUSED: dict[str, Callable[[nn.Module], list[str]]] = {"npu_fusion": npu_modules.plug_in, "flash_varlen": _by_triton}
 
 
 # Where on a model stands what was replaced in it.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
 
 import torch
+
+from lockstep.device.transfer import sent
 
 # A bucket holds sequences down to this share of its longest one: padding stays small, buckets stay few.
 BUCKET_SHARE = 0.75
@@ -27,7 +30,8 @@ class Layout:
 
     `slots_of_tokens` maps a token of the line to its slot in the regrouped buffer, `tokens_of_slots` the other way;
     padding slots point at token 0 and nobody reads what comes out of them. Both are None when the line is already
-    a grid (all sequences of one length), so that regrouping is a view.
+    a grid (all sequences of one length), so that regrouping is a view. They are made when somebody asks: kernels for
+    whole lines do without.
 
     Where sequences share their beginning, it stands on the line once: see `Sharing`.
     """
@@ -37,10 +41,53 @@ class Layout:
     bounds: torch.Tensor
     ends: tuple[int, ...]
     """Where each sequence ends, as host numbers: some kernels want them so, and nobody should ask the device."""
+    line_E: torch.Tensor | None = None
+    """On the host: where the tokens of the whole sequences stand on a line that shares beginnings."""
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self._regrouped.buckets
+
+    @property
+    def slots_of_tokens(self) -> torch.Tensor | None:
+        return self._regrouped.slots_of_tokens
+
+    @property
+    def tokens_of_slots(self) -> torch.Tensor | None:
+        return self._regrouped.tokens_of_slots
+
+    @property
+    def slots_E(self) -> torch.Tensor | None:
+        """The slot of each token of whole sequences that share beginnings; None where none do."""
+        return self._regrouped.slots_E
+
+    @cached_property
+    def sharing(self) -> Sharing | None:
+        if self.line_E is None:
+            return None
+        line, device = self.line_E, self.bounds.device
+        return Sharing(sent(line, device), sent(_first_of(line), device))
+
+    @cached_property
+    def _regrouped(self) -> _Regrouped:
+        starts = (0, *self.ends[:-1])
+        lengths = [end - start for start, end in zip(starts, self.ends, strict=True)]
+        if len(set(lengths)) == 1 and self.line_E is None:
+            return _Regrouped((Bucket(0, len(lengths), lengths[0]),), None, None, None)
+        buckets, slots, tokens = _regroup(lengths, (0, *self.ends))
+        device, slots_E = self.bounds.device, None
+        if self.line_E is not None:
+            slots_E = sent(slots, device)
+            slots, tokens = slots[_first_of(self.line_E)], self.line_E[tokens]
+        return _Regrouped(buckets, sent(slots, device), sent(tokens, device), slots_E)
+
+
+@dataclass(frozen=True)
+class _Regrouped:
     buckets: tuple[Bucket, ...]
     slots_of_tokens: torch.Tensor | None
     tokens_of_slots: torch.Tensor | None
-    sharing: Sharing | None = None
+    slots_E: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -54,8 +101,6 @@ class Sharing:
     """The position on the line of each token of the whole sequences."""
     first_T: torch.Tensor
     """The first of the whole sequences' tokens that a position of the line stands for."""
-    slots_E: torch.Tensor
-    """The slot of each token of the whole sequences in the regrouped buffer."""
 
 
 def make_layout(
@@ -65,33 +110,14 @@ def make_layout(
 
     `line_E` says where the tokens of the whole sequences stand on a line that shares beginnings.
     """
-    ends = [0]
-    for length in lengths:
-        ends.append(ends[-1] + length)
-    shared: dict[str, Any] = {
-        "kernel": kernel,
-        "longest": max(lengths),
-        "bounds": torch.tensor(ends, dtype=torch.int32, device=device),
-        "ends": tuple(ends[1:]),
-    }
-    if len(set(lengths)) == 1 and line_E is None:
-        return Layout(
-            **shared, buckets=(Bucket(0, len(lengths), lengths[0]),), slots_of_tokens=None, tokens_of_slots=None
-        )
-    buckets, slots, tokens = _regroup(lengths, ends)
-    sharing = None
-    if line_E is not None:
-        line = line_E.cpu()
-        first = torch.full((int(line.max()) + 1,), len(line)).scatter_reduce_(0, line, torch.arange(len(line)), "amin")
-        sharing = Sharing(line.to(device), first.to(device), slots.to(device))
-        slots, tokens = slots[first], line[tokens]
-    return Layout(
-        **shared,
-        buckets=buckets,
-        slots_of_tokens=slots.to(device),
-        tokens_of_slots=tokens.to(device),
-        sharing=sharing,
-    )
+    ends = list(accumulate(lengths))
+    bounds = sent(torch.tensor([0, *ends], dtype=torch.int32), device)
+    return Layout(kernel, max(lengths), bounds, tuple(ends), None if line_E is None else line_E.cpu())
+
+
+def _first_of(line_E: torch.Tensor) -> torch.Tensor:
+    count = len(line_E)
+    return torch.full((int(line_E.max()) + 1,), count).scatter_reduce_(0, line_E, torch.arange(count), "amin")
 
 
 def padded_layout(rows: int, width: int, device: torch.device, kernel: str) -> Layout:

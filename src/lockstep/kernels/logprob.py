@@ -6,6 +6,7 @@ Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -13,10 +14,14 @@ import torch
 
 from lockstep.kernels.truncate import LEFT_OUT, Truncation, left_out_below, truncate_
 
-# Memory of one chunk of logits. With a vocabulary of 151,936 the twin works on fp32 copies of it (440 positions), the
-# fused kernels in place (3,500 positions in bf16): both take about 1 GiB at their peak.
+# Memory of one chunk of logits. With a vocabulary of 151,936 the twin works on fp32 copies of it (440 positions, about
+# 1 GiB at its peak), the fused kernels in place (4,900 positions in bf16). Beside a chunk stand the fp32 sums of the
+# weight's gradient: 0.5 GiB for a hidden size of 896, 2 GiB with the chunk. Fewer chunks are faster: each of them
+# reads and writes these sums once, and one chunk is not computed twice.
 CHUNK_BYTES = 256 * 2**20
-FUSED_CHUNK_BYTES = 2**30
+FUSED_CHUNK_BYTES = 1400 * 2**20
+# Gradients taken in the forward pass compute nothing twice, so their chunks need not be as large.
+ALIKE_CHUNK_BYTES = 2**30
 
 
 class Head(NamedTuple):
@@ -52,34 +57,66 @@ def token_scores(
     temperature: float = 1.0,
     truncation: Truncation | None = None,
     entropy: bool = False,
+    alike: bool = False,
     chunk_bytes: int | None = None,
 ) -> Scores:
     """log softmax(logits / temperature)[target] in fp32, with entropies where asked; both can be differentiated.
 
     Positions are taken in chunks, forward and backward. With a truncation the distribution is what it leaves (the
-    chosen token always stays).
+    chosen token always stays). `alike` says that the loss is a multiple of the sum of the log-probabilities: on devices
+    with fused kernels the gradient is then taken while the logits are there (see `alike_token_scores`).
     """
     fused = _fused(hidden_KH) is not None
+    wanted = torch.is_grad_enabled() and (hidden_KH.requires_grad or head.weight_VH.requires_grad)
+    # fp16 needs the loss scale before its small numbers are rounded.
+    if alike and fused and wanted and not entropy and hidden_KH.dtype != torch.float16:
+        return alike_token_scores(hidden_KH, head, targets_K, temperature=temperature, truncation=truncation)
     logit_bytes = hidden_KH.element_size() if fused else 4
     room = chunk_bytes or (FUSED_CHUNK_BYTES if fused else CHUNK_BYTES)
-    most = max(1, room // (logit_bytes * head.weight_VH.shape[0]))
-    # Even chunks: the last one, which is not computed twice, is then as large as the others.
-    chunks = max(1, -(-len(targets_K) // most))
-    positions = max(1, -(-len(targets_K) // chunks))
-    # A scale s is folded into the others: c tanh(s x / c) / T = c' tanh(x / c') / T' with c' = c / s and T' = T / s.
-    softcap = None if head.softcap is None else head.softcap / head.scale
+    positions = _positions(len(targets_K), room // (logit_bytes * head.weight_VH.shape[0]))
     logprobs, entropies = _ChunkedLogprobs.apply(
         hidden_KH,
         head.weight_VH,
         head.bias_V,
         targets_K,
-        temperature / head.scale,
-        softcap,
+        *_folded(head, temperature),
         positions,
         truncation,
         entropy,
     )
     return Scores(logprobs, entropies)
+
+
+def alike_token_scores(
+    hidden_KH: torch.Tensor,
+    head: Head,
+    targets_K: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+    chunk_bytes: int = ALIKE_CHUNK_BYTES,
+) -> Scores:
+    """`token_scores` for a loss that all log-probabilities enter with the same factor, as in supervised training.
+
+    The gradient of their sum is computed in the forward pass, so no logits are kept or computed twice; the backward
+    pass multiplies it by the factor. Where the factors differ after all, the gradients are NaN.
+    """
+    positions = _positions(len(targets_K), chunk_bytes // (hidden_KH.element_size() * head.weight_VH.shape[0]))
+    logprobs: torch.Tensor = _AlikeLogprobs.apply(
+        hidden_KH, head.weight_VH, head.bias_V, targets_K, *_folded(head, temperature), positions, truncation
+    )
+    return Scores(logprobs, None)
+
+
+def _positions(count: int, most: int) -> int:
+    """Positions of a chunk. Even chunks: the last one, which is not computed twice, is then as large as the others."""
+    chunks = max(1, -(-count // max(1, most)))
+    return max(1, -(-count // chunks))
+
+
+def _folded(head: Head, temperature: float) -> tuple[float, float | None]:
+    """A scale s goes into the others: c tanh(s x / c) / T = c' tanh(x / c') / T' with c' = c / s and T' = T / s."""
+    return temperature / head.scale, None if head.softcap is None else head.softcap / head.scale
 
 
 def plain_token_scores(
@@ -213,8 +250,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             upstream = torch.zeros_like(normalisers)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        # fp32 sums: a bf16 running sum over many chunks would lose the small ones.
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_weight else None
+        single = _fused(hidden) is not None and len(targets) <= ctx.positions
+        sums = _WeightSums(weight, single) if want_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=weight.device) if want_bias else None
         _, differentiate = _rows(hidden)
         for start in reversed(range(0, len(targets), ctx.positions)):
@@ -232,17 +269,110 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                if grad_weight.dtype == grad_logits.dtype:
-                    grad_weight.addmm_(grad_logits.t(), hidden[part])
-                else:
-                    grad_weight += grad_logits.t() @ hidden[part]
+            if sums is not None:
+                sums.add(grad_logits, hidden[part])
         return (
             grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if sums is None else sums.total(),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *[None] * 6,
         )
+
+
+class _AlikeLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        softcap: float | None,
+        positions: int,
+        truncation: Truncation | None,
+    ) -> torch.Tensor:
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        sums = _WeightSums(weight, len(targets) <= positions) if want_weight else None
+        grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if want_bias else None
+        score, differentiate = _rows(hidden)
+        ones = torch.ones_like(logprobs)
+        for start in range(0, len(targets), positions):
+            part = slice(start, start + positions)
+            logits = _logits(hidden[part], weight, bias, targets[part], temperature, softcap, truncation)
+            normalisers, logprobs[part], _ = score(logits, targets[part], temperature, False, softcap)
+            grad_logits = differentiate(
+                logits, targets[part], normalisers, ones[part], temperature, None, None, softcap
+            )
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0, dtype=torch.float32)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[part])
+            if sums is not None:
+                sums.add(grad_logits, hidden[part])
+            del logits, grad_logits  # before the next chunk takes its memory
+        ctx.save_for_backward(grad_hidden, None if sums is None else sums.sums, grad_bias)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.shape = weight.shape
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (upstream,) = grads
+        grad_hidden, sums, grad_bias = ctx.saved_tensors
+        factor = upstream.new_zeros(()) if not len(upstream) else upstream[0]
+        factor = torch.where((upstream == factor).all(), factor, torch.nan)
+        weight, bias = ctx.dtypes
+        if sums is None and ctx.needs_input_grad[1]:  # no target at all
+            sums = upstream.new_zeros(ctx.shape)
+        return (
+            None if grad_hidden is None else (grad_hidden * factor).to(grad_hidden.dtype),
+            # Into the weight's dtype in one pass, without another fp32 tensor.
+            None if sums is None else torch.mul(sums, factor, out=torch.empty_like(sums, dtype=weight)),
+            None if grad_bias is None else (grad_bias * factor).to(bias),
+            *[None] * 5,
+        )
+
+
+class _WeightSums:
+    """The weight's gradient, added up over chunks in fp32: a bf16 running sum would lose the small ones."""
+
+    def __init__(self, weight: torch.Tensor, single: bool):
+        self.weight = weight
+        # Of one chunk nothing is to be added up: its product is the gradient.
+        self.sums = None if single else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+
+    def add(self, grad_logits_RV: torch.Tensor, hidden_RH: torch.Tensor) -> None:
+        if self.sums is None:
+            self.sums = grad_logits_RV.t() @ hidden_RH
+        elif self.sums.dtype == grad_logits_RV.dtype:
+            self.sums.addmm_(grad_logits_RV.t(), hidden_RH)
+        elif _adds_wide(self.sums.device, grad_logits_RV.dtype):
+            # Inside the product, without a tensor and a rounding in between.
+            torch.addmm(self.sums, grad_logits_RV.t(), hidden_RH, out_dtype=torch.float32, out=self.sums)
+        else:
+            self.sums += grad_logits_RV.t() @ hidden_RH
+
+    def total(self) -> torch.Tensor:
+        if self.sums is None:  # no target at all
+            return torch.zeros_like(self.weight)
+        return self.sums.to(self.weight.dtype)
+
+
+@cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch adds a product of `dtype` to fp32 sums in place here, as it does on NVIDIA devices."""
+    if device.type != "cuda":
+        return False
+    one = torch.ones(16, 16, dtype=dtype, device=device)
+    sums = torch.full((16, 16), 1 / 3, device=device)
+    try:
+        torch.addmm(sums, one.t(), one, out_dtype=torch.float32, out=sums)
+    except (RuntimeError, TypeError):
+        return False
+    return bool(torch.equal(sums, torch.full_like(sums, 16 + 1 / 3)))
 
 
 def _logits(

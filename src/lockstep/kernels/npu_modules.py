@@ -18,6 +18,7 @@ from torch import nn
 from lockstep.kernels.npu_limits import norm_problem, swiglu_problem
 from lockstep.kernels.npu_probe import TOKENS, alike, drawn
 from lockstep.kernels.npu_rotary import FUNCTION, OPERATOR, plug_rotary
+from lockstep.kernels.plain_modules import epsilon_of, is_gated, is_rms_norm, own_forward
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -27,8 +28,8 @@ def plug_in(model: nn.Module) -> list[str]:
     found: Counter[str] = Counter()
     for module in model.modules():
         for fits, forward, name in (
-            (_is_rms_norm, _rms_norm, "npu_rms_norm"),
-            (_is_gated, _gated, "npu_swiglu"),
+            (is_rms_norm, _rms_norm, "npu_rms_norm"),
+            (is_gated, _gated, "npu_swiglu"),
         ):
             if fits(module) and _same(module, forward, name):
                 module.forward = MethodType(forward, module)
@@ -38,28 +39,12 @@ def plug_in(model: nn.Module) -> list[str]:
     return [f"{count} x {what}" if count > 1 else what for what, count in sorted(found.items())]
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    known = isinstance(weight, nn.Parameter) and weight.dim() == 1 and not list(module.children())
-    return known and getattr(module, "bias", None) is None and _epsilon(module) is not None
-
-
-def _epsilon(module: nn.Module) -> float | None:
-    value = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return value if isinstance(value, float) else None
-
-
 def _rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     import torch_npu
 
     if norm_problem(hidden_states, self.weight) is not None:
-        return _own(self, hidden_states)
-    return torch_npu.npu_rms_norm(hidden_states, self.weight, epsilon=_epsilon(self))[0]
-
-
-def _is_gated(module: nn.Module) -> bool:
-    linears = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    return all(isinstance(linear, nn.Module) for linear in linears)
+        return own_forward(self, hidden_states)
+    return torch_npu.npu_rms_norm(hidden_states, self.weight, epsilon=epsilon_of(self))[0]
 
 
 def _gated(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -67,14 +52,8 @@ def _gated(self: Any, x: torch.Tensor) -> torch.Tensor:
 
     both = torch.cat([self.gate_proj(x), self.up_proj(x)], dim=-1)
     if swiglu_problem(both) is not None:
-        return _own(self, x)
+        return own_forward(self, x)
     return self.down_proj(torch_npu.npu_swiglu(both, dim=-1))
-
-
-def _own(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What the module's class computes, whatever has taken its forward's place."""
-    answer: torch.Tensor = type(module).forward(module, x)
-    return answer
 
 
 def _same(module: nn.Module, forward: Forward, operator: str) -> bool:
@@ -85,10 +64,12 @@ def _same(module: nn.Module, forward: Forward, operator: str) -> bool:
     rows = drawn(1, TOKENS, width, like=parameter)
     if gate is None:
         # Half of them so small that the epsilon decides.
-        rows[:, ::2] *= (_epsilon(module) or 0.0) ** 0.5
+        rows[:, ::2] *= (epsilon_of(module) or 0.0) ** 0.5
     training = module.training
     module.eval()
     try:
-        return alike(type(module).__name__, operator, lambda: [_own(module, rows)], lambda: [forward(module, rows)])
+        return alike(
+            type(module).__name__, operator, lambda: [own_forward(module, rows)], lambda: [forward(module, rows)]
+        )
     finally:
         module.train(training)

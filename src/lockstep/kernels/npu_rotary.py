@@ -58,7 +58,7 @@ class Rotary:
 def plug_rotary(model: nn.Module) -> list[str]:
     """Put the operator in; the names of the modelling files in which it now serves this model."""
     _watch(model)
-    heads = _heads(model)
+    heads = heads_of(model)
     if heads is None:
         return []
     found = []
@@ -89,23 +89,23 @@ def rotate(
 def _watch(model: nn.Module) -> None:
     """Every rotary embedding of the model marks what it gives; asked again each time, for some scale by the length."""
     for module in model.modules():
-        if _scales(module) and _mark not in module._forward_hooks.values():
+        if scales_of(module) and _mark not in module._forward_hooks.values():
             module.register_forward_hook(_mark)
 
 
 def _mark(module: nn.Module, _: Any, output: Any) -> None:
-    if isinstance(output, tuple) and all(abs(scale) <= 1 for scale in _scales(module)):
+    if isinstance(output, tuple) and all(abs(scale) <= 1 for scale in scales_of(module)):
         for part in output:
             if isinstance(part, torch.Tensor):
                 setattr(part, MARK, True)
 
 
-def _scales(module: nn.Module) -> list[float]:
+def scales_of(module: nn.Module) -> list[float]:
     """One for all layers, or one for each kind of layer."""
     return [value for name, value in vars(module).items() if name.endswith(SCALE) and isinstance(value, float | int)]
 
 
-def _heads(model: nn.Module) -> Heads | None:
+def heads_of(model: nn.Module) -> Heads | None:
     config = getattr(model, "config", None)
     queries = getattr(config, "num_attention_heads", None)
     if queries is None:

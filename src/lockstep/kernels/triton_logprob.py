@@ -13,6 +13,8 @@ from lockstep.kernels.triton_math import tanh
 from lockstep.kernels.truncate import LEFT_OUT, left_out_below
 
 BLOCK = 4096
+# Lanes of a row's sums: as many as leave all of a lane's numbers in registers.
+LANES = 2048
 # A logit of -inf is taken as this where it is multiplied by its probability, which is 0 either way.
 LEAST = tl.constexpr(-1e30)
 
@@ -39,28 +41,35 @@ def _stats(  # type: ignore[no-untyped-def]
     FILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program: running maximum, sum of exponentials and sum of logits weighted by them."""
+    """One row a program. Every lane has its own running maximum, sum of exponentials and sum of logits weighted by
+    them; lanes are put together at the end, so that nothing waits for its neighbours inside the loop."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
-    largest = -float("inf")
-    total = 0.0
-    weighted = 0.0
+    largest = tl.full((BLOCK,), LEAST, dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK,), dtype=tl.float32)
     for offset in range(0, vocabulary, BLOCK):
         columns = offset + tl.arange(0, BLOCK)
-        values = tl.load(start + columns, mask=columns < vocabulary, other=-float("inf")).to(tl.float32)
+        inside = columns < vocabulary
+        values = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
         if CAPPED:
-            values = tl.where(columns < vocabulary, _capped(values, softcap, low, FILL), -float("inf"))
-        values *= sharpness
-        values = tl.where(columns < vocabulary, tl.maximum(values, LEAST), values)
-        new = tl.maximum(largest, tl.max(values, axis=0))
-        shrink = tl.exp(largest - new)
-        shares = tl.exp(values - new)
-        before = total
-        total = total * shrink + tl.sum(shares, axis=0)
-        # Logits are weighed relative to the largest one so far, so that nothing large cancels in the entropy.
-        weighted = tl.where(before > 0, (weighted + before * (largest - new)) * shrink, 0.0)
-        weighted += tl.sum(tl.where(columns < vocabulary, shares * (values - new), 0.0), axis=0)
-        largest = new
+            values = _capped(values, softcap, low, FILL)
+        values = tl.maximum(values * sharpness, LEAST)
+        # Logits are weighed relative to the largest one so far, so that nothing large cancels in the entropy. One
+        # exponential serves both cases: what was there shrinks, or what comes is small.
+        apart = values - largest
+        small = tl.exp(-tl.abs(apart))
+        grows = inside & (apart > 0)
+        weighted = tl.where(
+            grows, (weighted - total * apart) * small, tl.where(inside, weighted + small * apart, weighted)
+        )
+        total = tl.where(grows, total * small + 1.0, tl.where(inside, total + small, total))
+        largest = tl.where(grows, values, largest)
+    lanes, lane_totals = largest, total
+    largest = tl.max(lanes, axis=0)
+    shrink = tl.exp(lanes - largest)
+    weighted = tl.sum((weighted + lane_totals * (lanes - largest)) * shrink, axis=0)
+    total = tl.sum(lane_totals * shrink, axis=0)
     normaliser = largest + tl.log(total)
     chosen = tl.load(start + tl.load(targets + row)).to(tl.float32)
     if CAPPED:
@@ -133,7 +142,7 @@ def row_logprobs(
         left_out_below(logits_RV.dtype),
         CAPPED=softcap is not None,
         FILL=LEFT_OUT,
-        BLOCK=BLOCK,
+        BLOCK=LANES,
         num_warps=8,
     )
     return normalisers, logprobs, entropies if entropy else None

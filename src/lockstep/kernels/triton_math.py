@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
@@ -40,3 +43,8 @@ def tanh(x):  # type: ignore[no-untyped-def]
     square = x * x
     near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
     return tl.where(size < 0.1, near, tl.where(x < 0, -far, far))
+
+
+def runs_on(tensor: torch.Tensor) -> bool:
+    """Whether the kernels can take this tensor: on the device, or anywhere by Triton's interpreter."""
+    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"

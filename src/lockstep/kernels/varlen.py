@@ -182,7 +182,7 @@ def _to_slots(rows_T: torch.Tensor, layout: Layout) -> torch.Tensor:
     if layout.tokens_of_slots is None or layout.slots_of_tokens is None:
         return rows_T
     if layout.sharing is not None:
-        return _Spread.apply(rows_T, layout.tokens_of_slots, layout.sharing.slots_E, layout.sharing.line_E)
+        return _Spread.apply(rows_T, layout.tokens_of_slots, layout.slots_E, layout.sharing.line_E)
     return _Take.apply(rows_T, layout.tokens_of_slots, layout.slots_of_tokens)
 
 

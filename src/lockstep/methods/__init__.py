@@ -13,7 +13,7 @@ from lockstep.methods.base import Method
 _PAIRS = Method(reader=pairs.reader, objective=pairs.Pairwise, scores=pairs.scores)
 
 METHODS: dict[str, Method] = {
-    "sft": Method(reader=sft.reader, objective=sft.Supervised),
+    "sft": Method(reader=sft.reader, objective=sft.Supervised, alike=True),
     "rm": Method(
         reader=rm.reader,
         objective=rm.Ranked,

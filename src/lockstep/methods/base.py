@@ -96,6 +96,8 @@ class Method:
     objective: Callable[[Recipe], Objective]
     model: Literal["policy", "value"] = "policy"
     """What is trained: a language model, or its decoder with one number for a token."""
+    alike: bool = False
+    """Whether the loss is a multiple of the sum of the targets' log-probabilities, so that all have one gradient."""
     use: tuple[str, str] = ("talk to it", "lockstep generate {run} --chat")
     """What one does with the model that came out, and how."""
     files: Callable[[Recipe], dict[str, str]] = lambda recipe: {}

@@ -29,6 +29,8 @@ class Scoring:
     temperature: float = 1.0
     truncation: Truncation | None = None
     entropy: bool = False
+    alike: bool = False
+    """Whether the loss is a multiple of the sum of the log-probabilities: see `kernels/logprob.py`."""
     comparison: TeacherDivergence | None = None
     """With a teacher: how its distribution and the policy's are compared."""
 
@@ -83,6 +85,9 @@ class Policy(nn.Module):
                 temperature=self.scoring.temperature,
                 truncation=self.scoring.truncation,
                 entropy=self.scoring.entropy,
+                # A loss is taken of a policy that trains; a probe, which weighs targets differently, goes through one
+                # that does not.
+                alike=self.scoring.alike and self.training,
             )
         # Keeps every parameter in the graph where a device's share of an update is empty: the sharded backward
         # is a collective that all devices must enter.

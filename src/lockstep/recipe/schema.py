@@ -109,7 +109,8 @@ class Model(Section):
     )
     attention: Literal["auto", "sdpa"] = Field(
         "auto",
-        description="`auto` takes the device's packed attention kernel, `sdpa` the plain-torch twin.",
+        description="`auto` takes the device's packed attention kernel and its fused norms, feed-forwards and rotary "
+        "embedding, `sdpa` plain torch throughout.",
         effect=Effect("matters", "another kernel, another order of sums: rounding"),
     )
 

@@ -31,6 +31,8 @@ class Stepper(Protocol):
 
     def tensors(self) -> dict[str, torch.Tensor]: ...
 
+    def gradient(self, name: str) -> torch.Tensor | None: ...
+
 
 class Observer:
     """This class itself keeps nothing, for runs without a tape."""
@@ -101,8 +103,9 @@ class UpdateObserver(Observer):
 
     def _before_step(self) -> None:
         found: dict[str, torch.Tensor] = {}
-        moved = {name: weight for name, weight in self.optimizer.trained.items() if weight.grad is not None}
-        gradients = {name: weight.grad for name, weight in moved.items() if weight.grad is not None}
+        taken = {name: self.optimizer.gradient(name) for name in self.optimizer.trained}
+        gradients = {name: gradient for name, gradient in taken.items() if gradient is not None}
+        moved = {name: self.optimizer.trained[name] for name in gradients}
         for what, tensors in (("gradient", gradients), ("start", moved)):
             found |= {f"{self._key}/{what}/{name}": one for name, one in digests(tensors).items()}
         for name, weight in moved.items():

@@ -28,7 +28,7 @@ def scoring_of(recipe: Recipe) -> Scoring:
         settings = recipe.distill
         return Scoring(comparison=TeacherDivergence(settings.divergence, settings.mix, settings.temperature))
     if recipe.method not in ONLINE:
-        return Scoring()
+        return Scoring(alike=METHODS[recipe.method].alike)
     rollout = recipe.rollout
     truncation = Truncation(rollout.top_k, rollout.top_p, rollout.min_p) if rollout.truncated == "mask" else None
     return Scoring(rollout.temperature, truncation, entropy=True)
@@ -71,7 +71,9 @@ def _learner(
 ) -> Learner:
     shard(module, module.layers(), device, world)
     masters = bool(recipe.model.master_weights)
-    optimizer = Optimizer(module.trainable(), settings, masters=masters, fused=device.fused_optimizer)
+    optimizer = Optimizer(
+        module.trainable(), settings, masters=masters, fused=device.fused_optimizer, kernel=device.adamw
+    )
     scale = LossScale() if recipe.model.dtype == "fp16" else None
     return Learner(module, optimizer, torch_device, world, scale, name)
 

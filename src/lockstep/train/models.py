@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep.data.batching import to_device
 from lockstep.data.updates import Update, arrange
+from lockstep.device.transfer import fetched
 from lockstep.kernels.divergence import Likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
 from lockstep.parallel.world import World
@@ -132,8 +133,9 @@ def over_targets(
     """A number for each target: what `pick` finds in the module's output."""
     vector = torch.zeros(asked.targets)
     with evaluating(module):
-        for batch in asked.batches:
-            vector[batch.index_K] = pick(module(to_device(batch, device))).cpu()
+        said = [fetched(pick(module(to_device(batch, device)))) for batch in asked.batches]
+    for batch, numbers in zip(asked.batches, said, strict=True):
+        vector[batch.index_K] = numbers()
     return world.sum_tensor(vector)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,12 +66,26 @@ class Optimizer:
     """AdamW on the parameters themselves, or on fp32 masters that the parameters follow.
 
     With masters the gradients of each micro-batch are added up in fp32 (`collect`), so that neither a long
-    accumulation nor a small update is lost to rounding.
+    accumulation nor a small update is lost to rounding. `kernel` names the device's own step with masters (its
+    `adamw`): that one takes the gradient of a single micro-batch as it is.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], settings: Optim, *, masters: bool, fused: bool):
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        settings: Optim,
+        *,
+        masters: bool,
+        fused: bool,
+        kernel: str = "torch",
+    ):
         self.parameters = dict(parameters)
         self.masters = masters
+        self._kernel = _kernel(kernel, list(self.parameters.values())) if masters else None
+        self._held: dict[str, torch.Tensor] = {}
+        """With a kernel of the device: the gradients, in fp32 once there was a second micro-batch."""
+        self._ready: Any = None
+        """The update of these gradients, once their norm was asked for."""
         self.stepped = {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
         self.trained: dict[str, torch.Tensor] = dict(self.stepped) if masters else dict(self.parameters)
         decayed = [p for p in self.trained.values() if p.ndim >= 2]
@@ -80,7 +97,8 @@ class Optimizer:
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
             eps=settings.eps,
-            fused=fused,
+            # The kernel's counts of steps stay on the host.
+            fused=fused and self._kernel is None,
         )
 
     @torch.no_grad()
@@ -91,14 +109,34 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
+            if self._kernel is not None:
+                self._hold(name, parameter.grad)
+                parameter.grad = None
+                continue
             master = self.trained[name]
             gradient = parameter.grad.float()
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
+    def _hold(self, name: str, gradient: torch.Tensor) -> None:
+        held, self._ready = self._held.get(name), None
+        self._held[name] = gradient if held is None else held.float().add_(gradient)
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """What `step` is going to take for the parameter, before it is clipped."""
+        held = self._held.get(name)
+        return self.trained[name].grad if held is None else held
+
     @torch.no_grad()
     def gradient_norm(self, scale: float = 1.0) -> torch.Tensor:
         """Undo the loss scale and return the norm of all gradients."""
+        if self._kernel is not None:
+            if scale != 1.0:
+                self._held = {name: gradient.float().div_(scale) for name, gradient in self._held.items()}
+            norms = torch._foreach_norm(list(self._held.values()), 2, dtype=torch.float32)
+            # While the device is busy with the norm and what is before it.
+            self._ready = self._update_of(self._kernel)
+            return torch.linalg.vector_norm(torch.stack(norms))
         gradients = [p.grad for p in self.trained.values() if p.grad is not None]
         if scale != 1.0:
             torch._foreach_div_(gradients, scale)
@@ -107,6 +145,10 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
         """Clip, update, forget the gradients."""
+        if self._kernel is not None:
+            self._step_at_once(self._kernel, lr, norm)
+            self.forget()
+            return
         if self.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(list(self.trained.values()), self.clip, norm)
         for group in self.adamw.param_groups:
@@ -116,7 +158,32 @@ class Optimizer:
             self.parameters[name].copy_(master)
         self.forget()
 
+    def _update_of(self, kernel: ModuleType) -> Any:
+        decays = {id(p): group["weight_decay"] for group in self.adamw.param_groups for p in group["params"]}
+        entries = []
+        for name, gradient in self._held.items():
+            master = self.trained[name]
+            state = self.adamw.state.get(master)
+            # Fresh ones become the optimizer's state in the step, as torch's do.
+            moments = (state["exp_avg"], state["exp_avg_sq"]) if state else [torch.zeros_like(master) for _ in range(2)]
+            entries.append(kernel.Entry(self.parameters[name].data, gradient, master, *moments, decays[id(master)]))
+        return kernel.Update(entries)
+
+    def _step_at_once(self, kernel: ModuleType, lr: float, norm: torch.Tensor) -> None:
+        clip = torch.ones_like(norm) if self.clip is None else (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        ready = self._ready or self._update_of(kernel)
+        counts = []
+        for entry in ready.entries:
+            state = self.adamw.state[entry.master]
+            if not state:
+                state |= {"step": torch.zeros(()), "exp_avg": entry.mean, "exp_avg_sq": entry.square}
+            state["step"] += 1
+            counts.append(state["step"].item())
+        defaults = self.adamw.defaults
+        ready.step(counts, clip, lr=lr, betas=defaults["betas"], eps=defaults["eps"])
+
     def forget(self) -> None:
+        self._held, self._ready = {}, None
         self.adamw.zero_grad(set_to_none=True)
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -141,3 +208,12 @@ class Optimizer:
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter, requires_grad=False)
                 fill(state[key], tensors[f"{key}/{name}"])
+
+
+def _kernel(name: str, parameters: Sequence[torch.Tensor]) -> ModuleType | None:
+    """The device's own step with masters; None where torch's is used."""
+    if name != "triton" or importlib.util.find_spec("triton") is None:
+        return None
+    from lockstep.kernels import triton_adamw
+
+    return triton_adamw if triton_adamw.fits(parameters) else None

@@ -7,13 +7,14 @@ counted over the whole update and all ranks first, so none of those can change a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from lockstep.data.batching import to_device
+from lockstep.device.transfer import fetched
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.tape.observer import Observer
@@ -71,16 +72,17 @@ class Learner:
             raise Refusal.at(self._rows(self._origins), "no token of the whole update is trained")
         whole = divisor or targets
         factor = (self.scale.value if self.scale else 1.0) / whole
-        every: list[Sums] = []
+        every: list[_Arriving] = []
         for batch in micro_batches:
             output = self.module(to_device(batch, self.device))
             self.observer.passed(batch, output)
             sums = loss(output, batch)
+            # On their way to the host while the device goes backward.
+            every.append(_Arriving(sums))
             (sums.loss * factor).backward()
             self.optimizer.collect()
-            every.append(_detached(sums))
-        # One wait for the device a step: the losses come over together, and are added up in double precision.
-        values = torch.stack([sums.loss for sums in every]).tolist()
+        # Added up in double precision, on the host: not every device has it.
+        values = [float(sums.loss()) for sums in every]
         mean = self.world.sum([sum(values)])[0] / whole
         if not math.isfinite(mean):
             self._refuse_loss(values, micro_batches)
@@ -90,8 +92,9 @@ class Learner:
     def optim_step(self, lr: float, divisor: float = 1.0) -> dict[str, float]:
         """One update with what `forward_backward` left behind, over `divisor` where that was not divided yet."""
         norm = self.optimizer.gradient_norm((self.scale.value if self.scale else 1.0) * divisor)
-        metrics = {f"{self.name}/grad_norm": norm.item(), f"{self.name}/lr": lr}
-        finite = bool(torch.isfinite(norm))
+        size = norm.item()
+        metrics = {f"{self.name}/grad_norm": size, f"{self.name}/lr": lr}
+        finite = math.isfinite(size)
         if self.scale:
             self.scale.update(overflowed=not finite)
             metrics[f"{self.name}/loss_scale"] = self.scale.value
@@ -104,7 +107,7 @@ class Learner:
         if not finite:
             raise Refusal.at(
                 self._rows(self._origins),
-                f"the gradient norm is {norm.item()} with a finite loss",
+                f"the gradient norm is {size} with a finite loss",
                 "lower optim.lr, use bf16 or fp32, or look at these rows; the last checkpoint is untouched",
             )
         self.observer.measured(norm, lr)
@@ -112,17 +115,15 @@ class Learner:
         self.observer.stepped()
         return metrics
 
-    def _companions(self, every: list[Sums]) -> tuple[dict[str, float], dict[str, float]]:
-        names = sorted(every[0].metrics)
+    def _companions(self, every: list[_Arriving]) -> tuple[dict[str, float], dict[str, float]]:
+        names, largest = every[0].names, every[0].largest
         sums: dict[str, float] = {}
         if names:
-            # Added up on the host: not every device has double precision.
-            table = torch.stack([torch.stack([s.metrics[name] for name in names]) for s in every]).cpu()
+            table = torch.stack([each.metrics() for each in every])
             sums = dict(zip(names, self.world.sum(table.double().sum(0).tolist()), strict=True))
-        largest = sorted(every[0].maxima)
         maxima: dict[str, float] = {}
         if largest:
-            table = torch.stack([torch.stack([s.maxima[name] for name in largest]) for s in every])
+            table = torch.stack([each.maxima() for each in every])
             shares = self.world.gather(table.amax(0).tolist())
             maxima = {name: max(share[i] for share in shares) for i, name in enumerate(largest)}
         return sums, maxima
@@ -143,9 +144,15 @@ class Learner:
         return f"rows {names}" + (f" and {rest} more" if rest > 0 else "")
 
 
-def _detached(sums: Sums) -> Sums:
-    return Sums(
-        sums.loss.detach(),
-        {name: value.detach() for name, value in sums.metrics.items()},
-        {name: value.detach() for name, value in sums.maxima.items()},
-    )
+class _Arriving:
+    """The sums of a micro-batch on their way to the host: each part is a call that waits for it."""
+
+    def __init__(self, sums: Sums):
+        self.names, self.largest = sorted(sums.metrics), sorted(sums.maxima)
+        self.loss = fetched(sums.loss.detach())
+        self.metrics = _together([sums.metrics[name] for name in self.names])
+        self.maxima = _together([sums.maxima[name] for name in self.largest])
+
+
+def _together(numbers: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    return fetched(torch.stack([number.detach() for number in numbers])) if numbers else lambda: torch.empty(0)

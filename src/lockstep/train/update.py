@@ -10,6 +10,7 @@ import torch
 from lockstep.algorithms.kl import divergence
 from lockstep.algorithms.policy import PolicyTokens
 from lockstep.algorithms.reduce import aggregation_weights
+from lockstep.device.transfer import sent
 from lockstep.kernels.logprob import Scores
 from lockstep.recipe import Recipe
 from lockstep.recipe.online import Algorithm
@@ -108,13 +109,13 @@ class PolicyLoss:
 
     def __call__(self, scores: Scores, batch: MicroBatch) -> Sums:
         def take(vector: torch.Tensor) -> torch.Tensor:
-            return vector[batch.index_K].to(self.device)
+            return sent(vector[batch.index_K], self.device)
 
         logprobs, average = scores.logprobs_K, take(self.average_K)
         old = logprobs.detach() if self.old_K is None else take(self.old_K)
         held = None if self.held_K is None else take(self.held_K)
         weights = average * take(self.importance_K)
-        local = torch.unique_consecutive(self.sequence_K[batch.index_K], return_inverse=True)[1].to(self.device)
+        local = sent(torch.unique_consecutive(self.sequence_K[batch.index_K], return_inverse=True)[1], self.device)
         sums = self.policy_loss(PolicyTokens(logprobs, old, take(self.advantages_K), weights, local, held))
         loss, metrics = sums.loss, {**sums.metrics, "pg_loss": sums.loss}
         if self.old_K is None:

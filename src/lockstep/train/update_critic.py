@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.algorithms.value import value_loss
+from lockstep.device.transfer import sent
 from lockstep.recipe import Recipe
 from lockstep.train.advantages import Learned
 from lockstep.train.annotate import UpdatePlan
@@ -22,7 +23,7 @@ def update_critic(plan: UpdatePlan, learned: Learned, models: Models, recipe: Re
     old_K, returns_K, keep_K = values_K[tokens], advantages.returns_K[tokens], advantages.keep_K[tokens]
 
     def loss(values_K: torch.Tensor, batch: MicroBatch) -> Sums:
-        old, returns, keep = (vector[batch.index_K].to(models.device) for vector in (old_K, returns_K, keep_K))
+        old, returns, keep = (sent(vector[batch.index_K], models.device) for vector in (old_K, returns_K, keep_K))
         return value_loss(values_K, old, returns, keep, clip=clip)
 
     kept = float((keep_K > 0).sum())

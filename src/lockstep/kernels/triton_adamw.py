@@ -1,0 +1,231 @@
+"""AdamW with fp32 masters on an NVIDIA device: every tensor of the model in one kernel and one pass.
+
+A gradient is read as it is, in bf16 or fp32; moments and master are read and written once, and the weight that the
+model computes with is written beside them. The twin is torch's own AdamW on the masters, with gradients cast to fp32,
+clipped, and the masters copied to the weights (`train/optim.py`); `plain_step` is the same written out.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.errors import TritonError
+
+from lockstep.device.accelerator import first_sentence
+from lockstep.device.transfer import sent
+from lockstep.kernels.triton_math import runs_on
+
+BLOCK = 4096
+# What Triton calls the types that a weight or a gradient may have.
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# A row of the table: the addresses of the five tensors of an entry, and how many numbers each has.
+COLUMNS = tl.constexpr(6)
+
+
+class Entry(NamedTuple):
+    """One parameter."""
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    master: torch.Tensor
+    mean: torch.Tensor
+    square: torch.Tensor
+    decay: float
+
+
+@triton.jit
+def _step(  # type: ignore[no-untyped-def]
+    table,
+    numbers,
+    owners,
+    parts,
+    clip,
+    keep_mean,
+    take_mean,
+    keep_square,
+    take_square,
+    epsilon,
+    WEIGHT: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of one tensor a program."""
+    block = tl.program_id(0)
+    entry = tl.load(owners + block)
+    row = table + entry * COLUMNS
+    weight = tl.load(row).to(tl.pointer_type(WEIGHT))
+    gradient = tl.load(row + 1).to(tl.pointer_type(GRADIENT))
+    master = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    mean = tl.load(row + 3).to(tl.pointer_type(tl.float32))
+    square = tl.load(row + 4).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        weight = tl.multiple_of(weight, 16)
+        gradient = tl.multiple_of(gradient, 16)
+        master = tl.multiple_of(master, 16)
+        mean = tl.multiple_of(mean, 16)
+        square = tl.multiple_of(square, 16)
+    size = tl.load(row + 5)
+    if ALIGNED:
+        size = tl.multiple_of(size, 16)
+    places = tl.load(parts + block).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    shrink = tl.load(numbers + entry * 3)
+    rate = tl.load(numbers + entry * 3 + 1)
+    spread = tl.load(numbers + entry * 3 + 2)
+    g = tl.load(gradient + places, mask=inside, other=0.0).to(tl.float32) * tl.load(clip)
+    p = tl.load(master + places, mask=inside, other=0.0)
+    m = tl.load(mean + places, mask=inside, other=0.0)
+    v = tl.load(square + places, mask=inside, other=0.0)
+    p -= shrink * p
+    m = keep_mean * m + take_mean * g
+    v = keep_square * v + take_square * g * g
+    p -= tl.div_rn(rate * m, tl.div_rn(tl.sqrt_rn(v), spread) + epsilon)
+    tl.store(mean + places, m, mask=inside)
+    tl.store(square + places, v, mask=inside)
+    tl.store(master + places, p, mask=inside)
+    tl.store(weight + places, p.to(WEIGHT), mask=inside)
+
+
+def fits(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether all of these can be stepped here: whole, dense, of known types and on one device that passes a trial."""
+    known = bool(parameters) and all(
+        # A shard's class is another.
+        type(p.data) is torch.Tensor
+        and runs_on(p)
+        and p.is_contiguous()
+        and p.dtype in TYPES
+        and p.device == parameters[0].device
+        for p in parameters
+    )
+    return known and all(works(parameters[0].device, dtype) for dtype in {p.dtype for p in parameters})
+
+
+@cache
+def works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel gives what its twin does; where not, a warning says why torch's AdamW is used."""
+
+    def made() -> Entry:
+        draw = torch.Generator().manual_seed(0)
+        weight, gradient, mean = (torch.randn(BLOCK + 7, generator=draw).to(device) for _ in range(3))
+        square = torch.rand(BLOCK + 7, generator=draw).to(device)
+        return Entry(weight.to(dtype), gradient.to(dtype), weight, mean, square, 0.1)
+
+    own, plain = made(), made()
+    clip = torch.tensor(0.5, device=device)
+    try:
+        Update([own]).step([3.0], clip, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
+        plain_step([plain], [3.0], clip, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
+        far = max(float((a - b).abs().max()) for a, b in zip(own[2:5], plain[2:5], strict=True))
+        held = float((own.weight.float() - own.master).abs().max())
+    except (TypeError, RuntimeError, ValueError, OSError, subprocess.SubprocessError, TritonError) as error:
+        warnings.warn(f"torch's AdamW is used: triton_adamw failed on a trial: {first_sentence(error)}", stacklevel=2)
+        return False
+    # Numbers up to about 5: a unit in the last place of each, and of the weight's own type.
+    if far > 2e-6 or held > 5 * torch.finfo(dtype).eps:
+        warnings.warn("torch's AdamW is used: triton_adamw gives other numbers", stacklevel=2)
+        return False
+    return True
+
+
+def plain_step(
+    entries: Sequence[Entry],
+    steps: Sequence[float],
+    clip: torch.Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """The twin of `Update.step`."""
+    for entry, count in zip(entries, steps, strict=True):
+        gradient = entry.gradient.float() * clip
+        entry.master.sub_(lr * entry.decay * entry.master)
+        entry.mean.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
+        entry.square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+        spread = (1 - betas[1] ** count) ** 0.5
+        entry.master.addcdiv_(entry.mean, (entry.square.sqrt() / spread).add_(eps), value=-lr / (1 - betas[0] ** count))
+        entry.weight.copy_(entry.master)
+
+
+class Update:
+    """One update of some entries, made ready before its numbers are known: the device need not wait for the host."""
+
+    def __init__(self, entries: Sequence[Entry]):
+        # Held until the kernel is given to the device; a gradient that is not dense is copied.
+        self.entries = [entry._replace(gradient=entry.gradient.contiguous()) for entry in entries]
+        self.kinds: dict[_Kind, list[int]] = {}
+        for index, entry in enumerate(self.entries):
+            if entry.master.numel():
+                self.kinds.setdefault(_kind(entry), []).append(index)
+        self.tables = {kind: _Table([self.entries[i] for i in members]) for kind, members in self.kinds.items()}
+
+    def step(
+        self, steps: Sequence[float], clip: torch.Tensor, *, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        """`steps` count this update too, one for each entry; gradients count times `clip`, a number on the device."""
+        for kind, members in self.kinds.items():
+            table = self.tables[kind]
+            # In double precision on the host, where the counts are.
+            numbers = [
+                [lr * self.entries[i].decay, lr / (1 - betas[0] ** steps[i]), (1 - betas[1] ** steps[i]) ** 0.5]
+                for i in members
+            ]
+            _step[(len(table.owners),)](
+                table.addresses,
+                sent(torch.tensor(numbers, dtype=torch.float32), clip.device),
+                table.owners,
+                table.parts,
+                clip,
+                betas[0],
+                1 - betas[0],
+                betas[1],
+                1 - betas[1],
+                eps,
+                WEIGHT=TYPES[kind.weight],
+                GRADIENT=TYPES[kind.gradient],
+                ALIGNED=kind.aligned,
+                BLOCK=BLOCK,
+                num_warps=8,
+            )
+
+
+class _Kind(NamedTuple):
+    """What a kernel is compiled for. Aligned tensors are read and written many numbers at once."""
+
+    weight: torch.dtype
+    gradient: torch.dtype
+    aligned: bool
+
+
+def _kind(entry: Entry) -> _Kind:
+    numbers = [entry.master.numel(), *(tensor.data_ptr() for tensor in entry[:5])]
+    return _Kind(entry.weight.dtype, entry.gradient.dtype, all(number % 16 == 0 for number in numbers))
+
+
+class _Table:
+    """What the kernel finds its tensors by."""
+
+    def __init__(self, entries: Sequence[Entry]):
+        device = entries[0].master.device
+        addresses = [[tensor.data_ptr() for tensor in entry[:5]] for entry in entries]
+        sizes = tuple(entry.master.numel() for entry in entries)
+        rows = [[*row, size] for row, size in zip(addresses, sizes, strict=True)]
+        self.addresses = sent(torch.tensor(rows, dtype=torch.int64), device)
+        self.owners, self.parts = _blocks(sizes, device)
+
+
+@lru_cache(maxsize=16)
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """For every block: the entry that it belongs to, and which of the entry's blocks it is."""
+    counts = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
+    owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    parts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+    return owners.to(device, torch.int32), parts.to(device, torch.int32)

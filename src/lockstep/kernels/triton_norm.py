@@ -1,0 +1,124 @@
+"""RMSNorm on an NVIDIA device: one pass forwards, one backwards, and of the activations only the input is kept.
+
+The plain-torch twin is `plain_rms_norm`, which is what transformers' modules compute: x / rms(x) is rounded to the
+dtype of x before the weight multiplies it. R rows, W width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lockstep.kernels.triton_math import runs_on
+
+# Numbers that a program holds of each tensor at once, and the widest row that one program takes.
+TILE = 4096
+WIDEST = 16384
+# Programs of the backward pass, each with a partial sum of the weight's gradient. A constant: sums are then the same
+# on every device.
+PARTS = 528
+
+
+@triton.jit
+def _forward(x, weight, y, scales, rows, epsilon, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    places = row[:, None] * WIDTH + columns[None, :]
+    inside = (row < rows)[:, None] & (columns < WIDTH)[None, :]
+    values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=1) / WIDTH + epsilon)
+    weights = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    # Rounded where the module rounds.
+    normed = (values * scale[:, None]).to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + places, (normed * weights[None, :]).to(y.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale, mask=row < rows)
+
+
+@triton.jit
+def _backward(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    scales,
+    upstream,
+    grad_x,
+    partial_sums,
+    rows,
+    tiles,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Every PARTS-th tile of rows a program."""
+    columns = tl.arange(0, BLOCK)
+    weights = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for tile in range(tl.program_id(0), tiles, PARTS):
+        row = tl.arange(0, ROWS).to(tl.int64) + tile * ROWS
+        places = row[:, None] * WIDTH + columns[None, :]
+        inside = (row < rows)[:, None] & (columns < WIDTH)[None, :]
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
+        normed = tl.load(x + places, mask=inside, other=0.0).to(tl.float32) * scale
+        above = tl.load(upstream + places, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(above * normed.to(x.dtype.element_ty).to(tl.float32), axis=0)
+        above *= weights[None, :]
+        along = tl.sum(above * normed, axis=1) / WIDTH
+        gradient = (above - normed * along[:, None]) * scale
+        tl.store(grad_x + places, gradient.to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(partial_sums + tl.program_id(0) * WIDTH + columns, total, mask=columns < WIDTH)
+
+
+def rms_norm(x: torch.Tensor, weight_W: torch.Tensor, epsilon: float) -> torch.Tensor:
+    y: torch.Tensor = _RmsNorm.apply(x, weight_W, epsilon)
+    return y
+
+
+def norm_fits(x: torch.Tensor, weight_W: torch.Tensor) -> bool:
+    width = weight_W.shape[0]
+    return runs_on(x) and x.dtype == weight_W.dtype and 0 < width <= WIDEST and x.shape[-1] == width and x.numel() > 0
+
+
+def plain_rms_norm(x: torch.Tensor, weight_W: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The twin of `rms_norm`."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return weight_W * normed.to(x.dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        x = x.contiguous()
+        width = weight.shape[0]
+        rows = x.numel() // width
+        y = torch.empty_like(x)
+        scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+        sizes = _sizes(width)
+        _forward[(triton.cdiv(rows, sizes["ROWS"]),)](x, weight, y, scales, rows, epsilon, **sizes)
+        ctx.save_for_backward(x, weight, scales)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, weight, scales = ctx.saved_tensors
+        upstream = grads[0].contiguous()
+        grad_x = torch.empty_like(x)
+        sizes = _sizes(weight.shape[0])
+        tiles = triton.cdiv(len(scales), sizes["ROWS"])
+        parts = min(PARTS, tiles)
+        partial_sums = torch.empty(parts, weight.shape[0], dtype=torch.float32, device=x.device)
+        _backward[(parts,)](x, weight, scales, upstream, grad_x, partial_sums, len(scales), tiles, PARTS=parts, **sizes)
+        return grad_x, partial_sums.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
+
+
+def _sizes(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {
+        "WIDTH": width,
+        "ROWS": max(1, TILE // block),
+        "BLOCK": block,
+        "num_warps": 8 if block <= TILE else 16,
+    }

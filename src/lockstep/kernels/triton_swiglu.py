@@ -1,0 +1,143 @@
+"""silu(gate) * up on an NVIDIA device, and the whole gated feed-forward around it.
+
+The feed-forward keeps its input and the two projections for the backward pass, not their product: that one is computed
+again, over memory that is at hand. The plain-torch twin is `plain_swiglu`; like transformers' modules it rounds
+silu(gate) to its dtype before the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn.functional import linear
+
+BLOCK = 2048
+
+
+@triton.jit
+def _forward(gate, up, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    g = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
+    silu = (g / (1.0 + tl.exp(-g))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + places, (silu * u).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(gate, up, upstream, grad_gate, grad_up, product, count, AGAIN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program reads its places before it writes them, so results may lie over inputs. With AGAIN the product too."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    g = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
+    above = tl.load(upstream + places, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    silu = (g * sigmoid).to(gate.dtype.element_ty).to(tl.float32)
+    along_gate = above * u * sigmoid * (1.0 + g * (1.0 - sigmoid))
+    tl.store(grad_gate + places, along_gate.to(gate.dtype.element_ty), mask=inside)
+    tl.store(grad_up + places, (above * silu).to(gate.dtype.element_ty), mask=inside)
+    if AGAIN:
+        tl.store(product + places, (silu * u).to(gate.dtype.element_ty), mask=inside)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = _Swiglu.apply(gate, up)
+    return out
+
+
+def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)), given the three weights; without biases."""
+    out: torch.Tensor = _Gated.apply(x, gate, up, down)
+    return out
+
+
+def plain_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The twin of `swiglu`."""
+    return torch.nn.functional.silu(gate) * up
+
+
+def plain_gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """The twin of `gated`."""
+    return linear(plain_swiglu(linear(x, gate), linear(x, up)), down)
+
+
+def _product(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    if gate.numel():
+        _forward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK, num_warps=8)
+    return out
+
+
+def _gradients(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    upstream: torch.Tensor,
+    grad_gate: torch.Tensor,
+    grad_up: torch.Tensor,
+    product: torch.Tensor | None,
+) -> None:
+    if gate.numel():
+        _backward[(triton.cdiv(gate.numel(), BLOCK),)](
+            gate,
+            up,
+            upstream,
+            grad_gate,
+            grad_up,
+            gate if product is None else product,
+            gate.numel(),
+            AGAIN=product is not None,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return _product(gate, up, torch.empty_like(gate))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        _gradients(gate, up, grads[0].contiguous(), grad_gate, grad_up, None)
+        return grad_gate, grad_up
+
+
+class _Gated(torch.autograd.Function):
+    """Nobody else sees what the first two projections give, so the backward pass writes over it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor
+    ) -> torch.Tensor:
+        gate, up = linear(x, gate_weight), linear(x, up_weight)
+        if not any(ctx.needs_input_grad):
+            return linear(_product(gate, up, gate), down_weight)
+        ctx.save_for_backward(x, gate_weight, up_weight, down_weight, gate, up)
+        ctx.used_up = False
+        return linear(_product(gate, up, torch.empty_like(gate)), down_weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, gate_weight, up_weight, down_weight, gate, up = ctx.saved_tensors
+        if ctx.used_up:
+            # A second backward pass through the same graph.
+            gate, up = linear(x, gate_weight), linear(x, up_weight)
+        ctx.used_up = True
+        want_x, want_gate, want_up, want_down = ctx.needs_input_grad
+        rows, upstream, gate, up = (tensor.flatten(0, -2) for tensor in (x, grads[0], gate, up))
+        product = upstream @ down_weight
+        _gradients(gate, up, product, gate, up, product)
+        grad_down = upstream.t() @ product if want_down else None
+        del product
+        # The second product is added where the first one lies: one rounding and one pass less.
+        grad_x = (gate @ gate_weight).addmm_(up, up_weight).view_as(x) if want_x else None
+        grad_gate = gate.t() @ rows if want_gate else None
+        grad_up = up.t() @ rows if want_up else None
+        return grad_x, grad_gate, grad_up, grad_down

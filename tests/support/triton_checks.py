@@ -1,0 +1,305 @@
+"""Triton kernels against their plain-torch twins on random numbers: on the host by Triton's interpreter
+(TRITON_INTERPRET set before the import), on a device as they are compiled. Each check takes the device's name.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def agree(found: torch.Tensor, wanted: torch.Tensor, single: float = 1e-6) -> None:
+    """In fp32 within a share of the largest number: 1e-6, and more where long sums are taken in another order. In bf16
+    within some units of its last place: a gradient's twin rounds in between, and the interpreter cuts digits off where
+    devices round."""
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    share = {torch.float32: single, torch.bfloat16: 3e-2}[found.dtype]
+    far = (found.float() - wanted.float()).abs().max().item()
+    assert far <= share * wanted.float().abs().max().item(), (far, wanted.float().abs().max().item())
+
+
+def forwards_agree(found: torch.Tensor, wanted: torch.Tensor, single: float) -> None:
+    """As `agree`; on a device in bf16 also bit by bit, but for a few that a sum in another order rounds otherwise."""
+    agree(found, wanted, single)
+    if found.is_cuda and found.dtype == torch.bfloat16:
+        assert int((found != wanted).sum()) <= 2 + 0.02 * found.numel()
+
+
+def with_gradients(
+    one: Callable[..., torch.Tensor],
+    other: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    single: float = 1e-6,
+) -> None:
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    found, wanted = one(*inputs), other(*inputs)
+    forwards_agree(found, wanted, single)
+    upstream = torch.randn_like(wanted)
+    for a, b in zip(
+        torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(wanted, inputs, upstream), strict=True
+    ):
+        agree(a, b, 5e-6)
+
+
+def drawn(*shape: int, device: str, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape) * scale).to(device, dtype)
+
+
+def norm(device: str) -> None:
+    from lockstep.kernels.triton_norm import plain_rms_norm, rms_norm
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for shape in ((3, 5, 896), (2, 7, 3, 40), (1, 3, 7), (2, 4099)):
+            x = drawn(*shape, device=device, dtype=dtype)
+            # So small that the epsilon decides.
+            x[0] *= 1e-3
+            weight = drawn(shape[-1], device=device, dtype=dtype)
+            with_gradients(lambda *a: rms_norm(*a, 1e-6), lambda *a: plain_rms_norm(*a, 1e-6), [x, weight])
+    # More rows than programs: every program adds several tiles up.
+    x, weight = drawn(2400, 4096, device=device, dtype=torch.float32), drawn(4096, device=device, dtype=torch.float32)
+    if device != "cpu":
+        with_gradients(lambda *a: rms_norm(*a, 1e-6), lambda *a: plain_rms_norm(*a, 1e-6), [x, weight])
+
+
+def many_tiles(device: str) -> None:
+    """The loop over tiles, by few programs."""
+    from lockstep.kernels import triton_norm
+
+    torch.manual_seed(0)
+    kept, triton_norm.PARTS = triton_norm.PARTS, 3
+    try:
+        x, weight = (drawn(*s, device=device, dtype=torch.float32) for s in ((11, 2100), (2100,)))
+        with_gradients(
+            lambda *a: triton_norm.rms_norm(*a, 1e-6), lambda *a: triton_norm.plain_rms_norm(*a, 1e-6), [x, weight]
+        )
+    finally:
+        triton_norm.PARTS = kept
+
+
+def swiglu(device: str) -> None:
+    from lockstep.kernels.triton_swiglu import gated, plain_gated, plain_swiglu, swiglu
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for shape in ((3, 5, 700), (1, 1), (2, 2048)):
+            pair = [drawn(*shape, device=device, dtype=dtype, scale=5.0) for _ in range(2)]
+            with_gradients(swiglu, plain_swiglu, pair)
+        x = drawn(2, 9, 24, device=device, dtype=dtype)
+        weights = [drawn(*s, device=device, dtype=dtype, scale=0.3) for s in ((50, 24), (50, 24), (24, 50))]
+        with_gradients(gated, plain_gated, [x, *weights], 5e-6)
+        # Only some weights are trained, and the input of the first layer may need no gradient.
+        frozen = weights[0].detach()
+        trained = [weight.detach().requires_grad_() for weight in weights[1:]]
+        for a, b in zip(
+            torch.autograd.grad(gated(x, frozen, *trained).sum(), trained),
+            torch.autograd.grad(plain_gated(x, frozen, *trained).sum(), trained),
+            strict=True,
+        ):
+            agree(a, b, 5e-6)
+
+
+def gated_twice(device: str) -> None:
+    """The first backward pass writes over what the forward pass kept; a second one computes it again."""
+    from lockstep.kernels.triton_swiglu import gated
+
+    torch.manual_seed(0)
+    inputs = [
+        drawn(*s, device=device, dtype=torch.float32).requires_grad_() for s in ((9, 24), (50, 24), (50, 24), (24, 50))
+    ]
+    out = gated(*inputs)
+    first = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+    second = torch.autograd.grad(out.sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with torch.no_grad():
+        assert torch.equal(gated(*inputs), out)
+
+
+def rotary(device: str) -> None:
+    from lockstep.kernels.triton_rotary import plain_rotate, rotate
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for rows, queries, keys, width, size in ((1, 14, 2, 5, 64), (3, 3, 3, 4, 40), (2, 1, 1, 1, 2)):
+            for tables in {1, rows}:
+                # As the projections leave them: positions before heads.
+                q = drawn(rows, width, queries, size, device=device, dtype=dtype).transpose(1, 2)
+                k = drawn(rows, keys, width, size, device=device, dtype=dtype)
+                # The two halves of a table may differ.
+                angles = torch.randn(tables, width, size)
+                tables_of = [part.to(device, dtype) for part in (angles.cos(), angles.sin())]
+                with_gradients(
+                    lambda q, k, given=tables_of: _line(rotate(q, k, *given)),
+                    lambda q, k, given=tables_of: _line(plain_rotate(q, k, *given)),
+                    [q, k],
+                )
+
+
+def _line(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def adamw(device: str) -> None:
+    """Our step against torch's AdamW on masters: norms, masters, moments, counts, and a checkpoint taken over."""
+    from lockstep.recipe.schema import Optim
+    from lockstep.train.optim import Optimizer
+
+    shapes = {"a": (37, 130), "b": (5,), "c": (4097,), "even": (16, 272), "never": (3, 3)}
+
+    def trained(
+        kernel: str, micro: int, scale: float, clip: float | None, dtype: torch.dtype
+    ) -> tuple[list, Optimizer]:
+        torch.manual_seed(0)
+        params = {name: torch.nn.Parameter(torch.randn(shape).to(device, dtype)) for name, shape in shapes.items()}
+        optim = Optim(lr=1e-2, weight_decay=0.1, clip=clip)
+        optimizer = Optimizer(params.items(), optim, masters=True, fused=True, kernel=kernel)
+        assert (optimizer._kernel is not None) == (kernel == "triton")
+        norms = []
+        for step in range(4):
+            if step == 2:
+                # As a run that is resumed.
+                kept = optimizer.tensors()
+                kept |= {f"step/{n}": torch.zeros(()) for n in shapes if f"step/{n}" not in kept}
+                for key in ("exp_avg", "exp_avg_sq"):
+                    kept |= {f"{key}/{n}": torch.zeros(s) for n, s in shapes.items() if f"{key}/{n}" not in kept}
+                optimizer = Optimizer(params.items(), optim, masters=True, fused=True, kernel=kernel)
+                optimizer.restore(kept)
+            for _ in range(micro):
+                for name, parameter in params.items():
+                    if name != "never":
+                        parameter.grad = drawn(*shapes[name], device=device, dtype=dtype, scale=scale)
+                optimizer.collect()
+            norm = optimizer.gradient_norm(scale)
+            norms.append((norm.item(), {name: optimizer.gradient(name) for name in shapes}))
+            # A tape looks in between: the state comes with the first step.
+            assert bool(optimizer.adamw.state.get(optimizer.trained["a"])) == (step > 0)
+            optimizer.step(1e-2 / (step + 1), norm)
+            for name, parameter in params.items():
+                # What the model computes with is the master, rounded.
+                apart = (parameter.detach().float() - optimizer.stepped[name]).abs()
+                assert (apart <= torch.finfo(dtype).eps * optimizer.stepped[name].abs()).all()
+        return norms, optimizer
+
+    for dtype in DTYPES:
+        for micro in (1, 3):
+            for scale, clip in ((1.0, None), (8.0, 1.0)):
+                (norms, ours), (wanted, theirs) = (trained(k, micro, scale, clip, dtype) for k in ("triton", "torch"))
+                for (one, gradients), (other, twins) in zip(norms, wanted, strict=True):
+                    assert abs(one - other) <= 1e-6 * other
+                    for name, twin in twins.items():
+                        assert (gradients[name] is None) == (twin is None)
+                        if twin is not None:
+                            assert gradients[name].dtype == torch.float32
+                            if gradients[name].shape == twin.shape and clip is None:
+                                assert torch.equal(gradients[name], twin)
+                mine, others = ours.tensors(), theirs.tensors()
+                assert sorted(mine) == sorted(others)
+                for name, tensor in others.items():
+                    assert mine[name].dtype == tensor.dtype
+                    torch.testing.assert_close(mine[name], tensor, rtol=2e-6, atol=2e-7)
+
+
+def models(device: str) -> None:
+    """Whole models with the kernels in them against the same without: logits and every gradient."""
+    import transformers
+
+    from lockstep.kernels.fused import fuse, replaced
+
+    shape = {
+        "vocab_size": 100,
+        "hidden_size": 48,
+        "intermediate_size": 88,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+    }
+    cases = {"Qwen2": (5, 2, 1), "Qwen3": (9, 2, 1), "Gemma2": (0, 0, 1)}
+    for name, (norms, feeds, rotaries) in cases.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**shape, attn_implementation="eager")
+        model = getattr(transformers, f"{name}ForCausalLM")(config).to(device).eval()
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape) * 0.3)
+        plain = copy.deepcopy(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            fuse(model, "flash_varlen")
+        lines = replaced(model)
+        found = [sum(kernel in line for line in lines) for kernel in ("triton_norm", "triton_swiglu", "triton_rotary")]
+        assert found == [bool(norms), bool(feeds), rotaries], lines
+        if norms:
+            assert any(line.startswith(f"{norms} x {name}RMSNorm") for line in lines), lines
+            assert any(line.startswith(f"{feeds} x {name}MLP") for line in lines), lines
+        assert not replaced(plain)
+        ids = torch.randint(100, (2, 9), device=device)
+        ours, theirs = model(ids).logits, plain(ids).logits
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+        ours.square().mean().backward()
+        theirs.square().mean().backward()
+        for (where, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (one.grad - other.grad).norm() <= 2e-5 * other.grad.norm(), where
+
+
+def hooked(device: str) -> None:
+    """A hook on a projection is called, and the numbers stay."""
+    import transformers
+
+    from lockstep.kernels.fused import fuse
+
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config).to(device)
+    fuse(model, "flash_varlen")
+    ids = torch.randint(50, (1, 5), device=device)
+    alone, heard = model(ids).logits, []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *given: heard.append(given[2]))
+    torch.testing.assert_close(model(ids).logits, alone, rtol=1e-5, atol=1e-6)
+    assert len(heard) == 1
+
+
+def others(device: str) -> None:
+    """Modules that look alike and compute something else stay as they are."""
+    from torch import nn
+
+    from lockstep.kernels.triton_modules import plug_in
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
+            self.down_proj, self.act_fn, self.dropout = nn.Linear(16, 8, bias=False), nn.SiLU(), nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dropout(self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+    class Scaled(Dropped):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.dropout
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 1.1 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    torch.manual_seed(0)
+    model = nn.ModuleList([Dropped(), Scaled(), nn.LayerNorm(64, bias=False)]).to(device)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        assert plug_in(model) == []
+    told = [str(warning.message) for warning in said if "stays plain torch" in str(warning.message)]
+    assert [line.split()[0] for line in told] == ["Scaled", "LayerNorm"], told
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+CHECKS = {
+    check.__name__: check for check in (norm, many_tiles, swiglu, gated_twice, rotary, adamw, models, hooked, others)
+}
