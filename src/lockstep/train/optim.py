@@ -133,6 +133,8 @@ class Optimizer:
         if self._kernel is not None:
             if scale != 1.0:
                 self._held = {name: gradient.float().div_(scale) for name, gradient in self._held.items()}
+            if not self._held:
+                return torch.zeros(())
             norms = torch._foreach_norm(list(self._held.values()), 2, dtype=torch.float32)
             # While the device is busy with the norm and what is before it.
             self._ready = self._update_of(self._kernel)
