@@ -14,9 +14,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from test_experience import recipe_of
-from test_policy_loss import SETTINGS
 
+from hand_rollouts import recipe_of
 from lockstep.algorithms import correction, covariance, kl, preference
 from lockstep.algorithms.distill import DIVERGENCES, divergence, folded
 from lockstep.algorithms.kto import kl_estimate, kto_loss, row_logratios, row_means
@@ -29,6 +28,7 @@ from lockstep.algorithms.value import value_loss
 from lockstep.kernels.logprob import Head, Scores, token_scores
 from lockstep.recipe.online import Kl
 from lockstep.train.update import _policy_loss
+from loss_settings import SETTINGS
 
 CASES, TOGETHER = 10_000, 250
 INF, NAN = math.inf, math.nan
