@@ -30,7 +30,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def scorer(made: Path) -> Path:
     """The run folder of a reward model."""
-    return trained(made, "rm-brevity", "rm", "run.steps=40", *pairs(made), f"model.path={made / 'model'}")
+    words = ["run.steps=40", "val.every=1000", "val.at_start=false", f"model.path={made / 'model'}"]
+    return trained(made, "rm-brevity", "rm", *pairs(made), *words)
 
 
 @pytest.fixture(scope="module")
