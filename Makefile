@@ -5,16 +5,22 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python3.10; 
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 BIN := $(VENV)/bin
 WORKERS ?= 2
+# Modules are compiled when they are first imported, and kept: compiling all of them takes longer than the install.
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: quickstart test browser test-ascend test-slow lint format docs models bench clean
 
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
 
-# Both parts run, also where the first one fails.
-test: $(VENV)/.test lint browser
+# All parts run, also where one fails: the linters beside the first tests, and what they say comes after them.
+test: $(VENV)/.test browser
 	@failed=; \
+	$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" || failed="$$failed pytest"; \
+	wait $$lint || failed="$$failed lint"; \
+	cat $(VENV)/lint.log; \
 	$(MAKE) --no-print-directory test-ascend || failed="$$failed test-ascend"; \
 	test -z "$$failed" || { echo "make test: FAILED:$$failed"; exit 1; }
 
@@ -23,8 +29,8 @@ browser:
 	@sh tools/install_chromium.sh
 
 # In an environment of its own, which is why it is not a part of the run above.
-test-ascend:
-	@PYTHON="$(PYTHON)" WORKERS="$(WORKERS)" sh tools/test_ascend.sh
+test-ascend: $(VENV)/.test
+	@VENV="$(VENV)" WORKERS="$(WORKERS)" sh tools/test_ascend.sh
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
@@ -60,13 +66,13 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV) || { echo "python cannot make a virtual environment (on Debian: apt install python3-venv)"; exit 1; }
 
 $(VENV)/.core: $(BIN)/pip pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(PIP_INSTALL) -e .
 	@touch $@
 
 $(VENV)/.test: $(BIN)/pip pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,interpret]"
+	$(PIP_INSTALL) -e ".[test,interpret]"
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.bench: $(VENV)/.test
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	$(PIP_INSTALL) -e ".[bench]"
 	@touch $@

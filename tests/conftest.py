@@ -77,29 +77,29 @@ def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
     return path
 
 
-@pytest.fixture
-def rows_file(tmp_path: Path) -> Path:
-    return write_jsonl(tmp_path / "train.jsonl", chat_rows(48))
-
-
-@pytest.fixture
-def recipe_file(tmp_path: Path, tiny_folder: Path, rows_file: Path) -> Path:
-    """A small complete recipe whose run folder lies under the test's own folder."""
-    val = write_jsonl(tmp_path / "val.jsonl", chat_rows(10, seed=1))
-    path = tmp_path / "recipe.yaml"
+def write_sft_recipe(folder: Path, model: Path) -> Path:
+    """A small complete recipe whose rows and runs lie in the folder."""
+    rows = write_jsonl(folder / "train.jsonl", chat_rows(48))
+    val = write_jsonl(folder / "val.jsonl", chat_rows(10, seed=1))
+    path = folder / "recipe.yaml"
     path.write_text(
         f"""
 method: sft
 device: cpu
-run: {{name: run, folder: {tmp_path / "runs"}, steps: 6}}
-model: {{path: {tiny_folder}}}
-data: {{train: {rows_file}, val: {val}}}
+run: {{name: run, folder: {folder / "runs"}, steps: 6}}
+model: {{path: {model}}}
+data: {{train: {rows}, val: {val}}}
 batch: {{rows_per_update: 8, tokens: 256}}
 optim: {{lr: 1e-3, warmup: 2}}
 """,
         encoding="utf-8",
     )
     return path
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, tiny_folder: Path) -> Path:
+    return write_sft_recipe(tmp_path, tiny_folder)
 
 
 def run(*words: object) -> int:
@@ -145,24 +145,28 @@ def question_rows(count: int) -> list[dict[str, object]]:
     ]
 
 
-@pytest.fixture
-def online_file(tmp_path: Path, tiny_folder: Path) -> Path:
+def write_online_recipe(folder: Path, model: Path) -> Path:
     """A small complete online recipe with a reward function of its own."""
-    (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
-    train = write_jsonl(tmp_path / "prompts.jsonl", question_rows(20))
-    path = tmp_path / "online.yaml"
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    train = write_jsonl(folder / "prompts.jsonl", question_rows(20))
+    path = folder / "online.yaml"
     path.write_text(
         f"""
 method: grpo
 device: cpu
-run: {{name: run, folder: {tmp_path / "runs"}, steps: 4}}
-model: {{path: {tiny_folder}}}
+run: {{name: run, folder: {folder / "runs"}, steps: 4}}
+model: {{path: {model}}}
 data: {{train: {train}}}
 batch: {{prompts: 4, tokens: 512}}
 rollout: {{n: 3, max_tokens: 12}}
-reward: {{function: "{tmp_path / "reward.py"}:letters", workers: 1}}
+reward: {{function: "{folder / "reward.py"}:letters", workers: 1}}
 optim: {{lr: 1e-3, eps: 1e-4, schedule: constant}}
 """,
         encoding="utf-8",
     )
     return path
+
+
+@pytest.fixture
+def online_file(tmp_path: Path, tiny_folder: Path) -> Path:
+    return write_online_recipe(tmp_path, tiny_folder)

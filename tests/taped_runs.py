@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -70,6 +72,12 @@ def write_lively(folder: Path) -> Path:
                 weight.copy_(1.5 * noise / weight.shape[1] ** 0.5)
     model.save_pretrained(folder)
     return folder
+
+
+def recorder(folder: Path, *, steps: int = 2) -> Callable[[str], Path]:
+    """Of the lively model the run of a recipe, recorded when it is first asked for."""
+    model = write_lively(folder / "model")
+    return cache(lambda recipe: record(folder, model, recipe, steps=steps))
 
 
 def record(folder: Path, model: Path, name: str, *, steps: int = 2, device: str = "cpu") -> Path:

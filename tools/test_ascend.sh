@@ -1,10 +1,11 @@
 # The tests of the Ascend paths: the real torch_npu wheel on an emulated CANN (tools/ascend_emulator), on any CPU.
 # Arguments go to pytest: sh tools/test_ascend.sh tests/ascend/test_emulator_api.py -k memory
 #
-# It has an environment of its own: where torch_npu is installed and CANN is not, a plain `import torch` fails.
+# It has an environment of its own: where torch_npu is installed and CANN is not, a plain `import torch` fails. All but
+# torch_npu is found in the other one (VENV, made by `make test-ascend`).
 set -eu
 venv=${ASCEND_VENV:-.venv-ascend}
-python=${PYTHON:-python3}
+shared=${VENV:-.venv}
 workers=${WORKERS:-2}
 version=2.13.0
 reason() { { grep -m 1 ERROR "$1" || tail -n 1 "$1"; } | sed 's/^ *//'; }
@@ -15,13 +16,16 @@ case "$(uname -m)" in x86_64 | aarch64) ;; *) skip "torch_npu has no wheel for $
 command -v g++ >/dev/null || command -v clang++ >/dev/null || skip "no C++ compiler found (g++ or clang++)"
 command -v nm >/dev/null && command -v readelf >/dev/null || skip "no binutils found (nm and readelf)"
 
+[ -e "$shared/.test" ] || { echo "there is no environment in $shared: run \`make test-ascend\`"; exit 1; }
+packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 stamp=$venv/.installed
-wanted=$(cat pyproject.toml constraints.txt tools/test_ascend.sh | cksum)
+wanted=$({ cat pyproject.toml constraints.txt tools/test_ascend.sh; packages "$shared"; } | cksum)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    "$python" -m venv "$venv" || skip "$python cannot make a virtual environment (on Debian: apt install python3-venv)"
+    "$shared/bin/python" -m venv --clear "$venv" || skip "no virtual environment could be made in $venv"
+    printf 'import site; site.addsitedir(r"%s")\n' "$(packages "$shared")" >"$(packages "$venv")/shared.pth"
     log=$venv/install.log
-    if ! "$venv/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt \
-        -e ".[test]" "torch==$version" "torch_npu==$version" >"$log" 2>&1; then
+    if ! "$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
+        "torch==$version" "torch_npu==$version" >"$log" 2>&1; then
         skip "torch_npu $version could not be installed: $(reason "$log") (all of it in $log)"
     fi
     printf '%s' "$wanted" >"$stamp"

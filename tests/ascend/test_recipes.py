@@ -157,18 +157,15 @@ def test_bf16_stays_within_the_bars(model: Path, tmp_path: Path, method: str) ->
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
 def test_two_ranks_over_hccl_equal_one(model: Path, tmp_path: Path, method: str) -> None:
-    recipe_of(tmp_path, model, method, [])
-    found = []
-    for ranks in (1, 2):
-        words = ["device=npu", "run.steps=2", "run.export=false", f"run.name=ranks{ranks}"]
-        words += ["batch.rows_per_update=4"] if method == "dpo" else []
-        done = python(
-            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks),
-            *("-m", "lockstep", "train", tmp_path / "recipe.yaml", *words),
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append([m for _, m in read_metrics(tmp_path / "runs" / f"ranks{ranks}" / "metrics.jsonl")])
-    one, two = found
+    one = history(recipe_of(tmp_path, model, method, []), "npu")
+    words = ["device=npu", "run.steps=2", "run.export=false", "run.name=ranks"]
+    words += ["batch.rows_per_update=4"] if method == "dpo" else []
+    done = python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2),
+        *("-m", "lockstep", "train", tmp_path / "recipe.yaml", *words),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = [metrics for _, metrics in read_metrics(tmp_path / "runs" / "ranks" / "metrics.jsonl")]
     online = ("actor/loss", "critic/score/mean", "actor/grad_norm")
     for name in online if method in ONLINE else ("train/loss", "train/grad_norm"):
         assert [m[name] for m in two] == pytest.approx([m[name] for m in one], rel=1e-5, abs=1e-6)

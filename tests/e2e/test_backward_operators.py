@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import fault_modules as modules
+from commands import warm_python
 from fault_scene import Inject, Scene, replay_with, wrap
 from faults import OTHER_BATCHES
 from taped_runs import record, write_lively
@@ -148,6 +148,6 @@ def test_the_operator_of_a_wrong_way_back_is_named(name: str, run: Path) -> None
     assert where.values is not None
     assert where.values[0] != pytest.approx(where.values[1], rel=1e-3)
     assert where.script is not None
-    done = subprocess.run([sys.executable, where.script], capture_output=True, text=True, check=False)
+    done = subprocess.run([*warm_python(), where.script], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.startswith("differs: found"), done.stdout

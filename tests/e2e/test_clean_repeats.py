@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from fault_modules import other_arithmetic
 from fault_scene import replay_with
 from lockstep.parity.replay.checks import Check
 from lockstep.parity.replay.loop import Mode
-from taped_runs import record, write_lively
+from taped_runs import recorder
 
 # The tapes are recorded once, so one worker runs all of them.
 pytestmark = pytest.mark.xdist_group("clean repeats")
@@ -47,16 +47,7 @@ QUICK = {
 
 @pytest.fixture(scope="module")
 def tape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("clean")
-    model = write_lively(folder / "model")
-    runs: dict[str, Path] = {}
-
-    def of(recipe: str) -> Path:
-        if recipe not in runs:
-            runs[recipe] = record(folder, model, recipe, steps=3)
-        return runs[recipe]
-
-    return of
+    return recorder(tmp_path_factory.mktemp("clean"), steps=3)
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +62,17 @@ def worst() -> Iterator[dict[tuple[str, str], Check]]:
     print()
 
 
-def _parameters(repeats: Iterable[Repeat], quick: set[str]) -> list[object]:
-    return [
-        pytest.param(repeat, id=repeat.name, marks=() if repeat.name in quick else pytest.mark.slow)
-        for repeat in repeats
-    ]
+def _parameters(repeats: Iterable[Repeat], quick: set[str], modes: Sequence[Mode]) -> Iterator[object]:
+    """For every day the second step, or all of them where each builds on the one before; all steps of all are slow."""
+    for mode in modes:
+        for repeat in repeats:
+            name = f"{mode}-{repeat.name}"
+            chained = mode == "chained"
+            if repeat.name in quick and not chained:
+                yield pytest.param(repeat, mode, (2,), id=f"{name}-step-2")
+            yield pytest.param(
+                repeat, mode, (), id=name, marks=() if repeat.name in quick and chained else pytest.mark.slow
+            )
 
 
 def test_there_are_fifty() -> None:
@@ -85,30 +82,28 @@ def test_there_are_fifty() -> None:
         assert names >= quick
 
 
-@pytest.mark.parametrize("repeat", _parameters(REPEATS, QUICK))
-@pytest.mark.parametrize("mode", ["forced", "chained"])
+@pytest.mark.parametrize(
+    ("repeat", "mode", "steps"),
+    [
+        *_parameters(REPEATS, QUICK, ("forced", "chained")),
+        *_parameters(clean_bf16.REPEATS, clean_bf16.QUICK, ("forced",)),
+    ],
+)
 def test_a_clean_repeat_raises_no_alarm(
-    repeat: Repeat, mode: Mode, tape: Callable[[str], Path], worst: dict[tuple[str, str], Check]
+    repeat: Repeat,
+    mode: Mode,
+    steps: tuple[int, ...],
+    tape: Callable[[str], Path],
+    worst: dict[tuple[str, str], Check],
 ) -> None:
-    _repeat(repeat, mode, tape, worst)
-
-
-@pytest.mark.parametrize("repeat", _parameters(clean_bf16.REPEATS, clean_bf16.QUICK))
-def test_a_clean_repeat_in_bf16_raises_no_alarm(
-    repeat: Repeat, tape: Callable[[str], Path], worst: dict[tuple[str, str], Check]
-) -> None:
-    _repeat(repeat, "forced", tape, worst)
-
-
-def _repeat(repeat: Repeat, mode: Mode, tape: Callable[[str], Path], worst: dict[tuple[str, str], Check]) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(repeat.threads)
     try:
-        found = replay_with(tape(repeat.recipe), repeat.inject, repeat.words, mode, steps=())
+        found = replay_with(tape(repeat.recipe), repeat.inject, repeat.words, mode, steps)
     finally:
         torch.set_num_threads(threads)
     assert found is not None
-    assert found.steps == [1, 2, 3]
+    assert found.steps == (list(steps) or [1, 2, 3])
     assert found.in_step, (found.cause, found.module)
     for check in found.checks:
         before = worst.get((mode, check.stage))

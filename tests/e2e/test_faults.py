@@ -18,7 +18,7 @@ from fault_modules import attention, other_arithmetic
 from fault_scene import replay_with
 from faults import ALONE, OTHER_BATCHES, RANKS, Fault, Named, name_it, summary
 from hang import HANG
-from taped_runs import record, write_lively
+from taped_runs import recorder
 
 # The tapes are recorded once, so one worker runs all of them.
 pytestmark = pytest.mark.xdist_group("faults")
@@ -68,17 +68,7 @@ QUICK = {
 
 @pytest.fixture(scope="module")
 def tape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of a recipe, recorded when it is first asked for."""
-    folder = tmp_path_factory.mktemp("faults")
-    model = write_lively(folder / "model")
-    runs: dict[str, Path] = {}
-
-    def of(recipe: str) -> Path:
-        if recipe not in runs:
-            runs[recipe] = record(folder, model, recipe)
-        return runs[recipe]
-
-    return of
+    return recorder(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from faults_bf16 import FAULTS, UNSEEN, another_device, figures, name_in_bf16, o
 from lockstep.tape.digest import LENGTH, SHORT
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.probe import ROOT
-from taped_runs import record, write_lively
+from taped_runs import recorder
 
 # The tapes are recorded once, so one worker runs all of them.
 pytestmark = pytest.mark.xdist_group("faults in bf16")
@@ -45,17 +45,7 @@ MIXED = ("MLP x 1.03", "attention scale x 1.05", "gradients x 1.3", "offset of 0
 
 @pytest.fixture(scope="module")
 def tape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of a recipe, recorded when it is first asked for."""
-    folder = tmp_path_factory.mktemp("faults")
-    model = write_lively(folder / "model")
-    runs: dict[str, Path] = {}
-
-    def of(recipe: str) -> Path:
-        if recipe not in runs:
-            runs[recipe] = record(folder, model, recipe)
-        return runs[recipe]
-
-    return of
+    return recorder(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from commands import lockstep, torchrun
-from conftest import question_rows, write_jsonl
+from conftest import question_rows, write_jsonl, write_online_recipe
 from kills import Moment, interrupted, killed, lines
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
@@ -108,6 +108,16 @@ def same_run(a: Path, b: Path, step: int = 4) -> None:
     assert close(weights_of(a, step), weights_of(b, step))
 
 
+SEVERAL_UPDATES = ["log.samples=99", "algorithm.epochs=2", "batch.prompts_per_update=2"]
+
+
+@pytest.fixture(scope="module")
+def several_updates(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("several-updates")
+    train(write_online_recipe(folder, tiny_folder), *SEVERAL_UPDATES)
+    return folder / "runs" / "run"
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -121,12 +131,12 @@ def same_run(a: Path, b: Path, step: int = 4) -> None:
     ],
     ids=lambda words: " ".join(words),
 )
-def test_limits_and_engine_change_nothing(online_file: Path, tmp_path: Path, other: list[str]) -> None:
+def test_limits_and_engine_change_nothing(
+    several_updates: Path, online_file: Path, tmp_path: Path, other: list[str]
+) -> None:
     """fp32: samples and rewards are equal, weights within 1e-5."""
-    common = ["log.samples=99", "algorithm.epochs=2", "batch.prompts_per_update=2"]
-    train(online_file, "run.name=a", *common)
-    train(online_file, "run.name=b", *common, *other)
-    same_run(tmp_path / "runs" / "a", tmp_path / "runs" / "b")
+    train(online_file, *SEVERAL_UPDATES, *other)
+    same_run(several_updates, tmp_path / "runs" / "run")
 
 
 def test_one_update_a_step_needs_no_old_log_probabilities(online_file: Path, tmp_path: Path) -> None:

@@ -14,27 +14,31 @@ from conftest import write_jsonl
 from hang import HANG
 from lockstep.run.metrics import read_metrics
 
+# The rows are made once, so one worker runs all of them.
+pytestmark = pytest.mark.xdist_group("preference learning")
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models with random weights, and rows."""
+    """A model with random weights, and rows."""
     folder = tmp_path_factory.mktemp("preferences")
     assert lockstep("tiny", folder / "model").returncode == 0
-    assert lockstep("tiny", folder / "student", "--seed", "1").returncode == 0
     assert lockstep("data", "preferences", folder / "preferences").returncode == 0
-    assert lockstep("data", "arithmetic", folder / "data").returncode == 0
     return folder
 
 
 @pytest.fixture(scope="module")
 def scorer(made: Path) -> Path:
     """The run folder of a reward model."""
-    return trained(made, "rm-brevity", "rm", "run.steps=40", *pairs(made), f"model.path={made / 'model'}")
+    words = ["run.steps=40", "val.every=1000", "val.at_start=false", f"model.path={made / 'model'}"]
+    return trained(made, "rm-brevity", "rm", *pairs(made), *words)
 
 
 @pytest.fixture(scope="module")
 def teacher(made: Path) -> Path:
-    """The run folder of a model that has learned most of the one-digit sums."""
+    """The run folder of a model that has learned most of the one-digit sums; beside it a student, and the sums."""
+    assert lockstep("tiny", made / "student", "--seed", "1").returncode == 0
+    assert lockstep("data", "arithmetic", made / "data").returncode == 0
     return trained(made, "sft-arithmetic", "teacher", "run.steps=120", *sums(made), f"model.path={made / 'model'}")
 
 

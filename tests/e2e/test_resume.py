@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from commands import lockstep
-from conftest import chat_rows, write_jsonl
+from conftest import chat_rows, write_jsonl, write_sft_recipe
 from kills import Moment, interrupted, killed, lines
 from lockstep.errors import Refusal
 from lockstep.parity.compare.comparable import differences
@@ -80,17 +80,26 @@ def test_the_whole_model_in_bf16_with_masters_resumes_bit_identical(recipe_file:
     assert same_weights(part, tmp_path / "runs" / "whole", step=6)
 
 
+OFTEN = ["checkpoint.every=2", "checkpoint.keep_last=9"]
+
+
+@pytest.fixture(scope="module")
+def often_saved(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """The recipe of a finished run; tests copy the run."""
+    recipe = write_sft_recipe(tmp_path_factory.mktemp("often-saved"), tiny_folder)
+    train(recipe, *OFTEN)
+    return recipe
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
-def test_a_damaged_checkpoint_is_passed_over_aloud(recipe_file: Path, tmp_path: Path, file: str) -> None:
-    settings = ["checkpoint.every=2", "checkpoint.keep_last=9"]
-    train(recipe_file, *settings)
-    run = tmp_path / "runs" / "run"
+def test_a_damaged_checkpoint_is_passed_over_aloud(often_saved: Path, tmp_path: Path, file: str) -> None:
+    run = shutil.copytree(often_saved.parent / "runs" / "run", tmp_path / "run")
     before = facts(run)
     path = run / "checkpoints" / "step_6" / file
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x20
     path.write_bytes(content[:-1] if file == "manifest.json" else content)
-    again = lockstep("train", recipe_file, *settings)
+    again = lockstep("train", often_saved, *OFTEN, f"run.folder={tmp_path}")
     assert again.returncode == 0, again.stderr
     assert "step_6 is damaged" in again.stdout + again.stderr
     assert "after step 4" in again.stdout
@@ -104,9 +113,9 @@ def test_only_damaged_checkpoints_are_refused(recipe_file: Path, tmp_path: Path)
         train(recipe_file)
 
 
-def test_changed_data_is_refused_with_the_difference(recipe_file: Path, rows_file: Path) -> None:
+def test_changed_data_is_refused_with_the_difference(recipe_file: Path, tmp_path: Path) -> None:
     train(recipe_file)
-    write_jsonl(rows_file, chat_rows(47))
+    write_jsonl(tmp_path / "train.jsonl", chat_rows(47))
     with pytest.raises(Refusal, match=r"train\.jsonl had 48 rows.*now has 47") as caught:
         train(recipe_file)
     assert caught.value.problems[0].where == "data.train"
@@ -194,9 +203,9 @@ def test_a_smaller_budget_that_drops_other_rows_is_refused(recipe_file: Path) ->
         train(recipe_file, "data.overlong=drop", "batch.tokens=60", "optim.schedule=constant", "run.steps=9")
 
 
-def test_a_data_file_may_move(recipe_file: Path, rows_file: Path, tmp_path: Path) -> None:
+def test_a_data_file_may_move(recipe_file: Path, tmp_path: Path) -> None:
     train(recipe_file, "run.steps=3")
     moved = tmp_path / "elsewhere.jsonl"
-    rows_file.rename(moved)
+    (tmp_path / "train.jsonl").rename(moved)
     train(recipe_file, "run.steps=6", f"data.train={moved}")
     assert read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")[-1][0] == 6

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from commands import cold_torchrun, lockstep, torchrun
+from commands import changed_lockstep, lockstep, torchrun
 from conftest import write_jsonl
 from lockstep.run.metrics import read_metrics
 from runs import close
@@ -31,8 +30,7 @@ def test_two_processes_train_what_one_does(recipe_file: Path, tmp_path: Path, lo
     common = ["optim.eps=1e-4", "val.every=3", *(["model.lora.rank=4"] if lora else [])]
     one = lockstep("train", recipe_file, "run.name=one", *common)
     assert one.returncode == 0, one.stderr
-    # Once from the very start.
-    two = (torchrun if lora else cold_torchrun)("train", recipe_file, "run.name=two", *common)
+    two = torchrun("train", recipe_file, "run.name=two", *common)
     assert two.returncode == 0, two.stderr
     single, double = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     for metric in ("train/loss", "train/grad_norm", "val/loss", "train/tokens", "train/trained_tokens"):
@@ -88,24 +86,16 @@ def test_a_run_changes_its_number_of_processes(recipe_file: Path, tmp_path: Path
     assert close(weights(tmp_path / "runs" / "moved"), weights(tmp_path / "runs" / "one"))
 
 
-def before(folder: Path) -> dict[str, str]:
-    """An environment in which the modules of a folder are found first."""
-    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-
-
 def test_a_failing_rank_ends_all_with_its_error(recipe_file: Path, tmp_path: Path) -> None:
     """Rank 1 alone falls over: its own error must be shown and nobody may hang."""
-    broken = tmp_path / "sitecustomize.py"
-    broken.write_text(
-        "import os\n"
-        "if os.environ.get('RANK') == '1':\n"
-        "    import lockstep.train.step as step\n"
-        "    def fail(*_):\n"
-        "        raise RuntimeError('the second device fell over')\n"
-        "    step.Learner.optim_step = fail\n",
-        encoding="utf-8",
+    change = (
+        "import lockstep.train.step as step\n"
+        "def fail(*_):\n"
+        "    raise RuntimeError('the second device fell over')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    step.Learner.optim_step = fail\n"
     )
-    done = cold_torchrun("train", recipe_file, **before(tmp_path))
+    done = torchrun("train", recipe_file, program=changed_lockstep(tmp_path, change))
     assert done.returncode != 0
     assert "the second device fell over" in done.stderr, done.stderr
     assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("step_*"))
@@ -113,17 +103,13 @@ def test_a_failing_rank_ends_all_with_its_error(recipe_file: Path, tmp_path: Pat
 
 def test_bad_input_is_told_once(recipe_file: Path, tmp_path: Path) -> None:
     """Also where rank 0, which tells it, comes seconds after the other, as on a busy machine."""
-    late = tmp_path / "sitecustomize.py"
-    late.write_text(
-        "import os\n"
-        "if os.environ.get('RANK') == '0':\n"
-        "    import time\n"
-        "    import lockstep.cli as cli\n"
-        "    tell = cli._report\n"
-        "    cli._report = lambda refusal: (time.sleep(8), tell(refusal))\n",
-        encoding="utf-8",
+    change = (
+        "import lockstep.cli as cli\n"
+        "tell = cli._report\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    cli._report = lambda refusal: (time.sleep(5), tell(refusal))\n"
     )
-    done = cold_torchrun("train", recipe_file, "data.train=nowhere.jsonl", **before(tmp_path))
+    done = torchrun("train", recipe_file, "data.train=nowhere.jsonl", program=changed_lockstep(tmp_path, change))
     assert done.returncode != 0
     assert done.stderr.count("nowhere.jsonl\n") == 1, done.stderr
     assert "rank 1:" not in done.stderr

@@ -25,7 +25,8 @@ FORKS = sys.platform == "linux" and hasattr(os, "pidfd_open")
 class WarmServer:
     """`warm_server.py` as this process's own, in a folder with its socket and with commands for a PATH."""
 
-    def __init__(self) -> None:
+    def __init__(self, **environment: str) -> None:
+        """`environment`: what it imports and runs in, besides what is in this one."""
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-warm-"))
         self.address = self.folder / "socket"
         with socket.socket(socket.AF_UNIX) as listener, (self.folder / "server.log").open("wb") as log:
@@ -36,7 +37,7 @@ class WarmServer:
                 stdin=subprocess.PIPE,  # which ends when this process does, however it does
                 stdout=log,
                 stderr=log,
-                env=dict(os.environ),
+                env={**os.environ, **environment},
                 pass_fds=[listener.fileno()],
                 start_new_session=True,  # Ctrl-C is for the clients
             )
@@ -101,13 +102,25 @@ def cold_lockstep(*words: object, timeout: float = HANG, **environment: str) -> 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def torchrun(*words: object, processes: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The real command in several processes, started by the real launcher."""
+def warm_torchrun(*words: object, program: Path | None = None, processes: int = 2) -> list[str]:
+    """The command line of `lockstep`, or of another program, in several processes by the real launcher."""
     launcher = [*warm_python(), *TORCHRUN, str(processes), "--no-python"]
-    return completed([*launcher, *warm_python(), "-m", "lockstep", *map(str, words)], HANG, environment)
+    started = ["-m", "lockstep"] if program is None else [str(program)]
+    return [*launcher, *warm_python(), *started, *map(str, words)]
 
 
-def cold_torchrun(*words: object, processes: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
-    """As a user types it: launcher and processes from the very start of their interpreters."""
-    launcher = [sys.executable, *TORCHRUN, str(processes)]
-    return completed([*launcher, "-m", "lockstep", *map(str, words)], HANG, environment)
+def torchrun(
+    *words: object, program: Path | None = None, processes: int = 2, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The real command in several processes, started by the real launcher.
+
+    As a user types it, all interpreters from their very start, it is run where docs/several-processes.md is tested.
+    """
+    return completed(warm_torchrun(*words, program=program, processes=processes), HANG, environment)
+
+
+def changed_lockstep(folder: Path, change: str) -> Path:
+    """A program that is `lockstep` after a change."""
+    program = folder / "changed_lockstep.py"
+    program.write_text(f"import os, signal, time\n{change}\nfrom lockstep.cli import main\nmain()\n", encoding="utf-8")
+    return program

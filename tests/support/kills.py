@@ -65,7 +65,7 @@ def killed(words: list[object], *moments: Moment) -> None:
     """`lockstep` with these words, killed when all of the moments have come."""
     told = json.dumps([asdict(moment) for moment in moments])
     done = subprocess.run(
-        [sys.executable, __file__, told, *map(str, words)],
+        [*warm_python(), __file__, told, *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,6 +1,6 @@
 """Runs a Python command in a process forked by `warm_server.py`, and is to its caller what that process is.
 
-    python -IS warm_client.py SOCKET PYTHON [-m MODULE | FILE] WORDS...
+    python -IS warm_client.py SOCKET PYTHON [-m MODULE | -c CODE | FILE] WORDS...
 
 Nothing but the standard library is imported, and no site packages. Where the server will not have it, PYTHON is run
 with these words instead of this process.
@@ -41,10 +41,13 @@ def server_is_gone(address: str) -> None:
 
 def main() -> None:
     address, python, *words = sys.argv[1:]
+    module = code = None
     if words[:1] == ["-m"]:
         module, given = words[1], ["-m", *words[2:]]
+    elif words[:1] == ["-c"]:
+        code, given = words[1], ["-c", *words[2:]]
     elif words and not words[0].startswith("-") and os.path.isfile(words[0]):
-        module, given = None, words
+        given = words
     else:
         os.execv(python, [python, *words])
     ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
@@ -52,6 +55,7 @@ def main() -> None:
     os.umask(umask)
     job = {
         "module": module,
+        "code": code,
         "words": given,
         "folder": os.getcwd(),
         "umask": umask,

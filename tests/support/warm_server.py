@@ -26,6 +26,7 @@ import socket
 import sys
 import tempfile
 import threading
+import types
 from typing import Any
 
 MODULES = (
@@ -38,7 +39,7 @@ MODULES = (
 )
 HARMLESS = {
     *("PATH", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST"),
-    *("LINES", "COLUMNS", "LOCKSTEP_CACHE"),
+    *("LINES", "COLUMNS", "LOCKSTEP_CACHE", "LOCKSTEP_MISSED_AFTER"),
     # What torchrun says to its processes, besides its own TORCHELASTIC_...
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
@@ -195,6 +196,10 @@ def run(job: dict[str, Any]) -> None:
         if job["module"]:
             sys.path[0] = os.getcwd()
             runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+        elif job["code"] is not None:
+            sys.path[0] = ""
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(job["code"], "<string>", "exec"), vars(main))
         else:
             sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
             runpy.run_path(sys.argv[0], run_name="__main__")

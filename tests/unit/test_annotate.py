@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_experience import FAILED, recipe_of, rollout
 
+from hand_rollouts import FAILED, recipe_of, rollout
 from lockstep.device.select import select
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe

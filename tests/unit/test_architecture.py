@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,12 @@ def modules(root: Path) -> Iterator[tuple[str, Path]]:
         yield path.relative_to(root).as_posix(), path
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """For all the rules once; no test changes a file after showing it."""
+    return ast.parse(path.read_text())
+
+
 # (a) Accelerators are named in their own folders only ------------------------------------------------------------
 
 # doctor/ reports on the vendors' software, compat/ reads other projects' command lines: both are about those names.
@@ -63,7 +70,7 @@ def accelerator_names(root: Path) -> list[Violation]:
     for file, path in modules(root):
         if file.startswith(MAY_NAME_ACCELERATORS):
             continue
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         for name, line in names_in_code(tree):
             if names_an_accelerator(name):
                 found.append(Violation(file, line, f"name {name}"))
@@ -155,7 +162,7 @@ class Import(NamedTuple):
 def imports(root: Path) -> Iterator[Import]:
     """Every import of every module, wherever it stands (also under TYPE_CHECKING), as absolute dotted names."""
     for file, path in modules(root):
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         inside = {
             id(node)
             for function in ast.walk(tree)
@@ -423,7 +430,7 @@ def compared_names(root: Path) -> list[Violation]:
     for file, path in modules(root):
         if file.startswith(MAY_COMPARE_NAMES):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             sides: list[ast.AST] = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             sides += [node.pattern] if isinstance(node, ast.match_case) else []
             for side in sides:
@@ -445,3 +452,25 @@ def test_the_name_rule_can_fail(tmp_path: Path, line: str) -> None:
     code = f"def f(method, loss, advantage):\n    {line}\n"
     write(tmp_path, {"train/loop.py": code, "recipe/ok.py": code, "methods/ok.py": code})
     assert {violation.file for violation in compared_names(tmp_path)} == {"train/loop.py"}
+
+
+# (f) Test files stand alone ----------------------------------------------------------------------------------------
+
+
+def imports_of_tests(root: Path) -> list[Violation]:
+    """Test files that import another one: what both need belongs into tests/support."""
+    return [
+        Violation(file, node.lineno, name)
+        for file, path in modules(root)
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if name.split(".")[-1].startswith("test_")
+    ]
+
+
+def test_no_test_file_imports_another(tmp_path: Path) -> None:
+    found = imports_of_tests(Path(__file__).parents[1])
+    assert not found, listing(found)
+    (tmp_path / "test_a.py").write_text("import os\nfrom test_b import helper\nfrom .test_c import other\n")
+    assert [violation.line for violation in imports_of_tests(tmp_path)] == [2, 3]

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_reward_model import write_reward_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from conftest import write_jsonl
-from lockstep.commands.eval import score_model
+from eval_by_hand import evaluated, response_logprob
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.reward.process import PROCESS
+from reward_models import write_reward_model
 
 PAIRS = [
     {"prompt": "2+3?", "chosen": "#### 5", "rejected": "so #### 6"},
@@ -26,25 +26,6 @@ PAIRS = [
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
-
-
-def evaluated(model: Path, data: Path, out: Path, **more) -> tuple[dict[str, float], list[dict]]:
-    settings = {"rows": None, "max_new_tokens": 8, "n": 1, "temperature": 0.0, "seed": 0, "dtype": "fp32"}
-    metrics = score_model(str(model), str(data), out=out, device_name="cpu", **{**settings, **more})
-    return metrics, [json.loads(line) for line in out.read_text().splitlines()]
-
-
-def response_logprob(folder: Path, prompt: str, response: str) -> tuple[float, int]:
-    """The summed log-probability of the response with its end token, and its tokens."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    asked = [{"role": "user", "content": prompt}]
-    before = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    text = before + response + "<|im_end|>"
-    start = len(tokenizer(before, add_special_tokens=False)["input_ids"])
-    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-    with torch.no_grad():
-        every = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    return float(every[start - 1 :].sum()), ids.shape[1] - start
 
 
 def test_a_language_models_own_preference(tiny_folder: Path, pairs: Path, tmp_path: Path) -> None:

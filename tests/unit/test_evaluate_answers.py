@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from test_experience import rollout
 
+from hand_rollouts import rollout
 from lockstep.evaluate.answers import answer_metrics, pass_at
 from lockstep.types import Failure, Question, Rollout, Score
 

@@ -14,9 +14,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from test_experience import recipe_of
-from test_policy_loss import SETTINGS
 
+from hand_rollouts import recipe_of
 from lockstep.algorithms import correction, covariance, kl, preference
 from lockstep.algorithms.distill import DIVERGENCES, divergence, folded
 from lockstep.algorithms.kto import kl_estimate, kto_loss, row_logratios, row_means
@@ -30,6 +29,7 @@ from lockstep.kernels.logprob import Head, Scores, token_scores
 from lockstep.recipe.online import Kl
 from lockstep.train.policy_loss import loss_of
 from lockstep.train.update import PolicyLoss
+from loss_settings import SETTINGS
 
 CASES, TOGETHER = 10_000, 250
 INF, NAN = math.inf, math.nan

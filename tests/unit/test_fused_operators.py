@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from commands import warm_python
 from lockstep.parity.replay.listen import Heard, hear
 from lockstep.parity.replay.operators import Culprit, other_code, wrong_kernel
 from lockstep.parity.replay.reproduce import write_reproducer
@@ -178,7 +178,7 @@ def test_the_reproducer_agrees_on_a_right_kernel_and_differs_on_a_wrong_one(
     for factor, wanted in ((1.5, 1), (1.0, 0)):
         driver = tmp_path / "vendor.py"
         driver.write_text(f"FACTOR = {factor}\n{VENDOR}\nimport runpy\nrunpy.run_path('reproduce.py')\n")
-        done = subprocess.run([sys.executable, str(driver)], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run([*warm_python(), str(driver)], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == wanted, done.stdout + done.stderr
         assert re.match("differs: found" if wanted else "agrees: found", done.stdout), done.stdout
 
@@ -301,7 +301,7 @@ def test_a_factor_between_children_is_found(tmp_path: Path) -> None:
     assert script is not None
     for text, wanted in ((script.read_text(), 1), (script.read_text().replace("1.01", "1.0"), 0)):
         script.write_text(text)
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+        done = subprocess.run([*warm_python(), str(script)], capture_output=True, text=True, check=False)
         assert done.returncode == wanted, done.stdout + done.stderr
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import warm_python
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.logprob import Head, alike_token_scores, plain_token_scores, token_scores
 from lockstep.kernels.varlen import varlen_attention
@@ -169,7 +170,6 @@ def test_logprob_by_hand():
 def test_large_vocabulary_never_holds_all_logits():
     """151,936 words x 512 positions are 297 MiB of fp32 logits; a chunk of 8 MiB must not let that appear."""
     import subprocess
-    import sys
 
     script = """
 import torch
@@ -192,7 +192,7 @@ print((status("VmHWM:") - before) / 1024)
 """
     grown = {
         kind: float(
-            subprocess.run([sys.executable, "-c", script, kind], capture_output=True, text=True, check=True).stdout
+            subprocess.run([*warm_python(), "-c", script, kind], capture_output=True, text=True, check=True).stdout
         )
         for kind in ("chunked", "plain")
     }

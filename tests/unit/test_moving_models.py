@@ -9,10 +9,10 @@ import pytest
 import torch
 from moving_models import FIXED, MOVING, longrope, sft_recipe
 from small_models import SIZES, write_model
-from test_eval_rows import evaluated, response_logprob
 from transformers import LlamaConfig
 
 from conftest import question_rows, run, write_jsonl
+from eval_by_hand import evaluated, response_logprob
 from lockstep.reward.process import PROCESS, load_process_model
 from lockstep.run.metrics import read_metrics
 from preference_rows import write_recipe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -115,36 +115,22 @@ def test_no_time_is_asserted(file: Path) -> None:
     assert list(own_deadlines(tree)) == [], "tests/conftest.py settles this for all tests"
 
 
-@pytest.mark.parametrize(
-    ("code", "lines"),
-    [
-        ("def f():\n start = time.monotonic()\n assert time.monotonic() - start < 5", [3]),
-        ("def f():\n began = perf_counter()\n took = perf_counter() - began\n g()\n assert 0 < took < 5", [5]),
-        ("def f():\n took = []\n took.append(time.process_time())\n assert min(took) < 1", [4]),
-        ("def f():\n self.times.append(time.time())\n assert self.times[0] < 1", [3]),
-        ("def f():\n took = page.evaluate('performance.now()')\n assert took < 200", [3]),
-        ("def f():\n end = time.monotonic() + 9\n while time.monotonic() < end:\n  g()\n assert g()", []),
-        ("def f():\n monkeypatch.setattr(time, 'monotonic', clock)\n assert time.monotonic() == 3", []),
-        ("def f():\n start = 1\n assert start < 5\ndef g():\n start = time.time()", []),
-    ],
-)
-def test_an_asserted_time_is_found(code: str, lines: list[int]) -> None:
-    assert list(asserted_times(ast.parse(code))) == lines
+def examples() -> Iterator[object]:
+    """Of a rule: code, and the lines on which it must be found, which end with `# FOUND`.
+
+    In a file of their own, so that nobody who searches the tests for such code finds them.
+    """
+    text = (Path(__file__).parent / "data" / "asserted_times.txt").read_text(encoding="utf-8")
+    for part in text.split("=== ")[1:]:
+        title, _, code = part.partition("\n")
+        rule, _, about = title.partition(": ")
+        lines = [number for number, line in enumerate(code.splitlines(), 1) if line.endswith("# FOUND")]
+        yield pytest.param(RULES[rule], code, lines, id=about.replace(" ", "-"))
 
 
-@pytest.mark.parametrize(
-    ("code", "lines"),
-    [
-        ("run(timeout=60)", [1]),
-        ("thread.join(5)", [1]),
-        ("assert event.wait(timeout=0.5)", [1]),
-        ("run(timeout=HANG)\nthread.join(HANG)\nrun(timeout=600)\n', '.join(names)", []),
-    ],
-)
-def test_a_short_limit_is_found(code: str, lines: list[int]) -> None:
-    assert list(short_limits(ast.parse(code))) == lines
+RULES = {"clock": asserted_times, "limit": short_limits, "deadline": own_deadlines}
 
 
-def test_a_deadline_is_found() -> None:
-    code = "settings(max_examples=9)\nsettings(deadline=9)\nsettings(deadline=None)\nsettings(suppress_health_check=[])"
-    assert list(own_deadlines(ast.parse(code))) == [2, 4]
+@pytest.mark.parametrize(("rule", "code", "lines"), examples())
+def test_what_breaks_a_rule_is_found(rule: Callable[[ast.Module], Iterator[int]], code: str, lines: list[int]) -> None:
+    assert list(rule(ast.parse(code))) == lines

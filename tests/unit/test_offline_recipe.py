@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_recipe import BASE, keys, refused, write
 
 from conftest import write_jsonl
 from lockstep.device.select import select
@@ -25,6 +24,7 @@ from lockstep.train.build import refuse_other_tokenizer
 from lockstep.train.offline import train_offline
 from lockstep.train.prepare import prepare
 from preference_rows import judged_rows, write_recipe
+from recipe_files import BASE, keys, refused, write
 
 TEACHER = ["distill.teacher=t"]
 # A value of each key that is not its default.

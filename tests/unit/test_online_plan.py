@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_experience import question, recipe_of
 from transformers import AutoConfig, Qwen2Config
 
+from hand_rollouts import question, recipe_of
 from lockstep.data.batching import plan_micro_batches
 from lockstep.data.prompts import PromptCounts, PromptSet
 from lockstep.errors import Refusal

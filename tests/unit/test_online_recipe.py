@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from test_policy_loss import SETTINGS
-from test_recipe import BASE, keys, refused, write
 from typer.testing import CliRunner
 
 from lockstep.algorithms.advantage import ESTIMATORS
@@ -22,6 +20,8 @@ from lockstep.recipe import load_recipe, rows
 from lockstep.recipe.load import dump_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.online import Algorithm
+from loss_settings import SETTINGS
+from recipe_files import BASE, keys, refused, write
 
 
 @pytest.fixture

@@ -113,9 +113,9 @@ ROW_TEXT = HOSTILE.replace("\ud800", "")
 ROW_SHOWN = tuple(part.replace("\\ud800", "") for part in SHOWN)
 
 
-def test_data_show_shows_it_of_rows(capsys: Capture, recipe_file: Path, rows_file: Path) -> None:
+def test_data_show_shows_it_of_rows(capsys: Capture, recipe_file: Path, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": ROW_TEXT}, {"role": "assistant", "content": ROW_TEXT}]
-    write_jsonl(rows_file, [{"messages": turns}] * 16)
+    write_jsonl(tmp_path / "train.jsonl", [{"messages": turns}] * 16)
     assert run("data", "show", recipe_file) == 0, told(capsys)
     assert_shown(told(capsys), ROW_SHOWN)
 

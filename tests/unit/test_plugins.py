@@ -9,12 +9,12 @@ import ast
 import csv
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from math import e
 from pathlib import Path
 from statistics import median_low
@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 import lockstep
+from commands import FORKS, WarmServer, completed
 from hang import HANG
 from lockstep.algorithms import advantage, policy
 from lockstep.device import select
@@ -227,15 +228,11 @@ def test_a_recipe_key(tmp_path: Path, online_file: Path) -> None:
         "src/lockstep/train/advantages.py",
     ]
 
+    server = WarmServer(PYTHONPATH=str(copy / "src")) if FORKS else None
+    python = [sys.executable] if server is None else server.python
+
     def command(*words: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "lockstep", *map(str, words)],
-            env={**os.environ, "PYTHONPATH": str(copy / "src")},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=HANG,
-        )
+        return completed([*python, "-m", "lockstep", *map(str, words)], HANG, {"PYTHONPATH": str(copy / "src")})
 
     keys = ("run.steps=1", "run.export=false", "algorithm.bound=0.25")
     done = command("train", online_file, *keys)
@@ -248,6 +245,8 @@ def test_a_recipe_key(tmp_path: Path, online_file: Path) -> None:
     changed = command("train", online_file, "run.steps=2", "algorithm.bound=0.5")
     assert changed.returncode == 2
     assert "algorithm.bound" in changed.stderr
+    if server is not None:
+        server.end()
 
 
 def patched(diff: str, root: Path) -> list[str]:
@@ -273,16 +272,18 @@ def patched(diff: str, root: Path) -> list[str]:
 
 def naming(root: Path, name: str) -> set[str]:
     """Files that hold the name as a text of the program, define a function or class of that name, or are named so."""
-    found = set()
-    for path in root.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        texts = {
-            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        }
-        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        if name in texts | defined or path.stem == name:
-            found.add(path.relative_to(root).as_posix())
-    return found
+    return {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if name in texts_and_definitions(path) or path.stem == name
+    }
+
+
+@cache
+def texts_and_definitions(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return texts | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 def reading(root: Path, key: str) -> set[str]:

@@ -13,17 +13,7 @@ from hypothesis import strategies as st
 from lockstep.algorithms.policy import LOSSES, PolicyTokens
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.errors import Refusal
-
-SETTINGS = {
-    "clip": {"low": 0.2, "high": 0.28, "dual": 3.0},
-    "gspo": {"low": 0.2, "high": 0.28},
-    "cispo": {"low": 0.2, "high": 0.28},
-    "sapo": {"positive": 1.0, "negative": 1.05},
-    "geo_mean": {"low": 0.4, "high": 0.3},
-    "clip_cov": {"low": 0.2, "high": 0.28},
-    "kl_cov": {"weight": 0.7},
-    "policy_gradient": {},
-}
+from loss_settings import SETTINGS
 
 # Three sequences of 2, 3 and 1 tokens.
 RATIOS = [1.0, 1.5, 0.5, 1.5, 0.5, 4.0]

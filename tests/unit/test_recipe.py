@@ -9,33 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hang import HANG
-from lockstep.errors import Problem, Refusal
 from lockstep.recipe import Recipe, load_recipe, recipe_text
 from lockstep.recipe.checks import DEFAULT_TOKENS
 from lockstep.recipe.load import builtin_names, dump_recipe
-
-BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}}
-
-
-def write(folder: Path, content: dict[str, Any] | str = BASE) -> str:
-    path = folder / "recipe.yaml"
-    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
-    return str(path)
-
-
-def refused(recipe: str, *overrides: str) -> list[Problem]:
-    with pytest.raises(Refusal) as caught:
-        load_recipe(recipe, overrides)
-    return caught.value.problems
-
-
-def keys(problems: list[Problem]) -> set[str]:
-    return {problem.where for problem in problems}
+from recipe_files import BASE, keys, refused, write
 
 
 @pytest.fixture

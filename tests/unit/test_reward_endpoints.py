@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from test_reward_remote import asked, by_length, opened, serving
-
 from lockstep.recipe.online import Reward
 from lockstep.reward.remote import RemotePart
+from reward_servers import asked, by_length, opened, serving
 
 
 def test_endpoints_share_the_batches() -> None:

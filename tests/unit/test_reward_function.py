@@ -8,21 +8,15 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import Refusal
-from lockstep.recipe.online import Reward
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.output_tail import KEPT_BYTES
 from lockstep.types import Failure, Origin, Question
-
-# Seconds after which something hangs: nothing here takes so long on any machine.
-GUARD = 120
+from reward_functions import GUARD, question, running, settings, until
 
 # Every case is a branch on the text, so that one pool serves them all.
 REWARDS = """
@@ -110,14 +104,6 @@ RAISE_LINE = next(i for i, line in enumerate(REWARDS.splitlines(), 1) if "raise 
 HOG_LINE = next(i for i, line in enumerate(REWARDS.splitlines(), 1) if "hoard.append" in line)
 
 
-def question(truth: str = "18") -> Question:
-    return Question("sums", [{"role": "user", "content": "9+9?"}], truth, Origin("rows", 1), {"index": 7})
-
-
-def settings(**values) -> Reward:
-    return Reward(**{"workers": 1, "time_limit": 20.0, "memory_limit_gb": 1.0, **values})
-
-
 @pytest.fixture(scope="module")
 def rewards(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("user") / "rewards.py"
@@ -203,24 +189,6 @@ def test_calls_over_the_time_limit_are_killed_with_their_children_and_the_worker
         assert not Path(f"/proc/{int(before['function'])}").exists()
     finally:
         part.close()
-
-
-def running(command: str) -> list[str]:
-    """Processes whose command line holds these words; one that has ended has no command line."""
-    lines = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            lines.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return [line for line in lines if command in line]
-
-
-def until(happened: Callable[[], bool]) -> None:
-    """Wait for an event of another process."""
-    for _ in range(GUARD * 100):
-        if happened():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen")
 
 
 def test_an_interrupt_does_not_reach_a_call(rewards, tmp_path) -> None:

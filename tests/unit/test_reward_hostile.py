@@ -11,12 +11,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from test_reward_function import GUARD, question, running, settings, until
 
 from lockstep.reward.answers import Given, Raised, line_of, read_line
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.output_tail import KEPT_BYTES, OutputTail
 from lockstep.types import Failure
+from reward_functions import GUARD, question, running, settings, until
 
 HOSTILE = r"""
 import json, os, pickle, resource, signal, socket, struct, subprocess, sys, time

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_reward_model import write_reward_model
-from test_reward_remote import GUARD, by_length, serving
 
 from lockstep.errors import Refusal
 from lockstep.recipe.online import Reward
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.reward.shaping import overlong_penalty
 from lockstep.types import Failure, Origin, Question, Score
+from reward_models import write_reward_model
+from reward_servers import GUARD, by_length, serving
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from small_models import load as load_policy_of
-from test_experience import FAILED, question, recipe_of
 
+from hand_rollouts import FAILED, question, recipe_of
 from lockstep.data.dataset import Loader
 from lockstep.errors import Refusal
 from lockstep.model.policy import Policy

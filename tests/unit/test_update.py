@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_experience import recipe_of, rollout
 from transformers import AutoModelForCausalLM
 
+from hand_rollouts import recipe_of, rollout
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World

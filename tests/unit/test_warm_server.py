@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,13 @@ def test_an_environment_that_imports_may_have_read_starts_cold(tmp_path: Path) -
     for changed, warm in ({}, True), ({"COLUMNS": "9"}, True), ({"OMP_NUM_THREADS": "9"}, False), ({"X": "1"}, False):
         given = {**os.environ, **changed}
         assert subprocess.run(command, env=given, capture_output=True, text=True).stdout == f"{warm}\n", changed
+
+
+def test_code_of_the_command_line_runs_as_the_main_program(tmp_path: Path) -> None:
+    code = "import sys; place = 3; print(__name__, sys.modules['__main__'].place, sys.argv, repr(sys.path[0]))"
+    for python in (warm_python(), [sys.executable]):
+        done = subprocess.run([*python, "-c", code, "a"], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout == "__main__ 3 ['-c', 'a'] ''\n"
 
 
 def test_each_draws_numbers_of_its_own(tmp_path: Path) -> None:

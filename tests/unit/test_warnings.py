@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_experience import recipe_of
 
+from hand_rollouts import recipe_of
 from lockstep.train.warnings import QUIET, Warnings
 
 FINE = {"critic/mixed_groups": 0.5, "actor/entropy": 1.0}

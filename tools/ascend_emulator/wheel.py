@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
@@ -59,15 +58,18 @@ class Requirements:
 
 def installed() -> Wheels:
     """The wheels of this interpreter, or the reason why they cannot be used."""
-    for package in ("torch", "torch_npu"):
-        try:
-            version = metadata.version(package)
-        except metadata.PackageNotFoundError as error:
-            raise CannotEmulate(f"package {package} is not installed") from error
-        if version.split("+")[0] != VERSION:
-            raise CannotEmulate(f"{package} {version} is installed and the emulator is written for {VERSION}")
-    site = Path(sysconfig.get_paths()["purelib"])
-    return Wheels(site / "torch", site / "torch_npu")
+    torch, torch_npu = (_folder(package) for package in ("torch", "torch_npu"))
+    return Wheels(torch, torch_npu)
+
+
+def _folder(package: str) -> Path:
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError as error:
+        raise CannotEmulate(f"package {package} is not installed") from error
+    if version.split("+")[0] != VERSION:
+        raise CannotEmulate(f"{package} {version} is installed and the emulator is written for {VERSION}")
+    return Path(str(metadata.distribution(package).locate_file(package)))
 
 
 def requirements(wheels: Wheels) -> Requirements:
