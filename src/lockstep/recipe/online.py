@@ -71,8 +71,8 @@ class RolloutSettings(Section):
     prefill_tokens: int | None = Field(
         None,
         ge=1,
-        description="Native: prompt tokens of one forward pass. Default: 8,192; on CUDA 65,536, or what an eighth of "
-        "the memory holds.",
+        description="Native: prompt tokens of one forward pass. Default: 8,192, or what the device does best at once "
+        "within an eighth of its memory.",
         effect=CACHE,
         resumable=True,
     )
