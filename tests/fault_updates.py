@@ -62,6 +62,8 @@ def value_clip(scene: Scene) -> None:
 def lost_token(scene: Scene) -> None:
     """One target of the update counts nothing."""
     learner = scene.training.models.trained
+    # The policy must not take all targets to weigh the same, as it does for the method's own loss.
+    learner.module.scoring = replace(learner.module.scoring, alike=False)
 
     def forward_backward(own: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
         def less(output: Any, batch: Any) -> Any:
@@ -76,14 +78,22 @@ def lost_token(scene: Scene) -> None:
 # -- gradients
 
 
+def put_gradient(optimizer: Any, name: str, gradient: torch.Tensor) -> None:
+    """In the place of the one that the next step would take, wherever the optimizer has it."""
+    if name in optimizer._held:
+        optimizer._held[name] = gradient
+    else:
+        optimizer.trained[name].grad = gradient
+
+
 def gradients(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Inject:
     """Of the whole update, after all micro-batches."""
 
     def inject(scene: Scene) -> None:
         def forward_backward(own: Any, *args: Any) -> Any:
             outcome = own(*args)
-            for name, weight in scene.optimizer.trained.items():
-                weight.grad = change(name, weight.grad)
+            for name in scene.optimizer.trained:
+                put_gradient(scene.optimizer, name, change(name, scene.optimizer.gradient(name)))
             return outcome
 
         wrap(scene.training.models.trained, "forward_backward", forward_backward)
@@ -102,8 +112,7 @@ def lost_micro_batch(scene: Scene) -> None:
         own()
         calls.append(1)
         if len(calls) == 1:
-            for weight in scene.optimizer.trained.values():
-                weight.grad = None
+            scene.optimizer.forget()
 
     wrap(scene.optimizer, "collect", collect)
 
@@ -113,9 +122,10 @@ def summed_in_bf16(scene: Scene) -> None:
 
     def collect(own: Any) -> None:
         own()
-        for weight in scene.optimizer.trained.values():
-            if weight.grad is not None:
-                weight.grad = weight.grad.bfloat16().float()
+        for name in scene.optimizer.trained:
+            gradient = scene.optimizer.gradient(name)
+            if gradient is not None:
+                put_gradient(scene.optimizer, name, gradient.bfloat16().to(gradient.dtype))
 
     wrap(scene.optimizer, "collect", collect)
 

@@ -16,6 +16,8 @@ from lockstep.kernels.triton_math import tanh
 
 # Cached tokens read at once by a program, its warps, and how many such reads are under way.
 TILE, WARPS, STAGES = 64, 4, 3
+# Heads of up to 64: a sixth faster than with WARPS on an H200, at 1,024 sequences of 1,024 tokens.
+NARROW, NARROW_WARPS = 64, 2
 # Programs that keep a multiprocessor busy. Where there are fewer, sequences are split among several, but not into
 # pieces of fewer tokens than pay for putting them together again.
 BUSY, PIECE, MOST_SPLITS = 4, 256, 16
@@ -212,7 +214,7 @@ def paged_decode(
         NEW=new is not None,
         CAPPED=softcap is not None,
         SINKS=sinks_H is not None,
-        num_warps=WARPS,
+        num_warps=NARROW_WARPS if size <= NARROW else WARPS,
         num_stages=STAGES,
     )
     if splits > 1:

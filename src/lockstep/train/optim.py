@@ -181,8 +181,8 @@ class Optimizer:
                 state |= {"step": torch.zeros(()), "exp_avg": entry.mean, "exp_avg_sq": entry.square}
             state["step"] += 1
             counts.append(state["step"].item())
-        defaults = self.adamw.defaults
-        ready.step(counts, clip, lr=lr, betas=defaults["betas"], eps=defaults["eps"])
+        group = self.adamw.param_groups[0]  # all groups differ in their weight decay alone
+        ready.step(counts, clip, lr=lr, betas=group["betas"], eps=group["eps"])
 
     def forget(self) -> None:
         self._held, self._ready = {}, None
