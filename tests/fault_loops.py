@@ -14,6 +14,7 @@ from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals
 from lockstep.kernels.paged import DecodePass
 from lockstep.parity.replay.restore import restore_learner
 from lockstep.reward.scorer import Scorer
+from lockstep.rollout.native.board import DecodeState
 from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.types import Example
 
@@ -97,19 +98,14 @@ def wrong_block(scene: Scene) -> None:
         scene, Scheduler, "_preempt", lambda own, scheduler, sample: (preempted.add(id(sample)), own(scheduler, sample))
     )
 
-    def state(own: Any, samples: Any) -> Any:
-        made = own(samples)
+    def state(own: Any, samples: Any, *args: Any) -> Any:
+        made = own(samples, *args)
         for row, sample in enumerate(samples):
             if id(sample) in preempted:
                 made.table_BM[row, 0] = (made.table_BM[row, 0] + 1) % engine._cache_kept.blocks
         return made
 
-    def runner(own: Any, *args: Any) -> Any:
-        made = own(*args)
-        wrap(made, "_state", state)
-        return made
-
-    wrap(engine, "_runner", runner)
+    around_method(scene, DecodeState, "of", state)
 
 
 # -- rewards

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +287,7 @@ def test_a_checkpoint_is_not_ahead_of_its_tape(
     seen: list[list[int]] = []
 
     def late(self: TapeFolder, record: StepRecord) -> None:
-        threading.Event().wait(0.2)
+        time.sleep(0.2)
         write(self, record)
 
     def watched(self: Checkpointer, *given: object) -> None:

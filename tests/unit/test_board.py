@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.rollout.native.board import Board
+from lockstep.rollout.native.board import DecodeBoard
 from lockstep.rollout.native.sequence import Sample
 
 SPARE = 99
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board(8, 4, SPARE, torch.device("cpu"))
+def board() -> DecodeBoard:
+    return DecodeBoard(8, 4, SPARE, torch.device("cpu"))
 
 
 def sample(number: int, blocks: list[int], tokens: int = 5) -> Sample:
@@ -21,11 +21,11 @@ def sample(number: int, blocks: list[int], tokens: int = 5) -> Sample:
     return Sample(ids, blocks, tokens - 1, number=number, prompt=3, limit=20, keys=(number, -number))
 
 
-def table(board: Board, row: int) -> list[int]:
+def table(board: DecodeBoard, row: int) -> list[int]:
     return board.state.table_BM[row].tolist()
 
 
-def test_a_sample_is_written_once_and_then_left_to_the_passes(board: Board) -> None:
+def test_a_sample_is_written_once_and_then_left_to_the_passes(board: DecodeBoard) -> None:
     one, two = sample(1, [4, 5]), sample(2, [6])
     assert board.seat([one, two], within=2) == [0, 1]
     assert board.state.tokens_B[:2].tolist() == [104, 204]
@@ -43,7 +43,7 @@ def test_a_sample_is_written_once_and_then_left_to_the_passes(board: Board) -> N
     assert table(board, 0) == [4, 5, 8, 0]
 
 
-def test_who_leaves_leaves_an_idle_row(board: Board) -> None:
+def test_who_leaves_leaves_an_idle_row(board: DecodeBoard) -> None:
     one, two, three = (sample(number, [number]) for number in (1, 2, 3))
     board.seat([one, two], within=4)
     assert board.seat([two], within=4) == [1]
@@ -55,7 +55,7 @@ def test_who_leaves_leaves_an_idle_row(board: Board) -> None:
     assert table(board, 0) == [3, 0, 0, 0]
 
 
-def test_who_comes_back_to_other_blocks_is_written_anew(board: Board) -> None:
+def test_who_comes_back_to_other_blocks_is_written_anew(board: DecodeBoard) -> None:
     """Between two rounds a sample may lose its blocks and start again, on as many others."""
     one, two = sample(1, [4, 5]), sample(2, [6, 7])
     board.seat([one, two], within=2)
@@ -67,7 +67,7 @@ def test_who_comes_back_to_other_blocks_is_written_anew(board: Board) -> None:
     assert board.state.positions_B[0].item() == 5
 
 
-def test_a_smaller_pass_moves_those_behind_it(board: Board) -> None:
+def test_a_smaller_pass_moves_those_behind_it(board: DecodeBoard) -> None:
     samples = [sample(number, [number]) for number in range(5)]
     assert board.seat(samples, within=8) == [0, 1, 2, 3, 4]
     left = [samples[1], samples[4]]

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lockstep.data.updates import arrange
+from lockstep.device.select import explain
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
@@ -230,7 +231,7 @@ def logits(folder: Path, examples: Sequence[Example]) -> list[torch.Tensor]:
 
 def stored(recipe: Any, tmp_path: Path) -> tuple[Path, list[Example]]:
     train_offline(recipe, Console.silent())
-    prepared = offline.prepare(recipe, offline.explain("cpu")[0], 1, Console.silent())
+    prepared = offline.prepare(recipe, explain("cpu")[0], 1, Console.silent())
     assert prepared.val is not None
     (folder,) = (tmp_path / "runs" / "tables").iterdir()
     return folder, [*prepared.train.examples, *prepared.val.examples]

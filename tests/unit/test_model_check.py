@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from lockstep.data.batching import micro_batch
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.kernels import attention, paged, varlen
+from lockstep.kernels.layout import make_layout
 from lockstep.model import verified
 from lockstep.model.check import LENGTHS, Unfit, check_architecture, own_logprobs
 from lockstep.model.miniature import LIMIT, VOCABULARY, miniature_config
@@ -60,8 +60,7 @@ def test_sequences_that_see_each_other_are_seen(monkeypatch: pytest.MonkeyPatch)
     right = attention.varlen_attention
 
     def mixed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Any, **more: Any) -> torch.Tensor:
-        whole = replace(layout.buckets[0], start=0, count=1, width=len(q))
-        return right(q, k, v, replace(layout, buckets=(whole,), slots_of_tokens=None, tokens_of_slots=None), **more)
+        return right(q, k, v, make_layout([len(q)], q.device, layout.kernel), **more)
 
     monkeypatch.setattr(attention, "varlen_attention", mixed)
     with pytest.raises(Refusal, match="packed log-probs differ"):

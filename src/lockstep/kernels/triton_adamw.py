@@ -121,7 +121,7 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
     own, plain = made(), made()
     clip = torch.tensor(0.5, device=device)
     try:
-        Update([own]).step([3.0], clip, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
+        AdamwUpdate([own]).step([3.0], clip, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
         plain_step([plain], [3.0], clip, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
         far = max(float((a - b).abs().max()) for a, b in zip(own[2:5], plain[2:5], strict=True))
         held = float((own.weight.float() - own.master).abs().max())
@@ -144,7 +144,7 @@ def plain_step(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """The twin of `Update.step`."""
+    """The twin of `AdamwUpdate.step`."""
     for entry, count in zip(entries, steps, strict=True):
         gradient = entry.gradient.float() * clip
         entry.master.sub_(lr * entry.decay * entry.master)
@@ -155,7 +155,7 @@ def plain_step(
         entry.weight.copy_(entry.master)
 
 
-class Update:
+class AdamwUpdate:
     """One update of some entries, made ready before its numbers are known: the device need not wait for the host."""
 
     def __init__(self, entries: Sequence[Entry]):

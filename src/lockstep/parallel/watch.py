@@ -122,7 +122,10 @@ class Watch:
 
     def _look(self) -> None:
         next_at, waited, before = self.after, 0.0, time.monotonic()
-        while not self._stop.wait(self.after / 4):
+        stopped = False
+        while not stopped:
+            # One more look after the end: a short run may be done before the wait that was told of is seen to be over.
+            stopped = self._stop.wait(self.after / 4)
             now, moment = time.monotonic(), self._moment
             if now - before > self.after:
                 self._awake = now  # this process was stopped itself, and what it heard is old
@@ -131,7 +134,7 @@ class Watch:
             if idle < waited:
                 _say(f"rank {self.rank}: the wait of {waited:.0f} s is over")
                 next_at, waited = self.after, 0.0
-            if idle >= next_at and (missed := self.missed(moment)):
+            if not stopped and idle >= next_at and (missed := self.missed(moment)):
                 state = "has waited" if moment.inside else "has been"
                 _say(f"rank {self.rank} {state} {idle:.0f} s at {moment.where}: {'; '.join(missed)}")
                 next_at, waited = 2 * idle, idle

@@ -169,7 +169,7 @@ class Optimizer:
             # Fresh ones become the optimizer's state in the step, as torch's do.
             moments = (state["exp_avg"], state["exp_avg_sq"]) if state else [torch.zeros_like(master) for _ in range(2)]
             entries.append(kernel.Entry(self.parameters[name].data, gradient, master, *moments, decays[id(master)]))
-        return kernel.Update(entries)
+        return kernel.AdamwUpdate(entries)
 
     def _step_at_once(self, kernel: ModuleType, lr: float, norm: torch.Tensor) -> None:
         clip = torch.ones_like(norm) if self.clip is None else (self.clip / (norm + 1e-6)).clamp(max=1.0)

@@ -89,7 +89,7 @@ class Seat:
     """How many of the blocks stand in the row's table."""
 
 
-class Board:
+class DecodeBoard:
     """Who has which row. A sample keeps its row, and what a pass left there, while it runs and the row is in use."""
 
     def __init__(self, rows: int, width: int, spare: int, device: torch.device):

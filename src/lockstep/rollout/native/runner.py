@@ -18,7 +18,7 @@ from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.output_head import output_head
 from lockstep.model.policy import Policy
-from lockstep.rollout.native.board import Board, DecodeState
+from lockstep.rollout.native.board import DecodeBoard, DecodeState
 from lockstep.rollout.native.sampler import choose
 from lockstep.rollout.native.sequence import Sample, Stretch
 from lockstep.types import Sampling
@@ -65,7 +65,7 @@ class Runner:
         self.captures = device.graph_capture and sampling.repetition_penalty == 1
         self.passes = AHEAD if self.captures else 1
         width = max(LEAST_WIDTH, _power_of_two(-(-longest // cache.block)))
-        self.board = Board(_bucket(rows), width, cache.spare, self.torch_device) if self.captures else None
+        self.board = DecodeBoard(_bucket(rows), width, cache.spare, self.torch_device) if self.captures else None
         self.longest = width * cache.block
         self._graphs: dict[int, Callable[[], None]] = {}
         self._wanted: Counter[int] = Counter()
@@ -185,7 +185,7 @@ class Runner:
             return None
         return exact
 
-    def _record(self, board: Board, width: int) -> bool:
+    def _record(self, board: DecodeBoard, width: int) -> bool:
         """Record the pass for so many rows; False where the model does what cannot be recorded, such as an operator
         that looks at the host."""
         state = board.state.first(width)
