@@ -57,7 +57,14 @@ def measure(folder: Path, case: dict, device_name: str) -> dict:
             }
         )
     )
-    plan = plan_memory(recipe, load_config(str(folder)), 1, case["tokens"], recipe.batch.rows_per_update)
+    plan = plan_memory(
+        recipe,
+        load_config(str(folder)),
+        1,
+        case["tokens"],
+        recipe.batch.rows_per_update,
+        lean_layers=device.lean_layers,
+    )
     device.reset_peak()
     policy = load_policy(recipe.model, device.torch_device(), device.attention, seed=0)
     optimizer = Optimizer(

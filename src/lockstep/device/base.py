@@ -39,6 +39,8 @@ class Device(ABC):
     """Whether torch.optim.AdamW takes `fused=True`, with the learning rate as a number (not a tensor)."""
     adamw: ClassVar[str] = "torch"
     """Name of the step of AdamW with fp32 masters; see `train/optim.py`."""
+    lean_layers: ClassVar[bool] = False
+    """Whether its fused norms and feed-forwards (`kernels/fused.py`) keep only what `train/plan.py` counts for them."""
     graph_capture: ClassVar[bool]
     attention: ClassVar[str]
     """Name of the attention kernel for packed rows; `kernels/varlen.py` maps it to a function."""

@@ -54,6 +54,7 @@ class Cuda(Accelerator):
     visible_variable = "CUDA_VISIBLE_DEVICES"
     fused_optimizer = True
     adamw = "triton"
+    lean_layers = True
     graph_capture = True
     ray_resource = "GPU"
     paged_attention = "triton"

@@ -23,6 +23,24 @@ def is_gated(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS)
 
 
+def is_silu_gated(module: nn.Module) -> bool:
+    """Nothing else among its parts: dropout would not show in a trial."""
+    silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    return is_gated(module) and silu and {name for name, _ in module.named_children()} <= {*PROJECTIONS, "act_fn"}
+
+
+def fused_feed_forwards(model: nn.Module) -> int:
+    """How many feed-forwards a fused kernel takes as a whole, with all three projections."""
+    return sum(
+        is_silu_gated(module) and all(_without_bias(module, name) for name in PROJECTIONS) for module in model.modules()
+    )
+
+
+def _without_bias(module: nn.Module, name: str) -> bool:
+    projection = getattr(module, name)
+    return type(projection) is nn.Linear and projection.bias is None
+
+
 def own_forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What the module's class computes, whatever has taken its forward's place."""
     answer: torch.Tensor = type(module).forward(module, x)

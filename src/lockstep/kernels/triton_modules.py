@@ -21,7 +21,7 @@ from triton.errors import TritonError
 from lockstep.device.accelerator import first_sentence
 from lockstep.kernels.npu_probe import TOKENS, drawn
 from lockstep.kernels.npu_rotary import FUNCTION, Heads, heads_of, scales_of
-from lockstep.kernels.plain_modules import PROJECTIONS, epsilon_of, is_gated, is_rms_norm, own_forward
+from lockstep.kernels.plain_modules import PROJECTIONS, epsilon_of, is_rms_norm, is_silu_gated, own_forward
 from lockstep.kernels.triton_math import runs_on
 from lockstep.kernels.triton_norm import norm_fits, rms_norm
 from lockstep.kernels.triton_rotary import rotary_fits, rotate
@@ -40,7 +40,7 @@ def plug_in(model: nn.Module) -> list[str]:
         return []
     found: Counter[str] = Counter()
     for module in model.modules():
-        for fits, forward, name in ((is_rms_norm, _norm, "triton_norm"), (_is_silu_gated, _gated, "triton_swiglu")):
+        for fits, forward, name in ((is_rms_norm, _norm, "triton_norm"), (is_silu_gated, _gated, "triton_swiglu")):
             if fits(module) and _same_module(module, forward, name):
                 module.forward = MethodType(forward, module)
                 found[f"{type(module).__name__} by {name}"] += 1
@@ -55,12 +55,6 @@ def _norm(self: Any, *args: Any, **more: Any) -> torch.Tensor:
     epsilon = epsilon_of(self)
     assert epsilon is not None
     return rms_norm(args[0], self.weight, epsilon)
-
-
-def _is_silu_gated(module: nn.Module) -> bool:
-    """Nothing else among its parts: dropout would not show in a trial."""
-    silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    return is_gated(module) and silu and {name for name, _ in module.named_children()} <= {*PROJECTIONS, "act_fn"}
 
 
 def _gated(self: Any, *args: Any, **more: Any) -> torch.Tensor:

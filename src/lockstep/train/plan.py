@@ -15,6 +15,7 @@ from lockstep.data.prompts import PromptSet
 from lockstep.data.updates import row_size
 from lockstep.errors import Refusal
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
+from lockstep.kernels.plain_modules import fused_feed_forwards
 from lockstep.model.load import DTYPES, load_config, with_lora
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_kind
@@ -170,12 +171,19 @@ class MemoryPlan:
 
 
 def plan_memory(
-    recipe: Recipe, config: Any, devices: int, longest: int, rows: int, prefill_tokens: int = 0
+    recipe: Recipe,
+    config: Any,
+    devices: int,
+    longest: int,
+    rows: int,
+    prefill_tokens: int = 0,
+    *,
+    lean_layers: bool = False,
 ) -> MemoryPlan:
     """Estimates from shapes alone: the model is built without storage.
 
     A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
-    `prefill_tokens` are those of one pass of the engine over prompts.
+    `prefill_tokens` are those of one pass of the engine over prompts, `lean_layers` is a fact of the device.
     """
     with torch.device("meta"):
         model = with_lora(AutoModelForCausalLM.from_config(config, trust_remote_code=False), recipe.model.lora, seed=0)
@@ -191,7 +199,9 @@ def plan_memory(
     master_bytes = trained * 4 // devices if masters else 0
     # bf16 gradients of a micro-batch grow while its activations go, so only the summed ones count beside them.
     gradients = trained * (4 if masters else size) // devices
-    layers = activation_bytes(config, tokens, size, recipe.model.gradient_checkpointing)
+    lean = lean_layers and devices == 1 and recipe.model.lora is None and recipe.model.attention != "sdpa"
+    lean = lean and fused_feed_forwards(model) == config.num_hidden_layers
+    layers = activation_bytes(config, tokens, size, recipe.model.gradient_checkpointing, lean=lean)
     head = head_bytes(config, tokens, recipe.model.lora is None)
     kept = Phase("", weights, 0, moments + master_bytes)
     phases = (
@@ -258,18 +268,20 @@ def kv_bytes(config: Any, size: int) -> int:
     return 2 * config.num_hidden_layers * heads * head_size * size
 
 
-def activation_bytes(config: Any, tokens: int, size: int, checkpointing: bool) -> int:
+def activation_bytes(config: Any, tokens: int, size: int, checkpointing: bool, *, lean: bool = False) -> int:
     """What the decoder layers keep for the backward pass, counted over the tensors of a Llama-like layer.
 
     Per token: the inputs of two norms and of the projections, queries, keys, values, the attention's output, and
-    four tensors as wide as the feed-forward; the norms also keep fp32 copies of their input.
+    four tensors as wide as the feed-forward; the norms also keep fp32 copies of their input. Lean layers keep no such
+    copies, queries, keys and values once, and two tensors of the feed-forward.
     """
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", heads) or heads
     head_size = getattr(config, "head_dim", None) or hidden // heads
-    attention = 3 * (heads + 2 * key_heads) * head_size + heads * head_size
-    layer = tokens * (size * (4 * hidden + attention + 4 * inner) + 2 * 2 * 4 * hidden)
+    attention = (1 if lean else 3) * (heads + 2 * key_heads) * head_size + heads * head_size
+    copies = 0 if lean else 2 * 2 * 4 * hidden
+    layer = tokens * (size * (4 * hidden + attention + (2 if lean else 4) * inner) + copies)
     if checkpointing:
         return config.num_hidden_layers * tokens * hidden * size + layer
     return config.num_hidden_layers * layer

@@ -159,7 +159,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     batches = plan_batches(recipe, train, devices)
     packed = recipe.batch.tokens is not None
     most = max(row_size(item, packed=packed) * (1 if packed else len(item.examples)) for item in train.items)
-    memory = plan_memory(recipe, config, devices, most, recipe.batch.rows_per_update)
+    memory = plan_memory(recipe, config, devices, most, recipe.batch.rows_per_update, lean_layers=device.lean_layers)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
     return Prepared(recipe, tokenizer, config, questions, memory, train, val, batches, limit, remarks)
@@ -230,7 +230,7 @@ def prepare_online(
     rows = (recipe.batch.prompts_per_update or recipe.batch.prompts) * recipe.rollout.n
     size = DTYPES[recipe.model.dtype].itemsize
     prefill_tokens = prefill_budget(recipe.rollout, device, config.get_text_config(), size)
-    memory = plan_memory(recipe, config, devices, batches.longest, rows, prefill_tokens)
+    memory = plan_memory(recipe, config, devices, batches.longest, rows, prefill_tokens, lean_layers=device.lean_layers)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
     return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches)
