@@ -175,7 +175,7 @@ def test_the_cache_is_for_the_sequences_at_once_within_its_limit(keys: dict[str,
     assert phase(memory(method="dr_grpo", **keys), "generation").activations == tokens * 512
 
 
-# Measured on an H200 (bench/results/sft_h200_bf16_*_1024.json): 16 rows of 1,024 tokens in one micro-batch, with masters.
+# Measured on an H200 (bench/results/sft_h200_bf16_*_1024.json): 16 rows of 1,024 tokens, one micro-batch, masters.
 @pytest.mark.parametrize(
     ("hidden", "layers", "heads", "keys", "inner", "gigabytes"),
     [(896, 24, 14, 2, 4864, 20.8), (1536, 28, 12, 2, 8960, 49.3)],
