@@ -2,35 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from importlib.metadata import version
+from interpreter import interpreted, needs_interpreter
 
-import numpy as np
-import pytest
-
-
-def _interpreter_runs() -> bool:
-    if importlib.util.find_spec("triton") is None:
-        return False
-    if tuple(map(int, version("triton").split(".")[:2])) >= (3, 9):
-        return True
-    try:
-        int(np.zeros(1))  # Triton 3.6 does so; numpy 2.4 no longer lets it
-    except TypeError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _interpreter_runs(), reason="no Triton, or a numpy that its interpreter cannot use")
-
-
-def interpreted(script: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+pytestmark = needs_interpreter
 
 
 def test_rows_of_logits() -> None:
