@@ -265,12 +265,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_logits = differentiate(
                 logits, targets[part], normalisers[part], upstream[part], ctx.temperature, *extra, ctx.softcap
             )
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0, dtype=torch.float32)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if sums is not None:
-                sums.add(grad_logits, hidden[part])
+            states = None if grad_hidden is None else grad_hidden[part]
+            _add_gradients(grad_logits, hidden[part], weight, states, sums, grad_bias)
         return (
             grad_hidden,
             None if sums is None else sums.total(),
@@ -306,12 +302,8 @@ class _AlikeLogprobs(torch.autograd.Function):
             grad_logits = differentiate(
                 logits, targets[part], normalisers, ones[part], temperature, None, None, softcap
             )
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0, dtype=torch.float32)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if sums is not None:
-                sums.add(grad_logits, hidden[part])
+            states = None if grad_hidden is None else grad_hidden[part]
+            _add_gradients(grad_logits, hidden[part], weight, states, sums, grad_bias)
             del logits, grad_logits  # before the next chunk takes its memory
         ctx.save_for_backward(grad_hidden, None if sums is None else sums.sums, grad_bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
@@ -334,6 +326,23 @@ class _AlikeLogprobs(torch.autograd.Function):
             None if grad_bias is None else (grad_bias * factor).to(bias),
             *[None] * 5,
         )
+
+
+def _add_gradients(
+    grad_logits_RV: torch.Tensor,
+    hidden_RH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    grad_hidden_RH: torch.Tensor | None,
+    sums: _WeightSums | None,
+    grad_bias_V: torch.Tensor | None,
+) -> None:
+    """What a chunk's logits pull at: its own states, and the projection, whose gradients add up. None is not wanted."""
+    if grad_bias_V is not None:
+        grad_bias_V += grad_logits_RV.sum(0, dtype=torch.float32)
+    if grad_hidden_RH is not None:
+        torch.mm(grad_logits_RV, weight_VH, out=grad_hidden_RH)
+    if sums is not None:
+        sums.add(grad_logits_RV, hidden_RH)
 
 
 class _WeightSums:
