@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import time
@@ -393,7 +394,7 @@ def test_two_processes_replay_one_and_look_into_a_module_together(tiny_folder: P
     done = torchrun("replay", run)
     assert done.returncode == 0, done.stdout + done.stderr
     (tmp_path / "sitecustomize.py").write_text(FAULT, encoding="utf-8")
-    off = torchrun("replay", run, PYTHONPATH=str(tmp_path))
+    off = torchrun("replay", run, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert off.returncode != 0
     assert "model.layers.1.input_layernorm" in off.stdout, off.stdout + off.stderr
     assert re.search(r"with 1\.0 instead of 1e-0\d", off.stdout), off.stdout

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.errors import Refusal
 from lockstep.tape.format import VERSION, StepRecord, TapeFolder
-from lockstep.tape.rows import fed_examples, item_rows, items_of, rollout_rows, rollouts_of
+from lockstep.tape.rows import fed_examples, fed_tensors, item_rows, items_of, rollout_rows, rollouts_of
 from lockstep.types import (
     Example,
     Failure,
@@ -267,6 +267,8 @@ FULL = """
 import resource, sys, torch
 from pathlib import Path
 from lockstep.errors import Refusal
+from lockstep.tape.rows import fed_examples, fed_tensors
+from lockstep.types import Example, Origin, Probe
 from lockstep.tape.format import StepRecord, TapeFolder
 tape = TapeFolder(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
@@ -325,3 +327,15 @@ def test_plain_libraries_read_it(tape: TapeFolder) -> None:
         [-0.1, -2.0000000001],
         "ça va ✓\n",
     ]
+
+
+def test_sequences_fed_are_kept_with_their_questions() -> None:
+    rows = [([5, 6, 7], [0, 1, 1]), ([8], [1]), ([9, 4], [1, 0]), ([3, 2, 1, 0], [1, 0, 1, 1])]
+    plain = [Example(ids, bytes(trained), Origin("a", row)) for row, (ids, trained) in enumerate(rows)]
+    # By hand: the first token of a row has nothing before it.
+    asked = [[(0, 6), (1, 7)], [], [], [(1, 1), (2, 0)]]
+    assert [one.asked() for one in plain] == asked
+    assert [one.asked() for one in fed_examples(fed_tensors(plain))] == asked
+    assert [list(one.ids) for one in fed_examples(fed_tensors(plain))] == [ids for ids, _ in rows]
+    judged = [Probe([5, 6, 7], bytes(3), Origin("a", 0), [0, 2], [4, 9]), plain[0]]
+    assert [one.asked() for one in fed_examples(fed_tensors(judged))] == [one.asked() for one in judged]

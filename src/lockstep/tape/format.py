@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def _column(values: list[Any]) -> pa.Array:
     """Lists of numbers at once, as pyarrow's own way through Python objects takes a tenth of a short step."""
     if not values or not all(isinstance(value, list) for value in values):
         return pa.array(values)
-    flat = np.concatenate([np.asarray(value) for value in values])
+    flat = np.array(list(chain.from_iterable(values)))
     if flat.dtype.kind not in "if":
         return pa.array(values)
     ends = np.cumsum([0, *(len(value) for value in values)])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from lockstep.device.transfer import fetched
 from lockstep.parallel.shard import whole
 from lockstep.parallel.world import World
 from lockstep.tape.digest import digests
@@ -50,6 +52,15 @@ class Observer:
         """The optimizer has moved the weights."""
 
 
+@dataclass
+class _Passed:
+    """A micro-batch: its targets' indices, and calls that wait for their answers and the gradients at them."""
+
+    index_K: torch.Tensor
+    answers: Callable[[], torch.Tensor]
+    pulls: list[Callable[[], torch.Tensor]] = field(default_factory=list)
+
+
 class UpdateObserver(Observer):
     """Keeps the updates of a step: `tensors` by `<learner>/<update>/...` and a line of `info` for each update."""
 
@@ -64,7 +75,8 @@ class UpdateObserver(Observer):
         self.info: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self._left: dict[str, torch.Tensor] = {}
-        self._passed: list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = []
+        self._passed: list[_Passed] = []
+        self._summed: list[tuple[str, int, float, list[_Passed]]] = []
 
     @property
     def _key(self) -> str:
@@ -76,24 +88,32 @@ class UpdateObserver(Observer):
 
     def passed(self, batch: MicroBatch, output: Any) -> None:
         answers_K = answers_of(output)
-        gradients: list[torch.Tensor] = []
+        passed = _Passed(batch.index_K, fetched(answers_K.detach()))
         if answers_K.requires_grad:
-            answers_K.register_hook(gradients.append)
-        self._passed.append((batch.index_K, answers_K.detach(), gradients))
+            answers_K.register_hook(lambda gradient_K: passed.pulls.append(fetched(gradient_K.detach())))
+        self._passed.append(passed)
 
     def summed(self, loss: float, divisor: float, targets: int, scale: float) -> None:
-        answers_K, pulls_K, owner_K = torch.zeros(targets), torch.zeros(targets), torch.zeros(targets)
-        for index_K, values_K, gradients in self._passed:
-            answers_K[index_K] = values_K.float().cpu()
-            owner_K[index_K] = float(self.world.rank)
-            if gradients:
-                pulls_K[index_K] = gradients[0].float().cpu() / scale
-        passes, self._passed = len(self._passed), []
+        passed, self._passed = self._passed, []
         self.info.append(
-            {"learner": self.name, "loss": loss, "divisor": divisor, "targets": targets, "micro_batches": passes}
+            {"learner": self.name, "loss": loss, "divisor": divisor, "targets": targets, "micro_batches": len(passed)}
         )
-        for name, vector in (("answers", answers_K), ("pulls", pulls_K), ("owner", owner_K)):
-            self.tensors[f"{self._key}/{name}"] = self.world.sum_tensor(vector)
+        self._summed.append((self._key, targets, scale, passed))
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """All numbers of the step, on the host (a collective). Nothing waited for the device until now."""
+        for key, targets, scale, passed in self._summed:
+            answers_K, pulls_K, owner_K = torch.zeros(targets), torch.zeros(targets), torch.zeros(targets)
+            for one in passed:
+                answers_K[one.index_K] = one.answers().float()
+                owner_K[one.index_K] = float(self.world.rank)
+                for pulls in one.pulls[:1]:
+                    pulls_K[one.index_K] = pulls().float() / scale
+            for name, vector in (("answers", answers_K), ("pulls", pulls_K), ("owner", owner_K)):
+                self.tensors[f"{key}/{name}"] = self.world.sum_tensor(vector)
+        self._summed.clear()
+        # What the last update of a detailed step left the model with; nothing where there was none.
+        return self.tensors | on_host(self._left)
 
     def measured(self, norm: torch.Tensor, lr: float) -> None:
         self.info[-1] |= {"grad_norm": float(norm), "lr": lr}
@@ -132,10 +152,6 @@ class UpdateObserver(Observer):
     def moved(self) -> bool:
         """Whether an update of this step was digested."""
         return bool(self._left)
-
-    def left(self) -> dict[str, torch.Tensor]:
-        """What the last update of a detailed step left the model with; nothing where there was none."""
-        return on_host(self._left)
 
     def _after_step(self) -> None:
         weights = digests(self.optimizer.trained)

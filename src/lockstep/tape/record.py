@@ -96,6 +96,7 @@ class TapeRecorder(Recorder):
 
     def _clear(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.lent: dict[str, torch.Tensor] = {}
         self.info: dict[str, Any] = {}
         self.tables: dict[Path, Callable[[], list[dict[str, Any]]]] = {}
         self.fed: Sequence[Example] = ()
@@ -162,18 +163,19 @@ class TapeRecorder(Recorder):
 
     def vectors(self, vectors: Mapping[str, torch.Tensor | None]) -> None:
         if self.on:
-            self.tensors |= {f"step/{name}": vector for name, vector in vectors.items() if vector is not None}
+            self.lent |= {f"step/{name}": vector for name, vector in vectors.items() if vector is not None}
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> None:
         if not self.on:
             return
         for observer in self.observers:
             self.info.setdefault("updates", []).extend(observer.info)
-            self.tensors |= observer.tensors | observer.left()
+            self.tensors |= observer.finish()
         self.info["metrics"] = dict(metrics)
         if self.world.main:
-            # Copies: whoever made these numbers may write over them in the next step.
-            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
+            # Copies: whoever made these numbers may write over them in the next step. The others are the tape's own.
+            lent = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.lent.items()}
+            tensors = self.tensors | lent
             info, tables, fed = self.info, self.tables, self.fed
             self.writer.submit(lambda: self._write(step, info, tensors, tables, fed))
         self._clear()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.tape.values import from_json, to_json
@@ -166,13 +168,35 @@ class Fed(Example):
 
 def fed_tensors(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
     """Sequences as a step's record holds them (`fed_examples` reads them back)."""
-    asked = [number for one in examples for pair in one.asked() for number in pair]
-    return {
-        "fed/ids": torch.tensor([token for one in examples for token in one.ids], dtype=torch.int32),
-        "fed/lengths": torch.tensor([len(one) for one in examples], dtype=torch.int32),
-        "fed/asked": torch.tensor(asked, dtype=torch.int32).reshape(-1, 2),
-        "fed/targets": torch.tensor([one.targets for one in examples], dtype=torch.int32),
-    }
+    ids, asked, targets = _asked(examples) if _plain(examples) else _asked_each(examples)
+    columns = {"ids": ids, "lengths": [len(one) for one in examples], "asked": asked, "targets": targets}
+    return {f"fed/{name}": torch.from_numpy(np.asarray(column, dtype=np.int32)) for name, column in columns.items()}
+
+
+def _plain(examples: Sequence[Example]) -> bool:
+    return all(type(one).asked is Example.asked for one in examples)
+
+
+def _asked(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids, what `Example.asked` says and how many times, of all sequences at once."""
+    ids = np.array(list(chain.from_iterable(one.ids for one in examples)), dtype=np.int64)
+    trained = np.array(list(chain.from_iterable(one.trained for one in examples)), dtype=np.int64)
+    lengths = np.array([len(one) for one in examples])
+    ends = np.cumsum(lengths)
+    trained[(ends - lengths)[lengths > 0]] = 0  # the first token has nothing before it
+    at = np.flatnonzero(trained)
+    owner = np.searchsorted(ends, at, side="right")
+    starts = np.concatenate([[0], ends])[owner]
+    return ids, np.stack([at - starts - 1, ids[at]], axis=1), np.bincount(owner, minlength=len(ends))
+
+
+def _asked_each(examples: Sequence[Example]) -> tuple[list[int], np.ndarray, list[int]]:
+    asked = [pair for one in examples for pair in one.asked()]
+    return (
+        [token for one in examples for token in one.ids],
+        np.asarray(asked, dtype=np.int64).reshape(-1, 2),
+        [one.targets for one in examples],
+    )
 
 
 def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[Fed]:
