@@ -59,15 +59,18 @@ def _digested(rows_NRC: torch.Tensor) -> torch.Tensor:
     # The same cut that sharding over 2, 4 or 8 devices makes.
     run = max(1, -(-rows // BLOCKS))
     sketch_NBS = pad(projected_NRS, (0, 0, 0, BLOCKS * run - rows)).view(count, BLOCKS, run, SKETCH).sum(2)
-    size_N = torch.linalg.vector_norm(rows_NRC, dim=(1, 2))
+    # Each of these reads the whole tensor once, and writes nothing as large.
+    row_NR, column_NC = torch.linalg.vector_norm(rows_NRC, dim=2), torch.linalg.vector_norm(rows_NRC, dim=1)
+    sum_NC = rows_NRC.sum(1)
+    size_N = torch.linalg.vector_norm(row_NR, dim=1)
     if rows_NRC.numel():
-        mean_N, largest_N = rows_NRC.mean((1, 2)), torch.linalg.vector_norm(rows_NRC, torch.inf, dim=(1, 2))
+        mean_N = sum_NC.sum(1) / (rows * columns)
+        largest_N = torch.linalg.vector_norm(rows_NRC, torch.inf, dim=(1, 2))
     else:
         mean_N, largest_N = size_N, size_N
     statistics = torch.stack([size_N, mean_N, largest_N, (~torch.isfinite(size_N)).float()], 1)
-    squares_NRC = rows_NRC.square()
     column_marks, row_marks = _signs(columns, 3, device, MARKS), _signs(rows, 4, device, MARKS)
-    sums = rows_NRC.sum(1) @ column_marks, squares_NRC.sum(1) @ column_marks, squares_NRC.sum(2) @ row_marks
+    sums = sum_NC @ column_marks, column_NC.square() @ column_marks, row_NR.square() @ row_marks
     return torch.cat([statistics, sketch_NBS.flatten(1), *sums], 1)
 
 

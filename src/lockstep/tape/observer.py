@@ -176,8 +176,8 @@ def sampled(count: int, device: torch.device | None = None) -> torch.Tensor:
 
 
 def _pick(tensor: torch.Tensor) -> torch.Tensor:
-    flat = whole(tensor.detach()).reshape(-1)
-    return flat[sampled(flat.numel(), flat.device)].float()
+    tensor = whole(tensor.detach())
+    return tensor.take(sampled(tensor.numel(), tensor.device)).float()
 
 
 def _moments(state: Any) -> list[tuple[str, torch.Tensor]]:

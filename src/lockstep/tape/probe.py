@@ -111,25 +111,31 @@ class _Tracer:
         if self.backwards:
             return None  # a checkpointed layer computes again what was seen before
         entered = self.tick()
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if _is_number(leaf)]
+        tensors: list[torch.Tensor] = []
+
+        def seen(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.numel():
+                tensors.append(tensor)
+            # An alias of its own for each module, so that the gradient at it is this module's share alone.
+            return self._aliased(name, tensor, self._left_backwards)
+
+        given = mapped((args, kwargs), seen)
         self.open.setdefault(name, []).append((entered, tensors))
-        # An alias of its own for each module, so that the gradient at it is this module's share alone.
-        leaves = [self._aliased(name, leaf, self._left_backwards) for leaf in leaves]
-        return pytree.tree_unflatten(leaves, spec)
+        return given
 
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self.backwards:
             return None
         entered, inputs = self.open[name].pop()
-        leaves, spec = pytree.tree_flatten(output)
-        self._store(name, module, FORWARD, entered, inputs, [leaf for leaf in leaves if _is_number(leaf)])
-        return pytree.tree_unflatten([self._aliased(name, leaf, self._arrived_backwards) for leaf in leaves], spec)
+        tensors: list[torch.Tensor] = []
+        mapped(output, lambda tensor: tensors.append(tensor) if tensor.numel() else None)
+        self._store(name, module, FORWARD, entered, inputs, tensors)
+        return mapped(output, lambda tensor: self._aliased(name, tensor, self._arrived_backwards))
 
-    def _aliased(self, name: str, leaf: Any, then: Callable[[str, torch.Tensor], None]) -> Any:
-        if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_floating_point()):
-            return leaf
-        alias = leaf.view_as(leaf)
+    def _aliased(self, name: str, tensor: torch.Tensor, then: Callable[[str, torch.Tensor], None]) -> torch.Tensor:
+        if not (tensor.requires_grad and tensor.is_floating_point()):
+            return tensor
+        alias = tensor.view_as(tensor)
         alias.register_hook(lambda gradient: then(name, gradient))
         return alias
 
@@ -163,8 +169,21 @@ class _Tracer:
                     self.tensors[f"{event.key}/{side}/{i}/whole"] = tensor.detach().clone()
 
 
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.numel() > 0
+def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The value with every tensor in it changed. Plain containers first: torch's own way is slow for so many hooks."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is tuple or kind is list:
+        return kind([mapped(one, change) for one in value])
+    if kind is dict:
+        return {key: mapped(one, change) for key, one in value.items()}
+    leaves, spec = pytree.tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return value  # nothing that torch can look into
+    return pytree.tree_unflatten([mapped(leaf, change) for leaf in leaves], spec)
 
 
 def public_name(name: str) -> str:
