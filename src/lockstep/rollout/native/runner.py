@@ -13,6 +13,7 @@ import torch
 from lockstep.device.base import Device
 from lockstep.device.transfer import fetched, sent
 from lockstep.errors import first_line
+from lockstep.kernels.generating import GeneratingLayers
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass
 from lockstep.model.decoder import inner_decoder
@@ -58,6 +59,8 @@ class Runner:
     def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, device: Device, rows: int, longest: int):
         self.policy, self.cache, self.sampling, self.device = policy, cache, sampling, device
         self.model = policy.causal_lm
+        self.layers: GeneratingLayers | None = None
+        """What stands for the decoder's modules, where something does."""
         self.torch_device = cache.slots.device
         self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
         # A policy with another attention than its device's is one that was asked to be plain.
@@ -146,6 +149,8 @@ class Runner:
         state.positions_B.add_(~state.done_B)
 
     def _hidden(self, ids: torch.Tensor, at: torch.Tensor, layout: PrefillPass | DecodePass) -> torch.Tensor:
+        if self.layers is not None:
+            return self.layers(ids, at, layout)
         decoder = inner_decoder(self.model)
         return decoder(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).last_hidden_state[0]
 
