@@ -128,9 +128,7 @@ def _swiglu(line, WIDTH: tl.constexpr, STRETCH: tl.constexpr):  # type: ignore[n
     tl.store(places, (silu * up).to(line.dtype.element_ty), mask=inside)
 
 
-def add_norm_(
-    stream_TW: torch.Tensor, more_TW: torch.Tensor, weight_W: torch.Tensor, epsilon: float
-) -> torch.Tensor:
+def add_norm_(stream_TW: torch.Tensor, more_TW: torch.Tensor, weight_W: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Add to the residual stream, in place; returns the RMSNorm of the sum."""
     tokens, width = stream_TW.shape
     out = torch.empty_like(stream_TW)
@@ -216,9 +214,7 @@ def plain_place_heads_(
     values.index_copy_(0, slots_T, value)
 
 
-def heads_of_line(
-    line_TL: torch.Tensor, queries: int, groups: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def heads_of_line(line_TL: torch.Tensor, queries: int, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries (T, H, D), keys and values (T, G, D) on the line's memory."""
     heads = line_TL.unflatten(1, (queries + 2 * groups, -1))
     query, key, value = heads.split([queries, groups, groups], 1)
