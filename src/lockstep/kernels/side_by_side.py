@@ -1,7 +1,8 @@
 """Weights of several projections of one input as one: they lie one after the other in memory, each under its own name.
 
 A module's parameter stays the same object; only its memory is a stretch of a larger one. Whoever needs them as one
-looks at where they lie (`joined`), so nothing is wrong when somebody gives a parameter other memory: it is then not one.
+looks at where they lie (`joined`), so nothing is wrong where somebody gives a parameter other memory: then they are
+not one.
 """
 
 from __future__ import annotations

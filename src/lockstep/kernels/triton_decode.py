@@ -163,8 +163,9 @@ def place_heads_(
     and write keys and values to their slots of a layer's cache (slots, G, D)."""
     tokens = len(line_TL)
     _, groups, size = keys.shape
-    assert line_TL.is_contiguous() and cos_TD.is_contiguous() and sin_TD.is_contiguous()
-    assert line_TL.shape[1] == (queries + 2 * groups) * size and cos_TD.shape == sin_TD.shape == (tokens, size)
+    assert all(tensor.is_contiguous() for tensor in (line_TL, cos_TD, sin_TD))
+    assert line_TL.shape[1] == (queries + 2 * groups) * size
+    assert cos_TD.shape == sin_TD.shape == (tokens, size)
     assert keys.stride() == values.stride() == (groups * size, size, 1)
     query_weight, query_epsilon, key_weight, key_epsilon = norms or (line_TL, 0.0, line_TL, 0.0)
     _place_heads[(tokens,)](
@@ -204,10 +205,10 @@ def plain_place_heads_(
 ) -> None:
     """The twin of `place_heads_`."""
     query, key, value = heads_of_line(line_TL, queries, keys.shape[1])
-    turned = query, key
+    q, k = query, key
     if norms is not None:
-        turned = plain_rms_norm(query, *norms[:2]), plain_rms_norm(key, *norms[2:])
-    q, k = plain_rotate(*(part.transpose(0, 1)[None] for part in turned), cos_TD[None], sin_TD[None])
+        q, k = plain_rms_norm(query, *norms[:2]), plain_rms_norm(key, *norms[2:])
+    q, k = plain_rotate(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos_TD[None], sin_TD[None])
     query.copy_(q[0].transpose(0, 1))
     key.copy_(k[0].transpose(0, 1))
     keys.index_copy_(0, slots_T, key)

@@ -29,6 +29,8 @@ from lockstep.kernels.triton_math import runs_on
 from lockstep.kernels.triton_norm import WIDEST, rms_norm
 
 Pass = PrefillPass | DecodePass
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of the tokens' positions, (T, D)."""
 DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS, HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
@@ -78,7 +80,7 @@ class Layer:
         self,
         stream_TW: torch.Tensor,
         normed_TW: torch.Tensor,
-        angles: Sequence[torch.Tensor],
+        angles: Angles,
         step: Pass,
         after: nn.Module,
     ) -> torch.Tensor:
@@ -97,8 +99,8 @@ class Layer:
 class FusedLayers:
     """A decoder's forward over tokens in one line, for passes of the engine."""
 
-    def __init__(self, decoder: nn.Module):
-        self.decoder: Any = decoder
+    def __init__(self, decoder: Any):
+        self.decoder = decoder
         self.layers = [Layer.of(module) for module in self.decoder.layers]
         first = [module.input_layernorm for module in self.decoder.layers]
         self.norms = [*first, self.decoder.norm]
@@ -130,9 +132,9 @@ class FusedLayers:
             normed = layer.run(stream, normed, angles, step, after)
         return normed
 
-    def angles(self, stream_TW: torch.Tensor, positions_T: torch.Tensor) -> list[torch.Tensor]:
-        """Cosines and sines of the positions, (T, D)."""
-        return [part[0] for part in self.decoder.rotary_emb(stream_TW[None], positions_T[None])]
+    def angles(self, stream_TW: torch.Tensor, positions_T: torch.Tensor) -> Angles:
+        cos, sin = self.decoder.rotary_emb(stream_TW[None], positions_T[None])
+        return cos[0], sin[0]
 
 
 def fused_layers(decoder: nn.Module) -> FusedLayers | None:
@@ -265,31 +267,31 @@ def _trial(fused: FusedLayers) -> str | None:
     if not _close(_norm(stream, decoder.norm), out[0], torch.zeros_like(stream)):
         return "something is done after the last layer"
     for layer, (_, named, _), after in zip(fused.layers, calls, fused.norms[1:], strict=True):
-        given = drawn(len(ids), like.shape[1], like=like, seed=layer.index)
-        wanted = layer.module(given[None], **named)
+        before = drawn(len(ids), like.shape[1], like=like, seed=layer.index)
+        wanted = layer.module(before[None], **named)
         wanted = (wanted[0] if isinstance(wanted, tuple) else wanted)[0]
         stored = [part[slots].clone() for part in cache.layer(layer.index)]
-        stream = given.clone()
+        stream = before.clone()
         normed = layer.run(stream, _norm(stream, layer.module.input_layernorm), angles, step, after)
         found = [part[slots] for part in cache.layer(layer.index)]
         zeros = [torch.zeros_like(part) for part in stored]
-        same = _close(stream, wanted, given) and all(map(_close, found, stored, zeros))
+        same = _close(stream, wanted, before) and all(map(_close, found, stored, zeros))
         if not same or not _close(normed, _norm(wanted, after), torch.zeros_like(wanted)):
             return f"{type(layer.module).__name__} {layer.index} gives other numbers"
     return None
 
 
-def _close(found: torch.Tensor, wanted: torch.Tensor, given: torch.Tensor) -> bool:
+def _close(found: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> bool:
     of_change, of_all = TOLERANCE[wanted.dtype]
-    found, wanted, given = found.float(), wanted.float(), given.float()
-    allowed = of_change * (wanted - given).norm() + of_all * wanted.norm()
+    found, wanted, before = found.float(), wanted.float(), before.float()
+    allowed = of_change * (wanted - before).norm() + of_all * wanted.norm()
     return bool((found - wanted).norm() <= allowed)
 
 
 # -- small parts
 
 
-def _parameters(projections: Sequence[nn.Linear]) -> list[list[nn.Parameter]]:
+def _parameters(projections: Sequence[Any]) -> list[list[nn.Parameter]]:
     """Their weights, and their biases where they have them."""
     biases = [each.bias for each in projections if each.bias is not None]
     return [[each.weight for each in projections], *([biases] if biases else [])]
