@@ -20,9 +20,11 @@ class GeneratingLayers(Protocol):
     def lay(self) -> None:
         """Put weights where the layers want them; before passes are recorded, which remember where they lie."""
 
-    def __call__(
-        self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: PrefillPass | DecodePass
-    ) -> torch.Tensor: ...
+    def prefill(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: PrefillPass) -> None:
+        """Keys and values of the tokens to the cache."""
+
+    def decode(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: DecodePass) -> torch.Tensor:
+        """The same, and the decoder's output for each token."""
 
 
 def _by_triton(decoder: nn.Module) -> GeneratingLayers | None:

@@ -86,18 +86,23 @@ class Layer:
     ) -> torch.Tensor:
         """Add what the layer computes to the stream, in place; returns the sum under the norm that comes `after` it."""
         module: Any = self.module
-        projections, feeds = self.together
-        line = _product(normed_TW, projections)
-        place_heads_(line, *angles, step.slots_T, *step.cache.layer(self.index), self.heads, self.head_norms)
-        heads = heads_of_line(line, self.heads, self.groups)
+        heads = heads_of_line(self.place(normed_TW, angles, step), self.heads, self.groups)
         mixed = cached_attention(*heads, step, self.index, scale=self.scale, window=self.window)
         out: Any = module.self_attn.o_proj
         normed = _add_norm(stream_TW, linear(mixed.flatten(1), out.weight, out.bias), module.post_attention_layernorm)
+        _, feeds = self.together
         return _add_norm(stream_TW, linear(swiglu_(_product(normed, feeds)), module.mlp.down_proj.weight), after)
+
+    def place(self, normed_TW: torch.Tensor, angles: Angles, step: Pass) -> torch.Tensor:
+        """Queries, keys and values of the tokens side by side; keys and values go to the cache too."""
+        projections, _ = self.together
+        line = _product(normed_TW, projections)
+        place_heads_(line, *angles, step.slots_T, *step.cache.layer(self.index), self.heads, self.head_norms)
+        return line
 
 
 class FusedLayers:
-    """A decoder's forward over tokens in one line, for passes of the engine."""
+    """A decoder's forward over tokens in one line, for the passes of the engine."""
 
     def __init__(self, decoder: Any):
         self.decoder = decoder
@@ -122,15 +127,25 @@ class FusedLayers:
             for projections in layer.together:
                 yield from _parameters(projections)
 
-    def __call__(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: Pass) -> torch.Tensor:
+    def decode(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: DecodePass) -> torch.Tensor:
         """The decoder's output for every token."""
-        # Fresh memory, which the layers write over.
-        stream = self.decoder.embed_tokens(ids_T)
-        angles = self.angles(stream, positions_T)
-        normed = _norm(stream, self.norms[0])
+        stream, normed, angles = self._begin(ids_T, positions_T)
         for layer, after in zip(self.layers, self.norms[1:], strict=True):
             normed = layer.run(stream, normed, angles, step, after)
         return normed
+
+    def prefill(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: PrefillPass) -> None:
+        """Keys and values alone: nobody reads what the last layer makes of them."""
+        stream, normed, angles = self._begin(ids_T, positions_T)
+        *layers, last = self.layers
+        for layer, after in zip(layers, self.norms[1:-1], strict=True):
+            normed = layer.run(stream, normed, angles, step, after)
+        last.place(normed, angles, step)
+
+    def _begin(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Angles]:
+        """The stream, in fresh memory that the layers write over, and under the first norm; the angles."""
+        stream = self.decoder.embed_tokens(ids_T)
+        return stream, _norm(stream, self.norms[0]), self.angles(stream, positions_T)
 
     def angles(self, stream_TW: torch.Tensor, positions_T: torch.Tensor) -> Angles:
         cos, sin = self.decoder.rotary_emb(stream_TW[None], positions_T[None])

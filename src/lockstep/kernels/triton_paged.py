@@ -72,8 +72,9 @@ def _decode(  # type: ignore[no-untyped-def]
 
     With SPLITS a program reads a piece of the sequence, and `_merge` puts the pieces together.
     """
-    sequence = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
+    # Heads of one token lie side by side, and samples of one prompt beside each other: both are read at the same time.
+    group = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, PADDED)
@@ -144,7 +145,7 @@ def _decode(  # type: ignore[no-untyped-def]
         mixed = mixed * shrink[:, None] + tl.dot(shares.to(value.dtype), value, input_precision="ieee")
         total = total * shrink + tl.sum(shares, axis=1)
         largest = new
-    place = sequence * tl.num_programs(1) * SHARED + heads
+    place = sequence * tl.num_programs(0) * SHARED + heads
     if SPLITS > 1:
         place = place * SPLITS + split
         tl.store(peaks + place, largest, mask=rows < SHARED)
@@ -200,7 +201,7 @@ def paged_decode(
         peaks, totals = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=query.device)
     padded = max(16, triton.next_power_of_2(size))
     settings = NARROW if size <= 64 else WIDE
-    _decode[(batch, groups, splits)](
+    _decode[(groups, batch, splits)](
         query,
         keys,
         values,

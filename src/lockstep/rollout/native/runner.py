@@ -87,7 +87,11 @@ class Runner:
         lengths = [stop for _, stop in work]
         where = make_layout(lengths, self.torch_device, self.policy.kernel) if whole else self._chunks(work)
         ids, at, to = (sent(torch.from_numpy(numbers), self.torch_device) for numbers in (tokens, positions, slots))
-        self._hidden(ids, at, PrefillPass(self.cache, to, where))
+        step = PrefillPass(self.cache, to, where)
+        if self.layers is not None:
+            self.layers.prefill(ids, at, step)
+        else:
+            self._hidden(ids, at, step)
         for part, stop in work:
             part.cached = stop
 
@@ -138,7 +142,8 @@ class Runner:
         kernel = self.device.paged_attention
         lengths = state.positions_B + 1
         layout = DecodePass(self.cache, kernel, slots, state.table_BM, lengths)
-        hidden = self._hidden(state.tokens_B, state.positions_B, layout)
+        run = self._hidden if self.layers is None else self.layers.decode
+        hidden = run(state.tokens_B, state.positions_B, layout)
         logits = output_head(self.model).logits(hidden)
         places = lengths - state.prompts_B
         tokens, logprobs = choose(logits, self.sampling, state.keys_B2, places, seen_BV, self.sampler)
@@ -149,8 +154,6 @@ class Runner:
         state.positions_B.add_(~state.done_B)
 
     def _hidden(self, ids: torch.Tensor, at: torch.Tensor, layout: PrefillPass | DecodePass) -> torch.Tensor:
-        if self.layers is not None:
-            return self.layers(ids, at, layout)
         decoder = inner_decoder(self.model)
         return decoder(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).last_hidden_state[0]
 
