@@ -136,6 +136,47 @@ def test_captured_passes_equal_eager_ones(tiny_folder: Path, monkeypatch: pytest
     assert sum(equal) >= 0.98 * len(equal)
 
 
+def test_fused_layers_generate_what_the_modules_do(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.device.cuda import Cuda
+
+    fused = generate(tiny_folder, "cuda", "fp32", max_sequences=13)
+    monkeypatch.setattr(Cuda, "generating_layers", "modules")
+    plain = generate(tiny_folder, "cuda", "fp32", max_sequences=13)
+    equal = [a.ids == b.ids for a, b in zip(fused, plain, strict=True)]
+    assert sum(equal) >= 0.98 * len(equal)
+    for a, b, same in zip(fused, plain, equal, strict=True):
+        if same:
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
+
+
+def test_weights_side_by_side_are_those_that_are_trained(tiny_folder: Path) -> None:
+    """A change of a parameter shows in what is generated next, through the passes that were recorded before it."""
+    device = select("cuda")
+    policy = load_policy(Model(path=str(tiny_folder), dtype="fp32"), device.torch_device(), device.attention, seed=0)
+    engine = NativeEngine(policy, device, RolloutSettings(free_cache=False), load_tokenizer(str(tiny_folder)).decode)
+    sampling = Sampling(max_tokens=8, temperature=0.0)
+
+    def scores() -> list[float]:
+        made = sorted(engine.generate(prompts()[:4], sampling), key=lambda c: (c.request, c.sample))
+        return [score for one in made for score in one.logprobs]
+
+    names = [name for name, _ in policy.named_parameters()]
+    before = scores()
+    assert engine._layers is not None
+    places = [parameter.data_ptr() for parameter in policy.parameters()]
+    with torch.no_grad():
+        for layer in policy.layers():
+            layer.self_attn.v_proj.weight.mul_(1.5)
+            layer.mlp.up_proj.weight.mul_(1.5)
+    after = scores()
+    assert places == [parameter.data_ptr() for parameter in policy.parameters()]
+    assert names == [name for name, _ in policy.named_parameters()]
+    assert before != after
+    engine.free()
+    engine._layers = None
+    assert after == pytest.approx(scores(), abs=1e-3)
+
+
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_online_fp32_is_in_step_with_the_cpu(online_file: Path, tmp_path: Path, method: str) -> None:
     n = "rollout.n=3" if method == "grpo" else "rollout.n=1"

@@ -301,6 +301,148 @@ def others(device: str) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def generating(device: str) -> None:
+    """The kernels between the products of a layer that generates, whose results lie over what they are given."""
+    from lockstep.kernels import triton_decode
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for tokens, width in ((3, 896), (2, 4099), (1, 7)):
+            stream, more = (drawn(tokens, width, device=device, dtype=dtype) for _ in range(2))
+            weight, twin = drawn(width, device=device, dtype=dtype), stream.clone()
+            found = triton_decode.add_norm_(stream, more, weight, 1e-6)
+            forwards_agree(found, triton_decode.plain_add_norm_(twin, more, weight, 1e-6), 1e-6)
+            forwards_agree(stream, twin, 0)
+        for tokens, width in ((3, 1500), (2, 40)):
+            line = drawn(tokens, 2 * width, device=device, dtype=dtype, scale=5.0)
+            twin = line.clone()
+            forwards_agree(triton_decode.swiglu_(line), triton_decode.plain_swiglu_(twin), 1e-6)
+            assert torch.equal(line[:, width:], twin[:, width:])
+        for queries, groups, size in ((14, 2, 64), (3, 3, 40), (1, 1, 2)):
+            given = drawn(5, (queries + 2 * groups) * size, device=device, dtype=dtype)
+            # The two halves of a table may differ.
+            angles = torch.randn(5, size)
+            turns = [part.to(device, dtype) for part in (angles.cos(), angles.sin())]
+            weights = [drawn(size, device=device, dtype=dtype) for _ in range(2)]
+            slots = torch.tensor([7, 3, 0, 19, 12], device=device)
+            for norms in (None, (weights[0], 1e-6, weights[1], 1e-2)):
+                sides = []
+                for place in (triton_decode.place_heads_, triton_decode.plain_place_heads_):
+                    line, cache = given.clone(), torch.zeros(2, 20, groups, size, device=device, dtype=dtype)
+                    place(line, *turns, slots, *cache, queries, norms)
+                    sides.append((line, cache))
+                for found, wanted in zip(*sides, strict=True):
+                    forwards_agree(found, wanted, 1e-6)
+                # Values are only copied, and nothing else is written.
+                assert torch.equal(sides[0][1][1], sides[1][1][1])
+                assert not sides[0][1].index_fill(1, slots, 0).any()
+
+
+def _small(name: str, device: str, dtype: torch.dtype = torch.float32, **more: object) -> torch.nn.Module:
+    import transformers
+
+    from lockstep.kernels.attention import ATTENTION, register_attention
+
+    register_attention()
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 100,
+        "hidden_size": 48,
+        "intermediate_size": 88,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = getattr(transformers, f"{name}Config")(**sizes, **more, attn_implementation=ATTENTION)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(device, dtype).eval()
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape) * 0.3)
+    return model
+
+
+def generating_models(device: str) -> None:
+    """Whose layers are taken, and who is told apart by what it computes."""
+    from lockstep.kernels.triton_layers import fused_layers
+    from lockstep.model.decoder import inner_decoder
+    from lockstep.model.policy import Policy
+
+    cases = [
+        ("Qwen2", {}, True),
+        ("Llama", {"attention_bias": True}, True),
+        ("Mistral", {"sliding_window": 7}, True),
+        # Built like Llama, but with factors, or with layers that have no positions.
+        ("Granite", {"residual_multiplier": 0.9}, False),
+        ("Granite", {"embedding_multiplier": 1.1}, False),
+        ("SmolLM3", {"no_rope_layer_interval": 2}, False),
+        # Norms elsewhere.
+        ("Gemma2", {}, False),
+        ("Olmo2", {}, False),
+    ]
+    for name, more, taken in cases:
+        for dtype in DTYPES if name in ("Qwen2", "Granite") else DTYPES[:1]:
+            model = _small(name, device, dtype, **more)
+            policy = Policy(model, "sdpa")
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always", UserWarning)
+                fused = fused_layers(inner_decoder(policy.causal_lm))
+            assert (fused is not None) == taken, (name, more, dtype, [str(one.message) for one in said])
+            told = [str(one.message) for one in said if "without fused layers" in str(one.message)]
+            assert len(told) == (not taken and name in ("Granite", "SmolLM3")), told
+            if fused is None:
+                continue
+            assert fused.ready
+            heard = model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *_: None)
+            assert not fused.ready, "somebody listens to a module that would not be called"
+            heard.remove()
+            model.model.layers[0].mlp.up_proj.weight.data = model.model.layers[0].mlp.up_proj.weight.data.clone()
+            assert not fused.ready, "a weight lies elsewhere"
+            fused.lay()
+            assert fused.ready
+
+
+def generating_engine(device: str) -> None:
+    """The engine draws the same responses, prompts in chunks and decoding, with the kernels and with the modules."""
+    from lockstep.device.select import select
+    from lockstep.model.policy import Policy
+    from lockstep.recipe.online import RolloutSettings
+    from lockstep.rollout.native.engine import NativeEngine
+    from lockstep.types import Request, Sampling
+
+    kind = type(select(device))
+    requests = [Request([5, 17, 3, 80, 41, 9][:length], key, 2) for key, length in enumerate((6, 1, 4))]
+    for name in ("Qwen2", "Qwen3"):
+        sides = []
+        for layers in ("modules", "triton"):
+            policy = Policy(_small(name, device), kind.attention)
+            own = type("Own", (kind,), {"generating_layers": layers})()
+            engine = NativeEngine(policy, own, RolloutSettings(prefill_tokens=4, block_tokens=4), lambda ids: "")
+            made = engine.generate(requests, Sampling(6, seed=1))
+            sides.append(sorted(made, key=lambda one: (one.request, one.sample)))
+            assert (engine._layers is not None) == (layers == "triton")
+        for one, other in zip(*sides, strict=True):
+            assert one.ids == other.ids, name
+            far = (torch.tensor(one.logprobs) - torch.tensor(other.logprobs)).abs().max()
+            assert far <= 1e-4, (name, far)
+
+
 CHECKS = {
-    check.__name__: check for check in (norm, many_tiles, swiglu, gated_twice, rotary, adamw, models, hooked, others)
+    check.__name__: check
+    for check in (
+        norm,
+        many_tiles,
+        swiglu,
+        gated_twice,
+        rotary,
+        adamw,
+        models,
+        hooked,
+        others,
+        generating,
+        generating_models,
+        generating_engine,
+    )
 }

@@ -48,6 +48,8 @@ class Device(ABC):
     """Name of the attention kernel for one token of each of many cached sequences; see `kernels/paged.py`."""
     sampler: ClassVar[str] = "plain"
     """Name of the kernel that draws tokens from logits; see `rollout/native/sampler.py`."""
+    generating_layers: ClassVar[str] = "modules"
+    """Name of what runs the decoder layers when the engine generates; see `kernels/generating.py`."""
     prefill_tokens: ClassVar[int] = 8192
     """Prompt tokens that the engine gives to one forward pass, where the recipe does not say and memory allows."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -59,6 +59,7 @@ class Cuda(Accelerator):
     ray_resource = "GPU"
     paged_attention = "triton"
     sampler = "triton"
+    generating_layers = "triton"
     prefill_tokens = 65_536
     attention = "flash_varlen"
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8")}

@@ -98,13 +98,29 @@ def paged_attention(
     """Store the pass's keys and values, and attend to everything of each token's own sequence up to itself."""
     keys, values = step.cache.layer(layer)
     if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda:
-        from lockstep.kernels.triton_paged import paged_decode
-
-        blocks = step.table_BM, step.lengths_B, step.cache.block
         new = key_TGD, value_TGD
-        return paged_decode(query_THD, keys, values, *blocks, scale, window, softcap, sinks_H, new)
+        return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H, new)
     keys.index_copy_(0, step.slots_T, key_TGD)
     values.index_copy_(0, step.slots_T, value_TGD)
+    return cached_attention(
+        query_THD, key_TGD, value_TGD, step, layer, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
+    )
+
+
+def cached_attention(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    step: PrefillPass | DecodePass,
+    layer: int,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `paged_attention`, where the cache holds the pass's keys and values already."""
+    keys, values = step.cache.layer(layer)
     if isinstance(step, DecodePass):
         return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H)
     if isinstance(step.where, Layout):
@@ -124,10 +140,20 @@ def decode_attention(
     window: int | None,
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """One query a sequence to what the cache holds, by the kernel of the device."""
+    """One query a sequence to what the cache holds, by the kernel of the device.
+
+    One of these kernels writes `new` keys and values to the cache on its way.
+    """
     plain = softcap is None and sinks_H is None
     block = step.cache.block
+    if step.kernel == "triton" and query_BHD.is_cuda:
+        from lockstep.kernels.triton_paged import paged_decode
+
+        blocks = step.table_BM, step.lengths_B, block
+        return paged_decode(query_BHD, keys, values, *blocks, scale, window, softcap, sinks_H, new)
+    assert new is None
     longest = step.table_BM.shape[1] * block
     if step.kernel == "npu_infer" and plain and infer_fits(query_BHD, keys, block, window, longest):
         return infer_decode(query_BHD, keys, values, step.table_BM, step.lengths(), block, scale)

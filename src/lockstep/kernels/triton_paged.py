@@ -7,6 +7,7 @@ splits of a sequence.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,10 +15,18 @@ import triton.language as tl
 
 from lockstep.kernels.triton_math import tanh
 
-# Cached tokens read at once by a program, its warps, and how many such reads are under way.
-TILE, WARPS, STAGES = 64, 4, 3
-# Heads of up to 64: a sixth faster than with WARPS on an H200, at 1,024 sequences of 1,024 tokens.
-NARROW, NARROW_WARPS = 64, 2
+
+class Settings(NamedTuple):
+    """Of a program: cached tokens that it reads at once, its warps, and how many such reads are under way, with the one
+    that is computed with."""
+
+    tile: int
+    warps: int
+    stages: int
+
+
+# For heads of up to 64, and for wider ones. Reads of like size: more of them do not fit beside those of other programs.
+NARROW, WIDE = Settings(64, 2, 3), Settings(32, 4, 3)
 # Programs that keep a multiprocessor busy. Where there are fewer, sequences are split among several, but not into
 # pieces of fewer tokens than pay for putting them together again.
 BUSY, PIECE, MOST_SPLITS = 4, 256, 16
@@ -63,8 +72,9 @@ def _decode(  # type: ignore[no-untyped-def]
 
     With SPLITS a program reads a piece of the sequence, and `_merge` puts the pieces together.
     """
-    sequence = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
+    # Heads of one token lie side by side, and samples of one prompt beside each other: both are read at the same time.
+    group = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, PADDED)
@@ -110,11 +120,17 @@ def _decode(  # type: ignore[no-untyped-def]
             total = total * tl.exp(largest - new) + part
             mixed = part[:, None] * value.to(tl.float32)[None, :]
             largest = new
+    # The next tile's part of the table is read a tile ahead: keys and values are then loaded several tiles ahead, which
+    # the compiler does not do for loads that wait for another one.
+    row = table + sequence * table_stride
+    following = start + tl.arange(0, TILE)
+    blocks = tl.load(row + following // BLOCK, mask=following < stop, other=0)
     for tile in range(start, stop, TILE):
         positions = tile + tl.arange(0, TILE)
         seen = (positions < stop) & (positions >= first)
-        blocks = tl.load(table + sequence * table_stride + positions // BLOCK, mask=seen, other=0)
         slots = blocks * BLOCK + positions % BLOCK
+        following = positions + TILE
+        blocks = tl.load(row + following // BLOCK, mask=following < stop, other=0)
         offsets = slots[:, None] * slot_stride + group * head_stride + columns[None, :]
         wanted = seen[:, None] & sized[None, :]
         key = tl.load(keys + offsets, mask=wanted, other=0.0)
@@ -129,7 +145,7 @@ def _decode(  # type: ignore[no-untyped-def]
         mixed = mixed * shrink[:, None] + tl.dot(shares.to(value.dtype), value, input_precision="ieee")
         total = total * shrink + tl.sum(shares, axis=1)
         largest = new
-    place = sequence * tl.num_programs(1) * SHARED + heads
+    place = sequence * tl.num_programs(0) * SHARED + heads
     if SPLITS > 1:
         place = place * SPLITS + split
         tl.store(peaks + place, largest, mask=rows < SHARED)
@@ -184,7 +200,8 @@ def paged_decode(
         mixed = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=query.device)
         peaks, totals = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=query.device)
     padded = max(16, triton.next_power_of_2(size))
-    _decode[(batch, groups, splits)](
+    settings = NARROW if size <= 64 else WIDE
+    _decode[(groups, batch, splits)](
         query,
         keys,
         values,
@@ -209,13 +226,13 @@ def paged_decode(
         SIZE=size,
         PADDED=padded,
         BLOCK=block,
-        TILE=TILE,
+        TILE=settings.tile,
         SPLITS=splits,
         NEW=new is not None,
         CAPPED=softcap is not None,
         SINKS=sinks_H is not None,
-        num_warps=NARROW_WARPS if size <= NARROW else WARPS,
-        num_stages=STAGES,
+        num_warps=settings.warps,
+        num_stages=settings.stages,
     )
     if splits > 1:
         _merge[(batch * heads,)](mixed, peaks, totals, out, SIZE=size, PADDED=padded, SPLITS=splits, num_warps=1)

@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
+from lockstep.kernels.generating import GeneratingLayers, generating_layers
 from lockstep.kernels.noise import sequence_keys
 from lockstep.kernels.paged import KVCache
+from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy
 from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.ending import why_ended
@@ -43,6 +45,8 @@ class NativeEngine(SharedWeights):
         self._cache_kept: KVCache | None = None
         self._runners: dict[Sampling, Runner] = {}
         self._weights: tuple[int, ...] = ()
+        self._layers: GeneratingLayers | None = None
+        self._tried = False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         if not requests:
@@ -130,6 +134,7 @@ class NativeEngine(SharedWeights):
     def _runner(self, samples: Sequence[Sample], longest: int, sampling: Sampling) -> Runner:
         """A kept runner, with its captured passes, where the cache is still large enough and the weights lie where
         they lay; a new one otherwise."""
+        layers = self._generating_layers()
         where = tuple(parameter.data_ptr() for parameter in self.policy.parameters())
         kept = self._cache_kept
         if kept is None or where != self._weights or kept.blocks < self._blocks(samples, longest)[0]:
@@ -144,7 +149,19 @@ class NativeEngine(SharedWeights):
             runner = Runner(self.policy, kept, drawn, self.device, rows, longest)
             self._cache_kept, self._weights = kept, where
             self._runners[drawn] = runner
+        runner.layers = layers
         return runner
+
+    def _generating_layers(self) -> GeneratingLayers | None:
+        """What the device has in the place of the decoder's modules; their weights are where they want them."""
+        # A policy with another attention than its device's is one that was asked to be plain.
+        if not self._tried and self.policy.kernel == self.device.attention:
+            decoder = inner_decoder(self.policy.causal_lm)
+            self._layers = generating_layers(decoder, self.device.generating_layers)
+        self._tried = True
+        if self._layers is not None:
+            self._layers.lay()
+        return self._layers if self._layers is not None and self._layers.ready else None
 
     def _blocks(self, samples: Sequence[Sample], longest: int) -> tuple[int, int, int, int]:
         """Blocks of the cache: as many as the samples could ever use at once, within the memory they may take.

@@ -13,6 +13,7 @@ import torch
 from lockstep.device.base import Device
 from lockstep.device.transfer import fetched, sent
 from lockstep.errors import first_line
+from lockstep.kernels.generating import GeneratingLayers
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass
 from lockstep.model.decoder import inner_decoder
@@ -58,6 +59,8 @@ class Runner:
     def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, device: Device, rows: int, longest: int):
         self.policy, self.cache, self.sampling, self.device = policy, cache, sampling, device
         self.model = policy.causal_lm
+        self.layers: GeneratingLayers | None = None
+        """What stands for the decoder's modules, where something does."""
         self.torch_device = cache.slots.device
         self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
         # A policy with another attention than its device's is one that was asked to be plain.
@@ -84,7 +87,11 @@ class Runner:
         lengths = [stop for _, stop in work]
         where = make_layout(lengths, self.torch_device, self.policy.kernel) if whole else self._chunks(work)
         ids, at, to = (sent(torch.from_numpy(numbers), self.torch_device) for numbers in (tokens, positions, slots))
-        self._hidden(ids, at, PrefillPass(self.cache, to, where))
+        step = PrefillPass(self.cache, to, where)
+        if self.layers is not None:
+            self.layers.prefill(ids, at, step)
+        else:
+            self._hidden(ids, at, step)
         for part, stop in work:
             part.cached = stop
 
@@ -135,7 +142,8 @@ class Runner:
         kernel = self.device.paged_attention
         lengths = state.positions_B + 1
         layout = DecodePass(self.cache, kernel, slots, state.table_BM, lengths)
-        hidden = self._hidden(state.tokens_B, state.positions_B, layout)
+        run = self._hidden if self.layers is None else self.layers.decode
+        hidden = run(state.tokens_B, state.positions_B, layout)
         logits = output_head(self.model).logits(hidden)
         places = lengths - state.prompts_B
         tokens, logprobs = choose(logits, self.sampling, state.keys_B2, places, seen_BV, self.sampler)
