@@ -44,6 +44,17 @@ class Experience:
         inside = [i for i, index in enumerate(indices) if first <= index < last]
         return slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
 
+    def groups(self, responses: slice) -> list[list[Example]]:
+        """A run of responses, those to one prompt together."""
+        groups: list[list[Example]] = []
+        before: int | None = None
+        for rollout, example in zip(self.rollouts[responses], self.examples[responses], strict=True):
+            if rollout.prompt_index != before:
+                groups.append([])
+            groups[-1].append(example)
+            before = rollout.prompt_index
+        return groups
+
     def tokens_of(self, responses: slice) -> slice:
         """Tokens of a run of responses."""
         lengths = [rollout.written for rollout in self.rollouts]
