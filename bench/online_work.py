@@ -133,7 +133,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shortest", type=int, default=16, help="characters of the shortest prompt (log-uniform)")
     parser.add_argument("--longest", type=int, default=128, help="characters of the longest prompt")
     parser.add_argument("--prompt-tokens", type=int, help="tokens of every prompt, instead of characters")
-    parser.add_argument("--sequences", type=int, help="responses that our engine decodes at once; default: the recipe's")
+    parser.add_argument(
+        "--sequences", type=int, help="responses that our engine decodes at once; default: the recipe's"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch, padding included")
     parser.add_argument("--repeats", type=int, default=5, help="timed passes of each side")
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's own")
