@@ -6,11 +6,11 @@ import itertools
 
 import torch
 
-from lockstep.kernels.cascade import Parts
-from lockstep.kernels.layout import Part
+from lockstep.kernels.cascade import PartKernel
+from lockstep.kernels.layout import LinePart
 
 
-def spans(part: Part):
+def spans(part: LinePart):
     pairs = list(zip(part.query_bounds.tolist(), part.key_bounds.tolist(), strict=True))
     return [(slice(q, p), slice(k, n)) for (q, k), (p, n) in itertools.pairwise(pairs)]
 
@@ -51,4 +51,4 @@ def backward(upstream, query, key, value, out, lse, kept, part, causal, scale):
     return tuple(grads)
 
 
-PLAIN = Parts(forward, backward)
+PLAIN = PartKernel(forward, backward)

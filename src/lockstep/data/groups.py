@@ -15,7 +15,7 @@ MOST_WHOLE = 2
 
 
 @dataclass(frozen=True)
-class _Response:
+class _Member:
     number: int
     group: int
     length: int
@@ -47,12 +47,12 @@ def arrange_groups(
     ]
 
 
-def _responses(groups: Sequence[Sequence[Example]], alike_up_to: int | None) -> list[_Response]:
-    found: list[_Response] = []
+def _responses(groups: Sequence[Sequence[Example]], alike_up_to: int | None) -> list[_Member]:
+    found: list[_Member] = []
     for number, group in enumerate(groups):
         moves = alike_up_to is not None and max(len(example) for example in group) > alike_up_to
         shared = 0 if moves else common_prompt(group)
-        found += [_Response(len(found) + i, number, len(example), shared) for i, example in enumerate(group)]
+        found += [_Member(len(found) + i, number, len(example), shared) for i, example in enumerate(group)]
     return found
 
 
@@ -71,15 +71,15 @@ def _untrained(example: Example) -> int:
     return example.trained.index(1) if 1 in example.trained else len(example) - 1
 
 
-def _shares(members: Sequence[_Response]) -> Iterator[int]:
+def _shares(members: Sequence[_Member]) -> Iterator[int]:
     """A group's first response on the line brings the prompt."""
-    before: _Response | None = None
+    before: _Member | None = None
     for one in members:
         yield one.shared if before is not None and before.group == one.group else 0
         before = one
 
 
-def _even(responses: Sequence[_Response], devices: int, tokens: int) -> list[list[_Response]]:
+def _even(responses: Sequence[_Member], devices: int, tokens: int) -> list[list[_Member]]:
     """As few lines as `tokens` allows, as many on every device, and all about equally long."""
     if max(one.length for one in responses) > tokens:
         raise ValueError(f"a row of {max(one.length for one in responses)} tokens fits no micro-batch of {tokens}")
@@ -95,9 +95,9 @@ def _even(responses: Sequence[_Response], devices: int, tokens: int) -> list[lis
     return bins + [[] for _ in range(wanted - len(bins))]
 
 
-def _filled(responses: Sequence[_Response], room: int, tokens: int) -> list[list[_Response]]:
+def _filled(responses: Sequence[_Member], room: int, tokens: int) -> list[list[_Member]]:
     """One response after another, on the same line while it has room."""
-    bins: list[list[_Response]] = []
+    bins: list[list[_Member]] = []
     used = whole = 0
     for one in responses:
         together = bins and bins[-1][-1].group == one.group

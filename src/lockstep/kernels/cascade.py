@@ -16,7 +16,7 @@ import torch
 from lockstep.kernels.layout import Cascade
 
 
-class Parts(NamedTuple):
+class PartKernel(NamedTuple):
     """A kernel for one part. Forward: (query, key, value, part, causal, scale) to the output, L as (H, tokens) and
     what its backward wants back; backward: (upstream, query, key, value, output, L, kept, part, causal, scale)."""
 
@@ -30,7 +30,7 @@ def cascade_attention(
     value_TGD: torch.Tensor,
     cascade: Cascade,
     scale: float,
-    parts: Parts,
+    parts: PartKernel,
 ) -> torch.Tensor:
     return _CascadeAttention.apply(query_THD, key_TGD, value_TGD, cascade, scale, parts)
 
@@ -44,7 +44,7 @@ class _CascadeAttention(torch.autograd.Function):
         value: torch.Tensor,
         cascade: Cascade,
         scale: float,
-        parts: Parts,
+        parts: PartKernel,
     ) -> torch.Tensor:
         rows_R, keys_S = cascade.rows_R, cascade.keys_S
         out, lse_HT, kept = parts.forward(query, key, value, cascade.own, True, scale)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lockstep.kernels.cascade import Parts, cascade_attention
-from lockstep.kernels.layout import Cascade, Layout, Part
+from lockstep.kernels.cascade import PartKernel, cascade_attention
+from lockstep.kernels.layout import Cascade, Layout, LinePart
 
 # What torch's kernel takes.
 LARGEST_HEAD = 256
@@ -38,11 +38,11 @@ def flash_shared(
     query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, cascade: Cascade, scale: float
 ) -> torch.Tensor:
     """On a line whose sequences share beginnings."""
-    return cascade_attention(query_THD, key_TGD, value_TGD, cascade, scale, Parts(_part, _part_backward))
+    return cascade_attention(query_THD, key_TGD, value_TGD, cascade, scale, PartKernel(_part, _part_backward))
 
 
 def _part(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part, causal: bool, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: LinePart, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
     out, lse_HT, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
         query, key, value, *_bounds(part), 0.0, causal, False, scale=scale
@@ -58,7 +58,7 @@ def _part_backward(
     out: torch.Tensor,
     lse_HT: torch.Tensor,
     kept: tuple[torch.Tensor, ...],
-    part: Part,
+    part: LinePart,
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,7 +67,7 @@ def _part_backward(
     )
 
 
-def _bounds(part: Part) -> tuple[Any, ...]:
+def _bounds(part: LinePart) -> tuple[Any, ...]:
     return part.query_bounds, part.key_bounds, part.longest_query, part.longest_key
 
 

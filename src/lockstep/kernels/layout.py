@@ -110,7 +110,7 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Part:
+class LinePart:
     """Queries that see keys, sequence by sequence: where each begins, the end of the last, and the longest."""
 
     query_bounds: torch.Tensor
@@ -128,8 +128,8 @@ class Cascade:
     beginning after another, are at `keys_S`. No key is named twice.
     """
 
-    own: Part
-    shared: Part
+    own: LinePart
+    shared: LinePart
     rows_R: torch.Tensor
     keys_S: torch.Tensor
 
@@ -167,8 +167,8 @@ def _cascade(line_E: np.ndarray, ends: Sequence[int], device: torch.device) -> C
 
     lines = bounds(own)
     return Cascade(
-        Part(lines, lines, longest(own), longest(own)),
-        Part(bounds(query_ends), bounds(key_ends), longest(query_ends), longest(key_ends)),
+        LinePart(lines, lines, longest(own), longest(own)),
+        LinePart(bounds(query_ends), bounds(key_ends), longest(query_ends), longest(key_ends)),
         sent(torch.from_numpy(np.concatenate(rows)), device),
         sent(torch.from_numpy(every), device),
     )
