@@ -40,6 +40,8 @@ class Step:
     reward: float
     prompts: list[list[int]]
     responses: list[list[int]]
+    apart: float | None = None
+    """Mean absolute difference of the engine's and the trainer's probabilities of the sampled tokens."""
 
 
 class Ours:
@@ -83,7 +85,14 @@ class Ours:
     def first_step(self) -> Step:
         metrics, responses = self._step()
         prompts = [list(prompt.ids) for prompt in self.online.loader.take(0) for _ in range(self.work.n)]
-        return Step(metrics["actor/loss"], metrics["actor/grad_norm"], metrics["critic/score/mean"], prompts, responses)
+        return Step(
+            metrics["actor/loss"],
+            metrics["actor/grad_norm"],
+            metrics["critic/score/mean"],
+            prompts,
+            responses,
+            metrics["training/rollout_probs_diff_mean"],
+        )
 
     def close(self) -> None:
         self.open.close()

@@ -159,7 +159,8 @@ def check_equal_lengths(passes: dict[str, list[Pass]], sides: dict[str, Side]) -
 
 
 def _shown(step: Step) -> dict[str, float]:
-    return {"loss": step.loss, "norm": step.norm, "reward": step.reward, "tokens": sum(map(len, step.responses))}
+    shown = {"loss": step.loss, "norm": step.norm, "reward": step.reward, "tokens": sum(map(len, step.responses))}
+    return shown if step.apart is None else shown | {"probabilities_apart": step.apart}
 
 
 def _numbers(theirs: list[Pass], ours: list[Pass], steps: int) -> dict[str, Any]:
