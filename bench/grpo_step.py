@@ -92,6 +92,7 @@ def run_case(case: str, work: Work, folder: Path, args: argparse.Namespace) -> d
         for _ in range(args.repeats):
             for name, side in sides.items():
                 passes[name].append(side.train_pass())
+                print(f"  {side.name}: {passes[name][-1].seconds.wall / args.steps:.3f} s a step", flush=True)
         check_equal_lengths(passes, sides)
         found = {name: _numbers(passes[name], passes["lockstep"], args.steps) for name in sides}
         phases = ours.taken(args.steps * args.repeats)

@@ -16,13 +16,11 @@ import torch
 from lockstep.kernels.truncate import LEFT_OUT, Truncation, left_out_below, truncate_
 
 # Memory of one chunk of logits. With a vocabulary of 151,936 the twin works on fp32 copies of it (440 positions, about
-# 1 GiB at its peak), the fused kernels in place (4,900 positions in bf16). Beside a chunk stand the fp32 sums of the
-# weight's gradient: 0.5 GiB for a hidden size of 896, 2 GiB with the chunk. Fewer chunks are faster: each of them
-# reads and writes these sums once, and one chunk is not computed twice.
+# 1 GiB at its peak), the fused kernels in place (3,500 positions in bf16). Beside a chunk stand the fp32 sums of the
+# weight's gradient, which every chunk reads and writes once: 0.5 GiB for a hidden size of 896. One size whether
+# gradients are taken or not: the same products then give a token the same log-probability in every pass.
 CHUNK_BYTES = 256 * 2**20
-FUSED_CHUNK_BYTES = 1400 * 2**20
-# Gradients taken in the forward pass compute nothing twice, so their chunks need not be as large.
-FORESEEN_CHUNK_BYTES = 2**30
+FUSED_CHUNK_BYTES = 2**30
 # How far a gradient may be from the foreseen one, as a share of the largest: both are computed alike, up to rounding.
 FORESEEN_WITHIN = 1e-4
 
@@ -111,7 +109,7 @@ def foreseen_token_scores(
     temperature: float = 1.0,
     truncation: Truncation | None = None,
     entropy: bool = False,
-    chunk_bytes: int = FORESEEN_CHUNK_BYTES,
+    chunk_bytes: int = FUSED_CHUNK_BYTES,
 ) -> Scores:
     """`token_scores` for a loss whose gradients can be told before the whole loss is there.
 
