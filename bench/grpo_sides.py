@@ -40,6 +40,8 @@ class Step:
     reward: float
     prompts: list[list[int]]
     responses: list[list[int]]
+    apart: float | None = None
+    """Mean absolute difference of the engine's and the trainer's probabilities of the sampled tokens."""
 
 
 class Ours:
@@ -58,18 +60,39 @@ class Ours:
             f"packed to {work.tokens} tokens"
         )
         self.phases: dict[str, float] = {}
+        self.whole = 0.0
 
     def train_pass(self) -> Pass:
         watch, lengths = Stopwatch(self.work.device), []
         for _ in range(self.steps):
             _, responses = self._step()
             lengths += [len(ids) for ids in responses]
-        return Pass(watch.read(), lengths)
+        seconds = watch.read()
+        self.whole += seconds.wall
+        return Pass(seconds, lengths)
+
+    def taken(self, steps: int) -> dict[str, float]:
+        """Seconds a step by phase since the last `forget`. `between` is what lies outside of them: switching phases,
+        packing, metrics and their log."""
+        found = {name.removeprefix("timing_s/"): seconds / steps for name, seconds in self.phases.items()}
+        del found["step"]
+        return found | {"between": self.whole / steps - sum(found.values())}
+
+    def forget(self) -> None:
+        self.phases.clear()
+        self.whole = 0.0
 
     def first_step(self) -> Step:
         metrics, responses = self._step()
         prompts = [list(prompt.ids) for prompt in self.online.loader.take(0) for _ in range(self.work.n)]
-        return Step(metrics["actor/loss"], metrics["actor/grad_norm"], metrics["critic/score/mean"], prompts, responses)
+        return Step(
+            metrics["actor/loss"],
+            metrics["actor/grad_norm"],
+            metrics["critic/score/mean"],
+            prompts,
+            responses,
+            metrics["training/rollout_probs_diff_mean"],
+        )
 
     def close(self) -> None:
         self.open.close()
@@ -157,7 +180,12 @@ def _recipe(work: Work, folder: Path) -> Recipe:
         "data": {"train": work.questions, "shuffle": False},
         "batch": {"prompts": work.prompts, "tokens": work.tokens},
         "optim": work.optim.model_dump(),
-        "rollout": {"n": work.n, "max_tokens": work.max_tokens, "free_cache": False},
+        "rollout": {
+            "n": work.n,
+            "max_tokens": work.max_tokens,
+            "free_cache": False,
+            **({} if work.at_once is None else {"max_sequences": work.at_once}),
+        },
         "reward": {"function": f"{reward.__file__}:vowels"},
         "algorithm": {
             "aggregation": "seq_mean_token_sum_norm",

@@ -2,6 +2,9 @@
 
     python bench/grpo_step.py                            # the embedded tiny model, both cases
     python bench/grpo_step.py --shape half-billion --dtype bf16 --case mixed --out result.json
+    python bench/grpo_step.py --shape half-billion --dtype bf16 --case equal --prompts 32 --n 8 --prompt-tokens 256 \
+        --max-tokens 256 --tokens 32768 --sides lockstep --out result.json
+    ... --prompts 128 --prompt-tokens 512 --max-tokens 1024 --sequences 1024 --steps 1 --repeats 2
 
 A step is: `--prompts` x `--n` responses, their rewards, the reference's log-probabilities (`--beta` over 0) and one
 update. Both sides have the same weights, prompts, reward function, loss, optimizer and budget of a micro-batch, and
@@ -76,19 +79,23 @@ def run_case(case: str, work: Work, folder: Path, args: argparse.Namespace) -> d
             sides[name] = SIDES[name](work, folder / name, args.steps)
             stack.callback(sides[name].close)
         checks = check_equal_work(sides, work)
-        for side in sides.values():
-            side.train_pass()
+        print(f"  first step {checks['lockstep']}", flush=True)
         ours = sides["lockstep"]
         assert isinstance(ours, Ours)
-        ours.phases.clear()
+        for _ in range(args.warm):
+            for side in sides.values():
+                seconds = side.train_pass().seconds
+                print(f"  {side.name}: untimed pass of {args.steps} steps in {seconds.wall:.2f} s", flush=True)
+        ours.forget()
         work.device.reset_peak()
         passes: dict[str, list[Pass]] = {name: [] for name in sides}
         for _ in range(args.repeats):
             for name, side in sides.items():
                 passes[name].append(side.train_pass())
+                print(f"  {side.name}: {passes[name][-1].seconds.wall / args.steps:.3f} s a step", flush=True)
         check_equal_lengths(passes, sides)
         found = {name: _numbers(passes[name], passes["lockstep"], args.steps) for name in sides}
-        phases = {name: seconds / (args.steps * args.repeats) for name, seconds in ours.phases.items()}
+        phases = ours.taken(args.steps * args.repeats)
         _report(sides, found, phases)
         efficiency = _efficiency(work, passes["lockstep"], phases, args.steps, args.tflops)
     return {
@@ -102,19 +109,19 @@ def run_case(case: str, work: Work, folder: Path, args: argparse.Namespace) -> d
 def _efficiency(
     work: Work, passes: list[Pass], phases: dict[str, float], steps: int, tflops: float | None
 ) -> dict[str, Any]:
-    """Of our side: response tokens a second of generation, model FLOP/s of the update over the peak, memory."""
+    """Of our side: response tokens a second of generation, model FLOP/s of the update over the peak (a prompt counts
+    once for all of its responses), memory."""
     prompt = statistics.fmean(len(prompt.ids) for prompt in work.encoded())
     lengths = [length for one in passes for length in one.lengths]
     taken = steps * len(passes)
     shape = Shape.of(transformers.AutoConfig.from_pretrained(work.model))
     flops = training_flops(shape, [round(prompt + length) for length in lengths]) / taken
+    flops -= (work.sequences - work.prompts) * training_flops(shape, [round(prompt)])
     record: dict[str, Any] = {"peak_gb": work.device.memory().peak / 1e9 if work.device.name != "cpu" else None}
-    for name, seconds in phases.items():
-        if name.endswith("/gen"):
-            record["generated_per_second"] = sum(lengths) / taken / seconds
+    record["generated_per_second"] = sum(lengths) / taken / phases["gen"]
     peak = tflops * 1e12 if tflops else work.device.peak_flops(DTYPES[work.dtype])
-    if peak and "timing_s/update_actor" in phases:
-        record["update_share_of_peak"] = flops / phases["timing_s/update_actor"] / peak
+    if peak:
+        record["update_share_of_peak"] = flops / phases["update_actor"] / peak
     print("  " + ", ".join(f"{name} {value:.3g}" for name, value in record.items() if value is not None))
     return record
 
@@ -153,7 +160,8 @@ def check_equal_lengths(passes: dict[str, list[Pass]], sides: dict[str, Side]) -
 
 
 def _shown(step: Step) -> dict[str, float]:
-    return {"loss": step.loss, "norm": step.norm, "reward": step.reward, "tokens": sum(map(len, step.responses))}
+    shown = {"loss": step.loss, "norm": step.norm, "reward": step.reward, "tokens": sum(map(len, step.responses))}
+    return shown if step.apart is None else shown | {"probabilities_apart": step.apart}
 
 
 def _numbers(theirs: list[Pass], ours: list[Pass], steps: int) -> dict[str, Any]:
@@ -195,7 +203,7 @@ def _report(sides: dict[str, Side], found: dict[str, dict[str, Any]], phases: di
         print(
             f"  {'':{width}}  responses of {length['min']} to {length['max']} tokens, {length['mean']:.1f} on average"
         )
-    parts = ", ".join(f"{name.removeprefix('timing_s/')} {seconds:.2f}" for name, seconds in phases.items())
+    parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items())
     print(f"  our step in seconds: {parts}")
 
 
@@ -205,6 +213,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--beta", type=float, default=0.001, help="weight of the divergence; 0 needs no reference")
     parser.add_argument("--tflops", type=float, help="matrix TFLOP/s that count as the peak; default: the maker's")
     parser.add_argument("--steps", type=int, default=2, help="steps of one pass")
+    parser.add_argument("--warm", type=int, default=1, help="untimed passes of each side after the first step")
     parser.add_argument(
         "--sides", nargs="+", choices=list(SIDES), default=[name for name in SIDES if name != "trl-continuous"]
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import tempfile
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ class Work:
     prompts: int
     n: int
     max_tokens: int
+    at_once: int | None
+    """Responses that our engine decodes at once; None leaves it to the recipe."""
     tokens: int
     beta: float
     optim: Optim
@@ -51,9 +54,7 @@ class Work:
 
     def encoded(self) -> list[Prompt]:
         """The prompts as token ids, in order."""
-        sources = [Source(path=self.questions)]
-        found: PromptSet = load_prompts(sources, Data(train=sources), AutoTokenizer.from_pretrained(self.model), 2**31)
-        return found.sources[0]
+        return _encoded(self.model, self.questions)
 
     def longest(self) -> int:
         """Tokens of the longest prompt with the longest response."""
@@ -80,9 +81,14 @@ def make_work(
 ) -> Work:
     """Model and prompts of a case, written to `folder`: `mixed` ends responses at random, `equal` at the limit."""
     mean = args.mean if case == "mixed" else None
-    write_random_lengths(folder / "model", args.shape, mean, DTYPES[args.dtype], args.seed)
+    began = time.perf_counter()
+    write_random_lengths(folder / "model", args.shape, mean, DTYPES[args.dtype], args.seed, device.name)
+    print(f"random weights written in {time.perf_counter() - began:.1f} s", flush=True)
     questions = folder / "questions.jsonl"
-    rows = write_questions(questions, args.prompts * batches, args.shortest, args.longest, args.seed)
+    shortest, longest = args.shortest, args.longest
+    if args.prompt_tokens:
+        shortest = longest = args.prompt_tokens - _around(folder)
+    rows = write_questions(questions, args.prompts * batches, shortest, longest, args.seed)
     return Work(
         device=device,
         model=str(folder / "model"),
@@ -93,11 +99,25 @@ def make_work(
         prompts=args.prompts,
         n=args.n,
         max_tokens=args.max_tokens,
+        at_once=args.sequences,
         tokens=args.tokens,
         beta=beta,
         optim=Optim(lr=1e-6, schedule="constant"),
         seed=args.seed,
     )
+
+
+def _encoded(model: str, questions: str) -> list[Prompt]:
+    sources = [Source(path=questions)]
+    found: PromptSet = load_prompts(sources, Data(train=sources), AutoTokenizer.from_pretrained(model), 2**31)
+    return found.sources[0]
+
+
+def _around(folder: Path) -> int:
+    """Tokens of a prompt that are not its text, which has one for each character."""
+    path = folder / "one.jsonl"
+    write_questions(path, 1, 10, 10, 0)
+    return len(_encoded(str(folder / "model"), str(path))[0].ids) - 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +132,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mean", type=float, default=64.0, help="mean length in the case mixed, but for the limit")
     parser.add_argument("--shortest", type=int, default=16, help="characters of the shortest prompt (log-uniform)")
     parser.add_argument("--longest", type=int, default=128, help="characters of the longest prompt")
+    parser.add_argument("--prompt-tokens", type=int, help="tokens of every prompt, instead of characters")
+    parser.add_argument(
+        "--sequences", type=int, help="responses that our engine decodes at once; default: the recipe's"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch, padding included")
     parser.add_argument("--repeats", type=int, default=5, help="timed passes of each side")
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's own")

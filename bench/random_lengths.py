@@ -27,15 +27,21 @@ SHAPES = ("tiny", "half-billion")
 NEVER = 25.0
 
 
-def write_random_lengths(folder: Path, shape: str, mean: float | None, dtype: torch.dtype, seed: int = 0) -> None:
-    """Write the model and its byte tokenizer. `mean` is that of the lengths without a limit; None never ends."""
+def write_random_lengths(
+    folder: Path, shape: str, mean: float | None, dtype: torch.dtype, seed: int = 0, device: str = "cpu"
+) -> None:
+    """Write the model and its byte tokenizer. `mean` is that of the lengths without a limit; None never ends.
+
+    Weights are drawn on `device`: half a billion of them take a processor a minute.
+    """
     write_tiny(folder, seed=seed)
     if shape == "half-billion":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             ends = transformers.AutoConfig.from_pretrained(folder)
             config = transformers.Qwen2Config(**SHAPE, eos_token_id=ends.eos_token_id, pad_token_id=ends.pad_token_id)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            with torch.device(device):
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     _teach_endings(model, model.config.eos_token_id, mean, seed)
@@ -50,7 +56,7 @@ def _teach_endings(model: Any, end: int, mean: float | None, seed: int) -> None:
         layer.mlp.down_proj.weight[0] = 0
     written = torch.tensor(WRITTEN)
     draw = torch.Generator().manual_seed(seed)
-    text = written[torch.randint(len(written), (4, 256), generator=draw)]
+    text = written[torch.randint(len(written), (4, 256), generator=draw)].to(embedding.device)
     # Of the size of the rest of the stream: large enough to be read, small enough to leave the text to the rest.
     embedding[:, 0] = 0
     constant = _stream(model, text).square().mean().sqrt()

@@ -36,10 +36,13 @@ def generation_seconds(
     return response * decode_seconds(shape, batch, prompt + response / 2, flops, bandwidth)
 
 
-def training_flops(shape: Shape, lengths: Sequence[int]) -> float:
-    """Forward and backward of causal sequences: 6 N S + 6 L Hq d S^2 each."""
-    quadratic = 6 * shape.layers * shape.queries * shape.head
-    return float(sum(6 * shape.multiplied * length + quadratic * length**2 for length in lengths))
+def training_flops(shape: Shape, lengths: Sequence[int], *, frozen: bool = False) -> float:
+    """Forward and backward of causal sequences: 6 N S + 6 L Hq d S^2 each.
+
+    Weights that are `frozen` have no gradients of their own, 4 N S; an adapter's few are not counted.
+    """
+    linear, quadratic = (4 if frozen else 6) * shape.multiplied, 6 * shape.layers * shape.queries * shape.head
+    return float(sum(linear * length + quadratic * length**2 for length in lengths))
 
 
 def forward_flops(shape: Shape, lengths: Sequence[int]) -> float:

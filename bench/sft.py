@@ -3,6 +3,7 @@
     python bench/sft.py                                  # the embedded tiny model, both cases
     python bench/sft.py --model FOLDER --dtype bf16 --case mixed --out result.json
     python bench/sft.py --shape qwen2.5-1.5b --dtype bf16 --case equal --rows 16 --length 1024 --tokens 16384
+    python bench/sft.py --shape qwen2.5-7b --lora 16 --sides lockstep --dtype bf16 --case equal --rows 16 --length 1024
 
 Every side gets the same token ids, optimizer settings, precision, threads and micro-batch budget, keeps its own copy
 of the model and takes every row once in a pass. One update from the fresh weights is compared first (loss and gradient
@@ -104,9 +105,8 @@ def run_case(case: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
 def _efficiency(work: Work, found: dict[str, dict[str, Any]], tokens: int, tflops: float | None) -> dict[str, Any]:
     """Model FLOP/s over the peak, and the peak of memory: that of one side only where it runs alone."""
     peak = tflops * 1e12 if tflops else work.device.peak_flops(DTYPES[work.dtype])
-    flops = training_flops(
-        Shape.of(transformers.AutoConfig.from_pretrained(work.model)), [len(row) for row in work.pool]
-    )
+    shape = Shape.of(transformers.AutoConfig.from_pretrained(work.model))
+    flops = training_flops(shape, [len(row) for row in work.pool], frozen=work.lora is not None)
     record: dict[str, Any] = {"flops_per_token": flops / tokens, "peak_flops": peak}
     if peak:
         record["share_of_peak"] = {
@@ -165,6 +165,7 @@ def _work(case: str, model: str, args: argparse.Namespace) -> Work:
         rows=args.rows,
         tokens=args.tokens,
         optim=Optim(lr=1e-5, schedule="constant"),
+        lora=args.lora,
     )
 
 
@@ -195,6 +196,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="cpu, cuda, npu or auto")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16 keeps fp32 master weights")
     parser.add_argument("--no-masters", action="store_true", help="bf16 weights alone, on every side")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter on all linear layers; ours alone")
     parser.add_argument("--case", choices=["equal", "mixed", "all"], default="all")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), help="default: ours and what is installed")
     parser.add_argument("--rows", type=int, default=32, help="rows of one update")
@@ -210,6 +212,8 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.sides and args.sides[0] != "lockstep":
         parser.error("--sides begins with lockstep, which the others are compared with")
+    if args.lora and args.sides != ["lockstep"]:
+        parser.error("--lora goes with --sides lockstep: the others train all weights")
     return args
 
 

@@ -24,7 +24,7 @@ from lockstep.methods.sft import token_loss
 from lockstep.model.load import DTYPES, load_policy
 from lockstep.model.policy import Scoring
 from lockstep.parallel.world import World
-from lockstep.recipe.schema import Model, Optim
+from lockstep.recipe.schema import Lora, Model, Optim
 from lockstep.train.optim import Optimizer
 from lockstep.train.step import Learner
 from lockstep.types import Example, MicroBatch, Origin
@@ -61,9 +61,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Work(Terms):
-    """The work of SFT: `rows` of the pool make an update."""
+    """The work of SFT: `rows` of the pool make an update. `lora` is the rank of an adapter, if one is trained."""
 
     pool: list[Row]
+    lora: int | None = None
 
     @property
     def updates(self) -> list[list[Row]]:
@@ -112,7 +113,8 @@ class Ours:
     def __init__(self, work: Work):
         self.work = work
         self.where = work.device.torch_device()
-        settings = Model(path=work.model, dtype=work.dtype, master_weights=work.masters)
+        adapter = None if work.lora is None else Lora(rank=work.lora, alpha=2.0 * work.lora)
+        settings = Model(path=work.model, dtype=work.dtype, master_weights=work.masters, lora=adapter)
         policy = load_policy(settings, self.where, work.device.attention, seed=0, scoring=Scoring(alike=True))
         optimizer = Optimizer(
             policy.trainable(),

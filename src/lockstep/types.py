@@ -154,6 +154,8 @@ class MicroBatch:
     line_E: torch.Tensor | None = None
     teacher: Callable[[MicroBatch], Any] | None = None
     """Tells what a teacher says of the targets, when the micro-batch is run (see `kernels/divergence.py`)."""
+    foresee: Callable[..., Any] | None = None
+    """Tells how the loss depends on each target, up to a factor, before it is whole (see `kernels/logprob.py`)."""
 
     @property
     def tokens(self) -> int:

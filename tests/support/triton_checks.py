@@ -429,6 +429,34 @@ def generating_engine(device: str) -> None:
             assert far <= 1e-4, (name, far)
 
 
+def shared_beginnings(device: str) -> None:
+    """Rows in any order and of any strides: tensors lie as the projections and flash attention leave them."""
+    from lockstep.kernels import cascade, triton_cascade
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for heads, size in ((14, 64), (2, 40), (1, 128)):
+            rows = torch.randperm(11)[:7].to(device)
+            out = drawn(heads, 11, size, device=device, dtype=dtype).transpose(0, 1)
+            more = drawn(7, heads, size, device=device, dtype=dtype)
+            # Far apart, too: then one part alone counts.
+            lse = drawn(heads, 11, device=device, dtype=torch.float32, scale=20.0)
+            other = drawn(heads, 7, device=device, dtype=torch.float32, scale=20.0)
+            made = []
+            for way in (triton_cascade, cascade):
+                total, sums = out.clone(), lse.clone()
+                way.merge_(total, sums, rows, more, other)
+                added = out.clone()
+                way.add_rows_(added, rows, more)
+                made.append((total, sums, added))
+            for found, wanted in zip(*made, strict=True):
+                agree(found, wanted)
+            left = [row for row in range(11) if row not in rows.tolist()]
+            assert torch.equal(made[0][0][left], out[left])
+            assert torch.equal(made[0][1][:, left], lse[:, left])
+            assert torch.equal(made[0][2][left], out[left])
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -444,5 +472,6 @@ CHECKS = {
         generating,
         generating_models,
         generating_engine,
+        shared_beginnings,
     )
 }

@@ -27,8 +27,7 @@ from lockstep.algorithms.supervised import nll
 from lockstep.algorithms.value import value_loss
 from lockstep.kernels.logprob import Head, Scores, token_scores
 from lockstep.recipe.online import Kl
-from lockstep.train.policy_loss import loss_of
-from lockstep.train.update import PolicyLoss
+from lockstep.train.policy_loss import PolicyLoss, loss_of
 from loss_settings import SETTINGS
 
 CASES, TOGETHER = 10_000, 250

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from commands import warm_python
 from lockstep.kernels.layout import make_layout
-from lockstep.kernels.logprob import Head, alike_token_scores, plain_token_scores, token_scores
+from lockstep.kernels.logprob import Head, alike, foreseen_token_scores, plain_token_scores, token_scores
 from lockstep.kernels.varlen import varlen_attention
 
 CPU = torch.device("cpu")
@@ -133,7 +133,7 @@ def test_gradients_taken_in_the_forward_pass_equal_plain_ones(positions, with_bi
     bias = torch.randn(300, requires_grad=True) if with_bias else None
     targets, inputs = torch.randint(300, (50,)), [t for t in (hidden, weight, bias) if t is not None]
     head = Head(weight, bias, softcap=softcap)
-    ours = alike_token_scores(hidden, head, targets, temperature=temperature, chunk_bytes=4 * 300 * positions)
+    ours = foreseen_token_scores(hidden, head, targets, alike, temperature=temperature, chunk_bytes=4 * 300 * positions)
     theirs = plain_token_scores(hidden, head, targets, temperature=temperature).logprobs_K
     torch.testing.assert_close(ours.logprobs_K, theirs, rtol=1e-6, atol=1e-5)
     for a, b in zip(
@@ -147,15 +147,53 @@ def test_gradients_taken_in_the_forward_pass_equal_plain_ones(positions, with_bi
         assert gradient.isnan().all()
 
 
+@pytest.mark.parametrize("positions", [1, 7, 1000])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_loss_is_foreseen_token_by_token(positions, softcap):
+    """Factors that depend on each log-probability, and on the entropies; the whole loss has one more factor."""
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    targets, given = torch.randint(300, (50,)), torch.randn(50)
+    head = Head(weight, softcap=softcap)
+
+    def loss(scores):
+        return -0.3 * (given * scores.logprobs_K.exp() - 0.1 * given.square() * scores.entropies_K).sum()
+
+    def foresee(logprobs, entropies, part):
+        assert len(logprobs) == len(entropies) == len(given[part])
+        return given[part] * logprobs.exp(), -0.1 * given[part].square()
+
+    chunk = 4 * 300 * positions
+    ours = foreseen_token_scores(hidden, head, targets, foresee, entropy=True, chunk_bytes=chunk)
+    theirs = plain_token_scores(hidden, head, targets)
+    torch.testing.assert_close(ours.entropies_K, theirs.entropies_K, rtol=1e-5, atol=1e-5)
+    for a, b in zip(
+        torch.autograd.grad(loss(ours), [hidden, weight], retain_graph=True),
+        torch.autograd.grad(loss(theirs), [hidden, weight]),
+        strict=True,
+    ):
+        assert (a - b).norm() <= 5e-6 * b.norm()
+    # Without the entropies it is another loss than was foreseen.
+    for gradient in torch.autograd.grad((given * ours.logprobs_K.exp()).sum(), [hidden, weight], retain_graph=True):
+        assert gradient.isnan().all()
+    # One token alone that differs by more than a rounding is seen too.
+    other = torch.ones(50)
+    other[(given * ours.logprobs_K.exp()).abs().argmax()] = 1.05
+    wrong = (other * given * ours.logprobs_K.exp() - 0.1 * given.square() * ours.entropies_K).sum()
+    assert torch.autograd.grad(wrong, hidden)[0].isnan().all()
+
+
 def test_gradients_taken_in_the_forward_pass_without_targets_or_a_frozen_head():
     hidden, weight = torch.randn(4, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
     none = torch.empty(0, dtype=torch.long)
     gradients = torch.autograd.grad(
-        alike_token_scores(hidden[:0], Head(weight), none).logprobs_K.sum(), [hidden, weight], allow_unused=True
+        foreseen_token_scores(hidden[:0], Head(weight), none, alike).logprobs_K.sum(),
+        [hidden, weight],
+        allow_unused=True,
     )
     assert all(gradient is None or not gradient.any() for gradient in gradients)
     targets, frozen = torch.randint(9, (4,)), Head(weight.detach())
-    (ours,) = torch.autograd.grad(alike_token_scores(hidden, frozen, targets).logprobs_K.sum(), [hidden])
+    (ours,) = torch.autograd.grad(foreseen_token_scores(hidden, frozen, targets, alike).logprobs_K.sum(), [hidden])
     (theirs,) = torch.autograd.grad(plain_token_scores(hidden, frozen, targets).logprobs_K.sum(), [hidden])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -281,8 +319,8 @@ def test_flash_varlen_equals_its_twin(window):
 @pytest.mark.skipif(not _cuda(), reason="no NVIDIA device")
 @pytest.mark.parametrize("entropy", [False, True])
 def test_the_head_on_the_device_equals_plain_logits(entropy):
-    """bf16, several chunks: log-probs, entropies and both gradients against fp32 logits; with one factor for all also
-    those taken in the forward pass."""
+    """bf16, several chunks: log-probs, entropies and both gradients against fp32 logits, and those taken in the forward
+    pass."""
     torch.manual_seed(0)
     hidden = torch.randn(300, 64, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(5000, 64, device="cuda") * 0.3).bfloat16().requires_grad_()
@@ -291,14 +329,15 @@ def test_the_head_on_the_device_equals_plain_logits(entropy):
     plain = plain_token_scores(wide[0], Head(wide[1]), targets)
     wanted = plain.logprobs_K.sum() + (plain.entropies_K.sum() if entropy else 0)
     known = torch.autograd.grad(wanted, wide)
-    for alike in (False, True):
-        if alike and entropy:
-            continue
-        ours = (
-            alike_token_scores(hidden, Head(weight), targets, chunk_bytes=2 * 5000 * 70)
-            if alike
-            else token_scores(hidden, Head(weight), targets, entropy=entropy, chunk_bytes=2 * 5000 * 70)
-        )
+
+    def ones(logprobs, entropies, part):
+        return torch.ones_like(logprobs), torch.ones_like(logprobs) if entropy else None
+
+    given = {"entropy": entropy, "chunk_bytes": 2 * 5000 * 70}
+    for ours in (
+        token_scores(hidden, Head(weight), targets, **given),
+        foreseen_token_scores(hidden, Head(weight), targets, ones, **given),
+    ):
         torch.testing.assert_close(ours.logprobs_K, plain.logprobs_K, rtol=2e-2, atol=3e-2)
         loss = ours.logprobs_K.sum() + (ours.entropies_K.sum() if entropy else 0)
         for a, b in zip(torch.autograd.grad(loss, [hidden, weight]), known, strict=True):

@@ -40,6 +40,8 @@ def test_a_decode_step_by_hand():
 def test_training_by_hand():
     # Lengths 3 and 1: 6 * 188 * 4 = 4512, and 6 * 2 layers * 2 heads * 2 = 48 times (9 + 1).
     assert training_flops(SMALL, [3, 1]) == 4512 + 480
+    # Without the weights' own gradients 4 * 188 * 4.
+    assert training_flops(SMALL, [3, 1], frozen=True) == 3008 + 480
     assert forward_flops(SMALL, [3, 1]) == (4512 + 480) / 3
     # 0.5B on 16 x 1,024 tokens: 6 * 493,961,216 * 16,384 and 6 * 24 * 14 * 64 * 16 * 1,024^2.
     assert training_flops(SHAPES["qwen2.5-0.5b"], [1024] * 16) == 48_558_363_377_664 + 2_164_663_517_184

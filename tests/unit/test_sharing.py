@@ -13,9 +13,11 @@ from small_models import SIZES, load, write_model
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
 
 from lockstep.data.batching import line_tokens, micro_batch, shared_beginnings
+from lockstep.kernels.cascade import cascade_attention
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.varlen import varlen_attention
 from lockstep.types import Example, MicroBatch, Origin, Probe, Ranking
+from plain_parts import PLAIN
 
 CPU = torch.device("cpu")
 MODELS = {
@@ -217,6 +219,51 @@ def test_attention_on_a_shared_line_equals_whole_sequences(sizes, window, heads)
         torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(theirs, inputs, upstream), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=5), min_size=1, max_size=4),
+    heads=st.sampled_from([1, 2, 4]),
+)
+def test_a_line_in_two_parts_equals_whole_sequences(sizes, heads) -> None:
+    """What the flash kernel does on a shared line, with its parts written out in plain torch."""
+    lengths, line_E, first_T = shared_line(sizes)
+    cascade = make_layout(lengths, CPU, "flash_varlen", line_E).cascade
+    assert (cascade is None) == all(len(group) == 2 for group in sizes)
+    if cascade is None:
+        return
+    torch.manual_seed(0)
+    inputs = [torch.randn(len(first_T), n, 8, dtype=torch.float64, requires_grad=True) for n in (4, heads, heads)]
+    ours = cascade_attention(*inputs, cascade, 0.3, PLAIN)
+    theirs = written_out(*inputs, lengths, line_E, first_T, 0.3, None)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    upstream = torch.randn_like(ours)
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(theirs, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_the_two_parts_of_a_line_written_out() -> None:
+    """A prompt of 3 with answers of 2, 4 and 1 tokens, a stranger of 5, and a prompt of 2 with answers of 1 and 3."""
+    lengths, line_E, _ = shared_line([[3, 2, 4, 1], [1, 4], [2, 1, 3]])
+    cascade = make_layout(lengths, CPU, "flash_varlen", line_E).cascade
+    assert cascade is not None
+    assert cascade.own.query_bounds.tolist() == cascade.own.key_bounds.tolist() == [0, 5, 9, 10, 15, 18, 21]
+    assert (cascade.own.longest_query, cascade.own.longest_key) == (5, 5)
+    # The second and the third answer are one sequence of queries on their prompt.
+    assert cascade.shared.query_bounds.tolist() == [0, 5, 8]
+    assert cascade.shared.key_bounds.tolist() == [0, 3, 5]
+    assert (cascade.shared.longest_query, cascade.shared.longest_key) == (5, 3)
+    assert cascade.rows_R.tolist() == [5, 6, 7, 8, 9, 18, 19, 20]
+    assert cascade.keys_S.tolist() == [0, 1, 2, 15, 16]
+
+
+def test_a_beginning_that_is_shared_in_part_is_no_cascade() -> None:
+    """Two that share 2 and 1 tokens of the first: their keys would be named twice, so sequences are made whole."""
+    assert make_layout([4, 3, 3], CPU, "flash_varlen", torch.tensor([0, 1, 2, 3, 0, 1, 4, 0, 5, 6])).cascade is None
+    assert make_layout([4, 3], CPU, "flash_varlen").cascade is None
 
 
 @pytest.mark.cuda

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lockstep.kernels.layout import Layout
+from lockstep.kernels.cascade import PartKernel, cascade_attention
+from lockstep.kernels.layout import Cascade, Layout, LinePart
 
 # What torch's kernel takes.
 LARGEST_HEAD = 256
@@ -31,6 +32,43 @@ def flash_varlen(
     return torch.ops.aten._flash_attention_forward(
         query_THD, key_TGD, value_TGD, *_sequences(layout), False, scale=scale, **_window(window)
     )[0]
+
+
+def flash_shared(
+    query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, cascade: Cascade, scale: float
+) -> torch.Tensor:
+    """On a line whose sequences share beginnings."""
+    return cascade_attention(query_THD, key_TGD, value_TGD, cascade, scale, PartKernel(_part, _part_backward))
+
+
+def _part(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: LinePart, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    out, lse_HT, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+        query, key, value, *_bounds(part), 0.0, causal, False, scale=scale
+    )
+    return out, lse_HT, (rng_state, unused)
+
+
+def _part_backward(
+    upstream: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse_HT: torch.Tensor,
+    kept: tuple[torch.Tensor, ...],
+    part: LinePart,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.ops.aten._flash_attention_backward(
+        upstream, query, key, value, out, lse_HT, *_bounds(part), 0.0, causal, *kept, scale=scale
+    )
+
+
+def _bounds(part: LinePart) -> tuple[Any, ...]:
+    return part.query_bounds, part.key_bounds, part.longest_query, part.longest_key
 
 
 def flash_with_sinks(

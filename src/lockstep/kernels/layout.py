@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
 from lockstep.device.transfer import sent
@@ -69,6 +70,11 @@ class Layout:
         return Sharing(sent(line, device), sent(_first_of(line), device))
 
     @cached_property
+    def cascade(self) -> Cascade | None:
+        """Attention on the line in two parts; None where nothing is shared, or where a token is shared twice over."""
+        return None if self.line_E is None else _cascade(self.line_E.numpy(), self.ends, self.bounds.device)
+
+    @cached_property
     def _regrouped(self) -> _Regrouped:
         starts = (0, *self.ends[:-1])
         lengths = [end - start for start, end in zip(starts, self.ends, strict=True)]
@@ -101,6 +107,71 @@ class Sharing:
     """The position on the line of each token of the whole sequences."""
     first_T: torch.Tensor
     """The first of the whole sequences' tokens that a position of the line stands for."""
+
+
+@dataclass(frozen=True)
+class LinePart:
+    """Queries that see keys, sequence by sequence: where each begins, the end of the last, and the longest."""
+
+    query_bounds: torch.Tensor
+    key_bounds: torch.Tensor
+    longest_query: int
+    longest_key: int
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """A line whose sequences share beginnings, as two attentions without a copy of a sequence.
+
+    `own`: each sequence causally on what stands on the line for itself alone (of the first one, the beginning too).
+    `shared`: the R tokens that follow a beginning of another sequence, at `rows_R`, on that beginning, whose keys, one
+    beginning after another, are at `keys_S`. No key is named twice.
+    """
+
+    own: LinePart
+    shared: LinePart
+    rows_R: torch.Tensor
+    keys_S: torch.Tensor
+
+
+def _cascade(line_E: np.ndarray, ends: Sequence[int], device: torch.device) -> Cascade | None:
+    own, query_ends, key_ends = [0], [0], [0]
+    rows: list[np.ndarray] = []
+    keys: list[np.ndarray] = []
+    last: tuple[int, int] | None = None
+    for start, end in pairwise((0, *ends)):
+        places = line_E[start:end]
+        # What stands on the line already is behind what is written so far.
+        share = int(np.searchsorted(places, own[-1]))
+        length = end - start - share
+        if share:
+            # Neighbours that follow the same beginning are one sequence of queries.
+            if last == (places[0], share):
+                query_ends[-1] += length
+            else:
+                query_ends.append(query_ends[-1] + length)
+                key_ends.append(key_ends[-1] + share)
+                keys.append(places[:share])
+            rows.append(places[share:])
+            last = (int(places[0]), share)
+        own.append(own[-1] + length)
+    every = np.concatenate(keys) if keys else np.empty(0, dtype=line_E.dtype)
+    if not keys or len(np.unique(every)) < len(every):
+        return None
+
+    def bounds(numbers: Sequence[int]) -> torch.Tensor:
+        return sent(torch.tensor(numbers, dtype=torch.int32), device)
+
+    def longest(numbers: Sequence[int]) -> int:
+        return max(end - start for start, end in pairwise(numbers))
+
+    lines = bounds(own)
+    return Cascade(
+        LinePart(lines, lines, longest(own), longest(own)),
+        LinePart(bounds(query_ends), bounds(key_ends), longest(query_ends), longest(key_ends)),
+        sent(torch.from_numpy(np.concatenate(rows)), device),
+        sent(torch.from_numpy(every), device),
+    )
 
 
 def make_layout(

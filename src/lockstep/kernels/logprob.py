@@ -6,6 +6,7 @@ Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,13 +16,13 @@ import torch
 from lockstep.kernels.truncate import LEFT_OUT, Truncation, left_out_below, truncate_
 
 # Memory of one chunk of logits. With a vocabulary of 151,936 the twin works on fp32 copies of it (440 positions, about
-# 1 GiB at its peak), the fused kernels in place (4,900 positions in bf16). Beside a chunk stand the fp32 sums of the
-# weight's gradient: 0.5 GiB for a hidden size of 896, 2 GiB with the chunk. Fewer chunks are faster: each of them
-# reads and writes these sums once, and one chunk is not computed twice.
+# 1 GiB at its peak), the fused kernels in place (3,500 positions in bf16). Beside a chunk stand the fp32 sums of the
+# weight's gradient, which every chunk reads and writes once: 0.5 GiB for a hidden size of 896. One size whether
+# gradients are taken or not: the same products then give a token the same log-probability in every pass.
 CHUNK_BYTES = 256 * 2**20
-FUSED_CHUNK_BYTES = 1400 * 2**20
-# Gradients taken in the forward pass compute nothing twice, so their chunks need not be as large.
-ALIKE_CHUNK_BYTES = 2**30
+FUSED_CHUNK_BYTES = 2**30
+# How far a gradient may be from the foreseen one, as a share of the largest: both are computed alike, up to rounding.
+FORESEEN_WITHIN = 1e-4
 
 
 class Head(NamedTuple):
@@ -49,6 +50,16 @@ class Scores(NamedTuple):
     divergences_K: torch.Tensor | None = None
 
 
+Foresight = Callable[[torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, torch.Tensor | None]]
+"""From the log-probabilities and entropies of a part of the positions to the gradients of the loss by them, up to one
+factor for all positions. Only a loss whose parts do not depend on each other can be foreseen."""
+
+
+def alike(logprobs_R: torch.Tensor, entropies_R: torch.Tensor | None, part: slice) -> tuple[torch.Tensor, None]:
+    """The foresight of a loss that all log-probabilities enter with the same factor, as in supervised training."""
+    return torch.ones_like(logprobs_R), None
+
+
 def token_scores(
     hidden_KH: torch.Tensor,
     head: Head,
@@ -57,20 +68,22 @@ def token_scores(
     temperature: float = 1.0,
     truncation: Truncation | None = None,
     entropy: bool = False,
-    alike: bool = False,
+    foresee: Foresight | None = None,
     chunk_bytes: int | None = None,
 ) -> Scores:
     """log softmax(logits / temperature)[target] in fp32, with entropies where asked; both can be differentiated.
 
     Positions are taken in chunks, forward and backward. With a truncation the distribution is what it leaves (the
-    chosen token always stays). `alike` says that the loss is a multiple of the sum of the log-probabilities: on devices
-    with fused kernels the gradient is then taken while the logits are there (see `alike_token_scores`).
+    chosen token always stays). With `foresee` the gradient is taken while the logits are there, on devices with fused
+    kernels (see `foreseen_token_scores`).
     """
     fused = _fused(hidden_KH) is not None
     wanted = torch.is_grad_enabled() and (hidden_KH.requires_grad or head.weight_VH.requires_grad)
     # fp16 needs the loss scale before its small numbers are rounded.
-    if alike and fused and wanted and not entropy and hidden_KH.dtype != torch.float16:
-        return alike_token_scores(hidden_KH, head, targets_K, temperature=temperature, truncation=truncation)
+    if foresee is not None and fused and wanted and hidden_KH.dtype != torch.float16:
+        return foreseen_token_scores(
+            hidden_KH, head, targets_K, foresee, temperature=temperature, truncation=truncation, entropy=entropy
+        )
     logit_bytes = hidden_KH.element_size() if fused else 4
     room = chunk_bytes or (FUSED_CHUNK_BYTES if fused else CHUNK_BYTES)
     positions = _positions(len(targets_K), room // (logit_bytes * head.weight_VH.shape[0]))
@@ -87,25 +100,35 @@ def token_scores(
     return Scores(logprobs, entropies)
 
 
-def alike_token_scores(
+def foreseen_token_scores(
     hidden_KH: torch.Tensor,
     head: Head,
     targets_K: torch.Tensor,
+    foresee: Foresight,
     *,
     temperature: float = 1.0,
     truncation: Truncation | None = None,
-    chunk_bytes: int = ALIKE_CHUNK_BYTES,
+    entropy: bool = False,
+    chunk_bytes: int = FUSED_CHUNK_BYTES,
 ) -> Scores:
-    """`token_scores` for a loss that all log-probabilities enter with the same factor, as in supervised training.
+    """`token_scores` for a loss whose gradients can be told before the whole loss is there.
 
-    The gradient of their sum is computed in the forward pass, so no logits are kept or computed twice; the backward
-    pass multiplies it by the factor. Where the factors differ after all, the gradients are NaN.
+    They are taken in the forward pass, so no logits are kept or computed twice; the backward pass multiplies them by
+    the factor that they are off by. Where it finds other gradients than were foreseen, all are NaN.
     """
     positions = _positions(len(targets_K), chunk_bytes // (hidden_KH.element_size() * head.weight_VH.shape[0]))
-    logprobs: torch.Tensor = _AlikeLogprobs.apply(
-        hidden_KH, head.weight_VH, head.bias_V, targets_K, *_folded(head, temperature), positions, truncation
+    logprobs, entropies = _ForeseenLogprobs.apply(
+        hidden_KH,
+        head.weight_VH,
+        head.bias_V,
+        targets_K,
+        *_folded(head, temperature),
+        positions,
+        truncation,
+        entropy,
+        foresee,
     )
-    return Scores(logprobs, None)
+    return Scores(logprobs, entropies)
 
 
 def _positions(count: int, most: int) -> int:
@@ -275,7 +298,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
 
 
-class _AlikeLogprobs(torch.autograd.Function):
+class _ForeseenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -287,45 +310,65 @@ class _AlikeLogprobs(torch.autograd.Function):
         softcap: float | None,
         positions: int,
         truncation: Truncation | None,
-    ) -> torch.Tensor:
+        entropy: bool,
+        foresee: Foresight,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty_like(logprobs) if entropy else None
+        # One row for log-probabilities, one for entropies.
+        foreseen = torch.zeros(2, len(targets), dtype=torch.float32, device=hidden.device)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         sums = _WeightSums(weight, len(targets) <= positions) if want_weight else None
         grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if want_bias else None
         score, differentiate = _rows(hidden)
-        ones = torch.ones_like(logprobs)
         for start in range(0, len(targets), positions):
             part = slice(start, start + positions)
             logits = _logits(hidden[part], weight, bias, targets[part], temperature, softcap, truncation)
-            normalisers, logprobs[part], _ = score(logits, targets[part], temperature, False, softcap)
-            grad_logits = differentiate(
-                logits, targets[part], normalisers, ones[part], temperature, None, None, softcap
-            )
+            normalisers, logprobs[part], spread = score(logits, targets[part], temperature, entropy, softcap)
+            upstream, entropy_upstream = foresee(logprobs[part], spread, part)
+            foreseen[0, part] = upstream
+            if entropies is not None:
+                entropies[part] = spread
+            if entropy_upstream is not None:
+                foreseen[1, part] = entropy_upstream
+            extra = (None, None) if entropy_upstream is None else (spread, entropy_upstream)
+            grad_logits = differentiate(logits, targets[part], normalisers, upstream, temperature, *extra, softcap)
             states = None if grad_hidden is None else grad_hidden[part]
             _add_gradients(grad_logits, hidden[part], weight, states, sums, grad_bias)
             del logits, grad_logits  # before the next chunk takes its memory
-        ctx.save_for_backward(grad_hidden, None if sums is None else sums.sums, grad_bias)
+        ctx.save_for_backward(foreseen, grad_hidden, None if sums is None else sums.sums, grad_bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.shape = weight.shape
-        return logprobs
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (upstream,) = grads
-        grad_hidden, sums, grad_bias = ctx.saved_tensors
-        factor = upstream.new_zeros(()) if not len(upstream) else upstream[0]
-        factor = torch.where((upstream == factor).all(), factor, torch.nan)
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        foreseen, grad_hidden, sums, grad_bias = ctx.saved_tensors
+        found = torch.stack([torch.zeros_like(foreseen[0]) if grad is None else grad for grad in grads])
+        factor = _factor(foreseen.flatten(), found.flatten())
         weight, bias = ctx.dtypes
         if sums is None and ctx.needs_input_grad[1]:  # no target at all
-            sums = upstream.new_zeros(ctx.shape)
+            sums = foreseen.new_zeros(ctx.shape)
         return (
             None if grad_hidden is None else (grad_hidden * factor).to(grad_hidden.dtype),
             # Into the weight's dtype in one pass, without another fp32 tensor.
             None if sums is None else torch.mul(sums, factor, out=torch.empty_like(sums, dtype=weight)),
             None if grad_bias is None else (grad_bias * factor).to(bias),
-            *[None] * 5,
+            *[None] * 7,
         )
+
+
+def _factor(foreseen: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """What the found gradients are of the foreseen ones; NaN where that is not one number. Nobody waits for it."""
+    if not len(foreseen):
+        return foreseen.new_zeros(())
+    largest = foreseen.abs().argmax(0, keepdim=True)
+    top = foreseen.gather(0, largest)
+    factor = torch.where(top == 0, 0.0, found.gather(0, largest) / top)
+    near = (found - factor * foreseen).abs() <= FORESEEN_WITHIN * (factor * top).abs()
+    return torch.where(near.all(), factor, torch.nan)[0]
 
 
 def _add_gradients(

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.kernels.explicit import causal_attention
-from lockstep.kernels.flash import flash_fits, flash_varlen, flash_with_sinks
+from lockstep.kernels.flash import flash_fits, flash_shared, flash_varlen, flash_with_sinks
 from lockstep.kernels.layout import Bucket, Layout, Sharing
 from lockstep.kernels.npu_attention import fusion_attention, fusion_fits
 
@@ -36,6 +36,10 @@ def varlen_attention(
     run = _fused(query_THD, value_TGD, layout, dropout, softcap, sinks_H)
     if run is None:
         return _buckets(query_THD, key_TGD, value_TGD, layout, scale, window, dropout, softcap, sinks_H)
+    unbounded = window is None or layout.longest <= window
+    shared = _shared(layout) if unbounded and sinks_H is None else None
+    if shared is not None:
+        return shared(query_THD, key_TGD, value_TGD, layout.cascade, scale)
     sharing = layout.sharing
     whole = (_to_whole(rows, sharing) for rows in (query_THD, key_TGD, value_TGD))
     out = run(*whole, layout, scale, window, *(() if sinks_H is None else (sinks_H,)))
@@ -91,12 +95,14 @@ class Fused(NamedTuple):
     fits: Callable[[torch.Tensor, Layout, float], bool]
     with_sinks: Callable[..., torch.Tensor] | None = None
     """The kernel with sinks as one more argument. None of these kernels caps scores."""
+    shared: Callable[..., torch.Tensor] | None = None
+    """The kernel for a line with shared beginnings (a `Cascade`); None where every sequence is made whole for it."""
 
 
 # A device says in its `attention` which of these it uses.
 KERNELS: dict[str, Fused | None] = {
     "sdpa": None,
-    "flash_varlen": Fused(flash_varlen, flash_fits, flash_with_sinks),
+    "flash_varlen": Fused(flash_varlen, flash_fits, flash_with_sinks, flash_shared),
     "npu_fusion": Fused(fusion_attention, fusion_fits),
 }
 
@@ -120,6 +126,15 @@ def _fused(
         return fused.run
     # Of lines of single tokens, flash attention gives the normalisers in another order.
     return fused.with_sinks if layout.longest > 1 else None
+
+
+def _shared(layout: Layout) -> Callable[..., torch.Tensor] | None:
+    """The device's kernel for shared beginnings, where there are some that it can take."""
+    fused = KERNELS[layout.kernel]
+    if fused is None or fused.shared is None or layout.cascade is None:
+        return None
+    # As above: the parts are put together by their normalisers.
+    return fused.shared if layout.cascade.shared.longest_query > 1 else None
 
 
 def _window_mask(width: int, window: int, device: torch.device) -> torch.Tensor:

@@ -26,6 +26,11 @@ class Decoder:
         _refuse_other_layers(model, self.attentions)
         self.moving = own_positions(model)
 
+    @property
+    def alike_up_to(self) -> int | None:
+        """Up to how many tokens a sequence's positions are the same whatever its length; None: always."""
+        return min((rope.fixed for rope in self.moving if rope.fixed is not None), default=None)
+
     def cached_shape(self) -> tuple[int, int, int]:
         """Layers, heads and size of a head of a cache of keys and values; refused where one shape does not fit all."""
         layers: list[Any] = [module.layer_idx for module in self.attentions]

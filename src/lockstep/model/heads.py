@@ -38,6 +38,10 @@ class ValueModel(nn.Module):
         """The module whose trained weights a checkpoint holds."""
         return self
 
+    @property
+    def alike_up_to(self) -> int | None:
+        return self._run.alike_up_to
+
     def layers(self) -> list[nn.Module]:
         return decoder_layers(self.decoder)
 

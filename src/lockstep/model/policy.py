@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lockstep.kernels.attention import ATTENTION
 from lockstep.kernels.divergence import TeacherDivergence, Whole, compared_scores
-from lockstep.kernels.logprob import Scores, token_scores
+from lockstep.kernels.logprob import Scores, alike, token_scores
 from lockstep.kernels.truncate import Truncation
 from lockstep.model.decoder import Decoder, decoder_layers, own_attention
 from lockstep.model.output_head import output_head
@@ -52,6 +52,11 @@ class Policy(nn.Module):
         return get_base() if get_base is not None else self.model
 
     @property
+    def alike_up_to(self) -> int | None:
+        """Up to how many tokens a beginning is the same whatever follows it; None: always."""
+        return self.decoder.alike_up_to
+
+    @property
     def stored(self) -> nn.Module:
         """The module whose trained weights a checkpoint holds."""
         return self.model
@@ -84,10 +89,10 @@ class Policy(nn.Module):
                 batch.targets_K,
                 temperature=self.scoring.temperature,
                 truncation=self.scoring.truncation,
-                entropy=self.scoring.entropy,
-                # A loss is taken of a policy that trains; a probe, which weighs targets differently, goes through one
-                # that does not.
-                alike=self.scoring.alike and self.training,
+                # A loss is taken of a policy that trains, and an entropy is read with it; a probe, which weighs targets
+                # differently, goes through one that does not.
+                entropy=self.scoring.entropy and self.training,
+                foresee=(alike if self.scoring.alike else batch.foresee) if self.training else None,
             )
         # Keeps every parameter in the graph where a device's share of an update is empty: the sharded backward
         # is a collective that all devices must enter.

@@ -29,6 +29,8 @@ class LossRow:
     """Arguments of the function, and the keys of `algorithm` that they are."""
     ratio: bool = True
     """Whether it weighs what the policy did before the update: without, a step can have one update only."""
+    tokenwise: bool = False
+    """Whether the loss at a token depends on no other token of the update."""
     held: Mapping[str, str] | None = None
     """Where some tokens are held back: arguments of the function that chooses them, as `keys`. Old log-probs are needed
     before the update."""
@@ -59,14 +61,14 @@ ESTIMATORS: dict[str, EstimatorRow] = {
     "gpg": EstimatorRow(groups=True),
 }
 LOSSES: dict[str, LossRow] = {
-    "clip": LossRow({**_BOUNDS, "dual": "dual_clip"}),
+    "clip": LossRow({**_BOUNDS, "dual": "dual_clip"}, tokenwise=True),
     "gspo": LossRow(_BOUNDS),
-    "cispo": LossRow(_BOUNDS),
-    "sapo": LossRow({"positive": "sapo_positive", "negative": "sapo_negative"}),
+    "cispo": LossRow(_BOUNDS, tokenwise=True),
+    "sapo": LossRow({"positive": "sapo_positive", "negative": "sapo_negative"}, tokenwise=True),
     "geo_mean": LossRow(_BOUNDS),
-    "clip_cov": LossRow(_BOUNDS, held={"share": "cov_share", "low": "cov_low", "high": "cov_high"}),
-    "kl_cov": LossRow({"weight": "cov_kl"}, held={"share": "cov_share"}),
-    "policy_gradient": LossRow(ratio=False),
+    "clip_cov": LossRow(_BOUNDS, tokenwise=True, held={"share": "cov_share", "low": "cov_low", "high": "cov_high"}),
+    "kl_cov": LossRow({"weight": "cov_kl"}, tokenwise=True, held={"share": "cov_share"}),
+    "policy_gradient": LossRow(ratio=False, tokenwise=True),
 }
 ENGINES: dict[str, EngineRow] = {
     "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True),

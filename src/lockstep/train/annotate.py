@@ -39,7 +39,7 @@ class Annotated:
 
 
 def plan_updates(experience: Experience, models: Models, batch: Batch) -> list[UpdatePlan]:
-    """The step cut into optimizer steps by prompts, each packed by itself.
+    """The step cut into optimizer steps by prompts, each packed by itself, a prompt once before its responses.
 
     Old and new log-probs come from the same micro-batches, so that their ratio is exactly 1 before an update.
     """
@@ -47,9 +47,9 @@ def plan_updates(experience: Experience, models: Models, batch: Batch) -> list[U
     plans = []
     for first in range(0, batch.prompts, each):
         responses = experience.of_prompts(first, first + each)
-        examples = experience.examples[responses]
-        if examples:
-            batches = models.arrange(examples).batches
+        groups = experience.groups(responses)
+        if groups:
+            batches = models.arrange_groups(groups)
             plans.append(UpdatePlan(responses, experience.tokens_of(responses), batches))
     return plans
 

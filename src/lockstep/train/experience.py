@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.types import Example, Failure, Rollout, Score
+
+_NONE = np.empty(0, dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,17 @@ class Experience:
         inside = [i for i, index in enumerate(indices) if first <= index < last]
         return slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
 
+    def groups(self, responses: slice) -> list[list[Example]]:
+        """A run of responses, those to one prompt together."""
+        groups: list[list[Example]] = []
+        before: int | None = None
+        for rollout, example in zip(self.rollouts[responses], self.examples[responses], strict=True):
+            if rollout.prompt_index != before:
+                groups.append([])
+            groups[-1].append(example)
+            before = rollout.prompt_index
+        return groups
+
     def tokens_of(self, responses: slice) -> slice:
         """Tokens of a run of responses."""
         lengths = [rollout.written for rollout in self.rollouts]
@@ -67,7 +81,7 @@ def experience_of(rollouts: Sequence[Rollout], baselines: dict[int, float] | Non
         examples=[_example(rollout) for rollout in scored],
         sequence_K=torch.repeat_interleave(torch.arange(len(scored)), lengths),
         group_S=torch.tensor([rollout.prompt_index for rollout in scored], dtype=torch.long),
-        engine_K=torch.tensor([score for rollout in scored for score in _written(rollout)], dtype=torch.float32),
+        engine_K=torch.from_numpy(np.concatenate([_written(rollout) for rollout in scored] or [_NONE])),
         scores_S=torch.tensor([r.score.total for r in scored if isinstance(r.score, Score)], dtype=torch.float32),
         earned_K=_earned(scored, int(lengths.sum())),
         baseline_S=None if baselines is None else torch.tensor([baselines[rollout.prompt_index] for rollout in scored]),
@@ -98,9 +112,10 @@ def _earned(rollouts: Sequence[Rollout], tokens: int) -> torch.Tensor:
     return earned_K
 
 
-def _written(rollout: Rollout) -> list[float]:
+def _written(rollout: Rollout) -> np.ndarray:
     """The engine's log-probabilities of the policy's own tokens."""
-    return [score for score, trained in zip(rollout.logprobs, rollout.trained, strict=True) if trained]
+    logprobs = np.asarray(rollout.logprobs, dtype=np.float32)
+    return logprobs[np.asarray(rollout.trained, dtype=bool)]
 
 
 def _example(rollout: Rollout) -> Example:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.data.batching import to_device
+from lockstep.data.groups import arrange_groups
 from lockstep.data.updates import Update, arrange
 from lockstep.device.transfer import fetched
 from lockstep.kernels.divergence import Likeliest
@@ -22,7 +23,7 @@ from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.train.logprob_cache import LogprobCache
 from lockstep.train.step import Learner
-from lockstep.types import Item, MicroBatch
+from lockstep.types import Example, Item, MicroBatch
 
 T = TypeVar("T", bound=Item)
 
@@ -42,6 +43,12 @@ class Packing:
 
     def __call__(self, items: Sequence[T]) -> Update[T]:
         return arrange(items, self.world, tokens=self.tokens, rows=self.rows, pad_id=self.pad_id)
+
+    def groups(self, groups: Sequence[Sequence[Example]], alike_up_to: int | None) -> list[MicroBatch]:
+        """The examples of each group begin with one prompt, which a packed line has once."""
+        if self.tokens is None or all(len(group) == 1 for group in groups):
+            return self([example for group in groups for example in group]).batches
+        return arrange_groups(groups, self.world, tokens=self.tokens, pad_id=self.pad_id, alike_up_to=alike_up_to)
 
 
 class Asked(Protocol):
@@ -88,6 +95,12 @@ class Models:
 
     def arrange(self, items: Sequence[T]) -> Update[T]:
         return self.packing(items)
+
+    def arrange_groups(self, groups: Sequence[Sequence[Example]]) -> list[MicroBatch]:
+        """This rank's micro-batches of the responses to some prompts, for all models of the run."""
+        modules = [self.module, self.reference, *(learner.module for learner in self.learners)]
+        limits = [getattr(module, "alike_up_to", None) for module in modules]
+        return self.packing.groups(groups, min((limit for limit in limits if limit is not None), default=None))
 
     def logprobs(self, asked: Asked) -> torch.Tensor:
         """The policy's log-probs, as it is now."""

@@ -1,8 +1,9 @@
-"""The policy loss that a recipe names, with the keys it reads, and the tokens that some losses hold back."""
+"""The loss of the policy's updates: that which a recipe names, with divergence and entropy, on a micro-batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 
 from lockstep.algorithms import own
 from lockstep.algorithms.covariance import HELD
+from lockstep.algorithms.kl import divergence
 from lockstep.algorithms.policy import PolicyTokens
+from lockstep.device.transfer import sent
+from lockstep.kernels.logprob import Foresight, Scores
 from lockstep.recipe.online import Algorithm
 from lockstep.recipe.rows import loss_row
 from lockstep.train.advantages import Learned
-from lockstep.types import Sums
+from lockstep.types import MicroBatch, Sums
 
 
 def loss_of(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
@@ -36,3 +40,111 @@ def held_tokens(algorithm: Algorithm, learned: Learned, tokens: slice, seed: tup
     vectors = old_K[tokens], advantages.advantages_K[tokens], advantages.keep_K[tokens]
     draw = torch.Generator().manual_seed(int.from_bytes(sha256(repr(seed).encode()).digest()[:7], "big"))
     return HELD[algorithm.loss](*vectors, **_keys(algorithm, held), generator=draw)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The loss of a micro-batch, which finds its tokens in the vectors of the update."""
+
+    algorithm: Algorithm
+    policy_loss: Callable[[PolicyTokens], Sums]
+    device: torch.device
+    kl_coefficient: float
+    sequence_K: torch.Tensor
+    advantages_K: torch.Tensor
+    average_K: torch.Tensor
+    importance_K: torch.Tensor
+    engine_K: torch.Tensor
+    old_K: torch.Tensor | None
+    reference_K: torch.Tensor | None
+    held_K: torch.Tensor | None
+
+    def __call__(self, scores: Scores, batch: MicroBatch) -> Sums:
+        tokens, logprobs = self._tokens(batch.index_K), scores.logprobs_K
+        sums = self._sums(logprobs, scores.entropies_K, tokens)
+        # The first update of a step compares what the engine said with what the trainer says of the same weights: over
+        # all tokens, since those that disagree most are left out of everything else.
+        old = logprobs.detach() if tokens.old_K is None else tokens.old_K
+        difference = (old.exp() - sent(self.engine_K[batch.index_K], self.device).exp()).abs()
+        sums.metrics |= {"probs_diff": difference.sum(), "probs_diff_squared": difference.square().sum()}
+        largest = difference.max() if len(difference) else difference.new_zeros(())
+        return Sums(sums.loss, sums.metrics, {"probs_diff": largest})
+
+    def foresight(self, batch: MicroBatch) -> Foresight | None:
+        """The loss's gradients by log-probabilities and entropies, token by token; None where tokens depend on others.
+
+        Up to the factor that the update puts before the sum.
+        """
+        if not loss_row(self.algorithm.loss).tokenwise:
+            return None
+        whole: list[_Tokens] = []
+
+        def foresee(
+            logprobs_R: torch.Tensor, entropies_R: torch.Tensor | None, part: slice
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            if not whole:
+                whole.append(self._tokens(batch.index_K))
+            with torch.enable_grad():
+                own = logprobs_R.detach().requires_grad_()
+                spread = None if entropies_R is None else entropies_R.detach().requires_grad_()
+                loss = self._sums(own, spread, whole[0].part(part)).loss
+                inputs = [own] if spread is None or not self.algorithm.entropy else [own, spread]
+                found = torch.autograd.grad(loss, inputs)
+            return found[0], found[1] if len(found) > 1 else None
+
+        return foresee
+
+    def _tokens(self, index_K: torch.Tensor) -> _Tokens:
+        def take(vector: torch.Tensor | None) -> torch.Tensor | None:
+            return None if vector is None else sent(vector[index_K], self.device)
+
+        local_K = torch.unique_consecutive(self.sequence_K[index_K], return_inverse=True)[1]
+        vectors = (self.advantages_K, self.average_K, self.importance_K, self.old_K, self.reference_K, self.held_K)
+        return _Tokens(sent(local_K, self.device), *map(take, vectors))  # type: ignore[arg-type]
+
+    def _sums(self, logprobs: torch.Tensor, entropies: torch.Tensor | None, tokens: _Tokens) -> Sums:
+        average = tokens.average_K
+        old = logprobs.detach() if tokens.old_K is None else tokens.old_K
+        weights = average * tokens.importance_K
+        seen = PolicyTokens(logprobs, old, tokens.advantages_K, weights, tokens.local_K, tokens.held_K)
+        sums = self.policy_loss(seen)
+        loss, metrics = sums.loss, {**sums.metrics, "pg_loss": sums.loss}
+        if tokens.old_K is None:
+            del metrics["ppo_kl"]  # 0 by definition
+        if self.algorithm.kl.where == "loss" and tokens.reference_K is not None:
+            kl, kl_metrics = self._divergence(logprobs, tokens.reference_K, average)
+            loss, metrics = loss + self.kl_coefficient * kl, metrics | kl_metrics
+        if entropies is not None:
+            entropies = torch.where(average > 0, entropies, 0.0)
+            if self.algorithm.entropy:
+                loss = loss - self.algorithm.entropy * (average * entropies).sum()
+            metrics["entropy"] = entropies.sum()
+        return Sums(loss, metrics)
+
+    def _divergence(
+        self, logprobs: torch.Tensor, reference: torch.Tensor, average: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """From the reference: as averaged in the loss, and in the metrics also per token whatever the aggregation."""
+        # Zero times the infinity of a token that is left out would be NaN, in the sum or in its gradient.
+        kept = average > 0
+        own_K, reference_K = torch.where(kept, logprobs, 0.0), torch.where(kept, reference, 0.0)
+        kl_K = divergence(self.algorithm.kl.estimator, own_K, reference_K)
+        kl = (average * kl_K).sum()
+        return kl, {"kl_loss": kl, "kl": kl_K.sum()}
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What the loss reads of the tokens of a micro-batch, on the device."""
+
+    local_K: torch.Tensor
+    """Which of its sequences, 0, 1, ..., a token belongs to."""
+    advantages_K: torch.Tensor
+    average_K: torch.Tensor
+    importance_K: torch.Tensor
+    old_K: torch.Tensor | None
+    reference_K: torch.Tensor | None
+    held_K: torch.Tensor | None
+
+    def part(self, part: slice) -> _Tokens:
+        return _Tokens(*(None if vector is None else vector[part] for vector in vars(self).values()))  # type: ignore[arg-type]
