@@ -140,7 +140,7 @@ def _weights(
         return
     prefix = f"{learner}/0/weights/"
     sizes = {
-        name: max(way, SEEN * float(one.tensors[prefix + name][0]))
+        name: max(way, SEEN * float(one.tensors[prefix + name][0])) * (1 + _noise(one, other, learner, name))
         for name, way in moved.items()
         if prefix + name in one.tensors
     }
@@ -149,6 +149,16 @@ def _weights(
         yield Check("weights", one.step, f"{learner}: {found.name}", found.error, tolerance.update, found.where)
     if tolerance.systematic is not None:
         yield from _movements(one, other, learner, sizes, tolerance.systematic.movement)
+
+
+def _noise(one: StepRecord, other: StepRecord, learner: str, name: str) -> float:
+    """The share of a parameter's gradient that is rounding, at most 1. The gradient's own check judges it.
+
+    AdamW moves a weight by the sign of its gradient more than by its size: where gradients nearly cancel, as those of
+    keys' biases do, two clean updates may go opposite ways.
+    """
+    sides = [record.tensors.get(f"{learner}/0/gradient/{name}") for record in (one, other)]
+    return 0.0 if sides[0] is None or sides[1] is None else min(1.0, relative(sides[0], sides[1]))
 
 
 def _movements(
