@@ -140,14 +140,14 @@ def give(key: str, function: Callable[..., Any]) -> str:
 
 def load(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
     """The function `name` of the file, callable with `call` by name. Modules beside the file can be imported by it."""
-    function = function_of(_run(path), name, call, path)
+    function = function_of(run_file(path), name, call, path)
     refuse_signature(function, name, call, by_name=True)
     return function
 
 
 def load_by_position(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
     """As `load`, callable with `call` by position."""
-    function = function_of(_run(path), name, call, path)
+    function = function_of(run_file(path), name, call, path)
     refuse_signature(function, name, call, by_name=False)
     return function
 
@@ -179,7 +179,8 @@ def refuse_signature(function: Callable[..., Any], name: str, call: Sequence[str
         raise Unloadable(f"{name} cannot be called with {words}: {error}", f"write: def {name}({words})") from None
 
 
-def _run(path: Path) -> ModuleType:
+def run_file(path: Path) -> ModuleType:
+    """The module of a file, which is run once; modules beside it can be imported by it."""
     known = path.resolve(), path.stat().st_mtime_ns
     if known in _modules:
         return _modules[known]

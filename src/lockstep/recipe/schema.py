@@ -58,6 +58,13 @@ class RunSettings(Section):
         description="Switch the device's deterministic kernels on.",
         effect=Effect("matters", "kernels without a fixed order add noise from run to run"),
     )
+    plugins: list[str] = Field(
+        default_factory=list,
+        description="Your own modules that add estimators, losses, methods, engines or trackers: names of installed "
+        "modules, or `path/to/file.py`. Imported before the recipe is checked.",
+        effect=Effect("matters", "other code may stand behind a name; the checksums of the files tell"),
+        resumable=True,
+    )
     allow_fallback: bool = Field(
         True,
         description="Operators that the device does not have may run on the CPU, where they are counted and named; "
