@@ -18,10 +18,8 @@ from fault_modules import attention, other_arithmetic
 from fault_scene import replay_with
 from faults import ALONE, OTHER_BATCHES, RANKS, Fault, Named, name_it, summary
 from hang import HANG
-from taped_runs import recorder
 
-# The tapes are recorded once, so one worker runs all of them.
-pytestmark = pytest.mark.xdist_group("faults")
+pytestmark = pytest.mark.xdist_group("tapes")
 
 # A varied half, for every day.
 QUICK = {
@@ -64,11 +62,6 @@ QUICK = {
     "masters not copied",
     "weights lost after the update",
 }
-
-
-@pytest.fixture(scope="module")
-def tape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return recorder(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")
