@@ -79,6 +79,17 @@ def test_a_call_within_its_limit_is_left_alone(tmp_path: Path) -> None:
     time.sleep(2 * SHORT)  # a clock that went on would raise here
 
 
+def test_a_clock_around_another_one_still_ends_what_it_is_around() -> None:
+    def waits_for_ever() -> None:
+        with time_limit(SHORT, "outer"):
+            with time_limit(HANG, "inner"):
+                pass
+            threading.Event().wait()
+
+    with pytest.raises(TimeUp):
+        waits_for_ever()
+
+
 def test_in_another_thread_a_call_has_only_the_second_clock() -> None:
     """Signals are the main thread's: the first clock must not end what the main thread does meanwhile."""
     raised: list[BaseException] = []

@@ -39,12 +39,14 @@ def time_limit(seconds: float, message: str) -> Iterator[None]:
             yield
             return
         before = signal.signal(signal.SIGALRM, _raise)
-        signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS)
+        earlier = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+            # Somebody else's clock around this one starts anew.
+            signal.setitimer(signal.ITIMER_REAL, *earlier)
     finally:
         last.cancel()
 
