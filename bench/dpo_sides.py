@@ -74,13 +74,15 @@ class Ours:
         self.work, self.precomputed = work, precomputed
         self.name = "lockstep" + " precomputed" * precomputed
         self.recipe = _recipe(work, precompute=precomputed)
-        world, place = World(), work.device.torch_device()
-        self.learner = build_learner(self.recipe, work.device, world, place)
-        reference = load_reference(self.recipe, work.device, world, place)
+        world, torch_device = World(), work.device.torch_device()
+        self.learner = build_learner(self.recipe, work.device, world, torch_device)
+        reference = load_reference(self.recipe, work.device, world, torch_device)
         self.items = [_ranking(pair, number) for number, pair in enumerate(work.pool)]
         self.folder = tempfile.TemporaryDirectory()
         packing, longest = Packing(world, work.tokens, None, pad_id=0), work.longest
-        self.models = Models(self.learner.module, packing, place, self.learner, reference=reference, longest=longest)
+        self.models = Models(
+            self.learner.module, packing, torch_device, self.learner, reference=reference, longest=longest
+        )
         if precomputed:
             self.models.cache = self._cache()
             self.models.reference = None

@@ -143,8 +143,8 @@ def run_shape(name: str, args: argparse.Namespace, device: Device) -> dict[str, 
 def random_policy(shape: Shape, device: Device, dtype: str) -> Policy:
     register_attention()
     torch.manual_seed(0)
-    place = device.torch_device()
-    with torch.device(place):
+    torch_device = device.torch_device()
+    with torch.device(torch_device):
         model = transformers.AutoModelForCausalLM.from_config(
             shape.config(),
             dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype],

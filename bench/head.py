@@ -49,12 +49,12 @@ def main() -> None:
 
 
 def measure(device: Device, name: str, tokens: int, repeats: int, *, entropy: bool, foreseen: bool) -> dict[str, Any]:
-    shape, place = SHAPES[name], device.torch_device()
+    shape, torch_device = SHAPES[name], device.torch_device()
     torch.manual_seed(0)
-    hidden = torch.randn(tokens, shape.hidden, device=place, dtype=torch.bfloat16).requires_grad_()
-    weight = (torch.randn(shape.vocabulary, shape.hidden, device=place) * 0.02).bfloat16().requires_grad_()
-    targets = torch.randint(shape.vocabulary, (tokens,), device=place)
-    upstream = torch.randn(tokens, device=place)
+    hidden = torch.randn(tokens, shape.hidden, device=torch_device, dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(shape.vocabulary, shape.hidden, device=torch_device) * 0.02).bfloat16().requires_grad_()
+    targets = torch.randint(shape.vocabulary, (tokens,), device=torch_device)
+    upstream = torch.randn(tokens, device=torch_device)
 
     def foresee(
         logprobs: torch.Tensor, entropies: torch.Tensor | None, part: slice

@@ -31,8 +31,8 @@ class Ours:
         self.work, self.calls = work, 0
         self.prompts = work.encoded()
         settings = Model.model_validate({"path": work.model, "dtype": work.dtype})
-        self.place = work.device.torch_device()
-        self.policy = load_policy(settings, self.place, work.device.attention, seed=0)
+        self.torch_device = work.device.torch_device()
+        self.policy = load_policy(settings, self.torch_device, work.device.attention, seed=0)
         rollout = RolloutSettings(n=work.n, max_tokens=work.max_tokens, free_cache=False)
         if engine == "native":
             self.engine: Any = NativeEngine(self.policy, work.device, rollout, str)
@@ -65,7 +65,7 @@ class Ours:
         found: list[float] = []
         for members in plan:
             batch = micro_batch([rows[i] for i in members], packed=True, pad_id=0)
-            found += self.policy(to_device(batch, self.place)).logprobs_K.tolist()
+            found += self.policy(to_device(batch, self.torch_device)).logprobs_K.tolist()
         return found
 
 
@@ -76,14 +76,14 @@ class Plain:
 
     def __init__(self, work: Work):
         self.work = work
-        self.place = work.device.torch_device()
-        self.model = work.their_model().to(self.place).eval()
+        self.torch_device = work.device.torch_device()
+        self.model = work.their_model().to(self.torch_device).eval()
         self.about = f"left-padded, all {work.sequences} at once, sdpa"
         self.end, self.pad = _end(self.model), self.model.config.pad_token_id
         rows = [list(prompt.ids) for prompt in work.encoded() for _ in range(work.n)]
         width = max(len(row) for row in rows)
-        self.ids = torch.tensor([[self.pad] * (width - len(row)) + row for row in rows], device=self.place)
-        self.mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.place)
+        self.ids = torch.tensor([[self.pad] * (width - len(row)) + row for row in rows], device=self.torch_device)
+        self.mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.torch_device)
 
     @torch.no_grad()
     def generate(self) -> list[Response]:

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,15 @@ def same_arithmetic() -> Iterator[None]:
         sys.modules["torch"].backends.mkldnn.enabled = True
 
 
+@pytest.fixture(autouse=True, scope="session")
+def written_without_waiting() -> Iterator[None]:
+    """Files are not waited for until they are on the disk: that they outlive a power cut is nothing a test can see, and
+    a run waits two dozen times. The commands that tests start do wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
 @pytest.fixture
 def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No architecture has passed its check yet, in this process or before it."""
@@ -59,6 +68,15 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "model"
     write_tiny(folder, hidden=64, layers=2)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run folder of a recipe with a tape of three steps, recorded when it is first asked for. Modules that share
+    the tapes have the group "tapes", so that one worker runs all of them."""
+    from taped_runs import recorder
+
+    return recorder(tmp_path_factory.mktemp("tapes"), steps=3)
 
 
 def chat_rows(count: int, seed: int = 0) -> list[dict[str, object]]:

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 import torch_npu
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from lockstep.kernels.fused_rotary import Rotary
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.npu_attention import infer_decode
-from lockstep.kernels.npu_rotary import Rotary, rotate
+from lockstep.kernels.npu_modules import rotate
 from lockstep.kernels.paged import gathered_decode
 from lockstep.kernels.varlen import varlen_attention
 

@@ -18,7 +18,8 @@ import lockstep.device  # noqa: F401
 if TYPE_CHECKING:
     from lockstep.api.compare import Comparison, compare
     from lockstep.api.data import Datum, Response
-    from lockstep.api.handle import Handle, load
+    from lockstep.api.handle import Handle
+    from lockstep.api.load import load
     from lockstep.errors import Refusal
     from lockstep.recipe.schema import Recipe
     from lockstep.train.start import train
@@ -32,7 +33,7 @@ _HOMES = {
     "Datum": "lockstep.api.data",
     "Response": "lockstep.api.data",
     "Handle": "lockstep.api.handle",
-    "load": "lockstep.api.handle",
+    "load": "lockstep.api.load",
     "Refusal": "lockstep.errors",
     "Recipe": "lockstep.recipe.schema",
 }

@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 
 import lockstep
 from hang import HANG
-from lockstep.kernels import npu_attention, npu_modules, npu_rotary
+from lockstep.kernels import npu_attention, npu_modules
 from lockstep.kernels.layout import make_layout
 
 pytestmark = pytest.mark.ascend
@@ -215,18 +215,18 @@ def infer() -> tuple[Any, list[Shape]]:
 
 def rms_norm() -> tuple[Any, list[Shape]]:
     norm = modeling_llama.LlamaRMSNorm(48).to(META, torch.bfloat16)
-    return npu_modules._rms_norm(norm, meta(2, 7, 48)), [(2, 7, 48)]
+    return npu_modules.rms_norm(norm, meta(2, 7, 48)), [(2, 7, 48)]
 
 
 def rotary() -> tuple[Any, list[Shape]]:
     q, k, cos, sin = meta(2, HEADS, 7, SIZE), meta(2, GROUPS, 7, SIZE), meta(2, 7, SIZE), meta(2, 7, SIZE)
-    return npu_rotary.rotate(q, k, cos, sin), [(2, HEADS, 7, SIZE), (2, GROUPS, 7, SIZE)]
+    return npu_modules.rotate(q, k, cos, sin), [(2, HEADS, 7, SIZE), (2, GROUPS, 7, SIZE)]
 
 
 def swiglu() -> tuple[Any, list[Shape]]:
     config = LlamaConfig(hidden_size=48, intermediate_size=80, num_attention_heads=4)
     gated = modeling_llama.LlamaMLP(config).to(META, torch.bfloat16)
-    return npu_modules._gated(gated, meta(2, 7, 48)), [(2, 7, 48)]
+    return npu_modules.gated(gated, meta(2, 7, 48)), [(2, 7, 48)]
 
 
 # Our own functions around each operator: what they give, and the shapes that their callers expect.

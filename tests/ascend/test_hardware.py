@@ -19,7 +19,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from commands import cold_lockstep
 from lockstep.device.npu import Npu
-from lockstep.kernels import npu_modules, npu_rotary
+from lockstep.kernels import npu_modules
+from lockstep.kernels.fused_modules import plug_in
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.noise import noise_bits, sequence_keys, wraps
 from lockstep.kernels.npu_attention import infer_decode, infer_fits
@@ -143,7 +144,7 @@ def test_rotary(dtype: torch.dtype) -> None:
         return torch.cat(apply_rotary_pos_emb(q, k, cos.float(), sin.float()), dim=1)
 
     def fused(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return torch.cat(npu_rotary.rotate(q, k, cos.to("npu"), sin.to("npu")), dim=1)
+        return torch.cat(npu_modules.rotate(q, k, cos.to("npu"), sin.to("npu")), dim=1)
 
     agree(fused, plain, [random(2, HEADS, 50, SIZE), random(2, GROUPS, 50, SIZE, seed=1)], dtype)
 
@@ -152,7 +153,7 @@ def test_rotary(dtype: torch.dtype) -> None:
 def test_modules_are_fused_by_what_they_compute(tiny_folder: Path, dtype: torch.dtype) -> None:
     """A tolerance that the device's rounding misses would leave every module as it is, and say nothing."""
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=dtype).to("npu")
-    found = " ".join(npu_modules.plug_in(model))
+    found = " ".join(plug_in(model, npu_modules.KERNELS))
     assert "npu_rms_norm" in found
     assert "npu_swiglu" in found
     # A function of the modelling file is replaced once in a process, not once a model.

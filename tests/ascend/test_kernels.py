@@ -10,9 +10,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 from ascend_emulator import report
+from lockstep.kernels.fused_modules import plug_in
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.npu_attention import fusion_fits, infer_fits
-from lockstep.kernels.npu_modules import plug_in
+from lockstep.kernels.npu_modules import KERNELS
 from lockstep.kernels.paged import DecodePass, KVCache, decode_attention, gathered_decode
 from lockstep.kernels.varlen import varlen_attention
 
@@ -112,7 +113,7 @@ def test_modules_are_replaced_where_they_compute_the_same(config, replaced: set[
     ids = torch.tensor([[3, 1, 4, 1, 5, 9]])
     with torch.no_grad():
         wanted = model(ids).logits
-    said = plug_in(model.to(NPU))
+    said = plug_in(model.to(NPU), KERNELS)
     assert {line.split(" x ")[-1].split(" ")[0] for line in said} <= replaced
     assert {name for name in replaced if not name.startswith("apply")} <= {
         line.split(" x ")[-1].split(" ")[0] for line in said

@@ -12,11 +12,11 @@ import torch_npu
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ascend_emulator import report
+from lockstep.kernels import fused_modules
+from lockstep.kernels.fused_rotary import plug_rotary
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.npu_attention import corner
-from lockstep.kernels.npu_modules import plug_in
-from lockstep.kernels.npu_probe import alike
-from lockstep.kernels.npu_rotary import plug_rotary
+from lockstep.kernels.npu_modules import KERNELS
 from lockstep.kernels.paged import DecodePass, KVCache, decode_attention, gathered_decode
 from lockstep.kernels.varlen import varlen_attention
 
@@ -31,6 +31,10 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+
+
+def plug_in(model: torch.nn.Module) -> list[str]:
+    return fused_modules.plug_in(model, KERNELS)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -252,13 +256,13 @@ def test_an_operator_that_gives_other_numbers_is_left_out_with_a_message(monkeyp
 
 def test_answers_of_another_number_are_another_function() -> None:
     one = torch.ones(2, device=NPU)
-    assert alike("this", "that", lambda: [one, one], lambda: [one, one])
+    assert KERNELS.trial.alike("this", "that", lambda: [one, one], lambda: [one, one])
     with pytest.warns(UserWarning, match="this stays plain torch: that failed on a trial"):
-        assert not alike("this", "that", lambda: [one, one], lambda: [one])
+        assert not KERNELS.trial.alike("this", "that", lambda: [one, one], lambda: [one])
 
 
 def test_a_module_that_does_not_say_its_heads_keeps_its_rotation() -> None:
-    assert plug_rotary(torch.nn.Linear(4, 4).to(NPU)) == []
+    assert plug_rotary(torch.nn.Linear(4, 4).to(NPU), KERNELS.rotary, KERNELS.trial) == []
 
 
 def test_a_probe_without_a_problem_says_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,14 @@ import fault_modules as modules
 from commands import warm_python
 from fault_scene import Inject, Scene, replay_with, wrap
 from faults import OTHER_BATCHES
-from taped_runs import record, write_lively
 
 L1 = "model.layers.1"
-pytestmark = pytest.mark.xdist_group("backward operators")
+pytestmark = pytest.mark.xdist_group("tapes")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("backward")
-    return record(folder, write_lively(folder / "model"), "sft")
+def run(tape: Callable[[str], Path]) -> Path:
+    return tape("sft")
 
 
 class RmsNorm(torch.autograd.Function):

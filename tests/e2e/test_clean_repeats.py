@@ -14,10 +14,8 @@ from fault_modules import other_arithmetic
 from fault_scene import replay_with
 from lockstep.parity.replay.checks import Check
 from lockstep.parity.replay.loop import Mode
-from taped_runs import recorder
 
-# The tapes are recorded once, so one worker runs all of them.
-pytestmark = pytest.mark.xdist_group("clean repeats")
+pytestmark = pytest.mark.xdist_group("tapes")
 
 
 HOW: dict[str, dict[str, object]] = {
@@ -43,11 +41,6 @@ QUICK = {
     "grpo-transformers'-engine",
     "ppo-padded-one-by-one",
 }
-
-
-@pytest.fixture(scope="module")
-def tape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return recorder(tmp_path_factory.mktemp("clean"), steps=3)
 
 
 @pytest.fixture(scope="module")

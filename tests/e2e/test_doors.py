@@ -94,6 +94,20 @@ def test_what_an_environment_says_is_seen_and_not_trained(online_file: Path, own
     assert all("ok" in sample["response"] for sample in samples)
 
 
+def test_a_reader_reads_the_questions_of_validation_too(online_file: Path, own: str) -> None:
+    """From a name that is no file at all; the rows are those of the training file."""
+    rows = next(online_file.parent.glob("*.jsonl"))
+    (online_file.parent / "reader.py").write_text(
+        f"import json\ndef read(path):\n    assert path in ('db://train', 'db://val'), path\n"
+        f"    return [json.loads(line) for line in open({str(rows)!r})][: 2 if path == 'db://val' else None]\n"
+    )
+    keys = {"data.reader": f"{online_file.parent / 'reader.py'}:read", "data.train": "db://train"}
+    val = {"val.questions": "db://val", "val.every": 1, "val.max_new_tokens": 2}
+    run = lockstep.train(online_file, **{"run.steps": 1, "run.export": False, **keys, **val})
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {line["origin"] for line in samples if line["kind"] == "val"} == {"db://val row 0", "db://val row 1"}
+
+
 def test_everything_wrong_is_told_at_once_before_a_weight_is_loaded(online_file: Path, own: str) -> None:
     bad = {"algorithm.advantage": f"{own}:flat", "algorithm.loss": f"{own}:gone", "rollout.function": f"{own}:nothing"}
     with pytest.raises(Refusal) as caught:

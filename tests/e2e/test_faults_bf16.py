@@ -18,10 +18,8 @@ from faults_bf16 import FAULTS, UNSEEN, another_device, figures, name_in_bf16, o
 from lockstep.tape.digest import LENGTH, SHORT
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.probe import ROOT
-from taped_runs import recorder
 
-# The tapes are recorded once, so one worker runs all of them.
-pytestmark = pytest.mark.xdist_group("faults in bf16")
+pytestmark = pytest.mark.xdist_group("tapes")
 
 # For every day.
 QUICK = {
@@ -41,11 +39,6 @@ QUICK = {
 }
 # In a bf16 replay of a tape in fp32, which is how a finer run judges a coarser one.
 MIXED = ("MLP x 1.03", "attention scale x 1.05", "gradients x 1.3", "offset of 0.05", "tied head x 1.02")
-
-
-@pytest.fixture(scope="module")
-def tape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return recorder(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from runs import close, facts
 
 
 def train(recipe: Path, *overrides: str) -> None:
-    train_online(load_recipe(str(recipe), list(overrides)), Console.silent())
+    train_online(load_recipe(str(recipe), ["run.export=false", *overrides]), Console.silent())
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:
@@ -47,7 +47,7 @@ def test_every_method_trains_with_finite_numbers(online_file: Path, tmp_path: Pa
         write_tiny(tmp_path / "teacher", hidden=64, layers=2, seed=1)
         words.append(f"algorithm.kl.reference={tmp_path / 'teacher'}")
     grouped = "rollout.n=3" if load_recipe(str(online_file), words).rollout.n > 1 else "rollout.n=1"
-    train(online_file, "run.steps=2", grouped, *words)
+    train(online_file, "run.steps=2", "run.export=true", grouped, *words)
     run = tmp_path / "runs" / "run"
     for metrics in metrics_of(run):
         assert all(math.isfinite(value) for value in metrics.values())

@@ -97,12 +97,12 @@ RESUMED = {
 @pytest.mark.parametrize("method", RESUMED)
 def test_a_killed_run_ends_bit_identical(tiny_folder: Path, tmp_path: Path, teacher: Path, method: str) -> None:
     recipe_file = write_recipe(tmp_path, tiny_folder, method)
-    words = ["run.steps=12", "checkpoint.every=3", "val.every=4", *RESUMED[method], *taught(method, teacher)]
+    words = ["run.steps=7", "checkpoint.every=3", "val.every=4", *RESUMED[method], *taught(method, teacher)]
     whole, killed = train(recipe_file, "run.name=whole", *words), tmp_path / "runs" / "killed"
     killed_in_the_middle(recipe_file, killed, words)
     train(recipe_file, "run.name=killed", *words)
     assert facts(killed) == facts(whole)
-    ours, theirs = weights(killed, 12), weights(whole, 12)
+    ours, theirs = weights(killed, 7), weights(whole, 7)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for file in ("model.safetensors", *(["score_stats.json"] if method == "rm" else [])):
@@ -152,7 +152,7 @@ def test_several_processes_train_what_one_does(
     tiny_folder: Path, tmp_path: Path, teacher: Path, method: str, processes: int, words: list[str]
 ) -> None:
     recipe_file = write_recipe(tmp_path, tiny_folder, method, ranking_rows(24) if method == "rm" else None)
-    words = [*words, *taught(method, teacher)]
+    words = ["run.export=false", *words, *taught(method, teacher)]
     one, several = train(recipe_file, "run.name=one", *words), tmp_path / "runs" / "several"
     if "distill.top_k=6" in words or "preference.precompute=true" in words:
         # Not the table that the first run left behind.
@@ -195,7 +195,13 @@ def test_the_export_is_what_was_trained(
 @pytest.mark.parametrize("method", METHODS)
 def test_metrics_plan_and_rows_of_every_method(tiny_folder: Path, tmp_path: Path, teacher: Path, method: str) -> None:
     recipe_file = write_recipe(tmp_path, tiny_folder, method)
-    words = ["run.steps=2", "val.at_start=true", "log.track=[tensorboard]", *taught(method, teacher)]
+    words = [
+        "run.steps=2",
+        "run.export=false",
+        "val.at_start=true",
+        "log.track=[tensorboard]",
+        *taught(method, teacher),
+    ]
     folder = train(recipe_file, *words)
     (zeroth, before), (_, first), (last, second) = read_metrics(folder / "metrics.jsonl")
     assert (zeroth, last) == (0, 2)

@@ -272,7 +272,8 @@ def others(device: str) -> None:
     """Modules that look alike and compute something else stay as they are."""
     from torch import nn
 
-    from lockstep.kernels.triton_modules import plug_in
+    from lockstep.kernels.fused_modules import plug_in
+    from lockstep.kernels.triton_modules import KERNELS
 
     class Dropped(nn.Module):
         def __init__(self) -> None:
@@ -295,7 +296,7 @@ def others(device: str) -> None:
     model = nn.ModuleList([Dropped(), Scaled(), nn.LayerNorm(64, bias=False)]).to(device)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
-        assert plug_in(model) == []
+        assert plug_in(model, KERNELS) == []
     told = [str(warning.message) for warning in said if "stays plain torch" in str(warning.message)]
     assert [line.split()[0] for line in told] == ["Scaled", "LayerNorm"], told
     assert not any("forward" in vars(module) for module in model.modules())

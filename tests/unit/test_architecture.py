@@ -142,7 +142,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("methods",),
     ("rollout", "reward"),
     ("tape",),
-    ("data", "model", "run"),
+    ("data", "model", "run", "processes"),
     ("parallel",),
     ("kernels",),
     ("device", "doctor"),

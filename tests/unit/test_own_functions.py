@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from hang import HANG
 from lockstep.algorithms import own
 from lockstep.algorithms.advantage import ESTIMATORS, Signals
 from lockstep.algorithms.policy import LOSSES, PolicyTokens
+from lockstep.data.own_reader import OwnReader
 from lockstep.data.read import read_rows
 from lockstep.errors import Refusal
 from lockstep.functions import own_function
@@ -50,19 +52,19 @@ def refusal(act: Any) -> str:
 
 def test_an_advantage_for_each_response_goes_to_all_its_tokens(tmp_path: Path) -> None:
     where = place(tmp_path, "def mine(signals):\n    return signals.scores_S - 0.5\n")
-    estimate = own.estimator(where)(SIGNALS, gamma=1.0, lam=1.0)
+    estimate = own.estimator(where, HANG)(SIGNALS, gamma=1.0, lam=1.0)
     assert estimate.advantages_K.tolist() == [0.5, 0.5, 0.5, -0.25, -1.0, -1.0]
     assert estimate.returns_K.tolist() == [1.0, 1.0, 1.0, 0.25, -0.5, -0.5]
 
 
 def test_an_advantage_for_each_token_stays_there(tmp_path: Path) -> None:
     where = place(tmp_path, "def mine(signals):\n    return [float(i) for i in range(6)]\n")
-    assert own.estimator(where)(SIGNALS, gamma=1.0, lam=1.0).advantages_K.tolist() == [0, 1, 2, 3, 4, 5]
+    assert own.estimator(where, HANG)(SIGNALS, gamma=1.0, lam=1.0).advantages_K.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_ours_are_still_found_by_name() -> None:
-    assert all(own.estimator(name) is function for name, function in ESTIMATORS.items())
-    assert own.policy_loss("clip", {"low": 0.1}).func is LOSSES["clip"]  # type: ignore[attr-defined]
+    assert all(own.estimator(name, HANG) is function for name, function in ESTIMATORS.items())
+    assert own.policy_loss("clip", {"low": 0.1}, HANG).func is LOSSES["clip"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_ours_are_still_found_by_name() -> None:
 )
 def test_an_advantage_that_is_none_is_refused_by_key_file_and_name(tmp_path: Path, body: str, said: str) -> None:
     where = place(tmp_path, f"def mine(signals):\n    {body}\n")
-    told = refusal(lambda: own.estimator(where)(SIGNALS, gamma=1.0, lam=1.0))
+    told = refusal(lambda: own.estimator(where, HANG)(SIGNALS, gamma=1.0, lam=1.0))
     assert told.startswith(f"algorithm.advantage {where}: ")
     assert said in told
     assert "\n    -> " in told
@@ -98,7 +100,7 @@ def mine(tokens):
 def test_a_loss_of_ones_own_has_the_weights_and_the_gradient_of_ours(tmp_path: Path, weights: list[float]) -> None:
     ours, theirs = tokens(weights), tokens(weights)
     wanted = LOSSES["clip"](ours, low=0.2, high=0.2, dual=None)
-    found = own.policy_loss(place(tmp_path, CLIP), {})(theirs)
+    found = own.policy_loss(place(tmp_path, CLIP), {}, HANG)(theirs)
     assert found.loss.item() == wanted.loss.item()
     assert found.metrics["ppo_kl"].item() == wanted.metrics["ppo_kl"].item()
     wanted.loss.backward()
@@ -118,7 +120,7 @@ def test_a_loss_of_ones_own_has_the_weights_and_the_gradient_of_ours(tmp_path: P
 )
 def test_a_loss_that_is_none_is_refused_by_key_file_and_name(tmp_path: Path, body: str, said: str) -> None:
     where = place(tmp_path, f"def mine(tokens):\n    {body}\n")
-    told = refusal(lambda: own.policy_loss(where, {})(tokens()))
+    told = refusal(lambda: own.policy_loss(where, {}, HANG)(tokens()))
     assert told.startswith(f"algorithm.loss {where}: ")
     assert said in told
 
@@ -126,18 +128,18 @@ def test_a_loss_that_is_none_is_refused_by_key_file_and_name(tmp_path: Path, bod
 def test_the_dry_run_tells_what_it_saw(tmp_path: Path) -> None:
     where = place(tmp_path, "def mine(signals):\n    return signals.scores_S\n")
     # Scores of the made-up responses are 1, 0, 0.25 and 0.75.
-    assert try_advantage(where, 4) == f"algorithm.advantage {where}: 0 to 1, tried on 4 made-up responses"
-    assert "tried on 2 made-up responses" in try_advantage(where, 1)
+    assert try_advantage(where, 4, HANG) == f"algorithm.advantage {where}: 0 to 1, tried on 4 made-up responses"
+    assert "tried on 2 made-up responses" in try_advantage(where, 1, HANG)
     (tmp_path / "loss.py").write_text(CLIP)
-    assert "tried on 10 made-up tokens" in try_loss(f"{tmp_path / 'loss.py'}:mine")
+    assert "tried on 10 made-up tokens" in try_loss(f"{tmp_path / 'loss.py'}:mine", HANG)
 
 
 def test_the_dry_run_refuses_a_loss_that_would_train_nothing(tmp_path: Path) -> None:
     where = place(tmp_path, "def mine(tokens):\n    return tokens.logprobs_K * 0\n")
-    assert "has no gradient at the log-probabilities" in refusal(lambda: try_loss(where))
+    assert "has no gradient at the log-probabilities" in refusal(lambda: try_loss(where, HANG))
     where = place(tmp_path, "def mine(tokens):\n    return (tokens.logprobs_K - tokens.logprobs_K).sqrt()\n", "mine")
     (tmp_path / "two.py").write_text((tmp_path / "own.py").read_text())
-    assert "a gradient that is not finite" in refusal(lambda: try_loss(f"{tmp_path / 'two.py'}:mine"))
+    assert "a gradient that is not finite" in refusal(lambda: try_loss(f"{tmp_path / 'two.py'}:mine", HANG))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_a_function_from_python_stands_in_the_recipe_with_its_place(online_file:
     recipe = recipe_with(online_file, {"algorithm": {"advantage": shifted}})
     assert recipe.algorithm.advantage == f"{__file__}:shifted"
     # The very function that was given, not another of its name.
-    assert own.estimator(recipe.algorithm.advantage)(SIGNALS, gamma=1.0, lam=1.0).advantages_K[0] == 0.5
+    assert own.estimator(recipe.algorithm.advantage, HANG)(SIGNALS, gamma=1.0, lam=1.0).advantages_K[0] == 0.5
     (tmp_path / "stored.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(str(tmp_path / "stored.yaml")) == recipe
 
@@ -200,14 +202,14 @@ def test_rows_of_a_reader_are_rows_like_any_other(tmp_path: Path) -> None:
     where = place(
         tmp_path, "def mine(path):\n    for i in range(3):\n        yield {'text': f'{path} {i}', 'n': (i, None)}\n"
     )
-    rows = read_rows("db://numbers", reader=where)
+    rows = read_rows("db://numbers", reader=OwnReader(where))
     assert list(rows) == [{"text": f"db://numbers {i}", "n": [i, None]} for i in range(3)]
     assert rows.columns == ("text", "n")
     assert str(rows.origin(2)) == "db://numbers row 2"
     same = tmp_path / "same.py"
     same.write_text("def mine(path):\n    return [{'text': f'{path} {i}', 'n': [i, None]} for i in range(3)]\n")
-    assert read_rows("db://numbers", reader=f"{same}:mine").fingerprint == rows.fingerprint
-    assert read_rows("db://others", reader=where).fingerprint != rows.fingerprint
+    assert read_rows("db://numbers", reader=OwnReader(f"{same}:mine")).fingerprint == rows.fingerprint
+    assert read_rows("db://others", reader=OwnReader(where)).fingerprint != rows.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_rows_of_a_reader_are_rows_like_any_other(tmp_path: Path) -> None:
 )
 def test_a_reader_that_gives_no_rows_is_refused_by_key_file_and_name(tmp_path: Path, body: str, said: str) -> None:
     where = place(tmp_path, f"def mine(path):\n    {body}\n")
-    told = refusal(lambda: read_rows("rows.db", reader=where))
+    told = refusal(lambda: read_rows("rows.db", reader=OwnReader(where)))
     assert f"data.reader {where}" in told
     assert said in told
 
@@ -235,4 +237,4 @@ def test_the_rows_of_a_json_file_and_of_a_reader_of_it_train_alike(tmp_path: Pat
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(4)))
     where = place(tmp_path, "import json\ndef mine(path):\n    return map(json.loads, open(path))\n")
-    assert list(read_rows(str(file), reader=where)) == list(read_rows(str(file)))
+    assert list(read_rows(str(file), reader=OwnReader(where))) == list(read_rows(str(file)))

@@ -121,6 +121,26 @@ def test_a_key_that_neither_side_reads_is_harmless() -> None:
     assert by_recipe("sft", optim__decay=0.5) == {"optim.decay": "harmless"}
 
 
+def test_the_same_function_elsewhere_is_a_name_and_another_file_is_another_function() -> None:
+    """By the checksums that the runs kept; where a side has none, that is said."""
+
+    def side(path: str, sha256: str | None) -> Log:
+        code = {} if sha256 is None else {"own_code": {"reward.function": {"name": path, "sha256": sha256}}}
+        return log(recipe("grpo", reward__function=path), {**ENV, **code})
+
+    assert found(side("a/f.py:g", "1"), side("a/f.py:g", "1")) == {}
+    (moved,) = differences(side("a/f.py:g", "1"), side("b/f.py:g", "1"))[0]
+    assert (moved.weight, moved.effect) == ("harmless", "only a name: the files are compared by their checksums")
+    assert found(side("a/f.py:g", "1"), side("a/f.py:h", "1")) == {"reward.function": "matters"}
+    ((changed,), silent) = differences(side("a/f.py:g", "1"), side("a/f.py:g", "2"))
+    assert (changed.part, changed.key, changed.a, changed.b) == ("own code", "reward.function", "1", "2")
+    assert (changed.weight, silent) == ("matters", [])
+    assert differences(side("a/f.py:g", "1"), side("a/f.py:g", None)) == (
+        [],
+        ["the content of the user's own functions (checksum): side b does not tell"],
+    )
+
+
 def test_an_adapter_is_one_difference() -> None:
     (one,) = differences(log(recipe()), log(recipe(model__lora={"rank": 4})))[0]
     assert (one.key, one.a, one.weight) == ("model.lora", None, "blocks")

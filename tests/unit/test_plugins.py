@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from hashlib import sha256
 from math import e
 from pathlib import Path
 from statistics import median_low
@@ -23,7 +24,8 @@ from typing import Any
 import pytest
 
 import lockstep
-from commands import FORKS, WarmServer, completed
+from commands import FORKS, WarmServer, cold_lockstep, completed
+from commands import lockstep as command
 from hang import HANG
 from lockstep.algorithms import advantage, policy
 from lockstep.device import select
@@ -197,6 +199,44 @@ def test_a_tracker(recipe_file: Path, plug: Plug) -> None:
     logged = numbers(run)
     assert [line[1] for line in table] == [logged[1]["train/loss"], logged[2]["train/loss"]]
     assert table[1][2] == logged[2]["val/loss"]
+
+
+def test_plugins_through_the_command(tmp_path: Path, online_file: Path) -> None:
+    """A file and an installed module; the run's evidence has their content, and so does the resumed part."""
+    for name in ("median", "table"):
+        (tmp_path / f"{name}.py").write_text(EXAMPLES[f"{name}.py"], encoding="utf-8")
+    (tmp_path / "own.py").write_text("def reward(data_source, solution_str, **more):\n    return len(solution_str)\n")
+    words = ("algorithm.advantage=median", "log.track=[table]", f"reward.function={tmp_path / 'own.py'}:reward")
+    short = ("run.steps=1", "run.export=false", "optim.schedule=constant")
+    without = command("train", online_file, *words, *short)
+    assert without.returncode == 2
+    assert "(given: 'median')" in without.stderr
+    wrong = command("train", online_file, "run.plugins=[no_such_module, no/file.py]")
+    assert "run.plugins no_such_module\n  there is no such module" in wrong.stderr
+    assert "run.plugins\n  there is no file no/file.py" in wrong.stderr
+    installed = {"PYTHONPATH": f"{tmp_path}:{SOURCE.parent}"}
+    plugins = f"run.plugins=[{tmp_path / 'median.py'}, table]"
+    done = cold_lockstep("train", online_file, *words, plugins, *short, **installed)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "run"
+    assert (run / "losses.csv").read_text(encoding="utf-8").startswith("1")
+    code = json.loads((run / "env.json").read_text(encoding="utf-8"))["own_code"]
+    wanted = {
+        "reward.function": "own.py",
+        f"run.plugins.{tmp_path / 'median.py'}": "median.py",
+        "run.plugins.table": "table.py",
+    }
+    assert {key: told["sha256"] for key, told in code.items()} == {
+        key: sha256((tmp_path / file).read_bytes()).hexdigest() for key, file in wanted.items()
+    }
+    with (tmp_path / "own.py").open("a", encoding="utf-8") as file:
+        file.write("# another file\n")
+    files = f"run.plugins=[{tmp_path / 'median.py'}, {tmp_path / 'table.py'}]"
+    resumed = command("train", online_file, *words, files, *short, "run.steps=2")
+    assert resumed.returncode == 0, resumed.stderr
+    told = " ".join((resumed.stdout + resumed.stderr).split())
+    assert "own.py:reward: the file is another one than before this run was resumed" in told
+    assert told.count("is another one than before") == 1
 
 
 def test_a_reward(tmp_path: Path, online_file: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import Refusal
+from lockstep.processes.output_tail import KEPT_BYTES
 from lockstep.reward.function import FunctionPart
-from lockstep.reward.output_tail import KEPT_BYTES
 from lockstep.types import Failure, Origin, Question
 from reward_functions import GUARD, question, running, settings, until
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.processes.output_tail import KEPT_BYTES, OutputTail
 from lockstep.reward.answers import Given, Raised, line_of, read_line
 from lockstep.reward.function import FunctionPart
-from lockstep.reward.output_tail import KEPT_BYTES, OutputTail
 from lockstep.types import Failure
 from reward_functions import GUARD, question, running, settings, until
 
@@ -326,7 +326,7 @@ def test_a_function_that_kills_the_process_above_it_leaves_nothing_either(file) 
 
 @pytest.mark.parametrize("stopped", ["worker", "warden"])
 def test_stopped_processes_are_ended_too(file, stopped, monkeypatch) -> None:
-    monkeypatch.setattr("lockstep.reward.worker_process.ENDING_SECONDS", 0.5)
+    monkeypatch.setattr("lockstep.processes.process.ENDING_SECONDS", 0.5)
     part = FunctionPart(f"{file}:score", settings())
     pids = {name: int(part.submit(question(), name).result(GUARD)["function"]) for name in ("pid", "warden")}
     os.kill(pids["pid" if stopped == "worker" else "warden"], signal.SIGSTOP)

@@ -13,20 +13,20 @@ from lockstep.algorithms.policy import LOSSES, PolicyTokens, own_loss
 from lockstep.functions import OwnFunction, is_function_path, own_function
 from lockstep.types import Sums
 
-ADVANTAGE, LOSS = "algorithm.advantage", "algorithm.loss"
+ADVANTAGE, LOSS, LIMIT = "algorithm.advantage", "algorithm.loss", "algorithm.function_limit"
 
 
-def estimator(name: str) -> Callable[..., Estimate]:
-    """`advantage(signals)` of the user's gives one number for each response, or one for each token."""
-    return (
-        partial(_estimated, own_function(name, ADVANTAGE, ("signals",))) if is_function_path(name) else ESTIMATORS[name]
-    )
-
-
-def policy_loss(name: str, keys: Mapping[str, Any]) -> Callable[[PolicyTokens], Sums]:
-    """`loss(tokens)` of the user's gives a loss at each token; our own take their settings from `keys`."""
+def estimator(name: str, seconds: float) -> Callable[..., Estimate]:
+    """`advantage(signals)` of the user's gives one number for each response, or one for each token, in `seconds`."""
     if is_function_path(name):
-        return partial(own_loss, function=partial(_losses, own_function(name, LOSS, ("tokens",))))
+        return partial(_estimated, own_function(name, ADVANTAGE, ("signals",), seconds, LIMIT))
+    return ESTIMATORS[name]
+
+
+def policy_loss(name: str, keys: Mapping[str, Any], seconds: float) -> Callable[[PolicyTokens], Sums]:
+    """`loss(tokens)` of the user's gives a loss at each token, in `seconds`; ours take their settings from `keys`."""
+    if is_function_path(name):
+        return partial(own_loss, function=partial(_losses, own_function(name, LOSS, ("tokens",), seconds, LIMIT)))
     return partial(LOSSES[name], **keys)
 
 

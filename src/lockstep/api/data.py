@@ -86,3 +86,11 @@ def as_data(examples: Sequence[Datum | Response]) -> list[Datum]:
     if not data:
         raise Refusal.at("examples", "there are none", "give at least one")
     return data
+
+
+def by_scoring(data: Sequence[Datum]) -> list[tuple[Scoring, list[int]]]:
+    """Numbers of the examples whose log-probabilities are asked of the same distribution."""
+    groups: dict[Scoring, list[int]] = {}
+    for number, datum in enumerate(data):
+        groups.setdefault(datum.scoring, []).append(number)
+    return list(groups.items())

@@ -11,128 +11,38 @@ One process and one device; runs on several are `lockstep.train`'s.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.api.data import Datum, PromptLike, Response, as_data
-from lockstep.api.losses import Chosen, LossFunction, Per, chosen_loss
+from lockstep.api.data import Datum, PromptLike, Response, as_data, by_scoring
+from lockstep.api.losses import LossFunction, Per, batch_loss, chosen_loss
 from lockstep.api.settings import checked
 from lockstep.data.chat import check_messages, render_prompt
 from lockstep.data.completions import ResponseEncoder
 from lockstep.data.encoding import Encoding, as_chat
 from lockstep.data.updates import Update, arrange, row_size
 from lockstep.device.base import Device
-from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.kernels.logprob import Scores
 from lockstep.kernels.rotary import fixed_length
 from lockstep.kernels.truncate import Truncation
 from lockstep.model.export import export_model
-from lockstep.model.load import DTYPES, load_config, load_policy, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.policy import Policy, Scoring
-from lockstep.model.resolve import model_folder
-from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.model.weights import restore_weights, trained_weights
-from lockstep.parallel.world import World
 from lockstep.recipe.online import RolloutSettings
-from lockstep.recipe.schema import Data, Lora, Model, Optim
+from lockstep.recipe.schema import Data, Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.ending import end_ids
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.run import checkpoint as checkpoints
 from lockstep.train.models import over_targets
-from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
-from lockstep.types import Completion, Example, MicroBatch, Origin, Request, Sampling, Sums
-
-# Gradients of sums are as many times larger than those of means as an update has tokens.
-_FIRST_SCALE = 2.0**7
-
-
-def load(
-    model: str | Path,
-    *,
-    device: str = "auto",
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
-    lora: int | Lora | None = None,
-    lr: float = 1e-5,
-    weight_decay: float = 0.0,
-    clip: float | None = 1.0,
-    reference: bool | str | Path = False,
-    template: Literal["auto", "none"] = "auto",
-    batch_tokens: int = 4096,
-    gradient_checkpointing: bool = False,
-    seed: int = 0,
-) -> Handle:
-    """A handle on the model of a Hugging Face folder (or of a run folder).
-
-    `lora` is a rank, or the settings of a recipe; without, all weights are trained. `clip` bounds the gradient norm.
-    `reference` keeps a frozen copy of the model, or of another folder's, to ask for log-probabilities; with `lora`
-    the model without its adapter is one at no cost, and needs no copy. `template` is the recipe's `data.template`:
-    by `auto` a text is a user's message where the tokenizer has a chat template. `batch_tokens` bounds the
-    micro-batches, which never change a gradient.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise Refusal.at("lockstep.load", "a handle is one process on one device", "use lockstep.train under torchrun")
-    chosen = select(device)
-    folder = model_folder(str(model))
-    adapter = _adapter(lora)
-    _refuse_dtype(dtype, chosen)
-    settings = Model(path=folder, dtype=dtype, lora=adapter, gradient_checkpointing=gradient_checkpointing)
-    tokenizer, config = load_tokenizer(folder), load_config(folder)
-    refuse_foreign_tokenizer(tokenizer, config.vocab_size, folder)
-    refuse_router_loss(config, folder)
-    refuse_router_noise(config, folder)
-    chosen.use(0)
-    torch_device = chosen.torch_device(0)
-    policy = load_policy(settings, torch_device, chosen.attention, seed)
-    policy.train()
-    frozen = None
-    if reference is not False and not (reference is True and adapter is not None):
-        path = folder if reference is True else str(reference)
-        frozen = _frozen(settings, path, chosen, torch_device, config.vocab_size)
-    optim = checked(Optim, lr=lr, weight_decay=weight_decay, clip=clip)
-    optimizer = Optimizer(
-        policy.trainable(), optim, masters=dtype != "fp32", fused=chosen.fused_optimizer, kernel=chosen.adamw
-    )
-    scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None
-    learner = Learner(policy, optimizer, torch_device, World(), scale)
-    data = Data(train=["-"], template=template)  # type: ignore[list-item]
-    return Handle(settings, tokenizer, learner, frozen, chosen, data, lr, batch_tokens, seed)
-
-
-def _adapter(lora: int | Lora | None) -> Lora | None:
-    adapter = checked(Lora, rank=lora) if isinstance(lora, int) else lora
-    if adapter is not None and adapter.alpha is None:
-        adapter = adapter.model_copy(update={"alpha": 2.0 * adapter.rank})
-    return adapter
-
-
-def _refuse_dtype(dtype: str, device: Device) -> None:
-    if dtype not in DTYPES:
-        raise Refusal.at("dtype", f"{dtype!r} is not known", f"one of {', '.join(DTYPES)}")
-    if not device.supports(DTYPES[dtype]):
-        usable = [name for name, kind in DTYPES.items() if device.supports(kind)]
-        raise Refusal.at("dtype", f"{device.name} does not compute in {dtype}", f"use {' or '.join(usable)}")
-
-
-def _frozen(settings: Model, path: str, device: Device, torch_device: torch.device, vocabulary: int) -> Policy:
-    other = load_config(path).vocab_size
-    if other != vocabulary:
-        raise Refusal.at(
-            f"reference {path}", f"has {other:,} tokens, and the model {vocabulary:,}", "use one of its family"
-        )
-    alone = settings.model_copy(update={"path": path, "lora": None})
-    policy = load_policy(alone, torch_device, device.attention, seed=0)
-    policy.requires_grad_(False)
-    return policy
+from lockstep.types import Completion, Example, Origin, Request, Sampling
 
 
 @dataclass
@@ -273,7 +183,7 @@ class Handle:
         data = as_data(examples)
         found: dict[int, list[torch.Tensor]] = {}
         with self._asked(reference) as policy:
-            for scoring, numbers in _by_scoring(data):
+            for scoring, numbers in by_scoring(data):
                 update = self._arranged([data[number] for number in numbers])
                 with _scored_as(policy, scoring):
                     flat = over_targets(
@@ -310,10 +220,10 @@ class Handle:
         count = len(data) if chosen.per == "example" else sum(datum.targets for datum in data)
         totals: dict[str, float] = {"loss": 0.0}
         try:
-            for scoring, numbers in _by_scoring(data):
+            for scoring, numbers in by_scoring(data):
                 update = self._arranged([data[number] for number in numbers])
                 with _scored_as(self._policy, scoring):
-                    outcome = self._learner.forward_backward(update.batches, _batch_loss(chosen, update), 1.0)
+                    outcome = self._learner.forward_backward(update.batches, batch_loss(chosen, update), 1.0)
                 for name, value in {"loss": outcome.loss, **outcome.sums}.items():
                     totals[name] = totals.get(name, 0.0) + value
         except BaseException:
@@ -474,14 +384,6 @@ class Handle:
                 )
 
 
-def _by_scoring(data: Sequence[Datum]) -> list[tuple[Scoring, list[int]]]:
-    """Numbers of the examples whose log-probabilities are asked of the same distribution."""
-    groups: dict[Scoring, list[int]] = {}
-    for number, datum in enumerate(data):
-        groups.setdefault(datum.scoring, []).append(number)
-    return list(groups.items())
-
-
 @contextmanager
 def _scored_as(policy: Policy, scoring: Scoring) -> Iterator[None]:
     before, policy.scoring = policy.scoring, scoring
@@ -489,21 +391,3 @@ def _scored_as(policy: Policy, scoring: Scoring) -> Iterator[None]:
         yield
     finally:
         policy.scoring = before
-
-
-def _batch_loss(chosen: Chosen, update: Update[Datum]) -> Any:
-    """The loss of a micro-batch: the sum over its examples, each asked by itself."""
-    counts = [len(datum.sequences) for datum in update.items]
-
-    def loss(scores: Scores, batch: MicroBatch) -> Sums:
-        sequences_S, _ = update.sequences_of(batch)
-        vectors = iter(scores.logprobs_K.split(update.lengths_S[sequences_S].tolist()))
-        items = torch.unique_consecutive(update.item_S[sequences_S]).tolist()
-        every = [chosen(update.items[item], [next(vectors) for _ in range(counts[item])]) for item in items]
-        names = every[0].metrics
-        return Sums(
-            torch.stack([one.loss for one in every]).sum(),
-            {name: torch.stack([one.metrics[name] for one in every]).sum() for name in names},
-        )
-
-    return loss

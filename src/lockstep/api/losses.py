@@ -19,13 +19,15 @@ from pydantic import ValidationError
 from lockstep.algorithms import policy, preference
 from lockstep.algorithms.supervised import nll
 from lockstep.api.data import Datum
+from lockstep.data.updates import Update
 from lockstep.errors import Problem, Refusal
+from lockstep.kernels.logprob import Scores
 from lockstep.recipe.methods import PREFERENCE_READS
 from lockstep.recipe.offline import Preference
 from lockstep.recipe.online import Algorithm
 from lockstep.recipe.rows import LOSSES
 from lockstep.recipe.section import Section
-from lockstep.types import Sums
+from lockstep.types import MicroBatch, Sums
 
 Per = Literal["token", "example"]
 LossFunction = Callable[..., "torch.Tensor | Sums"]
@@ -162,3 +164,21 @@ def _refuse_no_number(loss: Any, name: str, datum: Datum) -> None:
         raise Refusal.at(
             f"loss {name}", f"{what}, for {datum.origin}", "return the sum over the example's tokens, a tensor"
         )
+
+
+def batch_loss(chosen: Chosen, update: Update[Datum]) -> Any:
+    """The loss of a micro-batch: the sum over its examples, each asked by itself."""
+    counts = [len(datum.sequences) for datum in update.items]
+
+    def loss(scores: Scores, batch: MicroBatch) -> Sums:
+        sequences_S, _ = update.sequences_of(batch)
+        vectors = iter(scores.logprobs_K.split(update.lengths_S[sequences_S].tolist()))
+        items = torch.unique_consecutive(update.item_S[sequences_S]).tolist()
+        every = [chosen(update.items[item], [next(vectors) for _ in range(counts[item])]) for item in items]
+        names = every[0].metrics
+        return Sums(
+            torch.stack([one.loss for one in every]).sum(),
+            {name: torch.stack([one.metrics[name] for one in every]).sum() for name in names},
+        )
+
+    return loss

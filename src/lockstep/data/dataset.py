@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.mix import Mixture
+from lockstep.data.own_reader import OwnReader
 from lockstep.data.read import RowSet, read_rows
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.schema import Data, Source
@@ -146,7 +147,9 @@ def load_rows(
     opened: Sequence[RowSet] | None = None,
 ) -> LoadedT:
     """Read and encode every row before anything is trained; all bad rows are told together."""
-    rowsets = opened if opened is not None else [read_rows(source.path, reader=data.reader) for source in sources]
+    rowsets = (
+        opened if opened is not None else [read_rows(source.path, reader=OwnReader.of(data)) for source in sources]
+    )
     weights = [source.weight for source in sources if source.weight is not None]
     loaded = kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []

@@ -1,41 +1,70 @@
-"""Rows by a function of the user's own: `reader(path)` yields a dict for each row."""
+"""Rows by a function of the user's own: `reader(path)` yields a dict for each row.
+
+It runs in a process of its own, with limits of time and memory. A callable that was given from Python has no file that
+another process could load: it runs here, with the limit of time alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
+from lockstep.data.reader_process import (
+    BAD_ROW,
+    CALL,
+    END,
+    NO_ROWS,
+    OUT_OF_MEMORY,
+    RAISED,
+    ROW,
+    UNLOADABLE,
+    encoded,
+    is_rows,
+)
 from lockstep.data.rowset import FileInfo, Problems, RowSet, TextFile, disagreements, group_rows, merged
-from lockstep.functions import own_function
+from lockstep.errors import Refusal
+from lockstep.functions import given, located, own_function
+from lockstep.processes.process import FunctionProcess
+from lockstep.recipe.schema import Data
 from lockstep.types import Origin, Row
 
-KEY = "data.reader"
+KEY, TIME, MEMORY = "data.reader", "data.reader_limit", "data.reader_memory_gb"
 REMEDY = "yield a dict of plain values (text, numbers, true and false, lists, dicts) for each row"
 
 
-def read_own(path: str, function_path: str) -> RowSet:
+@dataclass(frozen=True)
+class OwnReader:
+    """`function_path` is `path/to/file.py:name`; `seconds` are for all rows of one path."""
+
+    function_path: str
+    seconds: float = Data.model_fields["reader_limit"].default
+    memory_gb: float = Data.model_fields["reader_memory_gb"].default
+
+    @classmethod
+    def of(cls, data: Data) -> OwnReader | None:
+        return None if data.reader is None else cls(data.reader, data.reader_limit, data.reader_memory_gb)
+
+    def refuse(self, why: str, remedy: str) -> Refusal:
+        return Refusal.at(f"{KEY} {self.function_path}", why, remedy)
+
+
+def read_own(path: str, reader: OwnReader) -> RowSet:
     """All rows, before anything else is done with them; the content's checksum stands for that of a file."""
-    reader = own_function(function_path, KEY, ("path",))
-    found = reader(path)
-    if not isinstance(found, Iterable) or isinstance(found, str | bytes | Mapping):
-        raise reader.refuse(f"returned a {type(found).__name__} for {path}, not rows", REMEDY)
+    told = _here(path, reader) if given(reader.function_path) else _in_process(path, reader)
     problems = Problems(path)
     rows: list[Row] = []
     digest, size = hashlib.sha256(), 0
-    # Whatever a generator raises on the way is told with file and line, as what a function raises is.
-    for number, row in enumerate(replace(reader, function=list)(found)):
-        if not isinstance(row, Mapping) or not row:
-            what = "an empty row" if isinstance(row, Mapping) else f"a {type(row).__name__}"
-            problems.add(f"{reader.where}: {Origin(path, number)}", f"is {what}", REMEDY)
+    for number, (kind, text) in enumerate(told):
+        if kind == BAD_ROW:
+            where = f"{KEY} {reader.function_path}: {Origin(path, number)}"
+            problems.add(where, text.decode(errors="replace"), REMEDY)
             continue
-        try:
-            text = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            problems.add(f"{reader.where}: {Origin(path, number)}", f"cannot be kept: {error}", REMEDY)
-            continue
-        line = text.encode() + b"\n"
+        line = text + b"\n"
         digest.update(line)
         size += len(line)
         rows.append(json.loads(text))
@@ -44,6 +73,79 @@ def read_own(path: str, function_path: str) -> RowSet:
         raise reader.refuse(f"yielded no rows for {path}", REMEDY)
     groups = group_rows(rows)
     for number, why in disagreements(groups, lambda number: f"row {number}"):
-        problems.add(f"{reader.where}: {Origin(path, number)}", why, "every row needs the same columns and kinds")
+        where = f"{KEY} {reader.function_path}: {Origin(path, number)}"
+        problems.add(where, why, "every row needs the same columns and kinds")
     problems.refuse()
     return RowSet([TextFile(FileInfo(path, len(rows), size, digest.hexdigest()), merged(groups), rows, None)])
+
+
+def _here(path: str, reader: OwnReader) -> list[tuple[bytes, bytes]]:
+    """Rows, good and bad, of a callable of this process."""
+    function = own_function(reader.function_path, KEY, CALL, reader.seconds, TIME)
+
+    def read(path: str) -> list[tuple[bytes, bytes]]:
+        found = function.function(path)
+        if not is_rows(found):
+            raise reader.refuse(f"returned a {type(found).__name__} for {path}, not rows", REMEDY)
+        return [encoded(row) for row in found]
+
+    return function.calling(read)(path)
+
+
+def _in_process(path: str, reader: OwnReader) -> Iterator[tuple[bytes, bytes]]:
+    """Rows, good and bad, as they come from the reader's process; its failure is refused when it is met."""
+    file, name = located(reader.function_path, KEY)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "printed.log"
+        arguments = (str(file), name, int(reader.memory_gb * 2**30), path)
+        process = FunctionProcess("lockstep.data.reader_process:serve", arguments, log)
+        over = threading.Event()
+        clock = threading.Timer(reader.seconds, _end, (process, over))
+        clock.daemon = True
+        clock.start()
+        how = b""
+        try:
+            with process.connection.makefile("rb") as stream:
+                for line in stream:
+                    how = line[:1]
+                    if how not in (ROW, BAD_ROW):
+                        break
+                    yield how, line[1:-1]
+        finally:
+            clock.cancel()
+            status = process.ended()
+            process.connection.close()
+        if how == END:
+            return
+        said = json.loads(line[1:]) if how in (UNLOADABLE, NO_ROWS, OUT_OF_MEMORY, RAISED) else None
+        raise _failure(path, reader, how, said, over.is_set(), f"its process {status}{_last_line(log)}")
+
+
+def _end(process: FunctionProcess, over: threading.Event) -> None:
+    over.set()
+    process.kill()
+
+
+def _failure(
+    path: str, reader: OwnReader, how: bytes, said: str | list[str] | None, late: bool, status: str
+) -> Refusal:
+    if how == UNLOADABLE:
+        assert isinstance(said, list)
+        return reader.refuse(*said)
+    if how == NO_ROWS:
+        return reader.refuse(f"returned a {said} for {path}, not rows", REMEDY)
+    if how == OUT_OF_MEMORY:
+        remedy = f"yield the rows one by one, or raise {MEMORY}"
+        return reader.refuse(f"raised {said}: over {reader.memory_gb:g} GiB ({MEMORY}), for {path}", remedy)
+    if how == RAISED:
+        return reader.refuse(f"raised {said}, for {path}", "mend the function")
+    if late:
+        why = f"had not given all rows of {path} in {reader.seconds:g} s ({TIME})"
+        return reader.refuse(why, f"let it end sooner, or raise {TIME}")
+    return reader.refuse(f"{status}, before it had given all rows of {path}", "mend the function")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    printed = [line for line in lines if line.strip() and not line.startswith("[process ")]
+    return f" (it printed last: {printed[-1][:200]})" if printed else ""

@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 
 from lockstep.data.formats import parse, read_parquet
-from lockstep.data.own_reader import read_own
+from lockstep.data.own_reader import OwnReader, read_own
 from lockstep.data.rowset import (
     ArrowFile,
     FileInfo,
@@ -51,11 +51,11 @@ _FORM = "write hub:owner/name:config:split; the config may be left empty, as in 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-def read_rows(path: str, *, base: Path | None = None, reader: str | None = None) -> RowSet:
+def read_rows(path: str, *, base: Path | None = None, reader: OwnReader | None = None) -> RowSet:
     """The rows behind `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
 
     A relative path is looked up under `base` (the working folder if not given). Files are taken in order of name.
-    `reader` is the path of a function of the user's own, which reads whatever `path` means to it.
+    `reader` is a function of the user's own, which reads whatever `path` means to it.
     """
     if reader is not None:
         return read_own(path, reader)

@@ -10,21 +10,29 @@ from collections.abc import Callable
 
 from torch import nn
 
-from lockstep.kernels import npu_modules
+from lockstep.kernels.fused_modules import plug_in
 
 # Packages that bring kernels of their own, where they are installed.
 KERNEL_PACKAGES = ("triton", "torch_npu")
 
 
+def _by_npu(model: nn.Module) -> list[str]:
+    from lockstep.kernels import npu_modules
+
+    return plug_in(model, npu_modules.KERNELS)
+
+
 def _by_triton(model: nn.Module) -> list[str]:
-    if importlib.util.find_spec("triton") is None:
+    first = next(model.parameters(), None)
+    if importlib.util.find_spec("triton") is None or first is None:
         return []
     from lockstep.kernels import triton_modules
+    from lockstep.kernels.triton_math import runs_on
 
-    return triton_modules.plug_in(model)
+    return plug_in(model, triton_modules.KERNELS) if runs_on(first) else []
 
 
-FUSED: dict[str, Callable[[nn.Module], list[str]]] = {"npu_fusion": npu_modules.plug_in, "flash_varlen": _by_triton}
+FUSED: dict[str, Callable[[nn.Module], list[str]]] = {"npu_fusion": _by_npu, "flash_varlen": _by_triton}
 
 
 # Where on a model stands what was replaced in it.

@@ -2,7 +2,7 @@
 
 Each function says what about a call is outside the documents, or None. They look at shapes and types alone, never at
 numbers on the device, so asking costs no wait. The one limit on numbers, that of the rotary embedding, is settled where
-they are made: see `npu_rotary.py`. Not yet run on Ascend hardware.
+they are made: see `npu_modules.py`. Not yet run on Ascend hardware.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from triton.errors import TritonError
 
 from lockstep.device.accelerator import first_sentence
 from lockstep.kernels.masks import SHAPE, WINDOW
-from lockstep.kernels.npu_probe import drawn
+from lockstep.kernels.trial import drawn
 from lockstep.kernels.paged import DecodePass, KVCache, PrefillPass, cached_attention
 from lockstep.kernels.plain_modules import epsilon_of, is_rms_norm, is_silu_gated
 from lockstep.kernels.side_by_side import joined, lay_side_by_side

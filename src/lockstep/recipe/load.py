@@ -25,6 +25,7 @@ from lockstep.recipe.methods import (
     sections_read,
     with_method_defaults,
 )
+from lockstep.recipe.plugins import import_plugins
 from lockstep.recipe.rows import estimator_row
 from lockstep.recipe.schema import Recipe
 
@@ -131,6 +132,7 @@ def _plain(value: Any, key: str) -> Any:
 
 
 def _checked(values: dict[str, Any], problems: list[Problem]) -> Recipe:
+    problems = [*problems, *import_plugins(values)]
     recipe, more = _validate(with_method_defaults(values))
     if problems or more or recipe is None:
         raise Refusal([*problems, *more])

@@ -181,6 +181,13 @@ class Algorithm(Section):
     loss: Annotated[str, Named(LOSSES, own=True)] = Field(
         "clip", description="The policy loss: by name, or your own function: `path/to/file.py:name`."
     )
+    function_limit: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that one call of your own `advantage` or `loss` may take; then the run stops.",
+        effect=Effect("harmless", "only when the run is stopped"),
+        resumable=True,
+    )
     aggregation: Aggregation = Field("token_mean", description="How the token losses of an update are averaged.")
     epochs: int = Field(1, ge=1, description="Passes over the responses of a step.")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount of a token's later rewards.")

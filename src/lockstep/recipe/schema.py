@@ -58,6 +58,13 @@ class RunSettings(Section):
         description="Switch the device's deterministic kernels on.",
         effect=Effect("matters", "kernels without a fixed order add noise from run to run"),
     )
+    plugins: list[str] = Field(
+        default_factory=list,
+        description="Your own modules that add estimators, losses, methods, engines or trackers: names of installed "
+        "modules, or `path/to/file.py`. Imported before the recipe is checked.",
+        effect=Effect("matters", "other code may stand behind a name; the checksums of the files tell"),
+        resumable=True,
+    )
     allow_fallback: bool = Field(
         True,
         description="Operators that the device does not have may run on the CPU, where they are counted and named; "
@@ -156,8 +163,23 @@ class Data(Section):
     )
     reader: str | None = Field(
         None,
-        description="Your own function that yields the rows of each path of `train` and `val`: `path/to/file.py:name`.",
+        description="Your own function that yields the rows of each path of `train`, `val` and `val.questions`: "
+        "`path/to/file.py:name`.",
         effect=Effect("matters", "another function, or the same one elsewhere: the rows' checksums tell"),
+    )
+    reader_limit: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds in which `reader` must have given all rows of a path; then the run is refused.",
+        effect=Effect("harmless", "only when the run is refused"),
+        resumable=True,
+    )
+    reader_memory_gb: float = Field(
+        16.0,
+        gt=0,
+        description="Memory of the process that runs `reader`.",
+        effect=Effect("harmless", "only when the run is refused"),
+        resumable=True,
     )
     shape: Literal["auto", "messages", "prompt_response", "text"] = Field(
         "auto",

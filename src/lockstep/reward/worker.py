@@ -11,7 +11,6 @@ import inspect
 import os
 import pickle
 import queue
-import resource
 import signal
 import socket
 import struct
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.functions import LONGEST_WHY, Unloadable, load, told
+from lockstep.processes.memory_limit import limit_memory
 from lockstep.reward.answers import LOADING, Given, Loaded, Raised, Unusable, line_of, number
 
 CALL = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -68,21 +68,6 @@ def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, byte
     finally:
         # At once, in the middle of a call; the warden ends what the function has started.
         os._exit(0)
-
-
-def limit_memory(memory_bytes: int) -> None:
-    """Bound the address space to what the loaded file has mapped and `memory_bytes` more.
-
-    Libraries reserve far more addresses than they use memory; counting those would forbid to import them.
-    A system that does not tell what is mapped (no /proc) has no limit.
-    """
-    told_by = Path("/proc/self/statm")
-    if not told_by.exists():
-        return
-    mapped = int(told_by.read_text().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = mapped + memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 def _loaded(path: Path, name: str) -> Callable[..., Any] | Unusable:

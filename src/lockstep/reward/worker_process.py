@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import secrets
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.functions.own import LOAD_SECONDS
+from lockstep.processes.process import FunctionProcess
 from lockstep.reward.answers import LOADING, LONGEST_LINE, Given, Loaded, Raised, Reply, Unusable, read_line
-from lockstep.reward.descendants import MARK, NOBODY, end_descendants
 from lockstep.reward.worker import HEADER
-
-# Importing a user's file may import torch from a slow disk.
-LOAD_SECONDS = 120.0
-# For a warden to end all that the function started.
-ENDING_SECONDS = 10.0
-
-_START = "import sys; sys.path[:] = {path!r}; from lockstep.reward.warden import main; main{arguments!r}"
 
 
 @dataclass(frozen=True)
@@ -49,40 +35,15 @@ class WorkerProcess:
 
     def __init__(self, target: Target, index: int):
         self._target = target
-        self._mark = secrets.token_hex(16)
         self._calls = LOADING
         self._unread = b""
-        self._leashing, self._killing = threading.Lock(), threading.Lock()
-        self._gone = False
-        self._connection, childs = socket.socketpair()
-        log = target.log(index)
-        end, leash = os.pipe()
-        self._leash: int | None = leash
-        memory = int(target.memory_limit_gb * 2**30)
-        output = None if log is None else str(log.absolute())
-        arguments = (childs.fileno(), end, os.getpid(), target.path, target.name, memory, self._mark, output)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(path=sys.path, arguments=arguments)],
-                pass_fds=[childs.fileno(), end],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                # Out of reach of the terminal's Ctrl-C.
-                start_new_session=True,
-                # The order of a set must not depend on which process looks at it.
-                env={"PYTHONHASHSEED": "0", **os.environ, MARK: self._mark},
-            )
-        except BaseException:
-            os.close(leash)
-            self._connection.close()
-            raise
-        finally:
-            os.close(end)
-            childs.close()
+        arguments = (target.path, target.name, int(target.memory_limit_gb * 2**30))
+        self._process = FunctionProcess("lockstep.reward.worker:serve", arguments, target.log(index))
+        self._connection = self._process.connection
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._process.alive
 
     def wait_loaded(self) -> Unusable | None:
         reply = self._reply(LOAD_SECONDS, "the time for loading")
@@ -105,29 +66,11 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Ask for the end, without waiting for it."""
-        with self._leashing:
-            if self._leash is not None:
-                # A word besides: a process that the run has forked may hold the pipe open.
-                with suppress(BrokenPipeError):
-                    os.write(self._leash, b".")
-                os.close(self._leash)
-                self._leash = None
+        self._process.release()
 
     def kill(self) -> None:
         """End the process and everything it started. Safe to call twice, and from another thread."""
-        self.release()
-        with self._killing:
-            if self._gone:
-                return
-            try:
-                self._process.wait(ENDING_SECONDS)
-            except subprocess.TimeoutExpired:
-                end_descendants(self._process.pid, self._mark)
-                self._process.kill()
-                self._process.wait()
-            # Once more from here, by the mark: the function may have killed the warden.
-            end_descendants(NOBODY, self._mark)
-            self._gone = True
+        self._process.kill()
 
     def disconnect(self) -> None:
         """Give back the connection of a process that is gone, when nobody asks it any more."""
@@ -148,7 +91,7 @@ class WorkerProcess:
         except TimeoutError:
             return Raised(f"gave nothing in {seconds:g} s ({limit})", spent=True)
         except (EOFError, OSError):
-            return self._ended()
+            return Raised(f"its process {self._process.ended()} before it gave a score", spent=True)
         except ValueError:
             return self._garbage()
 
@@ -169,19 +112,3 @@ class WorkerProcess:
 
     def _garbage(self) -> Raised:
         return Raised("wrote something else than its answer to the connection of its process", spent=True)
-
-    def _ended(self) -> Raised:
-        """Why the process is gone."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1)
-        self.kill()
-        status = self._process.returncode
-        how = f"was killed ({_signal(-status)})" if status < 0 else f"ended with status {status}"
-        return Raised(f"its process {how} before it gave a score", spent=True)
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # those between SIGRTMIN and SIGRTMAX have no name
-        return f"signal {number}"

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def describe_environment() -> dict[str, Any]:
     """Versions, platform and command line. The host's name is left out: run folders are shared."""
     return {
         "lockstep": lockstep.__version__,
-        "git_commit": checkout_commit(Path(lockstep.__file__).parent),
+        "git_commit": own_commit(),
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := installed_version(name))},
         "platform": platform.platform(),
@@ -43,11 +44,18 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+@cache
 def installed_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+@cache
+def own_commit() -> str | None:
+    """Asked once in a process: what it has imported does not follow a later checkout."""
+    return checkout_commit(Path(lockstep.__file__).parent)
 
 
 def checkout_commit(folder: Path) -> str | None:

@@ -101,14 +101,20 @@ class RunFolder:
         for last in known.keys() - kept.keys():
             self.earlier_recipe(last).unlink()
 
+    def read_env(self) -> dict[str, Any]:
+        """What env.json tells; nothing where there is none yet."""
+        if not self.env.exists():
+            return {}
+        return read_object(self.env, "it only tells of the run's earlier parts: remove it to go on without them")
+
     def write_env(self, extra: dict[str, Any]) -> None:
         """Writes env.json. Where a resumed run already had one, the earlier ones stay, under `before_resume`."""
         facts = describe_environment()
         if taken := sorted(facts.keys() & extra.keys()):
             raise ValueError(f"env facts given twice: {', '.join(taken)}")
         facts.update(extra)
-        if self.env.exists():
-            earlier = read_object(self.env, "it only tells of the run's earlier parts: remove it to go on without them")
+        earlier = self.read_env()
+        if earlier:
             before = earlier.pop("before_resume", [])
             facts["before_resume"] = [*(before if isinstance(before, list) else [before]), earlier]
         atomic_write_text(self.env, json.dumps(facts, indent=2) + "\n")

@@ -52,7 +52,8 @@ def estimate_advantages(experience: Experience, known: Annotated, recipe: Recipe
         rewards_K -= kl_coefficient * kl_K
         metrics["actor/reward_kl_penalty"] = float(kl_K.double().mean())
     signals = Signals(rewards_K, sequence_K, experience.group_S, known.values_K, experience.baseline_S)
-    estimate = estimator(algorithm.advantage)(signals, gamma=algorithm.gamma, lam=algorithm.lam)
+    advantage = estimator(algorithm.advantage, algorithm.function_limit)
+    estimate = advantage(signals, gamma=algorithm.gamma, lam=algorithm.lam)
     keep_K, importance_K = torch.ones(len(sequence_K)), torch.ones(len(sequence_K))
     settings = algorithm.correction
     if settings.weight != "none" or settings.mask != "none":

@@ -15,7 +15,7 @@ from lockstep.train.advantages import Learned, estimate_advantages
 from lockstep.train.annotate import annotate, plan_updates
 from lockstep.train.failures import failure_warning
 from lockstep.train.kl_coefficient import next_coefficient
-from lockstep.train.plan import prompt_loader
+from lockstep.train.plan import make_loader
 from lockstep.train.prepare import prepare_online
 from lockstep.train.rollouts import Rollouts, take_rollouts
 from lockstep.train.runtime import open_runtime
@@ -67,7 +67,7 @@ def open_online(recipe: Recipe, console: Console, *, keeps: bool = True) -> Iter
         ):
             start = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient}
             training.position.carried = {**start, **training.carried}
-            yield Online(training, prompt_loader(recipe, prepared.train), scorer, Warnings(recipe))
+            yield Online(training, make_loader(recipe, prepared.train), scorer, Warnings(recipe))
 
 
 def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float]:

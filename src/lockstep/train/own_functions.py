@@ -27,9 +27,9 @@ def try_functions(
     algorithm, rollout = recipe.algorithm, recipe.rollout
     tries = []
     if is_function_path(algorithm.advantage):
-        tries.append(lambda: try_advantage(algorithm.advantage, recipe.rollout.n))
+        tries.append(lambda: try_advantage(algorithm.advantage, recipe.rollout.n, algorithm.function_limit))
     if is_function_path(algorithm.loss):
-        tries.append(lambda: try_loss(algorithm.loss))
+        tries.append(lambda: try_loss(algorithm.loss, algorithm.function_limit))
     if rollout.function is not None and prompts is not None:
         function_path, prompt = rollout.function, next(prompt for source in prompts.sources for prompt in source)
         tries.append(
@@ -54,18 +54,18 @@ def try_functions(
     return lines
 
 
-def try_advantage(function_path: str, n: int) -> str:
+def try_advantage(function_path: str, n: int, seconds: float) -> str:
     lengths = torch.tensor(LENGTHS[: 2 if n == 1 else None])
     sequence_K = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     rewards_K = torch.zeros(len(sequence_K))
     rewards_K[lengths.cumsum(0) - 1] = torch.tensor([1.0, 0.0, 0.25, 0.75])[: len(lengths)]
     group_S = torch.arange(len(lengths)) if n == 1 else torch.tensor([0, 0, 1, 1])
-    estimate = own.estimator(function_path)(Signals(rewards_K, sequence_K, group_S), gamma=1.0, lam=1.0)
+    estimate = own.estimator(function_path, seconds)(Signals(rewards_K, sequence_K, group_S), gamma=1.0, lam=1.0)
     least, most = float(estimate.advantages_K.min()), float(estimate.advantages_K.max())
     return f"{own.ADVANTAGE} {function_path}: {least:.3g} to {most:.3g}, tried on {len(lengths)} made-up responses"
 
 
-def try_loss(function_path: str) -> str:
+def try_loss(function_path: str, seconds: float) -> str:
     lengths = torch.tensor(LENGTHS)
     sequence_K = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     steps = torch.linspace(0.0, 1.0, len(sequence_K))
@@ -77,7 +77,7 @@ def try_loss(function_path: str) -> str:
         torch.ones(len(steps)),
         sequence_K,
     )
-    sums = own.policy_loss(function_path, {})(tokens)
+    sums = own.policy_loss(function_path, {}, seconds)(tokens)
     (gradient,) = torch.autograd.grad(sums.loss, logprobs_K, allow_unused=True)
     if gradient is None or not bool(torch.isfinite(gradient).all()) or not bool(gradient.any()):
         what = "no gradient" if gradient is None or not bool(gradient.any()) else "a gradient that is not finite"

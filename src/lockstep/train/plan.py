@@ -21,7 +21,6 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
 from lockstep.rollout.native.prefill import prefill_bytes
-from lockstep.types import Prompt
 
 # Updates whose packing is tried out for the plan; the rest look alike.
 SAMPLED_UPDATES = 100
@@ -112,29 +111,16 @@ def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPl
     return BatchPlan(rows, batch.rows_per_update, steps, total, devices, min(counts), max(counts), used / room)
 
 
-def make_loader(recipe: Recipe, dataset: Dataset[Any]) -> Loader[Any]:
-    rows = sum(len(source) for source in dataset.sources)
-    _, total = steps_and_rows(rows, recipe.batch.rows_per_update, epochs=recipe.run.epochs, steps=recipe.run.steps)
-    return Loader(
-        dataset.sources,
-        dataset.weights,
-        rows_per_update=recipe.batch.rows_per_update,
-        seed=recipe.run.seed,
-        shuffle=recipe.data.shuffle,
-        total_rows=total,
-    )
-
-
-def prompt_loader(recipe: Recipe, prompts: PromptSet) -> Loader[Prompt]:
-    """Without an end: dynamic sampling takes as many prompts as it needs."""
-    return Loader(
-        prompts.sources,
-        prompts.weights,
-        rows_per_update=recipe.batch.prompts,
-        seed=recipe.run.seed,
-        shuffle=recipe.data.shuffle,
-        total_rows=None,
-    )
+def make_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:
+    """Rows of the whole run. Prompts have no end: dynamic sampling takes as many as it needs."""
+    batch, run = recipe.batch, recipe.run
+    if isinstance(read, PromptSet):
+        each, total = batch.prompts, None
+    else:
+        rows, each = sum(len(source) for source in read.sources), batch.rows_per_update
+        _, total = steps_and_rows(rows, each, epochs=run.epochs, steps=run.steps)
+    shuffle = recipe.data.shuffle
+    return Loader(read.sources, read.weights, rows_per_update=each, seed=run.seed, shuffle=shuffle, total_rows=total)
 
 
 def _room(members: Sequence[int], lengths: Sequence[int], tokens: int | None) -> int:

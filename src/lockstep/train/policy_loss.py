@@ -23,7 +23,8 @@ from lockstep.types import MicroBatch, Sums
 
 def loss_of(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
     """The policy loss with the keys it reads."""
-    return own.policy_loss(algorithm.loss, _keys(algorithm, loss_row(algorithm.loss).keys))
+    keys = _keys(algorithm, loss_row(algorithm.loss).keys)
+    return own.policy_loss(algorithm.loss, keys, algorithm.function_limit)
 
 
 def _keys(algorithm: Algorithm, names: Mapping[str, str]) -> dict[str, Any]:

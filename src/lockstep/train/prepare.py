@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.dataset import Dataset
+from lockstep.data.own_reader import OwnReader
 from lockstep.data.prompts import PromptSet, load_prompts, read_questions
 from lockstep.data.read import read_rows
 from lockstep.data.updates import row_size
@@ -245,7 +246,7 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
     if tokenizer is None or config is None:
         # Rows cannot be encoded, but they can be read: say now what is wrong with the files too.
         for source in (*recipe.data.train, *recipe.data.val):
-            collect(lambda source=source: read_rows(source.path, reader=recipe.data.reader))  # type: ignore[misc]
+            collect(lambda source=source: read_rows(source.path, reader=OwnReader.of(recipe.data)))  # type: ignore[misc]
         collect.refuse()
         raise AssertionError("a missing tokenizer or config is always a problem")
     collect(lambda: refuse_foreign_tokenizer(tokenizer, config.vocab_size, recipe.model.path))
@@ -273,7 +274,7 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
 
 
 def _read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> PromptSet:
-    opened = [read_rows(source.path, reader=recipe.data.reader) for source in recipe.data.train]
+    opened = [read_rows(source.path, reader=OwnReader.of(recipe.data)) for source in recipe.data.train]
     with console.task("Encoding prompts", sum(len(rows) for rows in opened)) as task:
         return load_prompts(recipe.data.train, recipe.data, tokenizer, limit, task.advance, opened)
 
@@ -293,7 +294,7 @@ def row_limit(recipe: Recipe, config: Any) -> int:
 def _read(
     recipe: Recipe, sources: list[Source], tokenizer: PreTrainedTokenizerBase, limit: int, console: Console, what: str
 ) -> Dataset[Any]:
-    opened = [read_rows(source.path, reader=recipe.data.reader) for source in sources]
+    opened = [read_rows(source.path, reader=OwnReader.of(recipe.data)) for source in sources]
     with console.task(f"Encoding {what} rows", sum(len(rows) for rows in opened)) as task:
         read = METHODS[recipe.method].reader(recipe)
         return read(sources, recipe.data, tokenizer, limit, task.advance, opened)
@@ -302,7 +303,8 @@ def _read(
 def _questions(recipe: Recipe) -> list[Question]:
     if recipe.val.questions is None:
         return []
-    questions = read_questions(read_rows(recipe.val.questions), recipe.val.question_rows)
+    rows = read_rows(recipe.val.questions, reader=OwnReader.of(recipe.data))
+    questions = read_questions(rows, recipe.val.question_rows)
     if recipe.method not in ONLINE:
         # An online run judges them by its own rewards, which are checked when these are opened.
         for source in sorted({question.data_source for question in questions}):

@@ -18,6 +18,7 @@ from lockstep.run.progress import Console
 from lockstep.run.samples import sample_line
 from lockstep.run.sinks import open_sinks
 from lockstep.run.summary import before_and_after
+from lockstep.train.own_code import changed_code, own_code
 from lockstep.train.prepare import Prepared, PreparedOnline
 from lockstep.types import Rollout
 
@@ -78,6 +79,9 @@ class Run:
 
     def _write_evidence(self, step: int, switches: dict[str, str], fused: dict[str, list[str]]) -> None:
         self.folder.write_recipe(dump_recipe(self.recipe), step)
+        code = own_code(self.recipe)
+        for change in changed_code(self.folder.read_env().get("own_code"), code) if step else []:
+            self.console.warn(change)
         self.folder.write_env(
             {
                 "device": self.device.facts(),
@@ -86,6 +90,7 @@ class Run:
                 "data": self.prepared.fingerprints,
                 "model": self.fingerprint,
                 "fused": fused,
+                "own_code": code,
             }
         )
 

@@ -17,7 +17,7 @@ from lockstep.recipe.schema import Recipe
 from lockstep.run.metrics import missing_steps
 
 Differences = tuple[list[Difference], list[str]]
-EvidencePart = Literal["recipe", "data", "tokenizer", "weights", "versions", "determinism", "device"]
+EvidencePart = Literal["recipe", "own code", "data", "tokenizer", "weights", "versions", "determinism", "device"]
 Values = Mapping[str, Any]
 
 _ORDER = ("blocks", "matters", "harmless")
@@ -28,6 +28,7 @@ _COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "
 # Of the device's facts: what the machine was doing, or what other parts say already.
 _PASSING = ("memory", "visible", "count", "torch", "ray_resource")
 _DEVICE = Effect("harmless", "this is what is compared; sums in another order round otherwise")
+_FUNCTIONS = ("reward.function", "rollout.function", "algorithm.advantage", "algorithm.loss", "data.reader")
 UNREAD = Effect("harmless", "neither side reads it")
 UNKNOWN = Effect("matters", "not known here; look it up in the recipe's reference")
 
@@ -43,7 +44,7 @@ def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
     found: list[Difference] = []
     unknown = [sentence for log, one in ((a, a.evidence), (b, b.evidence)) for sentence in _resumed(log, one)]
     unknown += [sentence for log in (a, b) for sentence in _holes(log)]
-    for look in (_recipe, _data, _model, _versions, _determinism, _device):
+    for look in (_recipe, _own_code, _data, _model, _versions, _determinism, _device):
         differ, silent = look(a.evidence, b.evidence)
         found += differ
         unknown += silent
@@ -89,7 +90,35 @@ def _weighed(key: str, a: Any, b: Any, sides: _Sides, env_a: Values, env_b: Valu
         return _told(known, "the rows are compared by their fingerprints")
     if key in ("reward.function", "reward.model", "reward.process", "reward.remote") and (a is None or b is None):
         return Effect("blocks", "one side has a reward that the other has not")
+    if all(_code(env).get(key, {}).get("sha256") for env in (env_a, env_b)) and _function(a) == _function(b):
+        return _told(True, "the files are compared by their checksums")
     return facts.effect or UNKNOWN
+
+
+def _function(value: Any) -> str:
+    """The name of the function in `path/to/file.py:name`."""
+    return str(value).rpartition(":")[2]
+
+
+def _code(env: Values) -> Values:
+    """The checksums of the user's own files, with the keys that name them as they are."""
+    found = env.get("own_code")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _own_code(a: Evidence, b: Evidence) -> Differences:
+    """Files of the user's that both sides name by the same key, and that are not the same."""
+    codes = _code(a.env), _code(b.env)
+    effect = "another file: what its code computes may differ"
+    found = [
+        Difference("own code", key, codes[0][key]["sha256"], codes[1][key]["sha256"], "matters", effect)
+        for key in codes[0]
+        if key in codes[1] and codes[0][key]["sha256"] != codes[1][key]["sha256"]
+    ]
+    named = [[key for key in _FUNCTIONS if ":" in str(_at(one.recipe, key) or "")] for one in (a, b)]
+    told = [not keys or isinstance(one.env.get("own_code"), Mapping) for keys, one in zip(named, (a, b), strict=True)]
+    silent = [] if all(told) else [_silent("the content of the user's own functions (checksum)", told)]
+    return found, silent
 
 
 def _told(known: bool, how: str) -> Effect:

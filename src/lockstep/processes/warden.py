@@ -6,6 +6,7 @@ run ends it kills all that is left. It ends the way the worker ended, so that th
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import select
@@ -16,11 +17,10 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from lockstep.reward.descendants import adopt_orphans, die_with_parent, end_descendants
-from lockstep.reward.output_tail import OutputTail
-from lockstep.reward.worker import serve
+from lockstep.processes.descendants import adopt_orphans, die_with_parent, end_descendants
+from lockstep.processes.output_tail import OutputTail
 
 # What is printed is written to its file when there is a pause, and at times when there is none.
 _IDLE, _SOMETIMES = 0.05, 1.0
@@ -29,14 +29,16 @@ _ENDING = {signal.SIGTERM, signal.SIGHUP}
 
 
 def main(
-    connection: int, leash: int, run: int, path: str, name: str, memory_bytes: int, mark: str, output: str | None
+    connection: int, leash: int, run: int, serve: str, arguments: tuple[Any, ...], mark: str, output: str | None
 ) -> NoReturn:
-    """`connection` is the worker's. `leash` is the reading end of a pipe: what comes there, a word or its end, is the
-    end of all; so is the end of process `run`."""
+    """The worker calls `serve` (`module:function`) with its `connection` and the arguments. `leash` is the reading end
+    of a pipe: what comes there, a word or its end, is the end of all; so is the end of process `run`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    module, _, name = serve.partition(":")
+    work = getattr(importlib.import_module(module), name)
     adopt_orphans()
     printed, printing = os.pipe()
-    worker = _fork(lambda: serve(connection, path, name, memory_bytes), [leash, printed], printing)
+    worker = _fork(lambda: work(connection, *arguments), [leash, printed], printing)
     os.close(connection)
     os.close(printing)
     tail = OutputTail(Path(output)) if output else None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.kernels.npu_probe import close
+from lockstep.kernels.npu_modules import KERNELS
+
+close = KERNELS.trial.close
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""Functions of the user's own: `path/to/file.py:name` in a recipe, or a callable given from Python.
-
-Nothing heavy is imported here: the processes of a reward function must start in a moment.
-"""
+"""Functions of the user's own: `path/to/file.py:name` in a recipe, or a callable given from Python."""
 
 from __future__ import annotations
 
@@ -10,14 +7,18 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.errors import Refusal
+from lockstep.errors import Problem, Refusal
+from lockstep.functions.time_limit import TimeUp, time_limit
 
 LONGEST_WHY = 300
+# Running a user's file may import torch from a slow disk.
+LOAD_SECONDS = 120.0
 
 # Callables that were given from Python, by the path that the recipe names them with.
 _given: dict[str, Callable[..., Any]] = {}
@@ -35,24 +36,46 @@ class Unloadable(Exception):
 
 @dataclass(frozen=True)
 class OwnFunction:
-    """A function of the user's with the key that names it. What it raises is told with file, name and line."""
+    """A function of the user's with the key that names it. What it raises is told with file, name and line.
+
+    `seconds` is what a call may take, and `limit` the key that says so; without them somebody else watches the clock.
+    """
 
     key: str
     function_path: str
     function: Callable[..., Any]
+    seconds: float | None = None
+    limit: str = ""
 
     @property
     def where(self) -> str:
         return f"{self.key} {self.function_path}"
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        file = self.function_path.rpartition(":")[0]
         try:
-            return self.function(*arguments, **named)
+            with self._limited():
+                return self.function(*arguments, **named)
         except Refusal:
             raise
+        except TimeUp as over:
+            raise Refusal([self._late(line_of(over, file))]) from over
         except Exception as error:
-            file = self.function_path.rpartition(":")[0]
             raise Refusal.at(self.where, f"raised {told(error, file)}", "mend the function") from error
+
+    def calling(self, function: Callable[..., Any]) -> OwnFunction:
+        """The same for something that calls the function and goes on with what it gives."""
+        return replace(self, function=function)
+
+    def _limited(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.seconds is None else time_limit(self.seconds, str(self._late("")))
+
+    def _late(self, line: str) -> Problem:
+        return Problem(
+            self.where,
+            f"gave nothing in {self.seconds:g} s ({self.limit}){line}",
+            f"let it end sooner, or raise {self.limit}; the last checkpoint is untouched",
+        )
 
     def refuse(self, why: str, remedy: str) -> Refusal:
         return Refusal.at(self.where, why, remedy)
@@ -74,21 +97,31 @@ def located(function_path: str, key: str) -> tuple[Path, str]:
     return file, name
 
 
-def own_function(function_path: str, key: str, call: Sequence[str]) -> OwnFunction:
-    """The function behind a path, which must be callable with the arguments `call` by position."""
+def own_function(
+    function_path: str, key: str, call: Sequence[str], seconds: float | None = None, limit: str = ""
+) -> OwnFunction:
+    """The function behind a path, which must be callable with the arguments `call` by position.
+
+    A call may take `seconds`, which the key `limit` says.
+    """
     if function_path in _given:
         function = _given[function_path]
     else:
         file, name = located(function_path, key)
         try:
-            function = function_of(_run(file), name, call, file)
+            return OwnFunction(key, function_path, load_by_position(file, name, call), seconds, limit)
         except Unloadable as error:
             raise Refusal.at(f"{key} {function_path}", error.why, error.remedy) from error
     try:
         refuse_signature(function, function_path.rpartition(":")[2], call, by_name=False)
     except Unloadable as error:
         raise Refusal.at(f"{key} {function_path}", error.why, error.remedy) from error
-    return OwnFunction(key, function_path, function)
+    return OwnFunction(key, function_path, function, seconds, limit)
+
+
+def given(function_path: str) -> bool:
+    """Whether the path stands for a callable of this process, which no other process has."""
+    return function_path in _given
 
 
 def give(key: str, function: Callable[..., Any]) -> str:
@@ -107,8 +140,15 @@ def give(key: str, function: Callable[..., Any]) -> str:
 
 def load(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
     """The function `name` of the file, callable with `call` by name. Modules beside the file can be imported by it."""
-    function = function_of(_run(path), name, call, path)
+    function = function_of(run_file(path), name, call, path)
     refuse_signature(function, name, call, by_name=True)
+    return function
+
+
+def load_by_position(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
+    """As `load`, callable with `call` by position."""
+    function = function_of(run_file(path), name, call, path)
+    refuse_signature(function, name, call, by_name=False)
     return function
 
 
@@ -139,7 +179,8 @@ def refuse_signature(function: Callable[..., Any], name: str, call: Sequence[str
         raise Unloadable(f"{name} cannot be called with {words}: {error}", f"write: def {name}({words})") from None
 
 
-def _run(path: Path) -> ModuleType:
+def run_file(path: Path) -> ModuleType:
+    """The module of a file, which is run once; modules beside it can be imported by it."""
     known = path.resolve(), path.stat().st_mtime_ns
     if known in _modules:
         return _modules[known]
@@ -150,7 +191,11 @@ def _run(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     try:
-        spec.loader.exec_module(module)
+        with time_limit(LOAD_SECONDS, f"{path}: could not be imported in {LOAD_SECONDS:g} s"):
+            spec.loader.exec_module(module)
+    except TimeUp as over:
+        why = f"could not be imported in {LOAD_SECONDS:g} s{line_of(over, str(path))}"
+        raise Unloadable(why, "do its work in the function, not when the file is imported") from None
     except BaseException as error:  # noqa: BLE001 - whatever the user's file raises is what must be told
         raise Unloadable(f"cannot be imported: {told(error, str(path))}", "mend the file") from None
     _modules[known] = module
@@ -163,8 +208,14 @@ def told(error: BaseException, path: str) -> str:
         last = " ".join(traceback.format_exception_only(type(error), error)[-1].split())[:LONGEST_WHY]
     except BaseException:  # noqa: BLE001 - an exception of the user's own class may not be able to say what it is
         last = type(error).__name__
+    return last + line_of(error, path)
+
+
+def line_of(error: BaseException, path: str) -> str:
+    """Where in the user's file it was; empty where it was not there."""
     frames = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if frame.f_code.co_filename == path]
+    # The file may be known by another way to it.
+    lines = [line for frame, line in frames if frame.f_code.co_filename in (path, str(Path(path).absolute()))]
     if isinstance(error, SyntaxError) and error.filename == path and error.lineno:
         lines.append(error.lineno)
-    return last + (f" ({Path(path).name} line {lines[-1]})" if lines else "")
+    return f" ({Path(path).name} line {lines[-1]})" if lines else ""

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-MARK = "LOCKSTEP_REWARD_WORKER"
+MARK = "LOCKSTEP_FUNCTION_PROCESS"
 # In place of a process that is gone, whose number may be another's now.
 NOBODY = -1
 _PROC = Path("/proc")

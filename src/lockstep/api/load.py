@@ -1,0 +1,105 @@
+"""`lockstep.load`: from a folder to a handle on its model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lockstep.api.handle import Handle
+from lockstep.api.settings import checked
+from lockstep.device.base import Device
+from lockstep.device.select import select
+from lockstep.errors import Refusal
+from lockstep.model.load import DTYPES, load_config, load_policy, load_tokenizer, refuse_foreign_tokenizer
+from lockstep.model.policy import Policy
+from lockstep.model.resolve import model_folder
+from lockstep.model.router import refuse_router_loss, refuse_router_noise
+from lockstep.parallel.world import World
+from lockstep.recipe.schema import Data, Lora, Model, Optim
+from lockstep.train.optim import LossScale, Optimizer
+from lockstep.train.step import Learner
+
+# Gradients of sums are as many times larger than those of means as an update has tokens.
+_FIRST_SCALE = 2.0**7
+
+
+def load(
+    model: str | Path,
+    *,
+    device: str = "auto",
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    lora: int | Lora | None = None,
+    lr: float = 1e-5,
+    weight_decay: float = 0.0,
+    clip: float | None = 1.0,
+    reference: bool | str | Path = False,
+    template: Literal["auto", "none"] = "auto",
+    batch_tokens: int = 4096,
+    gradient_checkpointing: bool = False,
+    seed: int = 0,
+) -> Handle:
+    """A handle on the model of a Hugging Face folder (or of a run folder).
+
+    `lora` is a rank, or the settings of a recipe; without, all weights are trained. `clip` bounds the gradient norm.
+    `reference` keeps a frozen copy of the model, or of another folder's, to ask for log-probabilities; with `lora`
+    the model without its adapter is one at no cost, and needs no copy. `template` is the recipe's `data.template`:
+    by `auto` a text is a user's message where the tokenizer has a chat template. `batch_tokens` bounds the
+    micro-batches, which never change a gradient.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise Refusal.at("lockstep.load", "a handle is one process on one device", "use lockstep.train under torchrun")
+    chosen = select(device)
+    folder = model_folder(str(model))
+    adapter = _adapter(lora)
+    _refuse_dtype(dtype, chosen)
+    settings = Model(path=folder, dtype=dtype, lora=adapter, gradient_checkpointing=gradient_checkpointing)
+    tokenizer, config = load_tokenizer(folder), load_config(folder)
+    refuse_foreign_tokenizer(tokenizer, config.vocab_size, folder)
+    refuse_router_loss(config, folder)
+    refuse_router_noise(config, folder)
+    chosen.use(0)
+    torch_device = chosen.torch_device(0)
+    policy = load_policy(settings, torch_device, chosen.attention, seed)
+    policy.train()
+    frozen = None
+    if reference is not False and not (reference is True and adapter is not None):
+        path = folder if reference is True else str(reference)
+        frozen = _frozen(settings, path, chosen, torch_device, config.vocab_size)
+    optim = checked(Optim, lr=lr, weight_decay=weight_decay, clip=clip)
+    optimizer = Optimizer(
+        policy.trainable(), optim, masters=dtype != "fp32", fused=chosen.fused_optimizer, kernel=chosen.adamw
+    )
+    scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None
+    learner = Learner(policy, optimizer, torch_device, World(), scale)
+    data = Data(train=["-"], template=template)  # type: ignore[list-item]
+    return Handle(settings, tokenizer, learner, frozen, chosen, data, lr, batch_tokens, seed)
+
+
+def _adapter(lora: int | Lora | None) -> Lora | None:
+    adapter = checked(Lora, rank=lora) if isinstance(lora, int) else lora
+    if adapter is not None and adapter.alpha is None:
+        adapter = adapter.model_copy(update={"alpha": 2.0 * adapter.rank})
+    return adapter
+
+
+def _refuse_dtype(dtype: str, device: Device) -> None:
+    if dtype not in DTYPES:
+        raise Refusal.at("dtype", f"{dtype!r} is not known", f"one of {', '.join(DTYPES)}")
+    if not device.supports(DTYPES[dtype]):
+        usable = [name for name, kind in DTYPES.items() if device.supports(kind)]
+        raise Refusal.at("dtype", f"{device.name} does not compute in {dtype}", f"use {' or '.join(usable)}")
+
+
+def _frozen(settings: Model, path: str, device: Device, torch_device: torch.device, vocabulary: int) -> Policy:
+    other = load_config(path).vocab_size
+    if other != vocabulary:
+        raise Refusal.at(
+            f"reference {path}", f"has {other:,} tokens, and the model {vocabulary:,}", "use one of its family"
+        )
+    alone = settings.model_copy(update={"path": path, "lora": None})
+    policy = load_policy(alone, torch_device, device.attention, seed=0)
+    policy.requires_grad_(False)
+    return policy

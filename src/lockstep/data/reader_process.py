@@ -1,0 +1,74 @@
+"""The process that runs a user's reader and sends its rows. It imports nothing heavy of its own.
+
+A line for each thing that is told: its kind (a byte), then JSON. A row's line is what its checksum is made of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.functions.own import Unloadable, load_by_position, told
+from lockstep.processes.memory_limit import limit_memory
+
+ROW, BAD_ROW, UNLOADABLE, NO_ROWS, RAISED, OUT_OF_MEMORY, END = b"r", b"b", b"u", b"n", b"x", b"m", b"e"
+CALL = ("path",)
+
+
+def serve(descriptor: int, file: str, name: str, memory_bytes: int, path: str) -> None:
+    """Load the reader, then send the rows of `path`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The reader's own children must not hold the connection open.
+    os.set_inheritable(descriptor, False)
+    me = os.getpid()
+    with socket.socket(fileno=descriptor) as connection, connection.makefile("wb", 2**16) as stream:
+        for kind, said in lines(file, name, memory_bytes, path):
+            if os.getpid() != me:
+                os._exit(0)  # a copy that the reader forked, and that returned from it like its parent
+            stream.write(kind + said + b"\n")
+
+
+def lines(file: str, name: str, memory_bytes: int, path: str) -> Iterator[tuple[bytes, bytes]]:
+    try:
+        function = load_by_position(Path(file), name, CALL)
+    except Unloadable as error:
+        yield UNLOADABLE, json.dumps([error.why, error.remedy]).encode()
+        return
+    limit_memory(memory_bytes)
+    try:
+        found = function(path)
+        if not is_rows(found):
+            yield NO_ROWS, json.dumps(type(found).__name__).encode()
+            return
+        for row in found:
+            yield encoded(row)
+    except MemoryError as error:
+        why = told(error, file)
+        # What it had gathered must go before anything else can be done.
+        traceback.clear_frames(error.__traceback__)
+        yield OUT_OF_MEMORY, json.dumps(why).encode()
+    except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the reason
+        yield RAISED, json.dumps(told(error, file)).encode()
+    else:
+        yield END, b""
+
+
+def is_rows(found: Any) -> bool:
+    return isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping)
+
+
+def encoded(row: Any) -> tuple[bytes, bytes]:
+    """A row as JSON, or why it cannot be kept."""
+    if not isinstance(row, Mapping) or not row:
+        what = "an empty row" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        return BAD_ROW, f"is {what}".encode()
+    try:
+        return ROW, json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return BAD_ROW, " ".join(f"cannot be kept: {error}".split()).encode(errors="backslashreplace")

@@ -1,0 +1,102 @@
+"""A process that runs a user's function, as the run sees it: started, connected, killed with all that it started."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.processes.descendants import MARK, NOBODY, end_descendants
+
+# For a warden to end all that the function started.
+ENDING_SECONDS = 10.0
+
+_START = "import sys; sys.path[:] = {path!r}; from lockstep.processes.warden import main; main{arguments!r}"
+
+
+class FunctionProcess:
+    """One process and the connection to it. Any thread may kill it."""
+
+    def __init__(self, serve: str, arguments: tuple[Any, ...], log: Path | None = None):
+        """Runs `serve` (`module:function`) with a connection and the arguments, which are plain values.
+
+        The last lines that it prints are kept in `log`; without one they are thrown away.
+        """
+        self._mark = secrets.token_hex(16)
+        self._leashing, self._killing = threading.Lock(), threading.Lock()
+        self._gone = False
+        self.connection, childs = socket.socketpair()
+        end, leash = os.pipe()
+        self._leash: int | None = leash
+        output = None if log is None else str(log.absolute())
+        words = (childs.fileno(), end, os.getpid(), serve, arguments, self._mark, output)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START.format(path=sys.path, arguments=words)],
+                pass_fds=[childs.fileno(), end],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # Out of reach of the terminal's Ctrl-C.
+                start_new_session=True,
+                # The order of a set must not depend on which process looks at it.
+                env={"PYTHONHASHSEED": "0", **os.environ, MARK: self._mark},
+            )
+        except BaseException:
+            os.close(leash)
+            self.connection.close()
+            raise
+        finally:
+            os.close(end)
+            childs.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def release(self) -> None:
+        """Ask for the end, without waiting for it."""
+        with self._leashing:
+            if self._leash is not None:
+                # A word besides: a process that the run has forked may hold the pipe open.
+                with suppress(BrokenPipeError):
+                    os.write(self._leash, b".")
+                os.close(self._leash)
+                self._leash = None
+
+    def kill(self) -> None:
+        """End the process and everything it started. Safe to call twice, and from another thread."""
+        self.release()
+        with self._killing:
+            if self._gone:
+                return
+            try:
+                self._process.wait(ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                end_descendants(self._process.pid, self._mark)
+                self._process.kill()
+                self._process.wait()
+            # Once more from here, by the mark: the function may have killed the warden.
+            end_descendants(NOBODY, self._mark)
+            self._gone = True
+
+    def ended(self) -> str:
+        """How a process ended that closed its connection."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        self.kill()
+        status = self._process.returncode
+        return f"was killed ({_signal(-status)})" if status < 0 else f"ended with status {status}"
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # those between SIGRTMIN and SIGRTMAX have no name
+        return f"signal {number}"

@@ -1,0 +1,193 @@
+"""Kernels in the place of a model's modules, by a device's row: here the host's, of torch's own functions."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+from lockstep.kernels import fused_modules, fused_rotary
+from lockstep.kernels.fused_modules import DeviceKernels, ModuleKernel, plug_in
+from lockstep.kernels.fused_rotary import Rotary, RotaryKernel, scales_of
+from lockstep.kernels.plain_modules import epsilon_of, is_gated, is_rms_norm
+from lockstep.kernels.trial import KernelTrial
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_implementation": "eager",
+}
+turned: list[tuple[int, ...]] = []
+
+
+def host_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, self.weight.shape, self.weight, epsilon_of(self))
+
+
+def host_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def host_rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    turned.append(tuple(q.shape))
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        low, high = x.chunk(2, -1)
+        return torch.cat(
+            [
+                low * cos.chunk(2, -1)[0] - high * sin.chunk(2, -1)[0],
+                high * cos.chunk(2, -1)[0] + low * sin.chunk(2, -1)[0],
+            ],
+            -1,
+        )
+
+    return turn(q), turn(k)
+
+
+def unscaled(module: nn.Module) -> bool:
+    return all(abs(scale) <= 1 for scale in scales_of(module))
+
+
+HOST = DeviceKernels(
+    (ModuleKernel("host_norm", is_rms_norm, host_norm), ModuleKernel("host_gated", is_gated, host_gated)),
+    RotaryKernel("host_rotary", host_rotate, lambda *given: True, unscaled, only_tried=True),
+    KernelTrial({torch.float32: 1e-5, torch.bfloat16: 3e-2}, smallest=1.0, gradients=True, wait=lambda: None),
+)
+
+
+@pytest.fixture(autouse=True)
+def own_function() -> Iterator[None]:
+    """The modelling file has its own function again afterwards."""
+    own = modeling_llama.apply_rotary_pos_emb
+    turned.clear()
+    yield
+    modeling_llama.apply_rotary_pos_emb = own
+
+
+def llama(**more: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **more})).eval()
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    turned.clear()
+    with torch.no_grad():
+        return model(torch.tensor([[3, 1, 4, 1, 5, 9]])).logits
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_what_computes_the_same_is_replaced_and_the_numbers_stay(gradients: bool) -> None:
+    model = llama()
+    wanted = logits(model)
+    kernels = HOST._replace(trial=replace(HOST.trial, gradients=gradients))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plug_in(model, kernels) == [
+            "2 x LlamaMLP by host_gated",
+            "5 x LlamaRMSNorm by host_norm",
+            "apply_rotary_pos_emb of modeling_llama by host_rotary",
+        ]
+    torch.testing.assert_close(logits(model), wanted, atol=1e-5, rtol=1e-5)
+    assert turned == [(1, 4, 6, 8)] * 2
+
+
+def test_another_model_of_the_file_keeps_its_own_rotation() -> None:
+    """The function is the file's, the mark is the model's."""
+    other = llama()
+    plug_in(llama(), HOST)
+    assert isinstance(modeling_llama.apply_rotary_pos_emb, Rotary)
+    logits(other)
+    assert turned == []
+
+
+def test_heads_that_were_not_tried_keep_their_rotation_where_the_row_says_so() -> None:
+    cos = torch.ones(1, 6, 8)
+    setattr(cos, fused_rotary.MARK, True)
+    q, k = torch.ones(1, 2, 6, 8), torch.ones(1, 1, 6, 8)
+    for only_tried in (True, False):
+        rotary = Rotary(modeling_llama.apply_rotary_pos_emb, HOST.rotary._replace(only_tried=only_tried))
+        assert rotary.fits(q, k, cos, cos) is not only_tried
+        assert not rotary.fits(q, k, cos.clone(), cos)
+
+
+def test_scaled_angles_stay_with_a_row_that_cannot_take_them() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    for takes, times in ((unscaled, 0), (lambda module: True, 2)):
+        model = llama(rope_parameters=yarn, max_position_embeddings=256)
+        assert model.model.rotary_emb.attention_scaling > 1
+        wanted = logits(model)
+        modeling_llama.apply_rotary_pos_emb = getattr(
+            modeling_llama.apply_rotary_pos_emb, "own", modeling_llama.apply_rotary_pos_emb
+        )
+        plug_in(model, HOST._replace(rotary=HOST.rotary._replace(marks=takes)))
+        torch.testing.assert_close(logits(model), wanted, atol=1e-5, rtol=1e-5)
+        assert len(turned) == times
+
+
+def off(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return 1.001 * host_norm(self, x)
+
+
+def bent(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """The same numbers with another gradient."""
+    out = host_norm(self, x)
+    return out + 0.01 * (x - x.detach())
+
+
+def fails(self: Any, x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no such kernel here. And more")
+
+
+@pytest.mark.parametrize(
+    ("forward", "gradients", "said"),
+    [
+        (off, True, "host_norm gives other numbers"),
+        (off, False, "host_norm gives other numbers"),
+        (bent, True, "host_norm gives other numbers"),
+        (bent, False, None),
+        (fails, True, "host_norm failed on a trial: no such kernel here"),
+    ],
+)
+def test_a_kernel_that_is_another_function_is_left_out_with_a_message(forward: Any, gradients: bool, said: Any) -> None:
+    norm = modeling_llama.LlamaRMSNorm(16)
+    kernels = HOST._replace(
+        modules=(ModuleKernel("host_norm", is_rms_norm, forward),), trial=replace(HOST.trial, gradients=gradients)
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        replaced = plug_in(norm, kernels)
+    assert [str(one.message) for one in told] == ([f"LlamaRMSNorm stays plain torch: {said}"] if said else [])
+    assert ("forward" in vars(norm)) == (said is None) == bool(replaced)
+
+
+def test_a_late_error_of_the_device_is_the_trial_s() -> None:
+    def wait() -> None:
+        raise RuntimeError("the last kernel stopped")
+
+    norm = modeling_llama.LlamaRMSNorm(16)
+    with pytest.warns(UserWarning, match="LlamaRMSNorm stays plain torch: host_norm failed on a trial: the last"):
+        assert plug_in(norm, HOST._replace(trial=replace(HOST.trial, wait=wait))) == []
+
+
+def test_a_norm_that_subtracts_the_mean_is_another_function() -> None:
+    with pytest.warns(UserWarning, match="LayerNorm stays plain torch: host_norm gives other numbers"):
+        assert plug_in(nn.LayerNorm(16, bias=False), HOST) == []
+
+
+def test_nothing_of_a_device_is_imported_by_the_mechanism() -> None:
+    assert "torch_npu" not in vars(fused_modules)
+    assert not {name for name in sys.modules if name.startswith("torch_npu")}
