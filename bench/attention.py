@@ -60,8 +60,10 @@ Ways = dict[str, tuple[Attention, int]]
 
 
 def rows(device: Device, shape: Shape, args: argparse.Namespace) -> tuple[str, Ways, dict[str, float]]:
-    place, tokens = device.torch_device(), args.rows * args.length
-    layout, twin = (make_layout([args.length] * args.rows, place, kernel) for kernel in (device.attention, "sdpa"))
+    torch_device, tokens = device.torch_device(), args.rows * args.length
+    layout, twin = (
+        make_layout([args.length] * args.rows, torch_device, kernel) for kernel in (device.attention, "sdpa")
+    )
     ways: Ways = {"packed": (lambda q, k, v: varlen_attention(q, k, v, layout, scale=shape.head**-0.5), tokens)}
 
     def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -95,7 +97,7 @@ def _taken(ways: Ways, inputs: list[torch.Tensor], exact: list[torch.Tensor]) ->
 
 
 def groups(device: Device, shape: Shape, args: argparse.Namespace) -> tuple[str, Ways, dict[str, float]]:
-    place, scale = device.torch_device(), shape.head**-0.5
+    torch_device, scale = device.torch_device(), shape.head**-0.5
     line: list[int] = []
     used = 0
     for _ in range(args.groups):
@@ -105,9 +107,9 @@ def groups(device: Device, shape: Shape, args: argparse.Namespace) -> tuple[str,
             used += args.response
     line_E = torch.tensor(line)
     lengths = [args.prompt + args.response] * (args.groups * args.n)
-    twin, shared = (make_layout(lengths, place, kernel, line_E) for kernel in ("sdpa", device.attention))
-    apart = make_layout(lengths, place, device.attention)
-    spread = line_E.to(place)
+    twin, shared = (make_layout(lengths, torch_device, kernel, line_E) for kernel in ("sdpa", device.attention))
+    apart = make_layout(lengths, torch_device, device.attention)
+    spread = line_E.to(torch_device)
     fused = KERNELS[device.attention]
 
     def copied(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

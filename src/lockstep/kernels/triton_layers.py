@@ -20,10 +20,10 @@ from triton.errors import TritonError
 
 from lockstep.device.accelerator import first_sentence
 from lockstep.kernels.masks import SHAPE, WINDOW
-from lockstep.kernels.trial import drawn
 from lockstep.kernels.paged import DecodePass, KVCache, PrefillPass, cached_attention
 from lockstep.kernels.plain_modules import epsilon_of, is_rms_norm, is_silu_gated
 from lockstep.kernels.side_by_side import joined, lay_side_by_side
+from lockstep.kernels.trial import drawn
 from lockstep.kernels.triton_decode import Norms, add_norm_, heads_of_line, place_heads_, swiglu_
 from lockstep.kernels.triton_math import runs_on
 from lockstep.kernels.triton_norm import WIDEST, rms_norm
