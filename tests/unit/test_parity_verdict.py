@@ -158,3 +158,23 @@ def test_the_same_runs_leave_no_noise() -> None:
     assert examined.power == Power(2, 0.0, 0.0, 0.0, 3, 50)
     other = judged(a, a[:1] + 1e-6)[0]
     assert (other.verdict, "drift: +1e-06 in the mean of steps 1 to 50" in other.explanation) == ("in step", True)
+
+
+def test_rewards_that_differ_by_single_responses_are_not_out_of_step() -> None:
+    """512 responses a step of a model that hardly ever earns: the same counts at 18 of 20 steps, and two that differ
+    by one response, up and down. The mean does not differ at all."""
+    a = np.array([[2, 2, 0, 1, 0, 0, 0, 0, 2, 0, 0, 0, 0, 1, 0, 0, 3, 0, 0, 1]]) / 512
+    b = a.copy()
+    b[0, [1, 8]] += np.array([1, -1]) / 512
+    judgement, examined = judged(a, b)
+    assert (judgement.verdict, examined.findings) == ("cannot tell", [])
+
+
+@pytest.mark.parametrize("last", [3, 20])
+def test_curves_that_are_equal_until_one_collapses_are_out_of_step(last: int) -> None:
+    a = quiet(1, 1)
+    b = a.copy()
+    b[0, 40] += 0.002
+    b[:, -last:] -= 0.3
+    judgement, _ = judged(a, b)
+    assert (judgement.verdict, judgement.parted_at) == ("out of step", 201 - last)

@@ -303,9 +303,18 @@ _GRID = np.linspace(0, MOST_MEMORY, 98)
 
 
 def _variogram(noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Variance and memory of an AR(1) from its moves over 1 and over k steps, of which a jump touches k."""
+    """Variance and memory of an AR(1) from its moves over 1 and over k steps, of which a jump touches k.
+
+    Curves that are equal at most steps have typical moves of 0. Then noise is what goes away and comes straight back,
+    without a memory; a jump does not come back.
+    """
     lag = max(2, min(8, noise.shape[-1] // 8))
     one, more = (_typical_square(noise[..., step:] - noise[..., :-step]) for step in (1, lag))
+    moves = np.diff(noise, axis=-1)
+    back = 2 * np.maximum(-moves[..., 1:] * moves[..., :-1], 0).mean(axis=-1)
+    dust = (1e-9 * np.abs(noise).max(axis=-1)) ** 2  # what sums leave of numbers that cancel
+    equal = one <= dust
+    one, more = np.where(equal, np.maximum(back, dust), one), np.where(equal, np.maximum(back, dust), more)
     ratios = (1 - _GRID**lag) / (1 - _GRID)
     memory = np.interp(more / _positive(one), ratios, _GRID)
     return one / (2 * (1 - memory)), memory
