@@ -132,6 +132,24 @@ class Steps(Single):
     labels: tuple[tuple[float, ...], ...]
 
 
+class Divided(Protocol):
+    """How the ranks of a context group divide a micro-batch (`parallel/division.py`)."""
+
+    @property
+    def own(self) -> MicroBatch:
+        """This rank's tokens, and the targets that they predict."""
+
+    @property
+    def own_T(self) -> torch.Tensor:
+        """On the host: where this rank's tokens stand on the whole line."""
+
+    def layout(self, device: torch.device, kernel: str) -> Any:
+        """How the attention named `kernel` finds the tokens of all ranks."""
+
+    def answers(self, said: Any) -> Any:
+        """What a module says of this rank's targets, as what it says of all."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """What one device runs forward at once: packed rows in one line (N = 1), or right-padded rows.
@@ -154,6 +172,9 @@ class MicroBatch:
     line_E: torch.Tensor | None = None
     teacher: Callable[[MicroBatch], Any] | None = None
     """Tells what a teacher says of the targets, when the micro-batch is run (see `kernels/divergence.py`)."""
+    context: Divided | None = None
+    """Who has which of its tokens, where the ranks of a context group divide it. A rank's own part says so too, and
+    its `lengths` are still those of whole sequences."""
 
     @property
     def tokens(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.data.batching import to_device
+from lockstep.data.batching import run_on
 from lockstep.data.updates import Update, arrange
 from lockstep.device.transfer import fetched
 from lockstep.kernels.divergence import Likeliest
@@ -38,7 +38,7 @@ class Packing:
 
     @classmethod
     def of(cls, recipe: Recipe, world: World, pad_id: int) -> Packing:
-        return cls(world, recipe.batch.tokens, recipe.batch.rows, pad_id)
+        return cls(world, recipe.line_tokens, recipe.batch.rows, pad_id)
 
     def __call__(self, items: Sequence[T]) -> Update[T]:
         return arrange(items, self.world, tokens=self.tokens, rows=self.rows, pad_id=self.pad_id)
@@ -133,7 +133,7 @@ def over_targets(
     """A number for each target: what `pick` finds in the module's output."""
     vector = torch.zeros(asked.targets)
     with evaluating(module):
-        said = [fetched(pick(module(to_device(batch, device)))) for batch in asked.batches]
+        said = [fetched(pick(run_on(module, batch, device))) for batch in asked.batches]
     for batch, numbers in zip(asked.batches, said, strict=True):
         vector[batch.index_K] = numbers()
     return world.sum_tensor(vector)
