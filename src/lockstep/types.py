@@ -135,9 +135,8 @@ class Steps(Single):
 class Divided(Protocol):
     """How the ranks of a context group divide a micro-batch (`parallel/division.py`)."""
 
-    @property
-    def own(self) -> MicroBatch:
-        """This rank's tokens, and the targets that they predict."""
+    def own(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's tokens of the micro-batch, and the targets that they predict."""
 
     @property
     def own_T(self) -> torch.Tensor:

@@ -213,7 +213,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 def own_part(batch: MicroBatch) -> MicroBatch:
     """What this rank runs of a micro-batch: all of it, or its part of one that is divided."""
-    return batch if batch.context is None else batch.context.own
+    return batch if batch.context is None else batch.context.own(batch)
 
 
 def of_all(batch: MicroBatch, said: Any) -> Any:

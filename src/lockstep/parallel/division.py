@@ -79,10 +79,9 @@ class Division:
         owner_K = owner_T[self.predictors_K]
         return [(owner_K == rank).nonzero()[:, 0] for rank in range(self.group.size)]
 
-    @cached_property
-    def own(self) -> MicroBatch:
-        """This rank's tokens, and the targets that they predict."""
-        batch, own_T, asked = self.batch, self.own_T, self.asked[self.group.rank]
+    def own(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's tokens of the micro-batch, which may have got a teacher since, and the targets they predict."""
+        own_T, asked = self.own_T, self.asked[self.group.rank]
         place_T = torch.empty(sum(self.lengths), dtype=torch.long)
         place_T[own_T] = torch.arange(len(own_T))
         more = torch.arange(sum(self.lengths) - len(self.real_T))
