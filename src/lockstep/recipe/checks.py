@@ -49,7 +49,9 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("batch.rows", "set together with batch.tokens", "keep tokens (packed) or rows (padded), not both")
     if recipe.tape.record and recipe.parallel.context > 1:
         yield Problem(
-            "tape", "holds micro-batches that one device ran, and parallel.context divides them", "set it to 1"
+            "tape",
+            f"holds micro-batches that one device ran, and parallel.context={recipe.parallel.context} divides them",
+            "record with parallel.context=1",
         )
     if data.max_tokens and recipe.line_tokens and data.max_tokens > recipe.line_tokens:
         context = recipe.parallel.context
