@@ -18,6 +18,7 @@ from lockstep.data.updates import arrange
 from lockstep.errors import Refusal
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.layout import make_layout
+from lockstep.kernels.logprob import Scores
 from lockstep.kernels.partial import PLAIN, merge, sections
 from lockstep.kernels.varlen import varlen_attention
 from lockstep.model.policy import Policy
@@ -104,6 +105,26 @@ def test_divided_attention_is_whole_attention(
         case = replace(case, softcap=data.draw(st.sampled_from([None, 1.5])))
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32]))
     on_every_rank(ranks, layout, lambda one: check_attention(case, one, dtype, seed))
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_a_gradient_is_counted_once(layout: str) -> None:
+    """All ranks have all numbers in their order and the same loss of them; each gets the gradient of its own alone."""
+    batch = micro_batch(examples((9, 2, 7)), packed=True, pad_id=0)
+    numbers_K = torch.randn(len(batch.targets_K), generator=torch.Generator().manual_seed(0))
+
+    def work(one: ContextGroup) -> None:
+        division = Division(batch, one)
+        own_K = numbers_K[division.own(batch).index_K].clone().requires_grad_()
+        scores = division.answers(Scores(own_K, 2 * own_K))
+        assert torch.equal(scores.logprobs_K, numbers_K)
+        assert torch.equal(scores.entropies_K, 2 * numbers_K)
+        assert scores.divergences_K is None
+        scores.logprobs_K.sum().square().backward()
+        assert own_K.grad is not None
+        assert torch.allclose(own_K.grad, 2 * numbers_K.sum().expand_as(own_K))
+
+    on_every_rank(3, layout, work)
 
 
 def test_parts_are_merged_by_their_sums() -> None:

@@ -209,7 +209,8 @@ class Data(Section):
     max_tokens: int | None = Field(
         None,
         ge=2,
-        description="Longest row in tokens. Default: the model's context, or `batch.tokens` if smaller.",
+        description="Longest row in tokens. Default: the model's context, or `batch.tokens` (times "
+        "`parallel.context`) if smaller.",
         effect=LIMIT,
     )
     max_prompt_tokens: int | None = Field(
