@@ -30,8 +30,8 @@ from lockstep.parallel.division import LAYOUTS, PLACES, Division
 from lockstep.parallel.world import World, joined
 from lockstep.types import Example, MicroBatch, Origin
 
-# How far from the whole, beside its largest number: some units in the last place for each of some hundred additions.
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-5}
+# How far from the whole, beside its largest number. Of 700 random packings the worst were 1.9e-15 and 1.4e-6 off.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True)
