@@ -1,4 +1,4 @@
-"""What each rank of tests/e2e/test_context.py does beside whole runs: divided attention and models against whole ones.
+"""What each rank of test_context_runs.py does beside whole runs: divided attention and models against whole ones.
 
 Started by torchrun. A rank that finds a difference ends with an error.
 """

@@ -96,9 +96,7 @@ def _chosen(
     chunks: Sequence[tuple[int, int]], taken: tuple[bool, bool], met: Sequence[bool], device: torch.device
 ) -> torch.Tensor | None:
     """Places of the tokens of the chunks that are taken, in the sequences that have any on both sides."""
-    flags = [
-        part and both for sizes, both in zip(chunks, met, strict=True) for part, _ in zip(taken, sizes, strict=True)
-    ]
+    flags = [part and both for both in met for part in taken]
     sizes = [size for pair in chunks for size in pair]
     flag_T = torch.repeat_interleave(torch.tensor(flags), torch.tensor(sizes))
     return None if bool(flag_T.all()) else sent(flag_T.nonzero()[:, 0], device)
