@@ -124,3 +124,15 @@ def test_a_row_longer_than_one_device_holds(tiny_folder: Path, tmp_path: Path) -
     )
     assert small.returncode == 0, small.stderr
     assert close(weights(tmp_path / "runs" / "small"), weights(several))
+
+
+def test_a_divided_run_goes_on_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    recipe = write_sft_recipe(tmp_path, tiny_folder)
+    common = ["optim.eps=1e-4", "optim.schedule=constant", "run.export=false"]
+    assert lockstep("train", recipe, "run.name=one", *common).returncode == 0
+    first = torchrun("train", recipe, "run.name=moved", *common, "run.steps=3", "parallel.context=2")
+    assert first.returncode == 0, first.stderr
+    second = lockstep("train", recipe, "run.name=moved", *common)
+    assert second.returncode == 0, second.stderr
+    assert "after step 3" in second.stdout
+    assert close(weights(tmp_path / "runs" / "moved"), weights(tmp_path / "runs" / "one"))
