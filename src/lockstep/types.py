@@ -132,6 +132,23 @@ class Steps(Single):
     labels: tuple[tuple[float, ...], ...]
 
 
+class Divided(Protocol):
+    """How the ranks of a context group divide a micro-batch (`parallel/division.py`)."""
+
+    def own(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's tokens of the micro-batch, and the targets that they predict."""
+
+    @property
+    def own_T(self) -> torch.Tensor:
+        """On the host: where this rank's tokens stand on the whole line."""
+
+    def layout(self, device: torch.device, kernel: str) -> Any:
+        """How the attention named `kernel` finds the tokens of all ranks."""
+
+    def answers(self, said: Any) -> Any:
+        """What a module says of this rank's targets, as what it says of all."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """What one device runs forward at once: packed rows in one line (N = 1), or right-padded rows.
@@ -156,6 +173,9 @@ class MicroBatch:
     """Tells what a teacher says of the targets, when the micro-batch is run (see `kernels/divergence.py`)."""
     foresee: Callable[..., Any] | None = None
     """Tells how the loss depends on each target, up to a factor, before it is whole (see `kernels/logprob.py`)."""
+    context: Divided | None = None
+    """Who has which of its tokens, where the ranks of a context group divide it. A rank's own part says so too, and
+    its `lengths` are still those of whole sequences."""
 
     @property
     def tokens(self) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lockstep.device.transfer import sent
 from lockstep.types import Example, Item, MicroBatch
@@ -207,3 +209,18 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         predictors_K=sent(batch.predictors_K, device),
         targets_K=sent(batch.targets_K, device),
     )
+
+
+def own_part(batch: MicroBatch) -> MicroBatch:
+    """What this rank runs of a micro-batch: all of it, or its part of one that is divided."""
+    return batch if batch.context is None else batch.context.own(batch)
+
+
+def of_all(batch: MicroBatch, said: Any) -> Any:
+    """What was said of the targets of this rank's part, as what all ranks of the part say of all targets."""
+    return said if batch.context is None else batch.context.answers(said)
+
+
+def run_on(module: nn.Module, batch: MicroBatch, device: torch.device) -> Any:
+    """What a module says of all targets of a micro-batch."""
+    return of_all(batch, module(to_device(own_part(batch), device)))

@@ -33,7 +33,7 @@ def arrange_groups(
     """
     examples = [example for group in groups for example in group]
     starts, responses = target_starts(examples), _responses(groups, alike_up_to)
-    bins = _even(responses, world.size, tokens)
+    bins = _even(responses, world.shares, tokens)
     bins.sort(key=lambda members: -sum(cost(one.length) for one in members))
     return [
         micro_batch(
@@ -43,7 +43,7 @@ def arrange_groups(
             starts=[starts[one.number] for one in members],
             shares=list(_shares(members)),
         )
-        for members in bins[world.rank :: world.size]
+        for members in bins[world.share :: world.shares]
     ]
 
 

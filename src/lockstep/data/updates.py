@@ -6,7 +6,7 @@ Shapes: S sequences of all rows, row after row; K targets of all sequences, sequ
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Generic, TypeVar
@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import torch
 
 from lockstep.data.batching import line_tokens, micro_batch, plan_micro_batches, shared_beginnings, target_starts
+from lockstep.parallel.division import Division
 from lockstep.parallel.world import World
 from lockstep.types import Example, Item, MicroBatch
 
@@ -53,33 +54,39 @@ class Update(Generic[T]):
 
 
 def arrange(items: Sequence[T], world: World, *, tokens: int | None, rows: int | None, pad_id: int) -> Update[T]:
-    """Pack or pad some rows. The sequences of a row stay in one micro-batch, and share their beginning when packed."""
-    packed = tokens is not None
-    plan = plan_micro_batches(
-        [row_size(item, packed=packed) for item in items], devices=world.size, tokens=tokens, rows=rows
-    )
+    """Pack or pad some rows. The sequences of a row stay in one micro-batch, and share their beginning when packed.
+
+    `tokens` is the budget of a micro-batch on all the devices that divide it; sequences that are divided share nothing.
+    """
+    packed, context = tokens is not None, world.context
+    sizes = [row_size(item, packed=packed, shared=context is None) for item in items]
+    plan = plan_micro_batches(sizes, devices=world.shares, tokens=tokens, rows=rows)
     examples = [example for item in items for example in item.examples]
     firsts = [0, *accumulate(len(item.examples) for item in items)]
     starts = target_starts(examples)
     batches = []
-    for members in plan[world.rank]:
+    for members in plan[world.share]:
         numbers = [number for i in members for number in range(firsts[i], firsts[i + 1])]
         shares = [share for i in members for share in shared_beginnings(items[i].examples)]
-        batches.append(
-            micro_batch(
-                [examples[number] for number in numbers],
-                packed=packed,
-                pad_id=pad_id,
-                starts=[starts[number] for number in numbers],
-                shares=shares,
-            )
+        batch = micro_batch(
+            [examples[number] for number in numbers],
+            packed=packed,
+            pad_id=pad_id,
+            starts=[starts[number] for number in numbers],
+            shares=shares if context is None else None,
         )
+        batches.append(batch if context is None else replace(batch, context=Division(batch, context)))
     return Update(items, examples, batches)
 
 
-def row_size(item: Item, *, packed: bool) -> int:
-    """What a row takes of a micro-batch: tokens on the line, or the width of its longest sequence when padded."""
-    return line_tokens(item) if packed else max(len(example) for example in item.examples)
+def row_size(item: Item, *, packed: bool, shared: bool = True) -> int:
+    """What a row takes of a micro-batch: tokens on the line, or the width of its longest sequence when padded.
+
+    `shared`: what the sequences of a row have in common at their beginning stands on the line once.
+    """
+    if not packed:
+        return max(len(example) for example in item.examples)
+    return line_tokens(item) if shared else sum(len(example) for example in item.examples)
 
 
 def even_groups(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from lockstep.data.batching import to_device
+from lockstep.data.batching import run_on
 from lockstep.data.updates import even_groups
 from lockstep.methods.base import MethodModels, Objective
 from lockstep.model.policy import evaluating
@@ -42,7 +42,7 @@ def measure(items: Sequence[Item], objective: Objective, models: Measured) -> di
         divisor += task.divisor
         with evaluating(models.module):
             for batch in task.batches:
-                found = task.loss(models.module(to_device(batch, models.device)), batch)
+                found = task.loss(run_on(models.module, batch, models.device), batch)
                 total += found.loss.item()
                 for name, value in found.metrics.items():
                     sums[name] = sums.get(name, 0.0) + value.item()

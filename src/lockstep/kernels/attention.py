@@ -1,4 +1,5 @@
-"""Our attention as transformers calls it: packed sequences in training, the paged cache in generation."""
+"""Our attention as transformers calls it: packed sequences in training, whole or divided over ranks, and the paged
+cache in generation."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lockstep.kernels.divided import DividedLayout
 from lockstep.kernels.layout import Layout
 from lockstep.kernels.masks import WINDOW, BeyondCausal
 from lockstep.kernels.paged import DecodePass, PrefillPass, paged_attention
@@ -41,13 +43,13 @@ def transformers_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    layout: Layout | PrefillPass | DecodePass | None = None,
+    layout: Layout | DividedLayout | PrefillPass | DecodePass | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
     """Our attention in the form transformers calls: (N, heads, T, D) in, (N, T, heads, D) out.
 
-    `layout` travels from the model's forward as a keyword and says where the tokens lie: in a packed line, or in the
-    engine's cache. What we cannot do exactly is an error.
+    `layout` travels from the model's forward as a keyword and says where the tokens lie: in a packed line, on several
+    ranks, or in the engine's cache. What we cannot do exactly is an error.
     """
     _refuse_more(module, attention_mask, is_causal, extra)
     if layout is None:
@@ -57,18 +59,13 @@ def transformers_attention(
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     scale = scaling if scaling is not None else size**-0.5
     window: int | None = getattr(module, WINDOW)
+    dropout = dropout if module.training else 0.0
     if isinstance(layout, Layout):
         out = varlen_attention(
-            q,
-            k,
-            v,
-            layout,
-            scale=scale,
-            window=window,
-            dropout=dropout if module.training else 0.0,
-            softcap=softcap,
-            sinks_H=s_aux,
+            q, k, v, layout, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux
         )
+    elif isinstance(layout, DividedLayout):
+        out = layout.attend(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux)
     else:
         layer: Any = module.layer_idx
         out = paged_attention(q, k, v, layout, layer, scale=scale, window=window, softcap=softcap, sinks_H=s_aux)

@@ -5,12 +5,16 @@ Shapes: T tokens of the line, H query heads, G key/value heads, D head size. The
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.kernels.cascade import PartKernel, cascade_attention
 from lockstep.kernels.layout import Cascade, Layout, LinePart
+from lockstep.kernels.sinks import sink_gradient, with_sinks
+
+if TYPE_CHECKING:
+    from lockstep.kernels.partial import Sections
 
 # What torch's kernel takes.
 LARGEST_HEAD = 256
@@ -86,9 +90,8 @@ def flash_with_sinks(
 class _FlashWithSinks(torch.autograd.Function):
     """Attention without sinks, corrected by the share of probability that they take.
 
-    With L the log of the sum of exponentials over the keys, sinks leave the share sigmoid(L - sink) to the keys. The
-    kernel's backward needs only the output and L: given those that include the sinks, its gradients do too. A sink's
-    value is 0, so its own gradient is minus its probability times (upstream . output).
+    The kernel's backward needs only the output and the log of the sum of exponentials: given those that include the
+    sinks, its gradients do too (see `sinks.py`).
     """
 
     @staticmethod
@@ -105,9 +108,8 @@ class _FlashWithSinks(torch.autograd.Function):
         bare, bare_lse_HT, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, *_sequences(layout), False, scale=scale, **_window(window)
         )
-        sinks_H1 = sinks_H.float()[:, None]
-        out = (bare * (bare_lse_HT - sinks_H1).sigmoid().t()[:, :, None]).to(bare.dtype)
-        lse_HT = torch.logaddexp(bare_lse_HT, sinks_H1)
+        wide, lse_HT = with_sinks(bare, bare_lse_HT, sinks_H)
+        out = wide.to(bare.dtype)
         ctx.save_for_backward(query, key, value, sinks_H, out, lse_HT, rng_state, unused)
         ctx.layout, ctx.scale, ctx.window = layout, scale, window
         return out
@@ -129,9 +131,62 @@ class _FlashWithSinks(torch.autograd.Function):
             scale=ctx.scale,
             **_window(ctx.window),
         )
-        taken_HT = (sinks_H.float()[:, None] - lse_HT).exp()
-        along_HT = (upstream.float() * out.float()).sum(-1).t()
-        return *back, -(taken_HT * along_HT).sum(1).to(sinks_H.dtype), None, None, None
+        return *back, sink_gradient(upstream, out, lse_HT, sinks_H), None, None, None
+
+
+def flash_part_fits(query_THD: torch.Tensor, value_SGE: torch.Tensor) -> bool:
+    half = query_THD.dtype in (torch.float16, torch.bfloat16)
+    size = query_THD.shape[-1]
+    return half and size == value_SGE.shape[-1] and size % 8 == 0 and size <= LARGEST_HEAD
+
+
+def flash_part(
+    query_THD: torch.Tensor,
+    key_SGD: torch.Tensor,
+    value_SGD: torch.Tensor,
+    where: Sections,
+    scale: float,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some queries to some of their keys (`partial.py`). The kernel aligns a causal sequence at its end too."""
+    out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+        query_THD, key_SGD, value_SGD, *_two_lines(where), False, scale=scale, **_window(window)
+    )
+    return out, lse_HT
+
+
+def flash_part_backward(
+    upstream_THD: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_SGD: torch.Tensor,
+    value_SGD: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor,
+    where: Sections,
+    scale: float,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # The generator's state, which the forward pass would give, is of no use without dropout.
+    state = torch.zeros(2, dtype=torch.int64, device=query_THD.device).view(torch.uint64)
+    return torch.ops.aten._flash_attention_backward(
+        upstream_THD.to(query_THD.dtype).contiguous(),
+        query_THD,
+        key_SGD,
+        value_SGD,
+        out_THD.to(query_THD.dtype).contiguous(),
+        lse_HT.float().contiguous(),
+        *_two_lines(where),
+        state,
+        state[:0],
+        scale=scale,
+        **_window(window),
+    )
+
+
+def _two_lines(where: Sections) -> tuple[Any, ...]:
+    # Told that no sequence has more than one query, the kernel gives the normalisers in another order.
+    longest = max(2, *where.queries), max(where.keys)
+    return where.query_bounds, where.key_bounds, *longest, 0.0, where.causal
 
 
 def _sequences(layout: Layout) -> tuple[Any, ...]:

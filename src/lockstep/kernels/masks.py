@@ -18,6 +18,8 @@ PROBE = "lockstep_probe"
 # Where on an attention module its window stands, once it is known (None: it sees everything before it), and how its
 # keys and values are shaped: heads, numbers of a key, numbers of a value.
 WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
+# How many query heads it has, and where its scores are capped, or None.
+HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
 # A token far from the start: whatever is limited shows there.
 FAR = 10_000_019
 
@@ -144,6 +146,7 @@ def _probe_attention(
     value: torch.Tensor,
     attention_mask: Any,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     probe: MaskProbe | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -159,6 +162,8 @@ def _probe_attention(
     if module in probe.called and getattr(module, WINDOW) != window:
         raise BeyondCausal(f"{type(module).__name__} attends through several windows in one pass")
     setattr(module, WINDOW, window)
+    setattr(module, HEADS, query.shape[1])
+    setattr(module, SOFTCAP, softcap)
     setattr(module, SHAPE, (value.shape[1], key.shape[-1], value.shape[-1]))
     probe.called.append(module)
     repeats = query.shape[1] // value.shape[1]

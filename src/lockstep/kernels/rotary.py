@@ -101,12 +101,21 @@ def own_positions(model: nn.Module) -> list[OwnPositions]:
 
 @contextmanager
 def sequences(
-    moving: Sequence[OwnPositions], lengths: Sequence[int], shape: torch.Size, line_E: torch.Tensor | None, packed: bool
+    moving: Sequence[OwnPositions],
+    lengths: Sequence[int],
+    shape: torch.Size,
+    line_E: torch.Tensor | None,
+    packed: bool,
+    own_T: torch.Tensor | None = None,
 ) -> Iterator[None]:
-    """Tell the rotary embeddings how long the sequences of a micro-batch are (see `types.MicroBatch`)."""
+    """Tell the rotary embeddings how long the sequences of a micro-batch are (see `types.MicroBatch`).
+
+    `own_T`: the pass has these tokens of the line alone.
+    """
     moved = [rope for rope in moving if rope.fixed is not None and max(lengths) > rope.fixed]
     for rope in moved:
-        rope.lengths_NT = _lengths(lengths, rope, shape, line_E, packed)
+        found = _lengths(lengths, rope, shape, line_E, packed)
+        rope.lengths_NT = found if own_T is None else found[:, own_T.to(found.device)]
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lockstep.kernels.divided import DividedLayout
 from lockstep.kernels.layout import Layout, make_layout, padded_layout
 from lockstep.kernels.masks import SHAPE, BeyondCausal, read_windows
 from lockstep.kernels.rotary import own_positions, sequences
@@ -46,7 +47,8 @@ class Decoder:
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """The last layer's output for every token."""
         decoder: Any = inner_decoder(self.model)
-        with sequences(self.moving, batch.lengths, batch.input_ids_NT.shape, batch.line_E, batch.packed):
+        own_T = None if batch.context is None else batch.context.own_T
+        with sequences(self.moving, batch.lengths, batch.input_ids_NT.shape, batch.line_E, batch.packed, own_T):
             return decoder(
                 input_ids=batch.input_ids_NT,
                 position_ids=batch.position_ids_NT,
@@ -70,10 +72,12 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in whole]
 
 
-def layout_of(batch: MicroBatch, kernel: str) -> Layout:
+def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:
     """How the attention named `kernel` finds the sequences of a micro-batch."""
     rows, width = batch.input_ids_NT.shape
     device = batch.input_ids_NT.device
+    if batch.context is not None:
+        return batch.context.layout(device, kernel)
     if batch.packed:
         return make_layout(batch.lengths, device, kernel, batch.line_E)
     return padded_layout(rows, width, device, kernel)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lockstep.kernels.attention import ATTENTION
 from lockstep.kernels.divergence import TeacherDivergence, Whole, compared_scores
-from lockstep.kernels.logprob import Scores, alike, token_scores
+from lockstep.kernels.logprob import Foresight, Scores, alike, token_scores
 from lockstep.kernels.truncate import Truncation
 from lockstep.model.decoder import Decoder, decoder_layers, own_attention
 from lockstep.model.output_head import output_head
@@ -92,13 +92,19 @@ class Policy(nn.Module):
                 # A loss is taken of a policy that trains, and an entropy is read with it; a probe, which weighs targets
                 # differently, goes through one that does not.
                 entropy=self.scoring.entropy and self.training,
-                foresee=(alike if self.scoring.alike else batch.foresee) if self.training else None,
+                foresee=self._foresight(batch) if self.training else None,
             )
         # Keeps every parameter in the graph where a device's share of an update is empty: the sharded backward
         # is a collective that all devices must enter.
         return scores if len(batch.targets_K) else scores._replace(logprobs_K=scores.logprobs_K + hidden.sum() * 0)
 
     @contextmanager
+    def _foresight(self, batch: MicroBatch) -> Foresight | None:
+        """A loss that other ranks have their part in is not foreseen, but for the one that is alike at every target."""
+        if self.scoring.alike:
+            return alike
+        return batch.foresee if batch.context is None else None
+
     def without_adapter(self) -> Iterator[None]:
         """The model that the adapter was put on: the reference of a LoRA run."""
         with self.model.disable_adapter():  # type: ignore[operator]

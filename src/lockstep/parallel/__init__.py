@@ -1,1 +1,4 @@
-"""The processes of a run: ranks, shards, and the watch over them. For `data`, `model`, `run` and all above."""
+"""The processes of a run: ranks, shards, divided sequences, and the watch over them.
+
+For `data`, `model`, `run` and all above.
+"""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,18 +15,39 @@ import torch.distributed as dist
 from lockstep.device.base import Device
 from lockstep.parallel.watch import Watch, watching
 
+if TYPE_CHECKING:
+    from lockstep.parallel.context import ContextGroup
+
 T = TypeVar("T")
 
 # A rank that waits longer than this for the others gives up with an error instead of hanging.
 TIMEOUT = timedelta(minutes=30)
+# What adds up tensors on the host, whatever the device.
+HOST_COLLECTIVE = "gloo"
 
 
 @dataclass(frozen=True)
 class World:
+    """All processes. The rows of an update are divided into `shares`; the ranks of a context group have one between
+    them, and each of them says the same of it."""
+
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     watch: Watch | None = field(default=None, compare=False, repr=False)
+    context: ContextGroup | None = None
+    """The ranks that divide every micro-batch with this one; None where this rank has its own alone."""
+    column: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    """One rank of each context group, this one among them."""
+
+    @property
+    def shares(self) -> int:
+        return self.size // (self.context.size if self.context else 1)
+
+    @property
+    def share(self) -> int:
+        """The number of this rank's share."""
+        return self.rank // (self.context.size if self.context else 1)
 
     @property
     def main(self) -> bool:
@@ -34,16 +55,16 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, on the host in double precision: exact for counts, whatever the device can add."""
-        if self.size == 1:
+        """Sums over all shares, on the host in double precision: exact for counts, whatever the device can add."""
+        if self.shares == 1:
             return list(values)
         return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks of a tensor on the host, in place."""
-        if self.size > 1:
+        """The sum over all shares of a tensor on the host, in place."""
+        if self.shares > 1:
             with self._meeting("a sum"):
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=self.column)
         return tensor
 
     def gather(self, value: T) -> list[T]:
@@ -78,7 +99,7 @@ def joined(device: Device) -> Iterator[World]:
         if size == 1:
             yield World(rank, size, local_rank)
             return
-        host = "cpu:gloo"
+        host = f"cpu:{HOST_COLLECTIVE}"
         own = f"{device.name}:{device.collective}"
         backend = host if own == host else f"{host},{own}"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -47,11 +47,20 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if batch.tokens is not None and batch.rows is not None:
         yield Problem("batch.rows", "set together with batch.tokens", "keep tokens (packed) or rows (padded), not both")
-    if data.max_tokens and batch.tokens and data.max_tokens > batch.tokens:
+    if recipe.tape.record and recipe.parallel.context > 1:
+        yield Problem(
+            "tape",
+            f"holds micro-batches that one device ran, and parallel.context={recipe.parallel.context} divides them",
+            "record with parallel.context=1",
+        )
+    if data.max_tokens and recipe.line_tokens and data.max_tokens > recipe.line_tokens:
+        context = recipe.parallel.context
         yield Problem(
             "data.max_tokens",
-            f"{data.max_tokens} is more than batch.tokens={batch.tokens}: such a row fits no micro-batch",
-            f"raise batch.tokens to {data.max_tokens} or lower data.max_tokens",
+            f"{data.max_tokens} is more than batch.tokens={batch.tokens}"
+            + (f" on each of {context} devices" if context > 1 else "")
+            + ": such a row fits no micro-batch",
+            f"raise batch.tokens to {-(-data.max_tokens // context)} or lower data.max_tokens",
         )
     for key in ("train", "val"):
         sources = getattr(data, key)
@@ -236,7 +245,7 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
         together = (recipe.data.max_tokens or 0) * (
             2 if recipe.method in OFFLINE and OFFLINE[recipe.method].compares else 1
         )
-        batch = batch.model_copy(update={"tokens": max(DEFAULT_TOKENS, together)})
+        batch = batch.model_copy(update={"tokens": max(DEFAULT_TOKENS, -(-together // recipe.parallel.context))})
     if recipe.method in ONLINE and batch.prompts_per_update is None:
         batch = batch.model_copy(update={"prompts_per_update": batch.prompts})
     if model.master_weights is None:

@@ -14,6 +14,7 @@ from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.named import Named
 from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.online import Algorithm, Critic, Reward, RolloutSettings
+from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.rows import TRACKERS
 from lockstep.recipe.section import Field, Section
 from lockstep.recipe.tape import Tape
@@ -230,7 +231,8 @@ class Data(Section):
     max_tokens: int | None = Field(
         None,
         ge=2,
-        description="Longest row in tokens. Default: the model's context, or `batch.tokens` if smaller.",
+        description="Longest row in tokens. Default: the model's context, or `batch.tokens` (times "
+        "`parallel.context`) if smaller.",
         effect=LIMIT,
     )
     max_prompt_tokens: int | None = Field(
@@ -355,6 +357,7 @@ class Recipe(Section):
     model: Model
     data: Data = Field(effect=COLUMN)
     batch: Batch = Field(default_factory=Batch)
+    parallel: Parallel = Field(default_factory=Parallel)
     optim: Optim = Field(default_factory=Optim, effect=UPDATE)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     reward: Reward = Field(default_factory=Reward)
@@ -382,3 +385,8 @@ class Recipe(Section):
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings, effect=STORED, resumable=True)
     log: LogSettings = Field(default_factory=LogSettings, effect=STORED, resumable=True)
     tape: Annotated[Tape, BeforeValidator(_as_tape)] = Field(default_factory=Tape, effect=STORED, resumable=True)
+
+    @property
+    def line_tokens(self) -> int | None:
+        """Token budget of one packed micro-batch, over all the devices that divide it; None for padded ones."""
+        return None if self.batch.tokens is None else self.batch.tokens * self.parallel.context

@@ -12,6 +12,7 @@ from lockstep.methods import METHODS
 from lockstep.model.heads import ValueModel, load_value_model
 from lockstep.model.load import load_config, load_policy, load_tokenizer
 from lockstep.model.policy import Policy, Scoring, Teacher
+from lockstep.parallel.fits import refuse_undivided
 from lockstep.parallel.shard import shard
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
@@ -39,8 +40,10 @@ def build_learner(recipe: Recipe, device: Device, world: World, torch_device: to
     settings, seed = recipe.model, recipe.run.seed
     if recipe.method not in ONLINE and METHODS[recipe.method].model == "value":
         model = load_value_model(settings, settings.path, torch_device, device.attention, seed, key="model.path")
+        refuse_undivided(model, world.context, settings.path)
         return _learner(model, recipe, recipe.optim, device, world, torch_device, "train")
     policy = load_policy(settings, torch_device, device.attention, seed, scoring_of(recipe))
+    refuse_undivided(policy, world.context, settings.path)
     return _learner(
         policy, recipe, recipe.optim, device, world, torch_device, "actor" if recipe.method in ONLINE else "train"
     )
@@ -56,6 +59,7 @@ def build_critic(recipe: Recipe, device: Device, world: World, torch_device: tor
     path = recipe.critic.path or recipe.model.path
     _refuse_other_vocabulary(recipe, "critic.path", path)
     critic = load_value_model(recipe.model, path, torch_device, device.attention, recipe.run.seed)
+    refuse_undivided(critic, world.context, path)
     settings = recipe.optim.model_copy(update={"lr": recipe.critic.lr})
     return _learner(critic, recipe, settings, device, world, torch_device, "critic")
 
@@ -86,6 +90,7 @@ def build_reference(recipe: Recipe, device: Device, world: World, torch_device: 
 def load_reference(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Policy:
     key = "algorithm.kl.reference" if recipe.method in ONLINE else "preference.reference"
     reference = _frozen(recipe, key, reference_folder(recipe), device, torch_device)
+    refuse_undivided(reference, world.context, reference_folder(recipe))
     shard(reference, reference.layers(), device, world)
     return reference
 
@@ -94,6 +99,7 @@ def load_teacher(recipe: Recipe, device: Device, world: World, torch_device: tor
     path = str(recipe.distill.teacher)
     refuse_other_tokenizer(recipe, "distill.teacher", path)
     teacher = Teacher(_frozen(recipe, "distill.teacher", path, device, torch_device))
+    refuse_undivided(teacher, world.context, path)
     shard(teacher, teacher.layers(), device, world)
     return teacher.eval()
 

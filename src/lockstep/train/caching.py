@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data.batching import to_device
+from lockstep.data.batching import of_all, own_part, to_device
 from lockstep.device.base import Device
 from lockstep.kernels.divergence import Whole, likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
@@ -64,11 +64,12 @@ def _of_teacher(
         ids, logprobs = torch.zeros(update.targets, k), torch.zeros(update.targets, k + 1)
         with evaluating(loaded[0]):
             for batch in update.batches:
-                whole = loaded[0](to_device(batch, models.device))
+                whole = loaded[0](to_device(own_part(batch), models.device))
                 assert isinstance(whole, Whole)
                 top = likeliest(whole, k, temperature)
                 # As floats: token ids are far below what fp32 counts exactly, and ranks add up one type.
-                ids[batch.index_K], logprobs[batch.index_K] = top.ids_Kk.float().cpu(), top.logprobs_Kk1.cpu()
+                ids[batch.index_K] = of_all(batch, top.ids_Kk.float()).cpu()
+                logprobs[batch.index_K] = of_all(batch, top.logprobs_Kk1).cpu()
         return {"ids": world.sum_tensor(ids).int(), "logprobs": world.sum_tensor(logprobs)}
 
     shapes = {"ids": Shape("int32", k), "logprobs": Shape("float32", k + 1)}

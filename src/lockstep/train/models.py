@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.data.batching import to_device
+from lockstep.data.batching import run_on
 from lockstep.data.groups import arrange_groups
 from lockstep.data.updates import Update, arrange
 from lockstep.device.transfer import fetched
@@ -39,14 +39,14 @@ class Packing:
 
     @classmethod
     def of(cls, recipe: Recipe, world: World, pad_id: int) -> Packing:
-        return cls(world, recipe.batch.tokens, recipe.batch.rows, pad_id)
+        return cls(world, recipe.line_tokens, recipe.batch.rows, pad_id)
 
     def __call__(self, items: Sequence[T]) -> Update[T]:
         return arrange(items, self.world, tokens=self.tokens, rows=self.rows, pad_id=self.pad_id)
 
     def groups(self, groups: Sequence[Sequence[Example]], alike_up_to: int | None) -> list[MicroBatch]:
-        """The examples of each group begin with one prompt, which a packed line has once."""
-        if self.tokens is None or all(len(group) == 1 for group in groups):
+        """The examples of each group begin with one prompt, which a packed line has once; a divided one shares nothing."""
+        if self.tokens is None or self.world.context is not None or all(len(group) == 1 for group in groups):
             return self([example for group in groups for example in group]).batches
         return arrange_groups(groups, self.world, tokens=self.tokens, pad_id=self.pad_id, alike_up_to=alike_up_to)
 
@@ -146,7 +146,7 @@ def over_targets(
     """A number for each target: what `pick` finds in the module's output."""
     vector = torch.zeros(asked.targets)
     with evaluating(module):
-        said = [fetched(pick(module(to_device(batch, device)))) for batch in asked.batches]
+        said = [fetched(pick(run_on(module, batch, device))) for batch in asked.batches]
     for batch, numbers in zip(asked.batches, said, strict=True):
         vector[batch.index_K] = numbers()
     return world.sum_tensor(vector)

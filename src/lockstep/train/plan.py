@@ -38,6 +38,7 @@ class BatchPlan:
     fewest: int
     most: int
     fill: float
+    context: int = 1
 
     @property
     def steps_per_epoch(self) -> float:
@@ -51,7 +52,10 @@ class BatchPlan:
         return [
             ("rows", f"{self.rows:,} an epoch, {self.total_rows:,} in all"),
             ("updates", f"{self.steps:,} of {self.rows_per_update} rows ({self.steps_per_epoch:,.1f} an epoch)"),
-            ("micro-batches", f"{each} an update on each of {self.devices} device(s), {self.fill:.0%} full"),
+            (
+                "micro-batches",
+                f"{each} an update on each of {_places(self.devices, self.context)}, {self.fill:.0%} full",
+            ),
         ]
 
 
@@ -68,6 +72,7 @@ class OnlinePlan:
     devices: int
     tokens: int | None
     longest: int
+    context: int = 1
 
     @property
     def updates(self) -> int:
@@ -77,13 +82,19 @@ class OnlinePlan:
         sequences = self.prompts * self.samples
         each = self.prompts_per_update * self.samples
         # A sequence is never cut in two: as many of the longest as fit into one.
-        most = -(-each // (self.tokens // self.longest * self.devices)) if self.tokens else None
-        packed = "" if most is None else f", at most {most} micro-batches on each of {self.devices} device(s)"
+        shares = self.devices // self.context
+        most = -(-each // (self.tokens // self.longest * shares)) if self.tokens else None
+        places = _places(self.devices, self.context)
+        packed = "" if most is None else f", at most {most} micro-batches on each of {places}"
         return [
             ("steps", f"{self.steps:,} of {self.prompts} prompts ({self.rows / self.prompts:,.1f} an epoch)"),
             ("sequences", f"{self.prompts} prompts x {self.samples} = {sequences} a step, up to {self.longest} tokens"),
             ("updates", f"{self.updates} a step of {each} sequences{packed}"),
         ]
+
+
+def _places(devices: int, context: int) -> str:
+    return f"{devices} device(s)" if context == 1 else f"{devices // context} group(s) of {context} devices"
 
 
 def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
@@ -93,22 +104,24 @@ def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
     per_update = batch.prompts_per_update or batch.prompts
     longest = prompts.counts.longest + rollout.max_tokens
     epochs = recipe.algorithm.epochs
-    return OnlinePlan(rows, batch.prompts, rollout.n, per_update, epochs, steps, devices, batch.tokens, longest)
+    tokens, context = recipe.line_tokens, recipe.parallel.context
+    return OnlinePlan(rows, batch.prompts, rollout.n, per_update, epochs, steps, devices, tokens, longest, context)
 
 
 def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPlan:
-    batch, run = recipe.batch, recipe.run
+    batch, run, context = recipe.batch, recipe.run, recipe.parallel.context
     rows = sum(len(source) for source in dataset.sources)
     steps, total = steps_and_rows(rows, batch.rows_per_update, epochs=run.epochs, steps=run.steps)
     loader = make_loader(recipe, dataset)
     counts, used, room = [], 0, 0
     for step in range(min(steps, SAMPLED_UPDATES)):
-        lengths = [row_size(item, packed=batch.tokens is not None) for item in loader.take(step)]
-        bins = plan_micro_batches(lengths, devices=devices, tokens=batch.tokens, rows=batch.rows)
+        lengths = [row_size(item, packed=batch.tokens is not None, shared=context == 1) for item in loader.take(step)]
+        bins = plan_micro_batches(lengths, devices=devices // context, tokens=recipe.line_tokens, rows=batch.rows)
         counts.append(len(bins[0]))
         used += sum(lengths)
-        room += sum(_room(members, lengths, batch.tokens) for share in bins for members in share)
-    return BatchPlan(rows, batch.rows_per_update, steps, total, devices, min(counts), max(counts), used / room)
+        room += sum(_room(members, lengths, recipe.line_tokens) for share in bins for members in share)
+    most, fill = max(counts), used / room
+    return BatchPlan(rows, batch.rows_per_update, steps, total, devices, min(counts), most, fill, context)
 
 
 def make_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:
@@ -178,7 +191,9 @@ def plan_memory(
     size = DTYPES[recipe.model.dtype].itemsize
     masters = bool(recipe.model.master_weights)
     rows = min(recipe.batch.rows or rows, rows)
-    tokens = min(recipe.batch.tokens or rows * longest, rows * longest)
+    # Those of one device, where several divide a micro-batch.
+    tokens = min(recipe.line_tokens or rows * longest, rows * longest)
+    tokens = -(-tokens // recipe.parallel.context)
     # Shards are divided over the devices; a layer at a time is gathered, which the spare share covers.
     weights = parameters * size // devices
     moments = trained * 2 * (4 if masters else size) // devices

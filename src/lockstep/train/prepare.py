@@ -22,6 +22,7 @@ from lockstep.methods import METHODS
 from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.placeholders import refuse_placeholders
+from lockstep.parallel.context import refuse_ranks
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.rows import ENGINES
@@ -138,6 +139,7 @@ class Collector:
 def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, must_fit: bool = True) -> Prepared:
     """Find and check everything; `must_fit` also refuses what the device's memory cannot hold."""
     collect = Collector()
+    collect(lambda: refuse_ranks(recipe.parallel.context, devices))
     tokenizer, config, questions = _common(recipe, device, collect)
     limit = collect(lambda: row_limit(recipe, config)) or 0
     train = collect(lambda: _read(recipe, recipe.data.train, tokenizer, limit, console, "training"))
@@ -150,31 +152,36 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     for key, rows in (("data.train", train), ("data.val", val)):
         if rows is not None:
             problems, said = METHODS[recipe.method].check(recipe, rows, key)
-            collect.problems += [*problems, *oversized(rows, recipe.batch.tokens)]
+            collect.problems += [*problems, *oversized(rows, recipe)]
             collect.problems += refuse_placeholders(config, ((one.origin, one.ids) for one in rows.examples))
-            if recipe.batch.tokens is not None:
+            if recipe.batch.tokens is not None and recipe.parallel.context == 1:
                 collect.problems += shared_and_moving(rows, *read_by(recipe, config))
             remarks += said
     collect.refuse()
     assert train is not None
     batches = plan_batches(recipe, train, devices)
     packed = recipe.batch.tokens is not None
-    most = max(row_size(item, packed=packed) * (1 if packed else len(item.examples)) for item in train.items)
+    shared = recipe.parallel.context == 1
+    most = max(
+        row_size(item, packed=packed, shared=shared) * (1 if packed else len(item.examples)) for item in train.items
+    )
     memory = plan_memory(recipe, config, devices, most, recipe.batch.rows_per_update, lean_layers=device.lean_layers)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
     return Prepared(recipe, tokenizer, config, questions, memory, train, val, batches, limit, remarks)
 
 
-def oversized(rows: Dataset[Any], tokens: int | None) -> list[Problem]:
+def oversized(rows: Dataset[Any], recipe: Recipe) -> list[Problem]:
     """Rows whose sequences, which one loss compares, do not fit into a micro-batch together."""
+    tokens, context = recipe.line_tokens, recipe.parallel.context
     if tokens is None:
         return []
-    sizes = ((item, row_size(item, packed=True)) for item in rows.items if len(item.examples) > 1)
+    sizes = ((item, row_size(item, packed=True, shared=context == 1)) for item in rows.items if len(item.examples) > 1)
     problems = [
         Problem(
             str(item.origin),
-            f"its {len(item.examples)} sequences have {size} tokens together, over batch.tokens={tokens}",
+            f"its {len(item.examples)} sequences have {size} tokens together, over batch.tokens={recipe.batch.tokens}"
+            + (f" on each of {context} devices" if context > 1 else ""),
             "raise batch.tokens, or lower data.max_tokens and choose data.overlong",
         )
         for item, size in sizes
@@ -216,6 +223,7 @@ def prepare_online(
 ) -> PreparedOnline:
     """As `prepare`, for prompts."""
     collect = Collector()
+    collect(lambda: refuse_ranks(recipe.parallel.context, devices))
     tokenizer, config, questions = _common(recipe, device, collect)
     limit = collect(lambda: prompt_limit(recipe, config)) or 0
     train = collect(lambda: _read_prompts(recipe, tokenizer, limit, console)) if limit else None
@@ -259,7 +267,7 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
     """Longest prompt in tokens: the recipe's, or what a response leaves of the context and of a micro-batch."""
     longest = recipe.rollout.max_tokens
     context = getattr(config, "max_position_embeddings", None)
-    bounds = {"the model's context": context, "batch.tokens": recipe.batch.tokens}
+    bounds = {"the model's context": context, "batch.tokens": recipe.line_tokens}
     rooms = {name: bound - longest for name, bound in bounds.items() if bound}
     wanted = recipe.data.max_prompt_tokens
     for name, room in rooms.items():
@@ -287,7 +295,7 @@ def row_limit(recipe: Recipe, config: Any) -> int:
         raise Refusal.at(
             "data.max_tokens", f"{wanted} is more than the model's context of {context}", f"set it to {context} or less"
         )
-    bounds = [bound for bound in (wanted, context, recipe.batch.tokens) if bound]
+    bounds = [bound for bound in (wanted, context, recipe.line_tokens) if bound]
     return min(bounds)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lockstep.device.base import Device
 from lockstep.device.select import explain
+from lockstep.parallel.context import with_context
 from lockstep.parallel.world import World, joined
 from lockstep.recipe import Recipe
 from lockstep.run.progress import Console
@@ -32,4 +33,5 @@ def open_runtime(recipe: Recipe, console: Console) -> Iterator[Runtime]:
     with joined(device) as world:
         console = console if world.main else Console.silent()
         console.say(sentence)
+        world = with_context(world, device, recipe.parallel.context, recipe.parallel.context_layout)
         yield Runtime(device, world, console, switches)

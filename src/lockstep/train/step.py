@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lockstep.data.batching import to_device
+from lockstep.data.batching import run_on
 from lockstep.device.transfer import fetched
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
@@ -74,7 +74,7 @@ class Learner:
         factor = (self.scale.value if self.scale else 1.0) / whole
         every: list[_Arriving] = []
         for batch in micro_batches:
-            output = self.module(to_device(batch, self.device))
+            output = run_on(self.module, batch, self.device)
             self.observer.passed(batch, output)
             sums = loss(output, batch)
             # On their way to the host while the device goes backward.
@@ -138,7 +138,8 @@ class Learner:
 
     def _rows(self, mine: Sequence[Origin]) -> str:
         """Names of rows, those of the other ranks among them (all ranks stop at the same place)."""
-        origins = [origin for share in self.world.gather(list(mine)) for origin in share]
+        # Ranks that divide their micro-batches have the same rows.
+        origins = list(dict.fromkeys(origin for share in self.world.gather(list(mine)) for origin in share))
         names = ", ".join(str(origin) for origin in origins[:SHOWN_ROWS])
         rest = len(origins) - SHOWN_ROWS
         return f"rows {names}" + (f" and {rest} more" if rest > 0 else "")

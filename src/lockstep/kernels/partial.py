@@ -1,0 +1,165 @@
+"""Attention of some queries to some of their keys, in parts that can be merged: one interface, whatever the kernel.
+
+A part gives its output and the log of its sum of exponentials (`lse`). Parts over different keys are merged by these
+(`merge`), and the backward pass of a part is given the output and the lse of the whole, so that its gradients are
+shares of the whole's. A causal sequence is aligned at its end: the last query sees every key.
+
+Shapes: T queries, S keys, H query heads, G key/value heads, D numbers of a key, E of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from lockstep.device.transfer import sent
+from lockstep.kernels.explicit import SCORE_BYTES
+from lockstep.kernels.flash import flash_part, flash_part_backward, flash_part_fits
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Sequences along two lines, one of queries and one of keys; each has at least one of either."""
+
+    queries: tuple[int, ...]
+    """Of each sequence, how many stand on the line of queries."""
+    keys: tuple[int, ...]
+    causal: bool
+    query_bounds: torch.Tensor
+    key_bounds: torch.Tensor
+
+    @property
+    def spans(self) -> Iterator[tuple[slice, slice]]:
+        query = key = 0
+        for queries, keys in zip(self.queries, self.keys, strict=True):
+            yield slice(query, query + queries), slice(key, key + keys)
+            query, key = query + queries, key + keys
+
+
+def sections(queries: Sequence[int], keys: Sequence[int], causal: bool, device: torch.device) -> Sections:
+    bounds = (sent(torch.tensor([0, *accumulate(side)], dtype=torch.int32), device) for side in (queries, keys))
+    return Sections(tuple(queries), tuple(keys), causal, *bounds)
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class PartialKernel(NamedTuple):
+    """`forward(q, k, v, sections, scale, window) -> out_THE, lse_HT` and
+    `backward(dout, q, k, v, out, lse, sections, scale, window) -> dq, dk, dv`, with the whole's `out` and `lse`."""
+
+    forward: Callable[..., Tensors]
+    backward: Callable[..., Gradients]
+
+
+def merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, more_THE: torch.Tensor, more_lse_HT: torch.Tensor) -> Tensors:
+    """Two parts over different keys as one, in the precision of the first."""
+    both_HT = torch.logaddexp(lse_HT, more_lse_HT)
+    weights = ((lse - both_HT).exp().t()[:, :, None] for lse in (lse_HT, more_lse_HT))
+    return out_THE * next(weights) + more_THE.to(out_THE.dtype) * next(weights), both_HT
+
+
+def partial_kernel(name: str, query_THD: torch.Tensor, value_SGE: torch.Tensor) -> PartialKernel:
+    """The kernel of the device whose `attention` is called `name`, where it takes these numbers; else plain torch."""
+    if name == "flash_varlen" and flash_part_fits(query_THD, value_SGE):
+        return PartialKernel(flash_part, flash_part_backward)
+    return PLAIN
+
+
+# -- the twin
+
+
+def plain_part(
+    query_THD: torch.Tensor,
+    key_SGD: torch.Tensor,
+    value_SGE: torch.Tensor,
+    where: Sections,
+    scale: float,
+    window: int | None = None,
+) -> Tensors:
+    """In fp32 at least, sequence by sequence and in blocks of queries: no (heads, T, S) of a long one appears."""
+    heads, wide = query_THD.shape[1], torch.promote_types(query_THD.dtype, torch.float32)
+    out_THE = query_THD.new_empty(len(query_THD), heads, value_SGE.shape[-1], dtype=wide)
+    lse_HT = query_THD.new_empty(heads, len(query_THD), dtype=wide)
+    for rows, keys, key_GSD, hidden in _blocks(query_THD, key_SGD, where, window):
+        scores = _scores(query_THD[rows], key_GSD, scale, hidden)
+        lse = scores.logsumexp(-1, keepdim=True)
+        out_THE[rows] = _to_rows((scores - lse).exp() @ value_SGE[keys].to(wide).transpose(0, 1), heads)
+        lse_HT[:, rows] = lse.view(heads, -1)
+    return out_THE, lse_HT
+
+
+def plain_part_backward(
+    upstream_THE: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_SGD: torch.Tensor,
+    value_SGE: torch.Tensor,
+    out_THE: torch.Tensor,
+    lse_HT: torch.Tensor,
+    where: Sections,
+    scale: float,
+    window: int | None = None,
+) -> Gradients:
+    heads, groups = query_THD.shape[1], key_SGD.shape[1]
+    wide = torch.promote_types(query_THD.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros_like(tensor, dtype=wide) for tensor in (query_THD, key_SGD, value_SGE))
+    for rows, keys, key_GSD, hidden in _blocks(query_THD, key_SGD, where, window):
+        query, upstream, out = (
+            _to_groups(tensor[rows].to(wide), groups) for tensor in (query_THD, upstream_THE, out_THE)
+        )
+        lse = lse_HT[:, rows].to(wide).reshape(groups, -1, 1)
+        shares = (_scores(query_THD[rows], key_GSD, scale, hidden) - lse).exp()
+        dv[keys] += (shares.transpose(1, 2) @ upstream).transpose(0, 1)
+        along = upstream @ value_SGE[keys].to(wide).permute(1, 2, 0)
+        scores = shares * (along - (upstream * out).sum(-1, keepdim=True)) * scale
+        dq[rows] = _to_rows(scores @ key_GSD, heads)
+        dk[keys] += (scores.transpose(1, 2) @ query).transpose(0, 1)
+    return dq, dk, dv
+
+
+PLAIN = PartialKernel(plain_part, plain_part_backward)
+
+
+def _blocks(
+    query_THD: torch.Tensor, key_SGD: torch.Tensor, where: Sections, window: int | None
+) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor | None]]:
+    """Blocks of queries, the keys that any of them sees, as (G, S, D), and which of these each does not see."""
+    heads, wide = query_THD.shape[1], torch.promote_types(query_THD.dtype, torch.float32)
+    for queries, keys in where.spans:
+        count = keys.stop - keys.start
+        # The key of the first query's own token; a sequence that is not causal has none.
+        first = count - (queries.stop - queries.start)
+        step = max(1, SCORE_BYTES // (4 * heads * count))
+        for start in range(queries.start, queries.stop, step):
+            stop = min(start + step, queries.stop)
+            if not where.causal:
+                yield slice(start, stop), keys, key_SGD[keys].to(wide).transpose(0, 1), None
+                continue
+            own = torch.arange(first + start - queries.start, first + stop - queries.start)
+            low = max(0, int(own[0]) + 1 - window) if window else 0
+            back = own[:, None] - torch.arange(low, int(own[-1]) + 1)
+            hidden = back < 0 if window is None else (back < 0) | (back >= window)
+            seen = slice(keys.start + low, keys.start + int(own[-1]) + 1)
+            yield slice(start, stop), seen, key_SGD[seen].to(wide).transpose(0, 1), hidden.to(query_THD.device)
+
+
+def _scores(query_THD: torch.Tensor, key_GSD: torch.Tensor, scale: float, hidden: torch.Tensor | None) -> torch.Tensor:
+    """(G, H / G x T, S): the query heads that share a key head stand as rows of one query."""
+    groups = len(key_GSD)
+    scores = _to_groups(query_THD.to(key_GSD.dtype), groups) @ key_GSD.transpose(1, 2) * scale
+    if hidden is None:
+        return scores
+    return scores.view(groups, -1, *hidden.shape).masked_fill(hidden, -float("inf")).view_as(scores)
+
+
+def _to_groups(rows_THD: torch.Tensor, groups: int) -> torch.Tensor:
+    return rows_THD.transpose(0, 1).reshape(groups, -1, rows_THD.shape[-1])
+
+
+def _to_rows(groups_GRD: torch.Tensor, heads: int) -> torch.Tensor:
+    return groups_GRD.reshape(heads, -1, groups_GRD.shape[-1]).transpose(0, 1)
