@@ -98,13 +98,13 @@ class Policy(nn.Module):
         # is a collective that all devices must enter.
         return scores if len(batch.targets_K) else scores._replace(logprobs_K=scores.logprobs_K + hidden.sum() * 0)
 
-    @contextmanager
     def _foresight(self, batch: MicroBatch) -> Foresight | None:
         """A loss that other ranks have their part in is not foreseen, but for the one that is alike at every target."""
         if self.scoring.alike:
             return alike
         return batch.foresee if batch.context is None else None
 
+    @contextmanager
     def without_adapter(self) -> Iterator[None]:
         """The model that the adapter was put on: the reference of a LoRA run."""
         with self.model.disable_adapter():  # type: ignore[operator]

@@ -45,7 +45,7 @@ class Packing:
         return arrange(items, self.world, tokens=self.tokens, rows=self.rows, pad_id=self.pad_id)
 
     def groups(self, groups: Sequence[Sequence[Example]], alike_up_to: int | None) -> list[MicroBatch]:
-        """The examples of each group begin with one prompt, which a packed line has once; a divided one shares nothing."""
+        """The examples of each group begin with one prompt, which a packed line has once, a divided one not."""
         if self.tokens is None or self.world.context is not None or all(len(group) == 1 for group in groups):
             return self([example for group in groups for example in group]).batches
         return arrange_groups(groups, self.world, tokens=self.tokens, pad_id=self.pad_id, alike_up_to=alike_up_to)
