@@ -106,8 +106,7 @@ def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if recipe.data.max_prompt_tokens is not None:
         yield Problem("data.max_prompt_tokens", f"method {recipe.method} trains rows", "use data.max_tokens")
-    if recipe.val.n > 1 or recipe.val.temperature:
-        yield from _sampled_validation_problems(recipe)
+    yield from _sampled_validation_problems(recipe)
     if row.judges and recipe.val.questions:
         yield Problem("val.questions", f"a model of method {recipe.method} judges, it does not answer", "use data.val")
     yield from _unread_row_keys(recipe)
@@ -141,6 +140,9 @@ def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
 def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.val.n > 1 and not recipe.val.temperature:
         yield Problem("val.n", f"{recipe.val.n} greedy answers would all be the same", "set val.temperature")
+    for key, off in (("top_p", 1.0), ("top_k", 0)):
+        if getattr(recipe.val, key) != off and not recipe.val.temperature:
+            yield Problem(f"val.{key}", "a greedy answer draws from nothing", "set val.temperature, or remove it")
 
 
 def _online_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -202,6 +204,8 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("algorithm.kl.estimator", "a reward has no gradient to pass through", "drop the +")
     if algorithm.correction.low > algorithm.correction.high:
         yield Problem("algorithm.correction.low", "is over algorithm.correction.high")
+    if recipe.reward.clip and recipe.reward.clip[0] >= recipe.reward.clip[1]:
+        yield Problem("reward.clip", f"{recipe.reward.clip} leaves one score for all", "write the lower bound first")
     if algorithm.overlong.buffer > recipe.rollout.max_tokens:
         yield Problem("algorithm.overlong.buffer", "is longer than rollout.max_tokens")
     if recipe.critic.model_fields_set and not needs.critic:

@@ -158,6 +158,17 @@ class Kl(Section):
     )
 
 
+class Whiten(Section):
+    over: Literal["own", "none", "step"] = Field(
+        "own",
+        description="Advantages are brought to mean 0 and deviation 1 over the tokens of the step: as the estimator's "
+        "paper has it (`gae`, `reinforce_pp`, `reinforce_pp_baseline`), never, or always. An estimator of your own "
+        "does this itself.",
+    )
+    biased: bool = Field(False, description="The variance is taken with n, not with n - 1.")
+    divide: bool = Field(True, description="`false` takes off the mean and does not divide by the deviation.")
+
+
 class DynamicSampling(Section):
     rounds: int = Field(
         1,
@@ -228,6 +239,7 @@ class Algorithm(Section):
         description="`kl_cov`: weight of the divergence of the tokens held back.",
         read_where=("algorithm.loss", ("kl_cov",)),
     )
+    whiten: Whiten = Field(default_factory=Whiten)
     entropy: float = Field(0.0, description="Weight of the entropy bonus.")
     kl: Kl = Field(default_factory=Kl, effect=Effect("blocks", "the pull to the reference is another"))
     correction: Correction = Field(
@@ -284,6 +296,13 @@ class Reward(Section):
         default_factory=dict,
         description="Weight of each reward. Default: 1 for each that is set; the rule counts when it is named here or "
         "nothing else is set.",
+        effect=REWARD,
+    )
+    clip: list[float] | None = Field(
+        None,
+        min_length=2,
+        max_length=2,
+        description="Bounds of a response's score, all rewards together: what lies beyond is set to the bound.",
         effect=REWARD,
     )
     workers: int = Field(

@@ -126,6 +126,12 @@ class Source(Section):
         description="Share of this source in the mix; on all sources or on none.",
         effect=Effect("blocks", "the sources are mixed in other shares"),
     )
+    rows: int | None = Field(
+        None,
+        ge=1,
+        description="Read only the first so many rows.",
+        effect=Effect("blocks", "other rows are read"),
+    )
     shape: Literal["messages", "prompt_response", "text"] | None = Field(
         None, description="As `data.shape`, for this source."
     )
@@ -223,6 +229,12 @@ class Data(Section):
         "Dropped and truncated rows are counted.",
         effect=LIMIT,
     )
+    drop_last: bool = Field(
+        False,
+        description="An epoch ends with its last whole update; the rows left over are not trained in it. Without, "
+        "updates run on over the end of an epoch.",
+        effect=GROUPS,
+    )
     shuffle: bool = Field(
         True,
         description="Visit the rows in a new seeded order each epoch.",
@@ -262,6 +274,7 @@ class Optim(Section):
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decay rates.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.01, ge=0, description="Decay of weight matrices; biases and norms are spared.")
+    decay_all: bool = Field(False, description="Decay biases and norms too.")
     clip: float | None = Field(1.0, gt=0, description="Largest gradient norm; `null` switches clipping off.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="Shape of the learning rate after the warm-up.", effect=RATE
@@ -290,13 +303,22 @@ class Optim(Section):
 class Val(Section):
     every: int | None = Field(None, ge=1, description="Steps between validations. Default: only at the end.")
     at_start: bool = Field(False, description="Validate before the first step too.")
-    questions: str | None = Field(
-        None, description="Rows in the RL schema to answer greedily: `val/accuracy` by the rule of their data source."
+    questions: str | list[str] | None = Field(
+        None,
+        description="Rows in the RL schema to answer greedily: `val/accuracy` by the rule of their data source. A path "
+        "or a list of them, which are read one after the other.",
     )
-    question_rows: int | None = Field(None, ge=1, description="Answer only the first so many questions.")
+    question_rows: int | None = Field(None, ge=1, description="Answer only the first so many questions of each path.")
     max_new_tokens: int = Field(64, ge=1, description="Longest answer in tokens.")
     n: int = Field(1, ge=1, description="Answers to each question; more than 1 needs `val.temperature`.")
     temperature: float = Field(0.0, ge=0, description="0 answers greedily.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Answer from the most likely tokens that hold this probability; with a temperature.",
+    )
+    top_k: int = Field(0, ge=0, description="Answer from the so many most likely tokens; 0 is all. With a temperature.")
 
 
 class CheckpointSettings(Section):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.algorithms.advantage import Signals, informative
+from lockstep.algorithms.advantage import Signals, Whitening, informative
 from lockstep.algorithms.correction import correct
 from lockstep.algorithms.kl import divergence
 from lockstep.algorithms.own import estimator
@@ -51,7 +51,8 @@ def estimate_advantages(experience: Experience, known: Annotated, recipe: Recipe
         kl_K = divergence(algorithm.kl.estimator, known.old_K, known.reference_K)
         rewards_K -= kl_coefficient * kl_K
         metrics["actor/reward_kl_penalty"] = float(kl_K.double().mean())
-    signals = Signals(rewards_K, sequence_K, experience.group_S, known.values_K, experience.baseline_S)
+    whitening = Whitening(**algorithm.whiten.model_dump())
+    signals = Signals(rewards_K, sequence_K, experience.group_S, known.values_K, experience.baseline_S, whitening)
     estimate = estimator(algorithm.advantage)(signals, gamma=algorithm.gamma, lam=algorithm.lam)
     keep_K, importance_K = torch.ones(len(sequence_K)), torch.ones(len(sequence_K))
     settings = algorithm.correction

@@ -90,7 +90,7 @@ class OnlinePlan:
 def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
     batch, rollout = recipe.batch, recipe.rollout
     rows = sum(len(source) for source in prompts.sources)
-    steps, _ = steps_and_rows(rows, batch.prompts, epochs=recipe.run.epochs, steps=recipe.run.steps)
+    steps, _ = _steps(recipe, rows, batch.prompts)
     per_update = batch.prompts_per_update or batch.prompts
     longest = prompts.counts.longest + rollout.max_tokens
     epochs = recipe.algorithm.epochs
@@ -98,9 +98,9 @@ def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
 
 
 def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPlan:
-    batch, run = recipe.batch, recipe.run
+    batch = recipe.batch
     rows = sum(len(source) for source in dataset.sources)
-    steps, total = steps_and_rows(rows, batch.rows_per_update, epochs=run.epochs, steps=run.steps)
+    steps, total = _steps(recipe, rows, batch.rows_per_update)
     loader = make_loader(recipe, dataset)
     counts, used, room = [], 0, 0
     for step in range(min(steps, SAMPLED_UPDATES)):
@@ -114,7 +114,7 @@ def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPl
 
 def make_loader(recipe: Recipe, dataset: Dataset[Any]) -> Loader[Any]:
     rows = sum(len(source) for source in dataset.sources)
-    _, total = steps_and_rows(rows, recipe.batch.rows_per_update, epochs=recipe.run.epochs, steps=recipe.run.steps)
+    _, total = _steps(recipe, rows, recipe.batch.rows_per_update)
     return Loader(
         dataset.sources,
         dataset.weights,
@@ -122,6 +122,7 @@ def make_loader(recipe: Recipe, dataset: Dataset[Any]) -> Loader[Any]:
         seed=recipe.run.seed,
         shuffle=recipe.data.shuffle,
         total_rows=total,
+        drop_last=recipe.data.drop_last,
     )
 
 
@@ -134,7 +135,13 @@ def prompt_loader(recipe: Recipe, prompts: PromptSet) -> Loader[Prompt]:
         seed=recipe.run.seed,
         shuffle=recipe.data.shuffle,
         total_rows=None,
+        drop_last=recipe.data.drop_last,
     )
+
+
+def _steps(recipe: Recipe, rows: int, rows_per_update: int) -> tuple[int, int]:
+    run, drop_last = recipe.run, recipe.data.drop_last
+    return steps_and_rows(rows, rows_per_update, epochs=run.epochs, steps=run.steps, drop_last=drop_last)
 
 
 def _room(members: Sequence[int], lengths: Sequence[int], tokens: int | None) -> int:

@@ -302,7 +302,8 @@ def _read(
 def _questions(recipe: Recipe) -> list[Question]:
     if recipe.val.questions is None:
         return []
-    questions = read_questions(read_rows(recipe.val.questions), recipe.val.question_rows)
+    paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions
+    questions = [question for path in paths for question in read_questions(read_rows(path), recipe.val.question_rows)]
     if recipe.method not in ONLINE:
         # An online run judges them by its own rewards, which are checked when these are opened.
         for source in sorted({question.data_source for question in questions}):
