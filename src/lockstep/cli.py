@@ -333,6 +333,22 @@ def export(
     write(export_run(run, folder, step=step, best=best, adapter=adapter))
 
 
+@app.command()
+def migrate(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.sh", help="A shell script of verl or OpenRLHF.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Its variables and arguments.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="RECIPE.yaml", help="Where the recipe goes.")
+    ] = None,
+) -> None:
+    """Turn a training script of another trainer into a recipe, and say what became of every setting."""
+    from lockstep.compat.migrate import migrate as convert
+
+    convert(script, words or [], out)
+
+
 @app.command(name="import-gguf")
 def import_gguf(file: Path, folder: Path) -> None:
     """Turn a GGUF file into a Hugging Face folder."""

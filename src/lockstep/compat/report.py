@@ -32,7 +32,16 @@ def report(done: Conversion) -> str:
         lines.append(f"defaults of {settings.peer} that are not ours, written out ({len(unsaid)}):")
         lines += [f"  {key}: {value_text(done.recipe[key].value)}" for key in unsaid]
     lines += [line for remark in done.remarks for line in _folded(remark, "")]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"on the devices of the command: {start(done)}"])
+
+
+def start(done: Conversion, recipe: str = "RECIPE.yaml") -> str:
+    """How the recipe is trained on as many devices as the command has."""
+    devices, nodes = done.devices, done.nodes
+    if devices * nodes == 1:
+        return f"lockstep train {recipe}"
+    more = f" --nnodes {nodes} --node-rank RANK --master-addr HOST" if nodes > 1 else ""
+    return f"torchrun --nproc-per-node {devices}{more} -m lockstep train {recipe}"
 
 
 def _told(told: Told, done: Conversion) -> Iterator[str]:

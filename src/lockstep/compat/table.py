@@ -1,4 +1,4 @@
-"""The map from another trainer's keys to the recipe's: a row a key, and rules for keys that only mean something together.
+"""The map from another trainer's keys to the recipe's: a row a key, and rules for keys that mean something together.
 
 A row says what becomes of its key. The tables are what the converters run on and what the documents show, so that
 both say the same.
@@ -145,11 +145,7 @@ def converted(
             done.refuse(row.key, f"{value!r} is not a value that it takes", row.note)
     for row in rows:
         if row.fate == "refused":
-            asking = [
-                key
-                for key in settings.given
-                if by_key[key] is row and not _asks_nothing(settings[key], row.off)
-            ]
+            asking = [key for key in settings.given if by_key[key] is row and not _asks_nothing(settings[key], row.off)]
             for key in asking[1:]:
                 done.fates[key] = ("refused", row.note)
             if asking:  # a group is one problem, however many keys of it are set

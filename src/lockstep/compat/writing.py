@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from lockstep.compat.table import Conversion, Written
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe.load import checked_recipe, sections_of, value_text
@@ -24,7 +26,7 @@ def _schema_defaults(model: Any, prefix: str) -> dict[str, Any]:
     for name, info in model.model_fields.items():
         inner = sections_of(info.annotation)
         default = None if info.is_required() else info.get_default(call_default_factory=True)
-        if inner and not isinstance(default, list | type(None)):
+        if inner == [info.annotation] or isinstance(default, BaseModel):
             found |= _schema_defaults(inner[0], f"{prefix}{name}.")
         elif not info.is_required():
             found[prefix + name] = default

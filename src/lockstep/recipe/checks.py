@@ -18,7 +18,6 @@ OFFLINE_ROWS = {
         (
             "shape",
             "messages_key",
-            "prompt_key",
             "response_key",
             "text_key",
             "chosen_key",
@@ -26,12 +25,10 @@ OFFLINE_ROWS = {
             "margin_key",
             "responses_key",
             "scores_key",
-            "label_key",
             "steps_key",
         ),
         "name the columns as in the RL schema",
     ),
-    "template": "remove it: prompts are chats and need a template",
     "require_end": "remove it",
     "max_tokens": "use data.max_prompt_tokens and rollout.max_tokens",
 }
@@ -59,6 +56,13 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
         if any(weighted) and not all(weighted):
             bare = sources[weighted.index(False)].path
             yield Problem(f"data.{key}", f"{bare} has no weight but others have", "give every source a weight, or none")
+    if data.prompt_format is not None:
+        if data.template != "none":
+            yield Problem("data.prompt_format", "the chat template writes the prompts", "set data.template=none")
+        if data.prompt_format.count("{}") != 1:
+            yield Problem(
+                "data.prompt_format", f"{data.prompt_format!r} has no one place for the prompt", "write {} once"
+            )
     if isinstance(optim.warmup, float) and optim.warmup >= 1 and not optim.warmup.is_integer():
         yield Problem("optim.warmup", f"{optim.warmup} is neither a share below 1 nor a whole number of steps")
     if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:

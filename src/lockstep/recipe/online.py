@@ -183,6 +183,11 @@ class Overlong(Section):
         0, ge=0, description="Responses in the last so many tokens before the limit lose reward; 0 is off."
     )
     factor: float = Field(1.0, ge=0, description="Reward lost at the very limit.")
+    cut: float | None = Field(
+        None,
+        le=1,
+        description="Of responses that met the limit: their score times this, from 0 to 1; below 0 their score itself.",
+    )
 
 
 class Algorithm(Section):

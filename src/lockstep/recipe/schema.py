@@ -172,7 +172,9 @@ class Data(Section):
     )
     messages_key: str | None = Field(None, description="Column of the chat. Default `messages` or `conversations`.")
     prompt_key: str | None = Field(
-        None, description="Column of the prompt; dots reach into nested columns (`extra_info.question`)."
+        None,
+        description="Column of the prompt; dots reach into nested columns (`extra_info.question`). Online: a text or a "
+        "chat, in rows that need not be of the RL schema; default `prompt` of that schema.",
     )
     response_key: str | None = Field(None, description="Column of the response; dots as in `prompt_key`.")
     text_key: str | None = Field(None, description="Column of plain text. Default `text`.")
@@ -192,7 +194,8 @@ class Data(Section):
     )
     label_key: str | None = Field(
         None,
-        description="Column of the verdict (`kto`) or of the verdicts on the steps (`prm`). Default `label`, `labels`.",
+        description="Column of the verdict (`kto`) or of the verdicts on the steps (`prm`). Default `label`, `labels`. "
+        "Online: of the ground truth; default `reward_model.ground_truth`, and none where `prompt_key` is set.",
     )
     steps_key: str | None = Field(None, description="Column of a list of steps (`prm`). Default `completions`.")
     system: str | None = Field(
@@ -204,6 +207,11 @@ class Data(Section):
         "auto",
         description="`auto` renders prompts with the tokenizer's chat template where it has one; "
         "`none` joins prompt and response as they are.",
+        effect=Effect("blocks", "prompts are written in another form"),
+    )
+    prompt_format: str | None = Field(
+        None,
+        description="With `template: none`: the text around a prompt, in which `{}` stands for it.",
         effect=Effect("blocks", "prompts are written in another form"),
     )
     require_end: bool = Field(

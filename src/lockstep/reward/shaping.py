@@ -25,9 +25,11 @@ def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> flo
 def shaped(rollout: Rollout, recipe: Recipe) -> Rollout:
     """Its score within the recipe's bounds, less what the recipe takes off for length."""
     settings, bounds = recipe.algorithm.overlong, recipe.reward.clip
-    if isinstance(rollout.score, Failure) or not (settings.buffer or bounds):
+    if isinstance(rollout.score, Failure) or not (settings.buffer or bounds or settings.cut is not None):
         return rollout
     total, parts = rollout.score.total, dict(rollout.score.parts)
+    if settings.cut is not None and rollout.stop == "length":
+        total = total * settings.cut if settings.cut >= 0 else settings.cut
     if bounds:
         total = min(max(total, bounds[0]), bounds[1])
     if settings.buffer:

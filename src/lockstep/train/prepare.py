@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.dataset import Dataset
-from lockstep.data.prompts import PromptSet, load_prompts, read_questions
+from lockstep.data.prompts import RL_SCHEMA, PromptSet, QuestionColumns, load_prompts, read_questions
 from lockstep.data.read import read_rows
 from lockstep.data.updates import row_size
 from lockstep.device.base import Device
@@ -27,7 +27,7 @@ from lockstep.recipe.rows import ENGINES
 from lockstep.reward.rules import rule_for
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.prefill import prefill_budget
-from lockstep.rollout.questions import encode_questions
+from lockstep.rollout.questions import asked_as, encode_questions
 from lockstep.run.progress import Console
 from lockstep.train.own_functions import try_functions
 from lockstep.train.plan import (
@@ -303,7 +303,14 @@ def _questions(recipe: Recipe) -> list[Question]:
     if recipe.val.questions is None:
         return []
     paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions
-    questions = [question for path in paths for question in read_questions(read_rows(path), recipe.val.question_rows)]
+    online = recipe.method in ONLINE
+    questions = [
+        question
+        for path in paths
+        for question in read_questions(
+            read_rows(path), recipe.val.question_rows, QuestionColumns.of(recipe.data, path) if online else RL_SCHEMA
+        )
+    ]
     if recipe.method not in ONLINE:
         # An online run judges them by its own rewards, which are checked when these are opened.
         for source in sorted({question.data_source for question in questions}):
@@ -317,7 +324,7 @@ def _refuse_long_questions(
     """Questions whose answers could grow past what the engine can cache of this model."""
     if not questions or not ENGINES[recipe.rollout.engine].paged or fixed_length(config.get_text_config()) is None:
         return
-    prompts = encode_questions(tokenizer, questions, recipe.data.system)
+    prompts = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))
     longest = max(len(prompt.ids) for prompt in prompts) + recipe.val.max_new_tokens
     refuse_moving_positions(config.get_text_config(), longest, config.model_type, "val.max_new_tokens")
 

@@ -25,12 +25,25 @@ COMMON: list[Option] = [
     opt("s", "eval_split", "eval.split", part("eval_split", "data.val")),
     opt("i", "eval_steps", "eval.steps", part("eval_steps", "val.every", default=-1)),
     opt("i", "max_samples", "data.max_samples", part("max_samples", "data.train", note="rows of a source")),
-    opt("b", "apply_chat_template", "data.apply_chat_template", part("apply_chat_template", "data.template", default=False)),
+    opt(
+        "b",
+        "apply_chat_template",
+        "data.apply_chat_template",
+        part("apply_chat_template", "data.template", default=False),
+    ),
     opt("s", "input_template", "data.input_template", part("input_template", "data.prompt_format")),
-    *cannot("s:tokenizer_chat_template:data.tokenizer_chat_template", "put the template into the model's folder: chat_template.jinja"),
+    *cannot(
+        "s:tokenizer_chat_template:data.tokenizer_chat_template",
+        "put the template into the model's folder: chat_template.jinja",
+    ),
     opt("i", "max_len", "data.max_len", part("max_len", "data.max_tokens", "data.overlong")),
     opt("i", "train_batch_size", "train.batch_size", same("train_batch_size", "batch.rows_per_update", 128)),
-    opt("i", "micro_train_batch_size", "train.micro_batch_size", part("micro_train_batch_size", "batch.rows", "batch.tokens")),
+    opt(
+        "i",
+        "micro_train_batch_size",
+        "train.micro_batch_size",
+        part("micro_train_batch_size", "batch.rows", "batch.tokens"),
+    ),
     opt("i", "max_epochs", "train.max_epochs", part("max_epochs", "run.epochs")),
     opt("f", "learning_rate", "adam.lr", part("learning_rate", "optim.lr")),
     opt("s", "lr_scheduler", "lr_scheduler", part("lr_scheduler", "optim.schedule", default="cosine_with_min_lr")),
@@ -41,10 +54,19 @@ COMMON: list[Option] = [
     opt("f", "l2", "adam.weight_decay", same("l2", "optim.weight_decay", 0.0)),
     opt("f", "max_norm", "max_norm", same("max_norm", "optim.clip", 1.0)),
     *cannot("s::optim", "AdamW is the optimizer", (None, "adam")),
-    *without_effect("f::muon.lr f::muon.momentum i::muon.ns_steps b::muon.nesterov b::muon.no_nesterov", "read with muon only"),
-    opt("b", "gradient_checkpointing", "model.gradient_checkpointing_enable", same("gradient_checkpointing", "model.gradient_checkpointing", False)),
+    *without_effect(
+        "f::muon.lr f::muon.momentum i::muon.ns_steps b::muon.nesterov b::muon.no_nesterov", "read with muon only"
+    ),
+    opt(
+        "b",
+        "gradient_checkpointing",
+        "model.gradient_checkpointing_enable",
+        same("gradient_checkpointing", "model.gradient_checkpointing", False),
+    ),
 ]
-_INPUT = opt("s", "input_key", "data.input_key", part("input_key", "data.prompt_key", "data.messages_key", default="input"))
+_INPUT = opt(
+    "s", "input_key", "data.input_key", part("input_key", "data.prompt_key", "data.messages_key", default="input")
+)
 _OUTPUT = opt("s", "output_key", "data.output_key", part("output_key", "data.response_key"))
 _TEXTS = [_INPUT, _OUTPUT]
 _PAIRS = [
@@ -81,11 +103,17 @@ def _texts(settings: Settings, done: Conversion) -> None:
         done.write("data.prompt_key", str(settings["input_key"]), "input_key")
         done.write("data.response_key", str(settings["output_key"]), "output_key")
     elif settings["apply_chat_template"]:
-        note = "" if settings["multiturn"] else "every assistant turn is trained; theirs is the last one without --multiturn"
+        note = (
+            ""
+            if settings["multiturn"]
+            else "every assistant turn is trained; theirs is the last one without --multiturn"
+        )
         done.write("data.shape", "messages", "input_key", note=note)
         done.write("data.messages_key", str(settings["input_key"]), "input_key")
     else:
-        done.refuse("output_key", "is not set: there would be no answer to train", "name its column, e.g. --output_key output")
+        done.refuse(
+            "output_key", "is not set: there would be no answer to train", "name its column, e.g. --output_key output"
+        )
 
 
 def _dpo(settings: Settings, done: Conversion) -> None:
@@ -116,7 +144,11 @@ def _kto(settings: Settings, done: Conversion) -> None:
         return
     done.write("data.prompt_key", str(settings["input_key"]), "input_key")
     done.write("data.response_key", str(settings["output_key"]), "output_key")
-    for ours, theirs in (("beta", "beta"), ("desirable", "desirable_loss_weight"), ("undesirable", "undesirable_loss_weight")):
+    for ours, theirs in (
+        ("beta", "beta"),
+        ("desirable", "desirable_loss_weight"),
+        ("undesirable", "undesirable_loss_weight"),
+    ):
         done.write(f"preference.{ours}", settings.number(theirs), theirs)
 
 
@@ -156,10 +188,19 @@ TRAINERS: dict[str, Trainer] = {
             *COMMON,
             *_TEXTS,
             opt("b", "multiturn", "data.multiturn", part("multiturn", "data.shape", note=CHAT)),
-            opt("b", "pretrain_mode", "model.pretrain_mode_enable", part("pretrain_mode", "data.shape", "data.text_key")),
+            opt(
+                "b", "pretrain_mode", "model.pretrain_mode_enable", part("pretrain_mode", "data.shape", "data.text_key")
+            ),
         ],
         _sft,
-        {"learning_rate": 5e-6, "max_epochs": 2, "max_len": 2048, "micro_train_batch_size": 8, "eval_split": "train", "input_template": _TEMPLATE},
+        {
+            "learning_rate": 5e-6,
+            "max_epochs": 2,
+            "max_len": 2048,
+            "micro_train_batch_size": 8,
+            "eval_split": "train",
+            "input_template": _TEMPLATE,
+        },
     ),
     "train_dpo": Trainer(
         "dpo",
@@ -168,10 +209,17 @@ TRAINERS: dict[str, Trainer] = {
             *_PAIRS,
             opt("f", "beta", "model.beta", part("beta", "preference.beta", default=0.1)),
             opt("b", "ipo", "model.ipo_enable", part("ipo", "preference.loss", "preference.average", default=False)),
-            opt("f", "label_smoothing", "model.label_smoothing", part("label_smoothing", "preference.label_smoothing", default=0.0)),
+            opt(
+                "f",
+                "label_smoothing",
+                "model.label_smoothing",
+                part("label_smoothing", "preference.label_smoothing", default=0.0),
+            ),
             opt("f", "nll_loss_coef", "model.nll_loss_coef", part("nll_loss_coef", "preference.nll", default=0.0)),
             opt("s", "ref_pretrain", "ref.model_name_or_path", part("ref_pretrain", "preference.reference")),
-            *without_effect("b:ref_offload:ref.offload", "memory, not results; preference.precompute needs no reference at all"),
+            *without_effect(
+                "b:ref_offload:ref.offload", "memory, not results; preference.precompute needs no reference at all"
+            ),
         ],
         _dpo,
         {"learning_rate": 1e-5, "max_epochs": 1, "max_len": 512, "micro_train_batch_size": 8, "eval_split": "test"},
@@ -185,20 +233,42 @@ TRAINERS: dict[str, Trainer] = {
             _LABEL,
             opt("f", "beta", None, part("beta", "preference.beta", default=0.01)),
             opt("f", "desirable_loss_weight", None, part("desirable_loss_weight", "preference.desirable", default=1.0)),
-            opt("f", "undesirable_loss_weight", None, part("undesirable_loss_weight", "preference.undesirable", default=1.0)),
+            opt(
+                "f",
+                "undesirable_loss_weight",
+                None,
+                part("undesirable_loss_weight", "preference.undesirable", default=1.0),
+            ),
             opt("s", "ref_pretrain", None, part("ref_pretrain", "preference.reference")),
             *without_effect("b:ref_offload:", "memory, not results"),
         ],
         _kto,
-        {"learning_rate": 1e-5, "max_epochs": 1, "max_len": 2048, "micro_train_batch_size": 8, "eval_split": "test", "input_template": _TEMPLATE},
+        {
+            "learning_rate": 1e-5,
+            "max_epochs": 1,
+            "max_len": 2048,
+            "micro_train_batch_size": 8,
+            "eval_split": "test",
+            "input_template": _TEMPLATE,
+        },
     ),
     "train_rm": Trainer(
         "rm",
         [
             *COMMON,
             *_PAIRS,
-            opt("s", "loss", "model.loss_type", part("loss", "rm.loss", default="sigmoid", note="all but sigmoid is logexp")),
-            opt("b", "margin_loss", "model.margin_loss_enable", part("margin_loss", note="a column `margin` is used where there is one", default=False)),
+            opt(
+                "s",
+                "loss",
+                "model.loss_type",
+                part("loss", "rm.loss", default="sigmoid", note="all but sigmoid is logexp"),
+            ),
+            opt(
+                "b",
+                "margin_loss",
+                "model.margin_loss_enable",
+                part("margin_loss", note="a column `margin` is used where there is one", default=False),
+            ),
             *without_effect("b:compute_fp32_loss:model.compute_fp32_loss_enable", "the loss is always fp32"),
             *without_effect("s:value_head_prefix:ds.value_head_prefix", "the head is called score, as in transformers"),
         ],
@@ -225,11 +295,21 @@ TRAINERS: dict[str, Trainer] = {
             *_TEXTS,
             opt("s", "teacher_model", None, part("teacher_model", "distill.teacher")),
             opt("f", "kd_coef", None, part("kd_coef", "distill.coefficient", default=0.4)),
-            *without_effect("b:teacher_offload:", "memory, not results; distill.top_k needs no teacher beside the student"),
+            *without_effect(
+                "b:teacher_offload:", "memory, not results; distill.top_k needs no teacher beside the student"
+            ),
             *cannot("b:pretrain_mode:", "distillation on plain text: name the columns of a prompt and an answer"),
         ],
         _kd,
-        {"learning_rate": 5e-6, "max_epochs": 2, "max_len": 2048, "micro_train_batch_size": 8, "eval_split": "test", "output_key": "output", "input_template": _TEMPLATE},
+        {
+            "learning_rate": 5e-6,
+            "max_epochs": 2,
+            "max_len": 2048,
+            "micro_train_batch_size": 8,
+            "eval_split": "test",
+            "output_key": "output",
+            "input_template": _TEMPLATE,
+        },
     ),
 }
 

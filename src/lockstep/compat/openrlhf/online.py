@@ -32,23 +32,51 @@ OPTIONS: list[Option] = [
     opt("s", "input_key", "data.input_key", part("input_key", "data.prompt_key", default="input")),
     opt("s", "label_key", "data.label_key", part("label_key", "data.label_key")),
     opt("s", "input_template", "data.input_template", part("input_template", "data.prompt_format")),
-    opt("b", "apply_chat_template", "data.apply_chat_template", part("apply_chat_template", "data.template", default=False)),
+    opt(
+        "b",
+        "apply_chat_template",
+        "data.apply_chat_template",
+        part("apply_chat_template", "data.template", default=False),
+    ),
     opt("i", "max_samples", "data.max_samples", part("max_samples", "data.train")),
     opt("s", "eval_dataset", "eval.dataset", part("eval_dataset", "val.questions")),
     opt("s", "eval_split", "eval.split", part("eval_split", "val.questions", default="train")),
     opt("i", "eval_steps", "eval.steps", part("eval_steps", "val.every", default=-1)),
     opt("f", "eval_temperature", "eval.temperature", part("eval_temperature", "val.temperature", default=0.6)),
-    opt("i", "eval_n_samples_per_prompt", "eval.n_samples_per_prompt", part("eval_n_samples_per_prompt", "val.n", default=4)),
+    opt(
+        "i",
+        "eval_n_samples_per_prompt",
+        "eval.n_samples_per_prompt",
+        part("eval_n_samples_per_prompt", "val.n", default=4),
+    ),
     opt("i", "rollout_batch_size", "rollout.batch_size", same("rollout_batch_size", "batch.prompts", 1024)),
     *without_effect(
-        "i:micro_rollout_batch_size:rollout.micro_batch_size i:vllm_generate_batch_size:rollout.vllm_generate_batch_size "
+        "i:micro_rollout_batch_size:rollout.micro_batch_size "
+        "i:vllm_generate_batch_size:rollout.vllm_generate_batch_size "
         "i:rollout_max_tokens_per_gpu:rollout.max_tokens_per_gpu i:rollout_tasks_per_gpu:",
         "how a pass is cut into pieces changes no number",
     ),
-    opt("i", "train_batch_size", "train.batch_size", part("train_batch_size", "batch.prompts_per_update", default=128, note="counts responses; ours counts prompts")),
-    opt("i", "micro_train_batch_size", "train.micro_batch_size", part("micro_train_batch_size", "batch.rows", "batch.tokens")),
-    opt("b", "use_dynamic_batch", "train.dynamic_batch_enable", part("use_dynamic_batch", "batch.tokens", default=False)),
-    opt("i", "train_max_tokens_per_gpu", "train.max_tokens_per_gpu", part("train_max_tokens_per_gpu", "batch.tokens", default=16192)),
+    opt(
+        "i",
+        "train_batch_size",
+        "train.batch_size",
+        part("train_batch_size", "batch.prompts_per_update", default=128, note="counts responses; ours counts prompts"),
+    ),
+    opt(
+        "i",
+        "micro_train_batch_size",
+        "train.micro_batch_size",
+        part("micro_train_batch_size", "batch.rows", "batch.tokens"),
+    ),
+    opt(
+        "b", "use_dynamic_batch", "train.dynamic_batch_enable", part("use_dynamic_batch", "batch.tokens", default=False)
+    ),
+    opt(
+        "i",
+        "train_max_tokens_per_gpu",
+        "train.max_tokens_per_gpu",
+        part("train_max_tokens_per_gpu", "batch.tokens", default=16192),
+    ),
     opt("i", "n_samples_per_prompt", "rollout.n_samples_per_prompt", same("n_samples_per_prompt", "rollout.n", 1)),
     opt("i", "num_episodes", "train.num_episodes", same("num_episodes", "run.epochs", 1)),
     opt("i", "max_epochs", "train.max_epochs", same("max_epochs", "algorithm.epochs", 1)),
@@ -58,36 +86,118 @@ OPTIONS: list[Option] = [
     opt("i", None, "rollout.max_new_tokens", part("rollout.max_new_tokens", "rollout.max_tokens")),
     opt("f", "temperature", "rollout.temperature", same("temperature", "rollout.temperature", 1.0)),
     opt("f", "top_p", "rollout.top_p", part("top_p", "rollout.top_p", default=1.0)),
-    opt("s", "advantage_estimator", "algo.advantage.estimator", part("advantage_estimator", "method", "algorithm.advantage", default="gae")),
+    opt(
+        "s",
+        "advantage_estimator",
+        "algo.advantage.estimator",
+        part("advantage_estimator", "method", "algorithm.advantage", default="gae"),
+    ),
     opt("f", "gamma", "algo.advantage.gamma", part("gamma", "algorithm.gamma", default=1.0)),
     opt("f", "lambd", "algo.advantage.lambd", part("lambd", "algorithm.lam", default=1.0)),
-    opt("b", "no_advantage_std_norm", "algo.advantage.no_std_norm", part("no_advantage_std_norm", "algorithm.whiten.divide", default=False)),
-    opt("f", "init_kl_coef", "algo.kl.init_coef", part("init_kl_coef", "algorithm.kl.coefficient", "algorithm.kl.where", default=0.01)),
+    opt(
+        "b",
+        "no_advantage_std_norm",
+        "algo.advantage.no_std_norm",
+        part("no_advantage_std_norm", "algorithm.whiten.divide", default=False),
+    ),
+    opt(
+        "f",
+        "init_kl_coef",
+        "algo.kl.init_coef",
+        part("init_kl_coef", "algorithm.kl.coefficient", "algorithm.kl.where", default=0.01),
+    ),
     opt("f", "kl_target", "algo.kl.target", part("kl_target", "algorithm.kl.target")),
     opt("i", "kl_horizon", "algo.kl.horizon", part("kl_horizon", "algorithm.kl.horizon", default=10000)),
     opt("s", "kl_estimator", "algo.kl.estimator", part("kl_estimator", "algorithm.kl.estimator", default="k1")),
     opt("b", "use_kl_loss", "algo.kl.use_loss", part("use_kl_loss", "algorithm.kl.where", default=False)),
     *cannot("b::algo.kl.unbiased_gradient", "the divergence's gradient is the estimator's own"),
     opt("f", "eps_clip", "actor.eps_clip", part("eps_clip", "algorithm.clip_low", "algorithm.clip_high", default=0.2)),
-    opt("ff", "eps_clip_low_high", "actor.eps_clip_low_high", part("eps_clip_low_high", "algorithm.clip_low", "algorithm.clip_high")),
+    opt(
+        "ff",
+        "eps_clip_low_high",
+        "actor.eps_clip_low_high",
+        part("eps_clip_low_high", "algorithm.clip_low", "algorithm.clip_high"),
+    ),
     opt("f", "dual_clip", "actor.dual_clip", part("dual_clip", "algorithm.dual_clip")),
     opt("s", "policy_loss_type", "actor.policy_loss_type", part("policy_loss_type", "algorithm.loss", default="ppo")),
     opt("s", None, "actor.loss_agg_mode", part("actor.loss_agg_mode", "algorithm.aggregation", default="token-mean")),
     opt("f", "value_clip", "critic.value_clip", part("value_clip", "critic.clip")),
     opt("f", "entropy_loss_coef", "actor.entropy_coef", part("entropy_loss_coef", "algorithm.entropy")),
-    opt("ff", "reward_clip_range", "reward.clip_range", part("reward_clip_range", "reward.clip", default=[-10.0, 10.0])),
-    opt("b", "normalize_reward", "reward.normalize_enable", part("normalize_reward", default=False, note="by score_stats.json of the reward model's folder")),
-    opt("f", "overlong_buffer_len", "reward.overlong_buffer_len", part("overlong_buffer_len", "algorithm.overlong.buffer")),
-    opt("f", "overlong_penalty_factor", "reward.overlong_penalty_factor", part("overlong_penalty_factor", "algorithm.overlong.factor", default=1.0)),
-    *cannot("f::reward.stop_properly_penalty_coef", "responses that met the limit keep their reward; algorithm.overlong takes some off"),
-    opt("b", "dynamic_filtering", "algo.dynamic_filtering_enable", part("dynamic_filtering", "algorithm.dynamic_sampling.rounds", default=False)),
-    opt("ff", "dynamic_filtering_reward_range", "algo.dynamic_filtering_range", part("dynamic_filtering_reward_range", "algorithm.dynamic_sampling.rounds", default=[0.0, 1.0])),
-    opt("b", "enable_vllm_is_correction", "algo.advantage.is_correction_enable", part("enable_vllm_is_correction", "algorithm.correction.weight", default=False)),
-    opt("f", "vllm_is_truncated_threshold", None, part("vllm_is_truncated_threshold", "algorithm.correction.cap", default=2.0)),
-    opt("ff", None, "algo.advantage.is_correction_threshold", part("algo.advantage.is_correction_threshold", "algorithm.correction.cap", default=[0.5, 5.0])),
-    opt("s", None, "algo.advantage.is_correction_type", part("algo.advantage.is_correction_type", "algorithm.correction.mask", default="tis")),
-    opt("s", None, "algo.advantage.is_correction_level", part("algo.advantage.is_correction_level", "algorithm.correction.weight", default="off")),
-    opt("s", None, "algo.advantage.is_correction_mode", part("algo.advantage.is_correction_mode", "algorithm.correction.mask", default="mask")),
+    opt(
+        "ff", "reward_clip_range", "reward.clip_range", part("reward_clip_range", "reward.clip", default=[-10.0, 10.0])
+    ),
+    opt(
+        "b",
+        "normalize_reward",
+        "reward.normalize_enable",
+        part("normalize_reward", default=False, note="by score_stats.json of the reward model's folder"),
+    ),
+    opt(
+        "f",
+        "overlong_buffer_len",
+        "reward.overlong_buffer_len",
+        part("overlong_buffer_len", "algorithm.overlong.buffer"),
+    ),
+    opt(
+        "f",
+        "overlong_penalty_factor",
+        "reward.overlong_penalty_factor",
+        part("overlong_penalty_factor", "algorithm.overlong.factor", default=1.0),
+    ),
+    opt(
+        "f",
+        None,
+        "reward.stop_properly_penalty_coef",
+        part("reward.stop_properly_penalty_coef", "algorithm.overlong.cut"),
+    ),
+    opt(
+        "b",
+        "dynamic_filtering",
+        "algo.dynamic_filtering_enable",
+        part("dynamic_filtering", "algorithm.dynamic_sampling.rounds", default=False),
+    ),
+    opt(
+        "ff",
+        "dynamic_filtering_reward_range",
+        "algo.dynamic_filtering_range",
+        part("dynamic_filtering_reward_range", "algorithm.dynamic_sampling.rounds", default=[0.0, 1.0]),
+    ),
+    opt(
+        "b",
+        "enable_vllm_is_correction",
+        "algo.advantage.is_correction_enable",
+        part("enable_vllm_is_correction", "algorithm.correction.weight", default=False),
+    ),
+    opt(
+        "f",
+        "vllm_is_truncated_threshold",
+        None,
+        part("vllm_is_truncated_threshold", "algorithm.correction.cap", default=2.0),
+    ),
+    opt(
+        "ff",
+        None,
+        "algo.advantage.is_correction_threshold",
+        part("algo.advantage.is_correction_threshold", "algorithm.correction.cap", default=[0.5, 5.0]),
+    ),
+    opt(
+        "s",
+        None,
+        "algo.advantage.is_correction_type",
+        part("algo.advantage.is_correction_type", "algorithm.correction.mask", default="tis"),
+    ),
+    opt(
+        "s",
+        None,
+        "algo.advantage.is_correction_level",
+        part("algo.advantage.is_correction_level", "algorithm.correction.weight", default="off"),
+    ),
+    opt(
+        "s",
+        None,
+        "algo.advantage.is_correction_mode",
+        part("algo.advantage.is_correction_mode", "algorithm.correction.mask", default="mask"),
+    ),
     opt("s", None, "algo.advantage.is_correction_gating", part("algo.advantage.is_correction_gating", default="ratio")),
     opt("f", "actor_learning_rate", "actor.adam.lr", part("actor_learning_rate", "optim.lr", default=1e-6)),
     opt("f", "critic_learning_rate", "critic.adam.lr", part("critic_learning_rate", "critic.lr", default=9e-6)),
@@ -95,7 +205,9 @@ OPTIONS: list[Option] = [
     opt("f", None, "actor.adam.eps", same("actor.adam.eps", "optim.eps", 1e-8)),
     opt("f", "l2", "actor.adam.weight_decay", same("l2", "optim.weight_decay", 0.0)),
     opt("f", "max_norm", "actor.max_norm", same("max_norm", "optim.clip", 1.0)),
-    opt("s", "lr_scheduler", "actor.lr_scheduler", part("lr_scheduler", "optim.schedule", default="cosine_with_min_lr")),
+    opt(
+        "s", "lr_scheduler", "actor.lr_scheduler", part("lr_scheduler", "optim.schedule", default="cosine_with_min_lr")
+    ),
     opt("f", "lr_warmup_ratio", "actor.lr_warmup_ratio", part("lr_warmup_ratio", "optim.warmup", default=0.03)),
     opt("f", None, "actor.min_lr_ratio", part("min_lr_ratio", "optim.min_lr_ratio", default=0.1)),
     *without_effect(
@@ -105,17 +217,44 @@ OPTIONS: list[Option] = [
     ),
     *cannot("s::actor.optim s::critic.optim", "AdamW is the optimizer", (None, "adam")),
     *without_effect(
-        " ".join(f"{kind}::{who}.muon.{name}" for who in ("actor", "critic") for kind, name in (("f", "lr"), ("f", "momentum"), ("i", "ns_steps"), ("b", "nesterov"), ("b", "no_nesterov"))),
+        " ".join(
+            f"{kind}::{who}.muon.{name}"
+            for who in ("actor", "critic")
+            for kind, name in (
+                ("f", "lr"),
+                ("f", "momentum"),
+                ("i", "ns_steps"),
+                ("b", "nesterov"),
+                ("b", "no_nesterov"),
+            )
+        ),
         "read with muon only",
     ),
-    opt("b", "gradient_checkpointing", "actor.gradient_checkpointing_enable", same("gradient_checkpointing", "model.gradient_checkpointing", False)),
+    opt(
+        "b",
+        "gradient_checkpointing",
+        "actor.gradient_checkpointing_enable",
+        same("gradient_checkpointing", "model.gradient_checkpointing", False),
+    ),
     *cannot("f::actor.aux_loss_coef", "the balancing loss of expert models is not here", (None, 0, 0.0)),
-    opt("i", "freezing_actor_steps", "critic.freezing_steps", part("freezing_actor_steps", "critic.warmup", default=-1)),
+    opt(
+        "i", "freezing_actor_steps", "critic.freezing_steps", part("freezing_actor_steps", "critic.warmup", default=-1)
+    ),
     *without_effect("f:ptx_coef:", "dead: there is no pretraining loss there either"),
     *cannot("b:enable_ema:train.enable_ema", "no running mean of the weights is kept"),
     *without_effect("f:ema_beta:train.ema_beta", "read with enable_ema only"),
-    opt("i", "actor_num_nodes", "actor.num_nodes", part("actor_num_nodes", default=1, note="torchrun's; the report says how")),
-    opt("i", "actor_num_gpus_per_node", "actor.num_gpus_per_node", part("actor_num_gpus_per_node", default=8, note="torchrun's; the report says how")),
+    opt(
+        "i",
+        "actor_num_nodes",
+        "actor.num_nodes",
+        part("actor_num_nodes", default=1, note="torchrun's; the report says how"),
+    ),
+    opt(
+        "i",
+        "actor_num_gpus_per_node",
+        "actor.num_gpus_per_node",
+        part("actor_num_gpus_per_node", default=8, note="torchrun's; the report says how"),
+    ),
     *without_effect(
         "i:ref_num_nodes:ref.num_nodes i:ref_num_gpus_per_node:ref.num_gpus_per_node "
         "i:reward_num_nodes:reward.num_nodes i:reward_num_gpus_per_node:reward.num_gpus_per_node "
@@ -135,10 +274,17 @@ OPTIONS: list[Option] = [
     *without_effect("s:value_head_prefix:ds.value_head_prefix", "the head is called score, as in transformers"),
     *cannot("b:async_train:train.async_enable b::train.partial_rollout_enable", "generation and training take turns"),
     *without_effect("i:async_queue_size:train.async_queue_size", "read with async training only"),
-    *cannot("s:agent_func_path:train.agent_func_path", "agents of theirs do not run here; write the loop as rollout.function"),
+    *cannot(
+        "s:agent_func_path:train.agent_func_path",
+        "agents of theirs do not run here; write the loop as rollout.function",
+    ),
     *without_effect("s::ckpt.best_metric_key", "the newest checkpoints are kept"),
     *without_effect("s::data.image_key", "read with images only"),
-    *cannot("i::data.max_images_per_prompt b::actor.freeze_visual_encoder", "rows with images are not trained here", (None, False, 0)),
+    *cannot(
+        "i::data.max_images_per_prompt b::actor.freeze_visual_encoder",
+        "rows with images are not trained here",
+        (None, False, 0),
+    ),
 ]
 
 
@@ -162,7 +308,9 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
     by_sequence = loss == "gspo" or settings["actor.loss_agg_mode"] == "seq-mean-token-mean"
     done.write("algorithm.aggregation", "seq_mean_token_mean" if by_sequence else "token_mean", "actor.loss_agg_mode")
     if settings["actor.loss_agg_mode"] not in (None, "token-mean", "seq-mean-token-mean"):
-        done.refuse("actor.loss_agg_mode", f"{settings['actor.loss_agg_mode']} is not here", "token-mean or seq-mean-token-mean")
+        done.refuse(
+            "actor.loss_agg_mode", f"{settings['actor.loss_agg_mode']} is not here", "token-mean or seq-mean-token-mean"
+        )
     if settings["eps_clip_low_high"]:
         low, high = settings["eps_clip_low_high"]
         done.write("algorithm.clip_low", low, "eps_clip_low_high")
@@ -186,8 +334,12 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
     if settings["dynamic_filtering"]:
         if list(settings["dynamic_filtering_reward_range"]) != [0.0, 1.0]:
             done.refuse("dynamic_filtering_reward_range", "groups are replaced when all their rewards are equal", "0 1")
-        note = "groups whose rewards are all equal are replaced, in 10 rounds at most; theirs by the mean within the range"
-        done.write("algorithm.dynamic_sampling.rounds", 10, "dynamic_filtering", "dynamic_filtering_reward_range", note=note)
+        note = (
+            "groups whose rewards are all equal are replaced, in 10 rounds at most; theirs by the mean within the range"
+        )
+        done.write(
+            "algorithm.dynamic_sampling.rounds", 10, "dynamic_filtering", "dynamic_filtering_reward_range", note=note
+        )
 
 
 def _kl(settings: Settings, done: Conversion) -> None:
@@ -205,7 +357,11 @@ def _kl(settings: Settings, done: Conversion) -> None:
         done.refuse("kl_estimator", f"{estimator} is not here", "k1, k2 or k3")
         return
     group = settings["advantage_estimator"] in _GROUPS and not settings["use_kl_loss"]
-    note = "the divergence is a part of the score that a group compares; theirs is added after the comparison" if group else ""
+    note = (
+        "the divergence is a part of the score that a group compares; theirs is added after the comparison"
+        if group
+        else ""
+    )
     done.write("algorithm.kl.estimator", estimator, "kl_estimator", note=note)
     if settings["kl_target"]:
         done.write("algorithm.kl.target", settings.number("kl_target"), "kl_target")
@@ -219,13 +375,17 @@ def _correction(settings: Settings, done: Conversion) -> None:
     bounds, kind = "algo.advantage.is_correction_threshold", "algo.advantage.is_correction_type"
     unread = [key for key in (bounds, kind, "vllm_is_truncated_threshold") if settings.says(key)]
     if settings.says(level) and settings[level] != "off":
-        done.refuse(level, "the gated ratios of 0.11.2 are not here", "algorithm.correction.{weight, cap, mask, low, high}")
+        done.refuse(
+            level, "the gated ratios of 0.11.2 are not here", "algorithm.correction.{weight, cap, mask, low, high}"
+        )
     elif not settings[enable]:
         for key in unread:
             done.ignore(key, "the correction is off")
     elif "ds.param_dtype" not in settings.defaults:
         done.write("algorithm.correction.weight", "token", enable)
-        done.write("algorithm.correction.cap", settings.number("vllm_is_truncated_threshold"), "vllm_is_truncated_threshold")
+        done.write(
+            "algorithm.correction.cap", settings.number("vllm_is_truncated_threshold"), "vllm_is_truncated_threshold"
+        )
     elif settings[kind] == "seq-mask-tis":
         done.refuse(kind, "a mask of sequences with weights of tokens in a band is not here", "tis or icepop")
     else:
@@ -255,15 +415,22 @@ def data_and_model_rule(settings: Settings, done: Conversion) -> None:
     schedule_rule(settings, done)
     done.write("rollout.top_p", settings.number("top_p"), "top_p")
     if settings.number("top_p") < 1:
-        done.write("rollout.truncated", "ignore", "top_p", note="as there: the trainer scores the whole distribution, so ratios are off")
+        done.write(
+            "rollout.truncated",
+            "ignore",
+            "top_p",
+            note="as there: the trainer scores the whole distribution, so ratios are off",
+        )
     for key, name in (("actor_num_gpus_per_node", "devices"), ("actor_num_nodes", "nodes")):
         setattr(done, name, settings.whole(key))
-        done.ignore(key, f"the number of {name} is torchrun's: see the last line")
+        done.ignore(key, f"the number of {name} is torchrun's: see the end of the report")
 
 
 def _lengths(settings: Settings, done: Conversion) -> None:
     drop = "longer prompts are dropped and counted; theirs are cut at the end"
-    done.write("data.overlong", "drop", *[key for key in ("prompt_max_len", "max_len") if settings.says(key)], note=drop)
+    done.write(
+        "data.overlong", "drop", *[key for key in ("prompt_max_len", "max_len") if settings.says(key)], note=drop
+    )
     if "ds.param_dtype" not in settings.defaults:
         done.write("data.max_prompt_tokens", settings.whole("prompt_max_len"), "prompt_max_len")
         done.write("rollout.max_tokens", settings.whole("generate_max_len"), "generate_max_len")
@@ -284,13 +451,23 @@ def batch_rule(settings: Settings, done: Conversion) -> None:
     n, responses = settings.whole("n_samples_per_prompt"), settings.whole("train_batch_size")
     prompts = settings.whole("rollout_batch_size")
     if responses % n:
-        done.refuse("train_batch_size", f"{responses} responses are no whole number of prompts with {n} responses each", f"a multiple of {n}")
+        done.refuse(
+            "train_batch_size",
+            f"{responses} responses are no whole number of prompts with {n} responses each",
+            f"a multiple of {n}",
+        )
         return
     whole = min(responses // n, prompts)
-    note = "all responses to a prompt are in one update; theirs are shuffled over the updates" if whole < prompts and n > 1 else ""
+    note = (
+        "all responses to a prompt are in one update; theirs are shuffled over the updates"
+        if whole < prompts and n > 1
+        else ""
+    )
     if responses // n > prompts:
         note = f"{responses} responses are more than the step has: one update"
     done.write("batch.prompts_per_update", whole, "train_batch_size", note=note)
+    if "rollout.max_tokens" not in done.recipe:
+        return  # refused before
     longest = done.recipe["data.max_prompt_tokens"].value + done.recipe["rollout.max_tokens"].value
     if settings["use_dynamic_batch"]:
         tokens = max(settings.whole("train_max_tokens_per_gpu"), longest)
@@ -321,17 +498,25 @@ def reward_rule(settings: Settings, done: Conversion) -> None:
         done.write("reward.model", model, "reward_pretrain")
     if settings["normalize_reward"]:
         if model and not remote:
-            done.fates["normalize_reward"] = ("changed", "by mean and deviation in score_stats.json of the model's folder; write it from `mean` and `std` of its config.json")
+            done.fates["normalize_reward"] = (
+                "changed",
+                "by score_stats.json of the model's folder; write it from `mean` and `std` of its config.json",
+            )
         else:
             done.ignore("normalize_reward", "the scores of a function or an endpoint are taken as they are, there too")
     name, clip = settings["advantage_estimator"], settings["reward_clip_range"]
     if name not in _GROUPS:
         done.write("reward.clip", [float(clip[0]), float(clip[1])], "reward_clip_range")
     elif settings.says("reward_clip_range"):
-        done.ignore("reward_clip_range", "there it bounds what is left after the group's comparison, which hardly reaches it")
+        done.ignore(
+            "reward_clip_range", "there it bounds what is left after the group's comparison, which hardly reaches it"
+        )
     if settings["overlong_buffer_len"]:
         done.write("algorithm.overlong.buffer", settings.whole("overlong_buffer_len"), "overlong_buffer_len")
         done.write("algorithm.overlong.factor", settings.number("overlong_penalty_factor"), "overlong_penalty_factor")
+    if settings["reward.stop_properly_penalty_coef"] is not None:
+        cut = "reward.stop_properly_penalty_coef"
+        done.write("algorithm.overlong.cut", settings.number(cut), cut)
     if name == "gae":
         path = settings["critic_pretrain"] or (settings["pretrain"] if remote else model)
         done.write("critic.path", str(path).split(",")[0], "critic_pretrain")
@@ -370,7 +555,8 @@ def validation_rule(settings: Settings, done: Conversion) -> None:
     done.write("val.every", settings.whole("eval_steps"), "eval_steps")
     done.write("val.temperature", settings.number("eval_temperature"), "eval_temperature")
     done.write("val.n", settings.whole("eval_n_samples_per_prompt"), "eval_n_samples_per_prompt")
-    done.write("val.max_new_tokens", done.recipe["rollout.max_tokens"].value, "eval_dataset")
+    if "rollout.max_tokens" in done.recipe:
+        done.write("val.max_new_tokens", done.recipe["rollout.max_tokens"].value, "eval_dataset")
 
 
 RULES_IN_ORDER: tuple[Rule, ...] = (

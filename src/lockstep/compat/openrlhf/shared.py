@@ -41,8 +41,15 @@ SHARED: list[Option] = [
     *cannot("b:load_in_4bit:ds.load_in_4bit", "weights are not quantised"),
     *cannot("f:aux_loss_coef:model.aux_loss_coef", "the balancing loss of expert models is not here", (None, 0, 0.0)),
     opt("i", "lora_rank", "ds.lora.rank", part("lora_rank", "model.lora.rank", default=0)),
-    opt("i", "lora_alpha", "ds.lora.alpha", part("lora_alpha", "model.lora.alpha", default=16, note="16, ours 2 x rank")),
-    opt("s*", "target_modules", "ds.lora.target_modules", part("target_modules", "model.lora.targets", default="all-linear")),
+    opt(
+        "i", "lora_alpha", "ds.lora.alpha", part("lora_alpha", "model.lora.alpha", default=16, note="16, ours 2 x rank")
+    ),
+    opt(
+        "s*",
+        "target_modules",
+        "ds.lora.target_modules",
+        part("target_modules", "model.lora.targets", default="all-linear"),
+    ),
     opt("f", "lora_dropout", "ds.lora.dropout", part("lora_dropout", "model.lora.dropout", default=0.0)),
     opt("b", "bf16", None, part("bf16", "model.dtype", default=False, note="fp32 without it")),
     opt("s", None, "ds.param_dtype", part("ds.param_dtype", "model.dtype", default="bf16")),
@@ -54,11 +61,23 @@ SHARED: list[Option] = [
     opt("i", "max_ckpt_num", "ckpt.max_num", same("max_ckpt_num", "checkpoint.keep_last", 3)),
     opt("b", "load_checkpoint", "ckpt.load_enable", part("load_checkpoint", "run.resume", default=False)),
     opt("i", "logging_steps", "logger.logging_steps", same("logging_steps", "log.every", 1)),
-    opt("s", "use_wandb", "logger.wandb.key", part("use_wandb", "log.track", note="the key is not stored: log in with `wandb login`")),
-    *without_effect("s:wandb_org:logger.wandb.org s:wandb_group:logger.wandb.group", "set WANDB_ENTITY and WANDB_RUN_GROUP"),
+    opt(
+        "s",
+        "use_wandb",
+        "logger.wandb.key",
+        part("use_wandb", "log.track", note="the key is not stored: log in with `wandb login`"),
+    ),
+    *without_effect(
+        "s:wandb_org:logger.wandb.org s:wandb_group:logger.wandb.group", "set WANDB_ENTITY and WANDB_RUN_GROUP"
+    ),
     opt("s", "wandb_project", "logger.wandb.project", part("wandb_project", "log.project")),
     opt("s", "wandb_run_name", "logger.wandb.run_name", part("wandb_run_name", "run.name")),
-    opt("s", "use_tensorboard", "logger.tensorboard_dir", part("use_tensorboard", "log.track", note="written into the run's folder")),
+    opt(
+        "s",
+        "use_tensorboard",
+        "logger.tensorboard_dir",
+        part("use_tensorboard", "log.track", note="written into the run's folder"),
+    ),
     opt("b", "packing_samples", "ds.packing_samples", part("packing_samples", "batch.tokens", default=False)),
 ]
 
@@ -66,7 +85,12 @@ SHARED: list[Option] = [
 def run_rule(settings: Settings, done: Conversion) -> None:
     """The run's folder and name, trackers, checkpoints, precision and adapter."""
     path = PurePosixPath(settings["save_path"])
-    done.write("run.folder", str(path.parent), "save_path", note="the run's folder is the save path; the model is in its export/")
+    done.write(
+        "run.folder",
+        str(path.parent),
+        "save_path",
+        note="the run's folder is the save path; the model is in its export/",
+    )
     name = "wandb_run_name" if settings.says("wandb_run_name") else "save_path"
     done.write("run.name", run_name(settings[name] if name == "wandb_run_name" else path.name), name)
     if settings.says("ckpt_path"):
@@ -108,13 +132,24 @@ def _lora(settings: Settings, done: Conversion) -> None:
 def schedule_rule(settings: Settings, done: Conversion, prefix: str = "") -> None:
     """`cosine_with_min_lr` and its like; a dotted PPO command has one for each model."""
     key, share, floor = f"{prefix}lr_scheduler", f"{prefix}lr_warmup_ratio", f"{prefix}min_lr_ratio"
-    known = {"cosine_with_min_lr": "cosine", "cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+    known = {
+        "cosine_with_min_lr": "cosine",
+        "cosine": "cosine",
+        "linear": "linear",
+        "constant": "constant",
+        "constant_with_warmup": "constant",
+    }
     kind = settings[key]
     if kind not in known:
         done.refuse(key, f"{kind} is not here", f"one of {', '.join(known)}")
         return
     done.write("optim.schedule", known[kind], key)
-    done.write("optim.warmup", settings.number(share), share, note="rises from lr / steps; theirs from 0" if settings.says(share) else "")
+    done.write(
+        "optim.warmup",
+        settings.number(share),
+        share,
+        note="rises from lr / steps; theirs from 0" if settings.says(share) else "",
+    )
     if kind == "cosine_with_min_lr":
         done.write("optim.min_lr_ratio", settings.number(floor), floor)
 
@@ -154,10 +189,20 @@ def data_rule(settings: Settings, done: Conversion, to: str, names: str, probs: 
         for source in found:
             source["rows"] = settings.whole("max_samples")
         note = "the first of each data set; theirs are the first of the mixture" if count > 1 else ""
-        done.write(to, found, names, *([probs] if settings.says(probs) else []), *([split] if settings.says(split) else []), "max_samples", note=note)
+        done.write(
+            to,
+            found,
+            names,
+            *([probs] if settings.says(probs) else []),
+            *([split] if settings.says(split) else []),
+            "max_samples",
+            note=note,
+        )
     else:
         plain = [source["path"] if set(source) == {"path"} else source for source in found]
-        done.write(to, plain, names, *([probs] if settings.says(probs) else []), *([split] if settings.says(split) else []))
+        done.write(
+            to, plain, names, *([probs] if settings.says(probs) else []), *([split] if settings.says(split) else [])
+        )
     if count == 1 and settings.says(probs):
         done.ignore(probs, "there is one data set")
     done.write("data.drop_last", True)
@@ -172,6 +217,7 @@ def template_rule(settings: Settings, done: Conversion) -> None:
             done.ignore("input_template", "apply_chat_template rules")
         return
     done.write("data.template", "none", "apply_chat_template")
+    done.remarks.append("Plain rows open with the tokenizer's BOS token, where it has one; theirs do not.")
     if form and "{}" in form:
         done.write("data.prompt_format", form, "input_template")
     elif form:

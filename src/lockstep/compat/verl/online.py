@@ -132,7 +132,8 @@ ROWS: list[Row] = [
         "plumbing",
     ),
     *idle(
-        f"data.trust_remote_code {M}.trust_remote_code critic.model.trust_remote_code reward_model.model.trust_remote_code",
+        f"data.trust_remote_code {M}.trust_remote_code critic.model.trust_remote_code "
+        "reward_model.model.trust_remote_code",
         "code that comes with a model is never run; a model that needs it is refused when it is loaded",
     ),
     *refused("data.image_key data.video_key", IMAGES, off=(None,)),
@@ -153,10 +154,16 @@ ROWS: list[Row] = [
     ),
     *refused(f"{M}.external_lib", "code that is imported for its side effects"),
     *refused(f"{M}.override_config.*", "a model is taken as its config.json says; edit that file"),
-    *refused(f"{M}.custom_chat_template {M}.tokenizer_path", "put the template or the tokenizer into the model's folder"),
+    *refused(
+        f"{M}.custom_chat_template {M}.tokenizer_path", "put the template or the tokenizer into the model's folder"
+    ),
     *refused(f"{M}.mtp.*", "heads that predict several tokens are not trained here", off=(None, False)),
     *refused(f"{A}.freeze_vision_tower", IMAGES),
-    *refused(f"{A}.router_replay.* {R}.enable_rollout_routing_replay", "experts are not replayed", off=(None, False, "disabled")),
+    *refused(
+        f"{A}.router_replay.* {R}.enable_rollout_routing_replay",
+        "experts are not replayed",
+        off=(None, False, "disabled"),
+    ),
     part(f"{A}.optim.lr", "optim.lr", default=1e-6),
     part(f"{A}.optim.lr_warmup_steps", "optim.warmup", default=-1),
     part(f"{A}.optim.lr_warmup_steps_ratio", "optim.warmup", default=0.0),
@@ -165,7 +172,9 @@ ROWS: list[Row] = [
     part(f"{A}.optim.lr_decay_style", "optim.schedule"),
     part(f"{A}.optim.min_lr_ratio", "optim.min_lr_ratio", default=0.0, note="of cosine"),
     *refused(f"{A}.optim.num_cycles", "the cosine has half a cycle", off=(None, 0.5)),
-    *refused(f"{A}.optim.optimizer {A}.optim.optimizer_impl", "AdamW is the optimizer", off=(None, "AdamW", "torch.optim")),
+    *refused(
+        f"{A}.optim.optimizer {A}.optim.optimizer_impl", "AdamW is the optimizer", off=(None, "AdamW", "torch.optim")
+    ),
     *idle(f"{A}.optim.total_training_steps", "the run's own steps"),
     same(f"{A}.optim.weight_decay", "optim.weight_decay", 0.01, "on biases and norms too", convert=float),
     part(f"{A}.optim.betas", "optim.betas", default=[0.9, 0.999]),
@@ -189,7 +198,9 @@ ROWS: list[Row] = [
         f"{F}.entropy_checkpointing",
         f"{SPEED}: offloading and sharding; `lockstep plan` says whether it fits",
     ),
-    *idle(f"{A}.ulysses_sequence_parallel_size {F}.ulysses_sequence_parallel_size", f"{SPEED}: the sequence stays whole"),
+    *idle(
+        f"{A}.ulysses_sequence_parallel_size {F}.ulysses_sequence_parallel_size", f"{SPEED}: the sequence stays whole"
+    ),
     *idle(
         f"{F}.log_prob_micro_batch_size {F}.log_prob_micro_batch_size_per_gpu {F}.log_prob_use_dynamic_bsz "
         f"{F}.log_prob_max_token_len_per_gpu {R}.log_prob_micro_batch_size {R}.log_prob_micro_batch_size_per_gpu "
@@ -197,11 +208,18 @@ ROWS: list[Row] = [
         PASS,
     ),
     *refused(f"{F}.model.path {F}.model", "the reference is the model that training starts from", off=(None,)),
-    *idle(f"{A}.checkpoint.* critic.checkpoint.*", "a checkpoint holds weights, optimizer and position; export/ the model"),
-    *idle(f"{A}.profiler.* {F}.profiler.* {R}.profiler.* critic.profiler.* reward_model.profiler.*", "timing_s/* are always measured"),
+    *idle(
+        f"{A}.checkpoint.* critic.checkpoint.*", "a checkpoint holds weights, optimizer and position; export/ the model"
+    ),
+    *idle(
+        f"{A}.profiler.* {F}.profiler.* {R}.profiler.* critic.profiler.* reward_model.profiler.*",
+        "timing_s/* are always measured",
+    ),
     *refused(f"{A}.megatron.* {F}.megatron.* critic.megatron.* reward_model.megatron.*", MEGATRON, off=()),
     *refused(f"{A}.optim.override_optimizer_config.* critic.optim.override_optimizer_config.*", MEGATRON, off=()),
-    *idle("actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout", "one set of weights, one group of processes"),
+    *idle(
+        "actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout", "one set of weights, one group of processes"
+    ),
     # Generation
     part(f"{R}.name", "rollout.engine", default="vllm"),
     *idle(f"{R}.mode", "the engine runs in the trainer's own processes"),
@@ -245,7 +263,8 @@ ROWS: list[Row] = [
     part("trainer.critic_warmup", "critic.warmup", default=0, note="they count the step that ends it: one less here"),
     *idle("critic.optim.*", "the schedule, decay and clip of the critic are the policy's"),
     *idle(
-        "critic.model.* critic.ppo_micro_batch_size critic.ppo_micro_batch_size_per_gpu critic.ppo_max_token_len_per_gpu "
+        "critic.model.* critic.ppo_micro_batch_size critic.ppo_micro_batch_size_per_gpu "
+        "critic.ppo_max_token_len_per_gpu "
         "critic.forward_micro_batch_size critic.forward_micro_batch_size_per_gpu critic.forward_max_token_len_per_gpu "
         "critic.use_dynamic_bsz critic.ulysses_sequence_parallel_size critic.rollout_n critic.enable critic.grad_clip "
         "critic.ppo_epochs critic.ppo_mini_batch_size critic.loss_agg_mode critic.shuffle",
@@ -268,12 +287,19 @@ ROWS: list[Row] = [
     part("reward_model.reward_kwargs.overlong_buffer_cfg.len", "algorithm.overlong.buffer", default=0),
     part("reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor", "algorithm.overlong.factor", default=1.0),
     *idle("reward_model.reward_kwargs.overlong_buffer_cfg.log", "the part is always in the samples and metrics"),
-    part("reward_model.reward_kwargs.max_resp_len", "algorithm.overlong.buffer", note="rollout.max_tokens is the limit"),
-    *refused("reward_model.sandbox_fusion.url", "code is not run in a sandbox of others; write reward.function or reward.remote"),
+    part(
+        "reward_model.reward_kwargs.max_resp_len", "algorithm.overlong.buffer", note="rollout.max_tokens is the limit"
+    ),
+    *refused(
+        "reward_model.sandbox_fusion.url",
+        "code is not run in a sandbox of others; write reward.function or reward.remote",
+    ),
     *idle("reward_model.sandbox_fusion.*", "read with its url only"),
     part("custom_reward_function.path", "reward.function"),
     part("custom_reward_function.name", "reward.function", default="compute_score"),
-    *refused("custom_reward_function.reward_kwargs.*", "a reward function gets no arguments besides; set them in its file"),
+    *refused(
+        "custom_reward_function.reward_kwargs.*", "a reward function gets no arguments besides; set them in its file"
+    ),
     # The run
     *TRAINER_ROWS,
     *checkpoint_rows("trainer.max_actor_ckpt_to_keep"),
@@ -281,7 +307,9 @@ ROWS: list[Row] = [
     part("trainer.test_freq", "val.every", default=-1),
     part("trainer.val_before_train", "val.at_start", default=True),
     *refused("trainer.val_only", "use `lockstep eval MODEL DATA`"),
-    part("trainer.log_val_generations", "log.samples", note="answers of a validation are always stored in samples.jsonl"),
+    part(
+        "trainer.log_val_generations", "log.samples", note="answers of a validation are always stored in samples.jsonl"
+    ),
     *idle("trainer.rollout_data_dir trainer.validation_data_dir", "samples.jsonl in the run's folder holds responses"),
     *refused("trainer.v1.trainer_mode", "generation and training take turns", off=(None, "sync")),
 ]
@@ -323,7 +351,9 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
     if settings["algorithm.filter_groups.enable"]:
         rounds = settings.whole("algorithm.filter_groups.max_num_gen_batches") or 10
         keys = ("algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches")
-        note = "groups whose rewards are all equal are replaced; when the rounds are used up the step is filled with them"
+        note = (
+            "groups whose rewards are all equal are replaced; when the rounds are used up the step is filled with them"
+        )
         done.write("algorithm.dynamic_sampling.rounds", rounds, *keys, note=note)
 
 
@@ -336,7 +366,7 @@ def _loss(settings: Settings, done: Conversion) -> None:
     done.write("algorithm.loss", loss, f"{A}.policy_loss.loss_mode")
     aggregation = f"{A}.loss_agg_mode"
     if mode in _BY_SEQUENCE:
-        note = f"{mode} is a mean over sequences there too, whatever loss_agg_mode says; here the KL and entropy terms follow it"
+        note = f"{mode} is a mean over sequences there too; here the KL and entropy terms follow it"
         done.write("algorithm.aggregation", "seq_mean_token_mean", f"{A}.policy_loss.loss_mode", aggregation, note=note)
     elif settings[aggregation] in AGGREGATIONS:
         done.write("algorithm.aggregation", AGGREGATIONS[settings[aggregation]], aggregation)
@@ -363,19 +393,28 @@ def _loss(settings: Settings, done: Conversion) -> None:
 def _kl(settings: Settings, done: Conversion) -> None:
     in_reward, in_loss = "algorithm.use_kl_in_reward", f"{A}.use_kl_loss"
     if settings[in_reward] and settings[in_loss]:
-        done.refuse(in_reward, "a divergence in the reward and another in the loss is not here", "choose one of the two")
+        done.refuse(
+            in_reward, "a divergence in the reward and another in the loss is not here", "choose one of the two"
+        )
         return
     if settings[in_loss]:
         _kl_terms(settings, done, "loss", in_loss, f"{A}.kl_loss_coef", f"{A}.kl_loss_type")
     elif settings[in_reward]:
         _kl_terms(settings, done, "reward", in_reward, "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
         if settings["algorithm.kl_ctrl.type"] == "adaptive":
-            done.write("algorithm.kl.target", settings.number("algorithm.kl_ctrl.target_kl"), "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.type")
+            done.write(
+                "algorithm.kl.target",
+                settings.number("algorithm.kl_ctrl.target_kl"),
+                "algorithm.kl_ctrl.target_kl",
+                "algorithm.kl_ctrl.type",
+            )
             done.write("algorithm.kl.horizon", settings.whole("algorithm.kl_ctrl.horizon"), "algorithm.kl_ctrl.horizon")
     else:
         done.write("algorithm.kl.where", "none", in_loss, in_reward)
     unread = "without use_kl_in_reward it does nothing, in verl neither"
-    for key in settings.below("algorithm.kl_ctrl") + (["algorithm.kl_penalty"] if settings.says("algorithm.kl_penalty") else []):
+    for key in settings.below("algorithm.kl_ctrl") + (
+        ["algorithm.kl_penalty"] if settings.says("algorithm.kl_penalty") else []
+    ):
         if not settings[in_reward]:
             done.ignore(key, unread)
     for key in (f"{A}.kl_loss_coef", f"{A}.kl_loss_type"):
@@ -452,7 +491,12 @@ def schedule_rule(settings: Settings, done: Conversion, group: str) -> None:
     if steps is not None and int(steps) >= 0 and settings.says(f"{group}.lr_warmup_steps"):
         done.write("optim.warmup", int(steps), f"{group}.lr_warmup_steps", note="rises from lr / steps; theirs from 0")
     else:
-        done.write("optim.warmup", settings.number(share), share, note="" if not settings[share] else "rises from lr / steps; theirs from 0")
+        done.write(
+            "optim.warmup",
+            settings.number(share),
+            share,
+            note="" if not settings[share] else "rises from lr / steps; theirs from 0",
+        )
 
 
 def batch_rule(settings: Settings, done: Conversion) -> None:
@@ -514,7 +558,12 @@ def rollout_rule(settings: Settings, done: Conversion) -> None:
     done.write("rollout.top_k", top_k, f"{R}.top_k")
     if top_p < 1 or top_k:
         keys = [key for key, on in ((f"{R}.top_p", top_p < 1), (f"{R}.top_k", bool(top_k))) if on]
-        done.write("rollout.truncated", "ignore", *keys, note="as there: the trainer scores the whole distribution, so ratios are off")
+        done.write(
+            "rollout.truncated",
+            "ignore",
+            *keys,
+            note="as there: the trainer scores the whole distribution, so ratios are off",
+        )
 
 
 def validation_rule(settings: Settings, done: Conversion) -> None:
@@ -531,7 +580,9 @@ def validation_rule(settings: Settings, done: Conversion) -> None:
     done.write("val.max_new_tokens", settings.whole("data.max_response_length"), "data.max_response_length")
     group = f"{R}.val_kwargs"
     if settings[f"{group}.do_sample"] and settings[f"{group}.temperature"]:
-        done.write("val.temperature", settings.number(f"{group}.temperature"), f"{group}.temperature", f"{group}.do_sample")
+        done.write(
+            "val.temperature", settings.number(f"{group}.temperature"), f"{group}.temperature", f"{group}.do_sample"
+        )
         done.write("val.n", settings.whole(f"{group}.n"), f"{group}.n")
         done.write("val.top_p", settings.number(f"{group}.top_p"), f"{group}.top_p")
         done.write("val.top_k", max(0, settings.whole(f"{group}.top_k")), f"{group}.top_k")
@@ -539,16 +590,26 @@ def validation_rule(settings: Settings, done: Conversion) -> None:
         for key in settings.below(group):
             done.ignore(key, "answers are greedy without do_sample")
     if settings["trainer.log_val_generations"]:
-        done.write("log.samples", settings.whole("trainer.log_val_generations"), "trainer.log_val_generations", note="of every step; answers of a validation are stored besides")
+        done.write(
+            "log.samples",
+            settings.whole("trainer.log_val_generations"),
+            "trainer.log_val_generations",
+            note="of every step; answers of a validation are stored besides",
+        )
 
 
 def critic_rule(settings: Settings, done: Conversion) -> None:
     if done.recipe.get("algorithm.advantage") is None or done.recipe["algorithm.advantage"].value != "gae":
-        for key in (*settings.below("critic"), *(["trainer.critic_warmup"] if settings.says("trainer.critic_warmup") else [])):
+        for key in (
+            *settings.below("critic"),
+            *(["trainer.critic_warmup"] if settings.says("trainer.critic_warmup") else []),
+        ):
             done.ignore(key, "the estimator has no critic")
         return
     if settings["critic.model.path"] is None:
-        done.refuse("critic.model.path", "is not set, and verl's default is a folder of its authors'", "name the critic's model")
+        done.refuse(
+            "critic.model.path", "is not set, and verl's default is a folder of its authors'", "name the critic's model"
+        )
         return
     note = "its head starts at zero: every value is 0 at first; theirs is drawn"
     done.write("critic.path", str(settings["critic.model.path"]), "critic.model.path", note=note)
@@ -572,7 +633,12 @@ def reward_rule(settings: Settings, done: Conversion) -> None:
         if settings["reward_model.model.path"] is None:
             done.refuse("reward_model.enable", "reward_model.model.path is not set", "name the reward model")
         else:
-            done.write("reward.model", str(settings["reward_model.model.path"]), "reward_model.model.path", "reward_model.enable")
+            done.write(
+                "reward.model",
+                str(settings["reward_model.model.path"]),
+                "reward_model.model.path",
+                "reward_model.enable",
+            )
     group = "reward_model.reward_kwargs.overlong_buffer_cfg"
     if settings[f"{group}.enable"]:
         done.write("algorithm.overlong.buffer", settings.whole(f"{group}.len"), f"{group}.len", f"{group}.enable")
@@ -582,7 +648,9 @@ def reward_rule(settings: Settings, done: Conversion) -> None:
             done.refuse(limit, f"{settings[limit]} is another limit than data.max_response_length", "set both alike")
     for key in settings.below("reward_model.reward_kwargs"):
         if key not in done.fates and not any(key in written.sources for written in done.recipe.values()):
-            done.ignore(key, "max_response_length is the limit" if settings[f"{group}.enable"] else "the overlong buffer is off")
+            done.ignore(
+                key, "max_response_length is the limit" if settings[f"{group}.enable"] else "the overlong buffer is off"
+            )
 
 
 def last_rule(settings: Settings, done: Conversion) -> None:

@@ -55,7 +55,9 @@ ROWS: list[Row] = [
     same("model.enable_gradient_checkpointing", "model.gradient_checkpointing", True, convert=bool),
     part("model.fsdp_config.model_dtype", "model.master_weights", default="fp32"),
     part("engine.model_dtype", "model.master_weights", default="fp32"),
-    *refused("model.strategy engine.strategy", "Megatron's layout does not exist here", off=(None, "fsdp", "fsdp2", "veomni")),
+    *refused(
+        "model.strategy engine.strategy", "Megatron's layout does not exist here", off=(None, "fsdp", "fsdp2", "veomni")
+    ),
     *refused("model.external_lib", "code that is imported for its side effects"),
     *refused("model.override_config.*", "a model is taken as its config.json says; edit that file"),
     *idle(

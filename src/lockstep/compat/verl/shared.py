@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.compat.settings import Settings
-from lockstep.compat.table import Conversion, Row, idle, part, refused, same
+from lockstep.compat.table import Conversion, Row, idle, part, refused
 
 # Ours is a limit; theirs is none.
 KEEP_ALL = 1_000_000
@@ -43,7 +43,9 @@ TRAINER_ROWS: list[Row] = [
     part("trainer.device", "device", default="cuda"),
     *refused("trainer.resume_from_path", "a run goes on from its own folder: copy the checkpoint's run there"),
     *refused("trainer.default_hdfs_dir", "checkpoints go to local folders", off=(None, "null", "")),
-    *idle("trainer.balance_batch trainer.use_legacy_worker_impl trainer.esi_redundant_time", "work is always shared out"),
+    *idle(
+        "trainer.balance_batch trainer.use_legacy_worker_impl trainer.esi_redundant_time", "work is always shared out"
+    ),
     *idle(
         "trainer.ray_wait_register_center_timeout trainer.del_local_ckpt_after_load ray_init.* ray_kwargs.* "
         "transfer_queue.*",
@@ -98,14 +100,15 @@ def _devices(settings: Settings, done: Conversion) -> None:
     device = settings["trainer.device"]
     if device not in DEVICES:
         done.refuse("trainer.device", f"{device!r} is no device here", f"one of {', '.join(sorted(DEVICES))}")
-    done.write("device", device, "trainer.device")
+    if settings.says("trainer.device"):
+        done.write("device", device, "trainer.device")
     for key, name in (("trainer.n_gpus_per_node", "devices"), ("trainer.nnodes", "nodes")):
         value = settings[key]
         if not isinstance(value, int):
             done.refuse(key, f"{value!r} is not a number of {name}", f"write it: {key}=8")
             continue
         setattr(done, name, value)
-        done.ignore(key, f"the number of {name} is torchrun's: see the last line")
+        done.ignore(key, f"the number of {name} is torchrun's: see the end of the report")
 
 
 def checkpoint_rows(*limits: str) -> list[Row]:
@@ -140,7 +143,9 @@ def lora_rows(prefix: str) -> list[Row]:
 
 def lora_rule(settings: Settings, done: Conversion, prefix: str) -> None:
     plain = bool(settings[f"{prefix}.lora_rank"])
-    rank, alpha = (f"{prefix}.lora_rank", f"{prefix}.lora_alpha") if plain else (f"{prefix}.lora.rank", f"{prefix}.lora.alpha")
+    rank, alpha = (
+        (f"{prefix}.lora_rank", f"{prefix}.lora_alpha") if plain else (f"{prefix}.lora.rank", f"{prefix}.lora.alpha")
+    )
     if not settings[rank]:
         return
     targets = settings[f"{prefix}.target_modules"]
