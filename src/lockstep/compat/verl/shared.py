@@ -41,7 +41,7 @@ TRAINER_ROWS: list[Row] = [
     part("trainer.n_gpus_per_node", note="processes are started by torchrun; the report says how", default=8),
     part("trainer.resume_mode", "run.resume", default="auto"),
     part("trainer.device", "device", default="cuda"),
-    *refused("trainer.resume_from_path", "a run goes on from its own folder: copy the checkpoint's run there"),
+    *idle("trainer.resume_from_path", "read with resume_mode=resume_path only"),
     *refused("trainer.default_hdfs_dir", "checkpoints go to local folders", off=(None, "null", "")),
     *idle(
         "trainer.balance_batch trainer.use_legacy_worker_impl trainer.esi_redundant_time", "work is always shared out"
@@ -80,7 +80,7 @@ def trainer_rule(settings: Settings, done: Conversion) -> None:
         done.ignore("trainer.save_freq", "never there; here a checkpoint and an export at the end")
     resume = settings["trainer.resume_mode"]
     if resume not in ("auto", "disable"):
-        done.refuse("trainer.resume_mode", f"{resume} goes on from another folder", "use auto, or start anew")
+        done.refuse("trainer.resume_mode", f"{resume}: a run goes on from its own folder", "auto, or disable")
     done.write("run.resume", "auto" if resume == "auto" else "never", "trainer.resume_mode")
     _devices(settings, done)
 
