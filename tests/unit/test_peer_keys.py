@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoTokenizer
 
 from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, whitened
 from lockstep.data.dataset import Loader, steps_and_rows
+from lockstep.data.encoding import Encoding
+from lockstep.data.prompts import QuestionColumns, prompt_ids, question_of
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
-from lockstep.recipe.schema import Optim
+from lockstep.recipe.online import Reward
+from lockstep.recipe.schema import Data, Optim
+from lockstep.reward.function import FunctionPart
+from lockstep.reward.remote import RemotePart, scores_in
 from lockstep.reward.shaping import shaped
 from lockstep.rollout.sampling import validation_sampling
 from lockstep.train.optim import Optimizer
-from lockstep.types import Origin, Prompt, Question, Rollout, Score
+from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
 
 
 @pytest.mark.parametrize(("decay_all", "bias"), [(False, 1.0), (True, 0.9)])
@@ -93,7 +100,7 @@ def online(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
 def test_a_score_is_held_within_its_bounds(tmp_path: Path, score: float, expected: float) -> None:
     recipe = online(tmp_path, "reward.clip=[-10, 10]")
     question = Question("s", [], "1", Origin("q", 1), {})
-    rollout = Rollout(Prompt(question, [1]), 0, 0, [5], [-0.1], "a", "stop", Score(score, {"model": score}))
+    rollout = Rollout(Prompt(question, [1]), 0, 0, [5], [-0.1], "token", "a", Score(score, {"model": score}))
     found = shaped(rollout, recipe).score
     assert isinstance(found, Score)
     assert (found.total, found.parts) == (expected, {"model": score})
@@ -110,3 +117,105 @@ def test_validation_draws_as_its_own_keys_say(tmp_path: Path) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.7, 20)
     with pytest.raises(Refusal, match=r"val\.top_p: a greedy answer"):
         online(tmp_path, "val.questions=a", "val.top_p=0.7")
+
+
+REWARD_FUNC = """
+import torch
+
+def tensor(queries, prompts, labels):
+    assert len(queries) == len(prompts) == len(labels) == 1
+    return torch.tensor([len(queries[0]) - len(prompts[0]) + float(labels[0])])
+
+def named(queries, prompts, labels, **more):
+    return {"rewards": [2.5], "scores": [0.5], "extra_logs": {"seen": [queries[0].count("x")]}}
+
+def wrong(queries, prompts, labels):
+    return [1.0, 2.0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tensor", {"function": 3 + 4.0}),  # a response of three letters, a label of 4
+        ("named", {"function": 2.5, "function/seen": 4.0}),  # one x in the prompt, three in the response
+        ("wrong", "gave 2 rewards for one response"),
+    ],
+)
+def test_a_reward_function_over_batches_scores_one_response(
+    tmp_path: Path, name: str, expected: dict[str, float] | str
+) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(REWARD_FUNC)
+    part = FunctionPart(f"{file}:{name}", Reward(workers=1))
+    try:
+        question = Question("s", [{"role": "user", "content": "say x"}], "4", Origin("q", 1), {})
+        outcome = part.submit(question, "xxx").result()
+    finally:
+        part.close()
+    if isinstance(expected, dict):
+        assert outcome == expected
+    else:
+        assert isinstance(outcome, Failure)
+        assert expected in outcome.why
+
+
+def test_an_endpoint_is_asked_in_openrlhfs_form() -> None:
+    part = RemotePart.__new__(RemotePart)
+    part._settings = Reward(remote="http://h/", remote_form="openrlhf")
+    question = Question("s", [{"role": "user", "content": "1+1"}], "2", Origin("q", 1), {})
+    bodies = [json.dumps(part._body(question, text)) for text in ("2", "3")]
+    sent, key = part._request(bodies)
+    assert json.loads(sent) == {"query": ["1+1\n2", "1+1\n3"], "prompts": ["1+1\n", "1+1\n"], "labels": ["2", "2"]}
+    assert scores_in(b'{"rewards": [1.0, 0]}', 2, key) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("cut", "stop", "expected"), [(0.5, "length", 2.0), (-1.0, "length", -1.0), (0.5, "token", 4.0)]
+)
+def test_a_response_that_met_the_limit_loses_score(tmp_path: Path, cut: float, stop: str, expected: float) -> None:
+    recipe = online(tmp_path, f"algorithm.overlong.cut={cut}")
+    question = Question("s", [], "1", Origin("q", 1), {})
+    rollout = Rollout(Prompt(question, [1]), 0, 0, [5], [-0.1], stop, "a", Score(4.0, {"model": 4.0}))
+    found = shaped(rollout, recipe).score
+    assert isinstance(found, Score)
+    assert found.total == expected
+
+
+def test_online_rows_with_columns_of_their_own(tmp_path: Path) -> None:
+    row = {"question": "1+1?", "answer": 2, "chat": [{"role": "user", "content": "hi"}]}
+    found = question_of(row, Origin("f", 1), QuestionColumns("question", "answer", "rows.jsonl"))
+    assert (found.data_source, found.prompt, found.ground_truth) == (
+        "rows.jsonl", [{"role": "user", "content": "1+1?"}], "2",
+    )  # fmt: skip
+    unjudged = question_of(row, Origin("f", 1), QuestionColumns("chat", None, "rows.jsonl"))
+    assert (unjudged.prompt, unjudged.ground_truth) == (row["chat"], "")
+    with pytest.raises(Refusal, match="data_source"):
+        question_of(row, Origin("f", 1))
+
+
+def test_prompts_without_a_chat_template(tiny_folder: Path) -> None:
+    """The text around the prompt, and nothing of a template, offline and online alike."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    data = Data(train="x", template="none", prompt_format="User: {}\nAssistant: ")
+    question = Question("s", [{"role": "user", "content": "1+{}"}], "2", Origin("q", 1), {})
+    text = "User: 1+{}\nAssistant: "
+    ids = prompt_ids(tokenizer, question, data)
+    assert ids == tokenizer(text)["input_ids"]
+    example = Encoding(tokenizer, data).joined("1+{}", "2", Origin("q", 1))
+    assert list(example.ids[: len(ids)]) == ids
+    assert list(example.trained) == [0] * len(ids) + [1] * (len(example.ids) - len(ids))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        (["data.prompt_format=Q {}"], "data.prompt_format"),
+        (["data.template=none", "data.prompt_format=Q"], "data.prompt_format"),
+        (["data.response_key=a"], "data.response_key"),
+    ],
+)
+def test_prompt_keys_that_contradict(tmp_path: Path, overrides: list[str], where: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        online(tmp_path, *overrides)
+    assert [problem.where for problem in refused.value.problems] == [where]

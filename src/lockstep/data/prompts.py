@@ -111,7 +111,8 @@ class PromptRows:
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
         question = question_of(row, origin, self.columns)
         check_prompt(self.tokenizer, question, self.data)
-        return [fit_prompt(with_system(question, self.data.system), self.tokenizer, self.limit, self.data)]
+        asked = with_system(question, self.data.system)
+        return [fit_prompt(asked, self.tokenizer, self.limit, self.data.overlong, self.data)]
 
     def found(self) -> str:
         return "prompts"
@@ -155,9 +156,11 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Dat
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def fit_prompt(question: Question, tokenizer: PreTrainedTokenizerBase, limit: int, data: Data) -> Kept[Prompt] | None:
+def fit_prompt(
+    question: Question, tokenizer: PreTrainedTokenizerBase, limit: int, overlong: str, data: Data | None = None
+) -> Kept[Prompt] | None:
     """The prompt within the limit, as `data.overlong` says; None when it is dropped. Its end is never cut."""
-    ids, overlong = prompt_ids(tokenizer, question, data), data.overlong
+    ids = prompt_ids(tokenizer, question, data)
     if not ids:
         raise Refusal.at(question.origin, "the prompt has no tokens", "mend or remove the row")
     over = Refusal.at(

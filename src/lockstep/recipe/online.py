@@ -294,6 +294,12 @@ class Reward(Section):
         description="Address of an HTTP endpoint that scores batches; or several, that share the batches.",
         effect=Effect("matters", "another endpoint: a model behind it may judge otherwise"),
     )
+    remote_form: Literal["items", "openrlhf"] = Field(
+        "items",
+        description="What an endpoint is sent and answers: `items` as in docs/rewards.md, `openrlhf` lists `query`, "
+        "`prompts` and `labels`, and `rewards` back.",
+        effect=Effect("matters", "the endpoint is asked in another form"),
+    )
     format: str | None = Field(
         None, description="Regular expression that a whole response must match: 1, else 0.", effect=REWARD
     )

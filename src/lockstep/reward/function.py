@@ -8,6 +8,7 @@ from pathlib import Path
 from lockstep.functions import located
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import Given, Raised
+from lockstep.reward.batch_function import prompt_text
 from lockstep.reward.parts import PartOutcome, RewardPart, promised
 from lockstep.reward.pool import Pool
 from lockstep.reward.worker_process import Target
@@ -15,7 +16,8 @@ from lockstep.types import Failure, Question
 
 
 class FunctionPart(RewardPart):
-    """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response, in processes.
+    """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response, in processes; or, where
+    that is what it takes, `f(queries=, prompts=, labels=)` with lists of one.
 
     `name` is the part that the scores and failures count for; `reference` is `path/to/file.py:name`, named by `key`.
     The last lines that process N prints are kept in `output`-N.log, once the folder above is there.
@@ -37,6 +39,7 @@ class FunctionPart(RewardPart):
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         call = {
+            "prompt": prompt_text(question.prompt),
             "data_source": question.data_source,
             "solution_str": text,
             "ground_truth": question.ground_truth,

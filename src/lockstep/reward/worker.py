@@ -18,11 +18,13 @@ import struct
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.functions import LONGEST_WHY, Unloadable, load, told
 from lockstep.reward.answers import LOADING, Given, Loaded, Raised, Unusable, line_of, number
+from lockstep.reward.batch_function import BATCH_CALL, BatchFunction
 
 CALL = ("data_source", "solution_str", "ground_truth", "extra_info")
 # Before each pickled call: its number and its length.
@@ -86,10 +88,12 @@ def limit_memory(memory_bytes: int) -> None:
 
 
 def _loaded(path: Path, name: str) -> Callable[..., Any] | Unusable:
-    """The function, or why it cannot be had."""
+    """The function, in either of the two forms, or why it cannot be had."""
     try:
         return load(path, name, CALL)
     except Unloadable as error:
+        with suppress(Unloadable):
+            return BatchFunction(load(path, name, BATCH_CALL))
         return Unusable(error.why, error.remedy)
 
 
@@ -99,6 +103,8 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Rais
         arguments = pickle.loads(call)
     except Exception as error:  # noqa: BLE001 - whatever the classes of the row raise is the reason
         return Raised(f"the row cannot be read by its process: {told(error, path)}")
+    if not isinstance(function, BatchFunction):
+        arguments.pop("prompt", None)
     try:
         value = function(**arguments)
         if inspect.isawaitable(value):

@@ -530,18 +530,15 @@ def reward_rule(settings: Settings, done: Conversion) -> None:
 
 
 def _remote(settings: Settings, done: Conversion, remote: str) -> None:
+    """A file's function, or endpoints."""
+    note = "a query is the prompt's text and the response, without the marks of a chat template; one response at a time"
     if remote.endswith(".py"):
-        done.refuse(
-            "remote_rm_url",
-            "reward_func(queries, prompts, labels) scores a batch; a reward function here scores one response",
-            "write f(data_source, solution_str, ground_truth, extra_info) and set reward.function",
-        )
-    else:
-        done.refuse(
-            "remote_rm_url",
-            "the endpoint speaks {query, prompts, labels} -> {rewards}; ours speaks another form (docs/rewards.md)",
-            "put a small translation before it and set reward.remote",
-        )
+        done.write("reward.function", f"{remote}:reward_func", "remote_rm_url", note=note)
+        return
+    addresses = [address.strip() for address in remote.split(",") if address.strip()]
+    queries = "a query is the prompt's text and the response, without the marks of a chat template"
+    done.write("reward.remote", addresses if len(addresses) > 1 else addresses[0], "remote_rm_url", note=queries)
+    done.write("reward.remote_form", "openrlhf", "remote_rm_url")
 
 
 def validation_rule(settings: Settings, done: Conversion) -> None:
