@@ -160,7 +160,6 @@ def test_a_resolved_recipe_says_only_what_its_method_reads(tmp_path: Path) -> No
         (["method=ppo", "algorithm.dynamic_sampling.rounds=2"], "algorithm.dynamic_sampling.rounds", "group method"),
         (["val.questions=q.jsonl", "val.n=4"], "val.n", "val.temperature"),
         (["data.response_key=answer"], "data.response_key", "RL schema"),
-        (["data.response_key=answer"], "data.response_key", "RL schema"),
         (["data.messages_key=chat"], "data.messages_key", "RL schema"),
         (["data.text_key=body"], "data.text_key", "RL schema"),
         (["data.shape=messages"], "data.shape", "RL schema"),
