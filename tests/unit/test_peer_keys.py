@@ -22,7 +22,11 @@ from lockstep.reward.function import FunctionPart
 from lockstep.reward.remote import RemotePart, scores_in
 from lockstep.reward.shaping import shaped
 from lockstep.rollout.sampling import validation_sampling
+from lockstep.train.advantages import estimate_advantages
+from lockstep.train.annotate import Annotated
+from lockstep.train.experience import experience_of
 from lockstep.train.optim import Optimizer
+from lockstep.train.rollouts import _teaches
 from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
 
 
@@ -219,3 +223,41 @@ def test_prompt_keys_that_contradict(tmp_path: Path, overrides: list[str], where
     with pytest.raises(Refusal) as refused:
         online(tmp_path, *overrides)
     assert [problem.where for problem in refused.value.problems] == [where]
+
+
+def test_a_divergence_in_the_reward_beside_the_one_in_the_loss(tmp_path: Path) -> None:
+    """Scores 1 and 3 of two tokens each; k1 = old - reference = 0.5 at each token, weight 0.2: 0.1 off each."""
+    recipe = online(
+        tmp_path, "algorithm.kl.where=loss", "algorithm.kl.coefficient=7", "algorithm.kl.reward_coefficient=0.2"
+    )
+    question = Question("s", [], "1", Origin("q", 1), {})
+    rollouts = [
+        Rollout(Prompt(question, [1]), 0, i, [5, 6], [-1.0, -1.0], "token", "a", Score(score, {"rule": score}))
+        for i, score in enumerate((1.0, 3.0))
+    ]
+    known = Annotated(old_K=torch.full((4,), -1.0), reference_K=torch.full((4,), -1.5), values_K=None)
+    found = estimate_advantages(experience_of(rollouts, None), known, recipe, kl_coefficient=7.0)
+    assert found.rewards_K.tolist() == pytest.approx([-0.1, 0.9, -0.1, 2.9])
+    with pytest.raises(Refusal, match=r"algorithm\.kl\.reward_coefficient"):
+        online(tmp_path, "algorithm.kl.where=reward", "algorithm.kl.reward_coefficient=0.2")
+
+
+@pytest.mark.parametrize(
+    ("scores", "between", "teaches"),
+    [
+        ((0.0, 1.0), None, True),
+        ((1.0, 1.0), None, False),
+        ((1.0, 1.0), (0.0, 1.0), False),
+        ((0.5, 0.5), (0.0, 1.0), True),  # equal, but of a mean within the bounds
+        ((-1.0, 0.2), (0.0, 1.0), False),
+    ],
+)
+def test_which_groups_are_replaced(
+    scores: tuple[float, ...], between: tuple[float, float] | None, teaches: bool
+) -> None:
+    question = Question("s", [], "1", Origin("q", 1), {})
+    group = [
+        Rollout(Prompt(question, [1]), 0, i, [5], [-1.0], "token", "a", Score(score, {}))
+        for i, score in enumerate(scores)
+    ]
+    assert _teaches(group, between) is teaches

@@ -204,6 +204,19 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if kl.target is not None and kl.where == "none":
         yield Problem("algorithm.kl.target", "no divergence is used", "set algorithm.kl.where to loss or reward")
+    if kl.reward_coefficient and kl.where != "loss":
+        yield Problem(
+            "algorithm.kl.reward_coefficient",
+            "is for a divergence besides the one in the loss",
+            "set algorithm.kl.where=loss",
+        )
+    between = algorithm.dynamic_sampling.between
+    if between and (between[0] >= between[1] or algorithm.dynamic_sampling.rounds < 2):
+        yield Problem(
+            "algorithm.dynamic_sampling.between",
+            f"{between} replaces nothing, or everything",
+            "the lower one first, and rounds over 1",
+        )
     if kl.where == "reward" and kl.estimator.endswith("+"):
         yield Problem("algorithm.kl.estimator", "a reward has no gradient to pass through", "drop the +")
     if algorithm.correction.low > algorithm.correction.high:

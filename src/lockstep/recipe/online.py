@@ -150,12 +150,25 @@ class Kl(Section):
         description="Sequences over which the coefficient adapts.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
+    reward_coefficient: float = Field(
+        0.0,
+        ge=0,
+        description="With `where: loss`: weight of another divergence, which is a part of the reward; 0 is none.",
+        read_where=("algorithm.kl.where", ("loss",)),
+    )
+    reward_estimator: Literal["k1", "abs", "k2", "k3"] = Field(
+        "k1", description="Its estimator.", read_where=("algorithm.kl.where", ("loss",))
+    )
     reference: str | None = Field(
         None,
         description="Folder of the reference model. Default: `model.path` (with LoRA: the adapter switched off).",
         effect=FOLDER,
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
+
+    def in_reward(self) -> bool:
+        """Whether a divergence is a part of the reward: the one there is, or the one besides."""
+        return self.where == "reward" or self.reward_coefficient > 0
 
 
 class Whiten(Section):
@@ -175,6 +188,12 @@ class DynamicSampling(Section):
         ge=1,
         description="Rounds of generation in a step. Over 1, groups whose rewards are all equal are replaced by new "
         "prompts, until the step is full or the rounds are used up.",
+    )
+    between: list[float] | None = Field(
+        None,
+        min_length=2,
+        max_length=2,
+        description="Replace instead the groups whose mean reward is not between these two.",
     )
 
 

@@ -29,8 +29,9 @@ class BatchFunction:
             return {"score": _only(value)}
         if "rewards" not in value:
             raise ValueError(f"the dict returned has no rewards, only {', '.join(map(str, value))}")
-        logged = value.get("extra_logs") if isinstance(value.get("extra_logs"), dict) else {}
-        return {**{key: _only(entry) for key, entry in logged.items()}, "score": _only(value["rewards"])}
+        logged = value.get("extra_logs")
+        more = {key: _only(entry) for key, entry in logged.items()} if isinstance(logged, dict) else {}
+        return {**more, "score": _only(value["rewards"])}
 
 
 def prompt_text(prompt: list[Message]) -> str:

@@ -160,7 +160,7 @@ OPTIONS: list[Option] = [
         "ff",
         "dynamic_filtering_reward_range",
         "algo.dynamic_filtering_range",
-        part("dynamic_filtering_reward_range", "algorithm.dynamic_sampling.rounds", default=[0.0, 1.0]),
+        part("dynamic_filtering_reward_range", "algorithm.dynamic_sampling.between", default=[0.0, 1.0]),
     ),
     opt(
         "b",
@@ -332,14 +332,10 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
     _kl(settings, done)
     _correction(settings, done)
     if settings["dynamic_filtering"]:
-        if list(settings["dynamic_filtering_reward_range"]) != [0.0, 1.0]:
-            done.refuse("dynamic_filtering_reward_range", "groups are replaced when all their rewards are equal", "0 1")
-        note = (
-            "groups whose rewards are all equal are replaced, in 10 rounds at most; theirs by the mean within the range"
-        )
-        done.write(
-            "algorithm.dynamic_sampling.rounds", 10, "dynamic_filtering", "dynamic_filtering_reward_range", note=note
-        )
+        note = "10 rounds at most, then the step is filled with what there is; theirs goes on"
+        done.write("algorithm.dynamic_sampling.rounds", 10, "dynamic_filtering", note=note)
+        bounds = [float(bound) for bound in settings["dynamic_filtering_reward_range"]]
+        done.write("algorithm.dynamic_sampling.between", bounds, "dynamic_filtering_reward_range")
 
 
 def _kl(settings: Settings, done: Conversion) -> None:

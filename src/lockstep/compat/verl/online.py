@@ -393,10 +393,7 @@ def _loss(settings: Settings, done: Conversion) -> None:
 def _kl(settings: Settings, done: Conversion) -> None:
     in_reward, in_loss = "algorithm.use_kl_in_reward", f"{A}.use_kl_loss"
     if settings[in_reward] and settings[in_loss]:
-        done.refuse(
-            in_reward, "a divergence in the reward and another in the loss is not here", "choose one of the two"
-        )
-        return
+        _kl_besides(settings, done)
     if settings[in_loss]:
         _kl_terms(settings, done, "loss", in_loss, f"{A}.kl_loss_coef", f"{A}.kl_loss_type")
     elif settings[in_reward]:
@@ -420,6 +417,22 @@ def _kl(settings: Settings, done: Conversion) -> None:
     for key in (f"{A}.kl_loss_coef", f"{A}.kl_loss_type"):
         if settings.says(key) and not settings[in_loss]:
             done.ignore(key, "without use_kl_loss it does nothing, in verl neither")
+
+
+def _kl_besides(settings: Settings, done: Conversion) -> None:
+    """A divergence in the reward besides the one in the loss."""
+    coefficient, estimator = "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
+    if settings["algorithm.kl_ctrl.type"] == "adaptive":
+        done.refuse(
+            "algorithm.kl_ctrl.type", "with a divergence in the loss too, the one in the reward is fixed", "fixed"
+        )
+    if settings[estimator] not in KL:
+        done.refuse(estimator, f"{settings[estimator]} is not here", f"one of {', '.join(KL)}")
+        return
+    done.write(
+        "algorithm.kl.reward_coefficient", settings.number(coefficient), coefficient, "algorithm.use_kl_in_reward"
+    )
+    done.write("algorithm.kl.reward_estimator", KL[settings[estimator]], estimator)
 
 
 def _kl_terms(settings: Settings, done: Conversion, where: str, switch: str, coefficient: str, estimator: str) -> None:
