@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.compat.openrlhf import offline, online
 from lockstep.compat.openrlhf.options import Option
-from lockstep.compat.table import Row
+from lockstep.compat.table import KeyRow
 from lockstep.compat.verl import online as verl_online
 from lockstep.compat.verl import sft as verl_sft
 from lockstep.recipe.load import value_text
@@ -31,7 +31,7 @@ def pages() -> list[Path]:
     return sorted((ROOT / "docs").glob("from-*.md"))
 
 
-def verl_table(rows: Iterable[Row]) -> Iterator[str]:
+def verl_table(rows: Iterable[KeyRow]) -> Iterator[str]:
     yield "| verl | default | here | |"
     yield "|---|---|---|---|"
     for row in rows:
@@ -57,7 +57,7 @@ def _flag(name: str | None) -> str:
     return f"`--{name}`" if name else ""
 
 
-def _to(row: Row) -> str:
+def _to(row: KeyRow) -> str:
     return ", ".join(f"`{key}`" for key in row.to)
 
 

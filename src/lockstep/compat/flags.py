@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.compat.settings import Given
+from lockstep.compat.settings import Setting
 from lockstep.errors import Problem
 
 Count = int | Literal["switch", "many"]
@@ -30,7 +30,7 @@ class Flag:
 
 @dataclass
 class Flags:
-    given: dict[str, Given] = field(default_factory=dict)
+    given: dict[str, Setting] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -60,7 +60,7 @@ def parse_flags(words: Sequence[str], known: Mapping[str, Flag], wheres: Sequenc
                 position += 1
         try:
             found.given.pop(flag.name, None)
-            found.given[flag.name] = Given(_read(flag, values, bool(equals)), where)
+            found.given[flag.name] = Setting(_read(flag, values, bool(equals)), where)
         except ValueError as error:
             found.problems.append(Problem(place, str(error)))
     return found

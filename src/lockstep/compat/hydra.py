@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.compat.settings import Given
+from lockstep.compat.settings import Setting
 from lockstep.errors import Problem
 
 _KEY = re.compile(r"^[A-Za-z_][\w]*(\.[\w-]+)*$")
@@ -24,18 +24,20 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 @dataclass
-class Overrides:
+class ParsedOverrides:
     """The words of a command line taken apart."""
 
-    given: dict[str, Given] = field(default_factory=dict)
+    given: dict[str, Setting] = field(default_factory=dict)
     config: str | None = None
     """The configuration that is named besides: `--config-name`."""
     problems: list[Problem] = field(default_factory=list)
 
 
-def parse_overrides(words: Sequence[str], wheres: Sequence[str] = (), defaults: Mapping[str, Any] = {}) -> Overrides:
+def parse_overrides(
+    words: Sequence[str], wheres: Sequence[str] = (), defaults: Mapping[str, Any] = {}
+) -> ParsedOverrides:
     """`wheres` says of each word where it stands. `defaults` are for references to keys that nobody set."""
-    found = Overrides()
+    found = ParsedOverrides()
     position = 0
     while position < len(words):
         word, where = words[position], wheres[position] if position < len(wheres) else ""
@@ -52,11 +54,11 @@ def parse_overrides(words: Sequence[str], wheres: Sequence[str] = (), defaults: 
                 Problem(_place(where := given.where, key), f"refers to {missing.args[0]}, which has no plain value")
             )
             continue
-        found.given[key] = Given(value, given.where)
+        found.given[key] = Setting(value, given.where)
     return found
 
 
-def _option(word: str, rest: Sequence[str], where: str, found: Overrides) -> int:
+def _option(word: str, rest: Sequence[str], where: str, found: ParsedOverrides) -> int:
     """Hydra's own options; how many further words it took."""
     name, equals, value = word.partition("=")
     taken = 0
@@ -72,7 +74,7 @@ def _option(word: str, rest: Sequence[str], where: str, found: Overrides) -> int
     return taken
 
 
-def _override(word: str, where: str, found: Overrides) -> None:
+def _override(word: str, where: str, found: ParsedOverrides) -> None:
     key, equals, text = word.partition("=")
     deletes = key.startswith("~")
     key = key.lstrip("+~")
@@ -93,10 +95,10 @@ def _override(word: str, where: str, found: Overrides) -> None:
             return
         if isinstance(value, dict) and value:
             for name, inner in value.items():
-                found.given[f"{key}.{name}"] = Given(inner, where)
+                found.given[f"{key}.{name}"] = Setting(inner, where)
         else:
             found.given.pop(key, None)  # the last one wins, and its place is where it stands
-            found.given[key] = Given(value, where)
+            found.given[key] = Setting(value, where)
 
 
 def _place(where: str, word: str) -> str:
@@ -180,7 +182,7 @@ def _plain(text: str) -> Any:
     return text
 
 
-def _resolved(value: Any, given: Mapping[str, Given], defaults: Mapping[str, Any], seen: tuple[str, ...]) -> Any:
+def _resolved(value: Any, given: Mapping[str, Setting], defaults: Mapping[str, Any], seen: tuple[str, ...]) -> Any:
     if isinstance(value, list):
         return [_resolved(item, given, defaults, seen) for item in value]
     if not isinstance(value, str) or "${" not in value:

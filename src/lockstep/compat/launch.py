@@ -17,7 +17,7 @@ _ASSIGNMENT = re.compile(r"^[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingCommand:
     """A command that trains: whose, which program, and its own words."""
 
     peer: str
@@ -31,7 +31,7 @@ class Training:
         return self.words[0].line if self.words else 0
 
 
-def training_of(words: Sequence[Word]) -> Training | None:
+def training_of(words: Sequence[Word]) -> TrainingCommand | None:
     """The training command in a command of a script; None where it is something else."""
     inner = _string_command(words)
     if inner is not None:
@@ -48,7 +48,9 @@ def training_of(words: Sequence[Word]) -> Training | None:
             peer, program, rest = _peer(file[1]), file[2], words[place + 1 :]
         else:
             continue
-        return Training(peer, program, tuple(rest), _number(words[:place], _DEVICES), _number(words[:place], _NODES))
+        return TrainingCommand(
+            peer, program, tuple(rest), _number(words[:place], _DEVICES), _number(words[:place], _NODES)
+        )
     return None
 
 

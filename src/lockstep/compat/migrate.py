@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.compat.launch import Training, looks_cut_off, training_of
+from lockstep.compat.launch import TrainingCommand, looks_cut_off, training_of
 from lockstep.compat.openrlhf.command import convert_openrlhf
 from lockstep.compat.report import report
 from lockstep.compat.shell import MARK, Script, Word, read_script
@@ -31,7 +31,7 @@ _VARIABLE = re.compile(r"^[A-Za-z_]\w*=")
 class Migrated:
     """One training command of a script, converted."""
 
-    training: Training
+    training: TrainingCommand
     done: Conversion
 
 
@@ -91,7 +91,7 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
     return found, problems, script.remarks
 
 
-def _converted(training: Training) -> Conversion:
+def _converted(training: TrainingCommand) -> Conversion:
     words = [word.text for word in training.words]
     done = CONVERTERS[training.peer](training.program, words, [f"line {word.line}" for word in training.words])
     done.devices = training.devices or done.devices

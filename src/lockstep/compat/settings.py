@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Given:
+class Setting:
     """A value as the other program would have it, and where it was said: a line of a script, or nothing."""
 
     value: Any
@@ -31,7 +31,7 @@ class Settings:
     """Name and version, for comments and reports: `verl 0.4`."""
     program: str
     """What is started: `main_ppo`, `train_dpo`."""
-    given: Mapping[str, Given]
+    given: Mapping[str, Setting]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     spelled: Mapping[str, str] = field(default_factory=dict)
     """Keys as the command writes them, where that is not the key itself."""

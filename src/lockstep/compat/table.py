@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.compat.settings import Given, Settings, Unreadable
+from lockstep.compat.settings import Setting, Settings, Unreadable
 from lockstep.errors import Problem, Refusal
 
 Fate = Literal["taken", "changed", "idle", "refused"]
@@ -20,7 +20,7 @@ Fate = Literal["taken", "changed", "idle", "refused"]
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """One key. `to` are the recipe's keys that it decides, alone (`convert`) or by one of the rules."""
 
     key: str
@@ -37,33 +37,33 @@ class Row:
         return key == self.key or ("*" in self.key and fnmatch.fnmatchcase(key, self.key))
 
 
-def same(key: str, to: str, default: Any = None, note: str = "", *, convert: Any = lambda value: value) -> Row:
+def same(key: str, to: str, default: Any = None, note: str = "", *, convert: Any = lambda value: value) -> KeyRow:
     """A key that is one of ours by another name."""
-    return Row(key, "taken", (to,), note, default, convert)
+    return KeyRow(key, "taken", (to,), note, default, convert)
 
 
-def other(key: str, to: str, note: str, default: Any = None, *, convert: Any = lambda value: value) -> Row:
+def other(key: str, to: str, note: str, default: Any = None, *, convert: Any = lambda value: value) -> KeyRow:
     """One that does not mean quite the same here."""
-    return Row(key, "changed", (to,), note, default, convert)
+    return KeyRow(key, "changed", (to,), note, default, convert)
 
 
-def part(key: str, *to: str, default: Any = None, note: str = "") -> Row:
+def part(key: str, *to: str, default: Any = None, note: str = "") -> KeyRow:
     """One that decides together with others, in a rule."""
-    return Row(key, "taken", to, note, default)
+    return KeyRow(key, "taken", to, note, default)
 
 
-def idle(keys: str, note: str, default: Any = None) -> list[Row]:
+def idle(keys: str, note: str, default: Any = None) -> list[KeyRow]:
     """Keys, separated by spaces, that change nothing here."""
-    return [Row(key, "idle", note=note, default=default) for key in keys.split()]
+    return [KeyRow(key, "idle", note=note, default=default) for key in keys.split()]
 
 
-def refused(keys: str, note: str, off: Sequence[Any] = (None, False), default: Any = None) -> list[Row]:
+def refused(keys: str, note: str, off: Sequence[Any] = (None, False), default: Any = None) -> list[KeyRow]:
     """Keys, separated by spaces, that cannot be done here; `off` are the values that do not ask for it."""
-    return [Row(key, "refused", note=note, default=default, off=tuple(off)) for key in keys.split()]
+    return [KeyRow(key, "refused", note=note, default=default, off=tuple(off)) for key in keys.split()]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenKey:
     """A value of the recipe, the keys it comes from, and what is to be said about it."""
 
     value: Any
@@ -76,7 +76,7 @@ class Told:
     """A line of the report about one key that the command sets."""
 
     key: str
-    given: Given
+    given: Setting
     fate: Fate
     to: tuple[str, ...]
     note: str
@@ -87,7 +87,7 @@ class Conversion:
     """What a command becomes: values for the recipe, and a word on every key that it sets."""
 
     settings: Settings
-    recipe: dict[str, Written] = field(default_factory=dict)
+    recipe: dict[str, WrittenKey] = field(default_factory=dict)
     told: list[Told] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Conversion:
 
     def write(self, to: str, value: Any, *sources: str, note: str = "") -> None:
         """A value of the recipe; a note means that it is not quite what the sources meant."""
-        self.recipe[to] = Written(value, sources, note)
+        self.recipe[to] = WrittenKey(value, sources, note)
         for key in sources if note else ():
             self.fates.setdefault(key, ("changed", note))
 
@@ -117,11 +117,11 @@ class Conversion:
         return f"{given.where}: {shown}" if given is not None and given.where else shown
 
 
-Rule = Callable[[Settings, Conversion], None]
+KeyRule = Callable[[Settings, Conversion], None]
 
 
 def converted(
-    settings: Settings, rows: Sequence[Row], rules: Iterable[Rule], own: Callable[[str], Mapping[str, Any]]
+    settings: Settings, rows: Sequence[KeyRow], rules: Iterable[KeyRule], own: Callable[[str], Mapping[str, Any]]
 ) -> Conversion:
     """The command as a recipe: rows first, then rules, then the fate of every key that was given.
 
@@ -163,7 +163,7 @@ def converted(
     return done
 
 
-def _row_of(rows: Sequence[Row], key: str) -> Row | None:
+def _row_of(rows: Sequence[KeyRow], key: str) -> KeyRow | None:
     """The row of this very key, else of a group that holds it."""
     exact = next((row for row in rows if row.key == key), None)
     return exact or next((row for row in rows if row.covers(key)), None)
@@ -181,7 +181,7 @@ def _leave_out_defaults(done: Conversion, own: Mapping[str, Any]) -> None:
             del done.recipe[key]
 
 
-def _told(key: str, row: Row | None, done: Conversion) -> Told:
+def _told(key: str, row: KeyRow | None, done: Conversion) -> Told:
     given = done.settings.given[key]
     fate, note = done.fates.get(key, (row.fate, row.note) if row else ("refused", "no such key"))
     if fate == "refused" and key not in done.fates:
@@ -192,7 +192,7 @@ def _told(key: str, row: Row | None, done: Conversion) -> Told:
     return Told(key, given, fate, to, note)
 
 
-def _nearest(key: str, rows: Sequence[Row]) -> str:
+def _nearest(key: str, rows: Sequence[KeyRow]) -> str:
     known = [row.key for row in rows if "*" not in row.key]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if not near:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lockstep.compat.table import Conversion, Written
+from lockstep.compat.table import Conversion, WrittenKey
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe.load import checked_recipe, sections_of, value_text
 from lockstep.recipe.methods import method_defaults
@@ -90,7 +90,7 @@ def _lines(values: Mapping[str, Any], done: Conversion, prefix: str, depth: int)
     return lines
 
 
-def _comment(written: Written, done: Conversion) -> str:
+def _comment(written: WrittenKey, done: Conversion) -> str:
     said = [_place(key, done) for key in written.sources if done.settings.says(key)]
     # The name without its version: a comment is read beside its neighbours.
     peer = done.settings.peer.split()[0]

@@ -8,7 +8,7 @@ from lockstep.errors import Problem
 from lockstep.functions import is_function_path
 from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, preference_reads, sections_read
 from lockstep.recipe.rows import estimator_row, loss_row
-from lockstep.recipe.schema import Recipe
+from lockstep.recipe.schema import Data, Recipe
 from lockstep.recipe.section import Section
 
 DEFAULT_TOKENS = 4096
@@ -56,13 +56,6 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
         if any(weighted) and not all(weighted):
             bare = sources[weighted.index(False)].path
             yield Problem(f"data.{key}", f"{bare} has no weight but others have", "give every source a weight, or none")
-    if data.prompt_format is not None:
-        if data.template != "none":
-            yield Problem("data.prompt_format", "the chat template writes the prompts", "set data.template=none")
-        if data.prompt_format.count("{}") != 1:
-            yield Problem(
-                "data.prompt_format", f"{data.prompt_format!r} has no one place for the prompt", "write {} once"
-            )
     if isinstance(optim.warmup, float) and optim.warmup >= 1 and not optim.warmup.is_integer():
         yield Problem("optim.warmup", f"{optim.warmup} is neither a share below 1 nor a whole number of steps")
     if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:
@@ -87,8 +80,18 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
                     f"remove {name}",
                 )
 
+    yield from _prompt_format_problems(data)
     yield from _unread_sections(recipe)
     yield from (_online_problems(recipe) if recipe.method in ONLINE else _offline_problems(recipe))
+
+
+def _prompt_format_problems(data: Data) -> Iterator[Problem]:
+    if data.prompt_format is None:
+        return
+    if data.template != "none":
+        yield Problem("data.prompt_format", "the chat template writes the prompts", "set data.template=none")
+    if data.prompt_format.count("{}") != 1:
+        yield Problem("data.prompt_format", f"{data.prompt_format!r} has no one place for the prompt", "write {} once")
 
 
 def _unread_sections(recipe: Recipe) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from lockstep.compat.flags import is_flag, parse_flags
 from lockstep.compat.openrlhf import offline, online
 from lockstep.compat.openrlhf.options import Option, flags_of
 from lockstep.compat.settings import Settings
-from lockstep.compat.table import Conversion, Rule, converted
+from lockstep.compat.table import Conversion, KeyRule, converted
 from lockstep.compat.writing import own_defaults
 from lockstep.errors import Refusal
 
@@ -49,7 +49,7 @@ def options_of(name: str) -> list[Option]:
     return online.OPTIONS if name == "train_ppo_ray" else offline.TRAINERS[name].options
 
 
-def rules_of(name: str) -> tuple[Rule, ...]:
+def rules_of(name: str) -> tuple[KeyRule, ...]:
     return online.RULES_IN_ORDER if name == "train_ppo_ray" else offline.rules_of(offline.TRAINERS[name])
 
 

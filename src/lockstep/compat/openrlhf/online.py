@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.compat.openrlhf.options import Option, cannot, opt, without_effect
 from lockstep.compat.openrlhf.shared import SHARED, data_rule, run_rule, schedule_rule, sources, template_rule
 from lockstep.compat.settings import Settings
-from lockstep.compat.table import Conversion, Rule, part, same
+from lockstep.compat.table import Conversion, KeyRule, part, same
 
 # Their estimators: method, advantage, and whether they whiten over the step.
 ESTIMATORS: dict[str, tuple[str, str, bool]] = {
@@ -552,7 +552,7 @@ def validation_rule(settings: Settings, done: Conversion) -> None:
         done.write("val.max_new_tokens", done.recipe["rollout.max_tokens"].value, "eval_dataset")
 
 
-RULES_IN_ORDER: tuple[Rule, ...] = (
+RULES_IN_ORDER: tuple[KeyRule, ...] = (
     run_rule,
     algorithm_rule,
     data_and_model_rule,

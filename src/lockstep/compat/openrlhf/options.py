@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.compat.flags import Count, Flag
-from lockstep.compat.table import Row, idle, refused
+from lockstep.compat.table import KeyRow, idle, refused
 
 _KINDS: dict[str, tuple[type, Count]] = {
     "i": (int, 1),
@@ -23,7 +23,7 @@ _KINDS: dict[str, tuple[type, Count]] = {
 class Option:
     """`row.key` is its name in the tables: the flat one, or the dotted one where there is no flat one."""
 
-    row: Row
+    row: KeyRow
     flat: str | None
     dotted: str | None
     flag: Flag
@@ -32,7 +32,7 @@ class Option:
         return self.dotted if dotted else self.flat
 
 
-def opt(kind: str, flat: str | None, dotted: str | None, row: Row) -> Option:
+def opt(kind: str, flat: str | None, dotted: str | None, row: KeyRow) -> Option:
     reads, count = _KINDS[kind]
     return Option(row, flat, dotted, Flag(row.key, reads, count))
 

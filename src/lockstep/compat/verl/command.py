@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.compat.hydra import Overrides, parse_overrides
-from lockstep.compat.settings import Given, Settings
-from lockstep.compat.table import Conversion, Row, Rule, converted
+from lockstep.compat.hydra import ParsedOverrides, parse_overrides
+from lockstep.compat.settings import Setting, Settings
+from lockstep.compat.table import Conversion, KeyRow, KeyRule, converted
 from lockstep.compat.verl import online, sft
 from lockstep.compat.writing import own_defaults
 from lockstep.errors import Refusal
@@ -43,8 +43,8 @@ def convert_verl(program: str, words: Sequence[str], wheres: Sequence[str] = ())
     if name not in PROGRAMS:
         raise Refusal.at(f"verl {name}", "is not known", f"one of {', '.join(PROGRAMS)}")
     trains_rows = PROGRAMS[name] == "sft"
-    rows: list[Row] = sft.ROWS if trains_rows else online.ROWS
-    rules: tuple[Rule, ...] = sft.RULES_IN_ORDER if trains_rows else online.RULES_IN_ORDER
+    rows: list[KeyRow] = sft.ROWS if trains_rows else online.ROWS
+    rules: tuple[KeyRule, ...] = sft.RULES_IN_ORDER if trains_rows else online.RULES_IN_ORDER
     defaults = {row.key: row.default for row in rows if row.default is not None}
     said = parse_overrides(words, wheres, defaults)
     given = said.given if trains_rows else renamed(said.given)
@@ -56,7 +56,7 @@ def convert_verl(program: str, words: Sequence[str], wheres: Sequence[str] = ())
     return done
 
 
-def renamed(given: dict[str, Given]) -> dict[str, Given]:
+def renamed(given: dict[str, Setting]) -> dict[str, Setting]:
     """0.9's names of keys in 0.4's words."""
     found = {}
     for key, value in given.items():
@@ -65,7 +65,7 @@ def renamed(given: dict[str, Given]) -> dict[str, Given]:
     return found
 
 
-def _is_09(program: str, given: dict[str, Given]) -> bool:
+def _is_09(program: str, given: dict[str, Setting]) -> bool:
     if program.startswith("sft_trainer"):
         return True
     return program != "fsdp_sft_trainer" and any(key.startswith(_ONLY_09) for key in given)
@@ -76,7 +76,7 @@ def _online_defaults(version: str) -> dict[str, Any]:
     return {**names, "actor_rollout_ref.model.use_remove_padding": version == "0.9"}
 
 
-def _config_problems(said: Overrides) -> list[Any]:
+def _config_problems(said: ParsedOverrides) -> list[Any]:
     if said.config in _PLAIN_CONFIGS:
         return []
     megatron = "megatron" in str(said.config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.compat.settings import Settings
-from lockstep.compat.table import Conversion, Row, Rule, idle, other, part, refused, same
+from lockstep.compat.table import Conversion, KeyRow, KeyRule, idle, other, part, refused, same
 from lockstep.compat.verl.shared import (
     TRAINER_ROWS,
     checkpoint_rows,
@@ -64,7 +64,7 @@ MEGATRON = "Megatron's layout of the model over devices does not exist here; the
 IMAGES = "rows with images are not trained here"
 TURNS = "tools and turns of verl's own do not run here; write the loop as rollout.function"
 
-ROWS: list[Row] = [
+ROWS: list[KeyRow] = [
     # What is estimated and minimised
     part("algorithm.adv_estimator", "method", "algorithm.advantage", default="gae"),
     part("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage", default=True, note="False: advantage dr_grpo"),
@@ -670,7 +670,7 @@ def last_rule(settings: Settings, done: Conversion) -> None:
     keep_rule(settings, done, "trainer.max_actor_ckpt_to_keep")
 
 
-RULES_IN_ORDER: tuple[Rule, ...] = (
+RULES_IN_ORDER: tuple[KeyRule, ...] = (
     trainer_rule,
     algorithm_rule,
     data_rule,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.compat.settings import Settings
-from lockstep.compat.table import Conversion, Row, Rule, idle, part, refused, same
+from lockstep.compat.table import Conversion, KeyRow, KeyRule, idle, part, refused, same
 from lockstep.compat.verl.online import schedule_rule
 from lockstep.compat.verl.shared import (
     TRAINER_ROWS,
@@ -18,7 +18,7 @@ from lockstep.compat.verl.shared import (
 
 IMAGES = "rows with images are not trained here"
 
-ROWS: list[Row] = [
+ROWS: list[KeyRow] = [
     part("data.train_files", "data.train"),
     part("data.val_files", "data.val"),
     same("data.train_batch_size", "batch.rows_per_update", 256, "rows of an update, over all devices", convert=int),
@@ -188,4 +188,4 @@ def last_rule(settings: Settings, done: Conversion) -> None:
     keep_rule(settings, done, "trainer.max_ckpt_to_keep")
 
 
-RULES_IN_ORDER: tuple[Rule, ...] = (trainer_rule, rows_rule, model_rule, batch_rule, last_rule)
+RULES_IN_ORDER: tuple[KeyRule, ...] = (trainer_rule, rows_rule, model_rule, batch_rule, last_rule)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.compat.settings import Settings
-from lockstep.compat.table import Conversion, Row, idle, part, refused
+from lockstep.compat.table import Conversion, KeyRow, idle, part, refused
 
 # Ours is a limit; theirs is none.
 KEEP_ALL = 1_000_000
@@ -29,7 +29,7 @@ def run_name(value: Any) -> str:
     return name if re.match(r"[A-Za-z0-9]", name) else f"run{name}"
 
 
-TRAINER_ROWS: list[Row] = [
+TRAINER_ROWS: list[KeyRow] = [
     part("trainer.project_name", "log.project", "run.folder"),
     part("trainer.experiment_name", "run.name", note="letters, digits, dots, dashes and underscores are kept"),
     part("trainer.default_local_dir", "run.folder", note="the run's folder is in it, by the name of the experiment"),
@@ -111,7 +111,7 @@ def _devices(settings: Settings, done: Conversion) -> None:
         done.ignore(key, f"the number of {name} is torchrun's: see the end of the report")
 
 
-def checkpoint_rows(*limits: str) -> list[Row]:
+def checkpoint_rows(*limits: str) -> list[KeyRow]:
     return [part(key, "checkpoint.keep_last", note="all are kept where nothing is said") for key in limits]
 
 
@@ -123,7 +123,7 @@ def keep_rule(settings: Settings, done: Conversion, key: str) -> None:
 LORA_ROWS = ("lora_rank", "lora_alpha", "target_modules")
 
 
-def lora_rows(prefix: str) -> list[Row]:
+def lora_rows(prefix: str) -> list[KeyRow]:
     return [
         part(f"{prefix}.lora_rank", "model.lora.rank", default=0, note="0 trains all weights"),
         part(f"{prefix}.lora_alpha", "model.lora.alpha", default=16, note="16 there, 2 x rank here"),
