@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.compat.openrlhf import offline, online
+from lockstep.compat.openrlhf import offline, online_flags
 from lockstep.compat.openrlhf.options import Option
 from lockstep.compat.table import KeyRow
-from lockstep.compat.verl import online as verl_online
+from lockstep.compat.verl import online_keys as verl_keys
 from lockstep.compat.verl import sft as verl_sft
 from lockstep.recipe.load import value_text
 
@@ -66,9 +66,9 @@ def _default(value: Any) -> str:
 
 
 TABLES = {
-    "main_ppo": lambda: verl_table(verl_online.ROWS),
+    "main_ppo": lambda: verl_table(verl_keys.ROWS),
     "sft": lambda: verl_table(verl_sft.ROWS),
-    "train_ppo_ray": lambda: openrlhf_table(online.OPTIONS),
+    "train_ppo_ray": lambda: openrlhf_table(online_flags.OPTIONS),
     "offline": lambda: openrlhf_table(option for trainer in offline.TRAINERS.values() for option in trainer.options),
 }
 

@@ -13,7 +13,7 @@ import pytest
 from lockstep.compat.openrlhf.command import convert_openrlhf, options_of
 from lockstep.compat.report import report
 from lockstep.compat.table import Conversion
-from lockstep.compat.verl import online, sft
+from lockstep.compat.verl import online_keys, sft
 from lockstep.compat.verl.command import convert_verl
 from lockstep.compat.writing import checked, recipe_yaml
 from lockstep.data.dataset import steps_and_rows
@@ -155,7 +155,7 @@ def test_the_recipes_of_a_grpo_and_a_ppo_command_key_by_key() -> None:
 
 def test_reasons_of_refusals_are_in_the_tables() -> None:
     """A key that a table refuses is refused in the table's words."""
-    notes = {row.key: row.note for rows in (online.ROWS, sft.ROWS) for row in rows if row.fate == "refused"}
+    notes = {row.key: row.note for rows in (online_keys.ROWS, sft.ROWS) for row in rows if row.fate == "refused"}
     for program in ("train_sft", "train_dpo", "train_kto", "train_rm", "train_prm", "train_kd", "train_ppo_ray"):
         notes |= {o.row.key: o.row.note for o in options_of(program) if o.row.fate == "refused"}
     assert all(notes.values())

@@ -27,6 +27,8 @@ def main(peer: str, convert: Callable[[str, Sequence[str]], Conversion], program
     except Refusal as refusal:
         from lockstep.run.progress import print_problems
 
+        if (rank := os.environ.get("RANK", "0")) != "0":
+            write(f"rank {rank}:", error=True)
         print_problems(refusal)
         sys.exit(2)
     except Interrupted as stop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.compat.flags import is_flag, parse_flags
-from lockstep.compat.openrlhf import offline, online
+from lockstep.compat.openrlhf import offline, online, online_flags
 from lockstep.compat.openrlhf.options import Option, flags_of
 from lockstep.compat.settings import Settings
 from lockstep.compat.table import Conversion, KeyRule, converted
@@ -46,7 +46,7 @@ def is_dotted(words: Sequence[str]) -> bool:
 
 
 def options_of(name: str) -> list[Option]:
-    return online.OPTIONS if name == "train_ppo_ray" else offline.TRAINERS[name].options
+    return online_flags.OPTIONS if name == "train_ppo_ray" else offline.TRAINERS[name].options
 
 
 def rules_of(name: str) -> tuple[KeyRule, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.compat.hydra import ParsedOverrides, parse_overrides
 from lockstep.compat.settings import Setting, Settings
 from lockstep.compat.table import Conversion, KeyRow, KeyRule, converted
-from lockstep.compat.verl import online, sft
+from lockstep.compat.verl import online, online_keys, sft
 from lockstep.compat.writing import own_defaults
 from lockstep.errors import Refusal
 
@@ -43,7 +43,7 @@ def convert_verl(program: str, words: Sequence[str], wheres: Sequence[str] = ())
     if name not in PROGRAMS:
         raise Refusal.at(f"verl {name}", "is not known", f"one of {', '.join(PROGRAMS)}")
     trains_rows = PROGRAMS[name] == "sft"
-    rows: list[KeyRow] = sft.ROWS if trains_rows else online.ROWS
+    rows: list[KeyRow] = sft.ROWS if trains_rows else online_keys.ROWS
     rules: tuple[KeyRule, ...] = sft.RULES_IN_ORDER if trains_rows else online.RULES_IN_ORDER
     defaults = {row.key: row.default for row in rows if row.default is not None}
     said = parse_overrides(words, wheres, defaults)
@@ -60,8 +60,8 @@ def renamed(given: dict[str, Setting]) -> dict[str, Setting]:
     """0.9's names of keys in 0.4's words."""
     found = {}
     for key, value in given.items():
-        old = next((name for name in online.RENAMED if key == name or key.startswith(name)), None)
-        found[key if old is None else online.RENAMED[old] + key[len(old) :]] = value
+        old = next((name for name in online_keys.RENAMED if key == name or key.startswith(name)), None)
+        found[key if old is None else online_keys.RENAMED[old] + key[len(old) :]] = value
     return found
 
 
@@ -80,6 +80,6 @@ def _config_problems(said: ParsedOverrides) -> list[Any]:
     if said.config in _PLAIN_CONFIGS:
         return []
     megatron = "megatron" in str(said.config)
-    why = online.MEGATRON if megatron else "is a configuration of your own, whose keys are not on the command line"
+    why = online_keys.MEGATRON if megatron else "is a configuration of your own, whose keys are not on the command line"
     remedy = "" if megatron else "print it whole with `--cfg job --resolve`, and give its keys as overrides"
     return Refusal.at(f"--config-name {said.config}", why, remedy).problems
