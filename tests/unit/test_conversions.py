@@ -326,3 +326,17 @@ def test_each_program_of_openrlhf_is_a_method_here() -> None:
     assert recipes["train_sft"].data.prompt_format == "User: {}\nAssistant: "
     assert (recipes["train_dpo"].preference.loss, recipes["train_dpo"].preference.average) == ("ipo", False)
     assert (recipes["train_kd"].distill.coefficient, recipes["train_prm"].prm.tokens) == (0.4, ["+", "-"])
+
+
+def test_what_is_said_is_written_and_what_holds_anyway_is_not() -> None:
+    """Defaults that are ours too are left out; a setting that the command says stands in the recipe all the same."""
+    unsaid = convert_verl("main_ppo", GRPO).recipe
+    said = convert_verl("main_ppo", [*GRPO, f"{R}.temperature=1.0", "data.shuffle=True"]).recipe
+    for key in ("rollout.temperature", "data.shuffle", "algorithm.gamma", "optim.clip", "rollout.top_p"):
+        assert key not in unsaid
+    assert (said["rollout.temperature"].value, said["data.shuffle"].value) == (1.0, True)
+
+
+def test_arguments_of_the_chat_template_are_one_key() -> None:
+    done = convert_verl("main_ppo", [*GRPO, "+data.apply_chat_template_kwargs.enable_thinking=False"])
+    assert value(done, "data.template_arguments") == {"enable_thinking": False}

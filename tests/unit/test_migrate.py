@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,6 +153,19 @@ def test_the_verb(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert load_recipe(str(tmp_path / "r.yaml")).optim.clip == 2.0
     assert "--max_norm = 2.0 -> optim.clip: 2.0" in done.output
+
+
+def test_torch_is_not_imported_before_training_starts() -> None:
+    code = (
+        "import sys\n"
+        "from lockstep.compat.migrate import migrated\n"
+        "from lockstep.compat.writing import checked\n"
+        "found, _, _ = migrated('deepspeed --module openrlhf.cli.train_rm --pretrain m --dataset a.jsonl')\n"
+        "checked(found[0].done)\n"
+        "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_script_without_training_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, whiten
 from lockstep.data.dataset import Loader, steps_and_rows
 from lockstep.data.encoding import Encoding
 from lockstep.data.prompts import QuestionColumns, prompt_ids, question_of
+from lockstep.data.template import with_arguments
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.online import Reward
@@ -261,3 +262,14 @@ def test_which_groups_are_replaced(
         for i, score in enumerate(scores)
     ]
     assert _teaches(group, between) is teaches
+
+
+def test_arguments_of_the_chat_template(tiny_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% if think %}<t>{% endif %}{{ tone }}{% endfor %}"
+    chat = [{"role": "user", "content": "hi"}]
+    plain = tokenizer.apply_chat_template(chat, tokenize=False)
+    told = with_arguments(tokenizer, {"think": True, "tone": 'a "b"'}).apply_chat_template(chat, tokenize=False)
+    assert (plain, told) == ("hi", 'hi<t>a "b"')
+    with pytest.raises(Refusal, match=r"data\.template_arguments\.unread"):
+        with_arguments(tokenizer, {"unread": 1})

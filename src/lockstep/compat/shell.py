@@ -129,7 +129,7 @@ class _Shell:
         text = raw.heredoc or ""
         if raw.quoted_heredoc:
             return text
-        return self._in_quotes(text.replace("\\\n", ""))
+        return self._in_quotes(text)
 
     # Expansion ---------------------------------------------------------------------------------------------------
 

@@ -209,6 +209,11 @@ class Data(Section):
         "`none` joins prompt and response as they are.",
         effect=Effect("blocks", "prompts are written in another form"),
     )
+    template_arguments: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Arguments of the chat template, such as `enable_thinking: false`, in every prompt of the run.",
+        effect=Effect("blocks", "prompts are written in another form"),
+    )
     prompt_format: str | None = Field(
         None,
         description="With `template: none`: the text around a prompt, in which `{}` stands for it.",

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.data.dataset import Dataset
 from lockstep.data.prompts import RL_SCHEMA, PromptSet, QuestionColumns, load_prompts, read_questions
 from lockstep.data.read import read_rows
+from lockstep.data.template import with_arguments
 from lockstep.data.updates import row_size
 from lockstep.device.base import Device
 from lockstep.doctor.judge_packages import unfit_packages
@@ -239,7 +240,7 @@ def prepare_online(
 def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrainedTokenizerBase, Any, list[Question]]:
     collect(lambda: _refuse_dtype(recipe, device))
     collect.problems += unfit_packages(device.name, Machine())
-    tokenizer = collect(lambda: load_tokenizer(recipe.model.path))
+    tokenizer = collect(lambda: with_arguments(load_tokenizer(recipe.model.path), recipe.data.template_arguments))
     config = collect(lambda: load_config(recipe.model.path))
     questions = collect(lambda: _questions(recipe))
     if tokenizer is None or config is None:

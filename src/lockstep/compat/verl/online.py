@@ -6,7 +6,7 @@ from __future__ import annotations
 from lockstep.compat.settings import Settings
 from lockstep.compat.table import Conversion, KeyRule
 from lockstep.compat.verl.online_keys import A, M, R
-from lockstep.compat.verl.shared import files, keep_rule, lora_rule, precision_rule, trainer_rule
+from lockstep.compat.verl.shared import files, keep_rule, lora_rule, precision_rule, template_rule, trainer_rule
 
 # Their estimators as ours: the method whose defaults are nearest, and the advantage.
 ESTIMATORS: dict[str, tuple[str, str]] = {
@@ -194,6 +194,7 @@ def data_rule(settings: Settings, done: Conversion) -> None:
         done.write("data.overlong", {"error": "error", "left": "truncate_left"}[settings[keys[1]]], keys[1])
     else:
         done.refuse(keys[1], f"a prompt cut on the {settings[keys[1]]} asks something else", "error or left")
+    template_rule(settings, done)
     if settings["data.seed"] is not None:
         done.write("run.seed", settings.whole("data.seed"), "data.seed")
 

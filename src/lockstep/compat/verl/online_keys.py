@@ -86,7 +86,7 @@ ROWS: list[KeyRow] = [
         "code that comes with a model is never run; a model that needs it is refused when it is loaded",
     ),
     *refused("data.image_key data.video_key", IMAGES, off=(None,)),
-    *refused("data.apply_chat_template_kwargs.*", "the chat template is rendered without arguments of its own"),
+    part("data.apply_chat_template_kwargs.*", "data.template_arguments", note="for every prompt of the run"),
     *refused("data.custom_cls.*", "write data.reader, a function that yields the rows"),
     *refused("data.sampler.* data.datagen.*", "rows come in a seeded order or in their own; sort the file instead"),
     # Model and optimiser

@@ -13,6 +13,7 @@ from lockstep.compat.verl.shared import (
     lora_rows,
     lora_rule,
     precision_rule,
+    template_rule,
     trainer_rule,
 )
 
@@ -42,7 +43,7 @@ ROWS: list[KeyRow] = [
     part("data.truncation", "data.overlong", default="error"),
     *refused("data.custom_cls.*", "write data.reader, a function that yields the rows"),
     *refused("data.chat_template", "put the template into the model's folder: chat_template.jinja"),
-    *refused("data.apply_chat_template_kwargs.*", "the chat template is rendered without arguments of its own"),
+    part("data.apply_chat_template_kwargs.*", "data.template_arguments", note="for every row of the run"),
     *refused("data.image_key data.video_key", IMAGES, off=(None,)),
     *refused("data.train_max_samples data.val_max_samples", "cut the file", off=(None, -1)),
     *idle(
@@ -141,6 +142,7 @@ def rows_rule(settings: Settings, done: Conversion) -> None:
     else:
         done.refuse("data.truncation", f"{settings['data.truncation']} is not here", f"one of {', '.join(cut)}")
     _columns(settings, done)
+    template_rule(settings, done)
 
 
 def _columns(settings: Settings, done: Conversion) -> None:

@@ -120,7 +120,12 @@ def keep_rule(settings: Settings, done: Conversion, key: str) -> None:
     done.write("checkpoint.keep_last", KEEP_ALL if kept is None else int(kept), key)
 
 
-LORA_ROWS = ("lora_rank", "lora_alpha", "target_modules")
+def template_rule(settings: Settings, done: Conversion) -> None:
+    """Arguments of the chat template, each a key of its own there."""
+    group = "data.apply_chat_template_kwargs"
+    given = settings.below(group)
+    if given:
+        done.write("data.template_arguments", {key[len(group) + 1 :]: settings[key] for key in given}, *given)
 
 
 def lora_rows(prefix: str) -> list[KeyRow]:
