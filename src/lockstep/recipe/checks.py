@@ -86,6 +86,11 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _prompt_format_problems(data: Data) -> Iterator[Problem]:
+    for name in data.template_arguments:
+        if not name.isidentifier():
+            yield Problem(f"data.template_arguments.{name}", "is no name that a template could read", "letters and _")
+    if data.template == "none" and data.template_arguments:
+        yield Problem("data.template_arguments", "no chat template is used", "set data.template=auto")
     if data.prompt_format is None:
         return
     if data.template != "none":

@@ -209,7 +209,7 @@ class Data(Section):
         "`none` joins prompt and response as they are.",
         effect=Effect("blocks", "prompts are written in another form"),
     )
-    template_arguments: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | int | float | str] = Field(
+    template_arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
         description="Arguments of the chat template, such as `enable_thinking: false`, in every prompt of the run.",
         effect=Effect("blocks", "prompts are written in another form"),
