@@ -96,6 +96,10 @@ def value(done: Conversion, key: str) -> Any:
             ["reward.custom_reward_function.path=r.py", "reward.custom_reward_function.name=f"],
             {"reward.function": "r.py:f"},
         ),
+        (
+            ["custom_reward_function.path=r.py", "+custom_reward_function.reward_kwargs.scale=2"],
+            {"reward.arguments": {"scale": 2}},
+        ),
         (["reward_model.enable=True", "reward_model.model.path=rm"], {"reward.model": "rm", "reward.rules": {}}),
         (
             [

@@ -273,3 +273,26 @@ def test_arguments_of_the_chat_template(tiny_folder: Path) -> None:
     assert (plain, told) == ("hi", 'hi<t>a "b"')
     with pytest.raises(Refusal, match=r"data\.template_arguments\.unread"):
         with_arguments(tokenizer, {"unread": 1})
+
+
+def test_arguments_of_a_reward_function(tmp_path: Path) -> None:
+    """A function that must have them, and one that has no place for them."""
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "def scaled(data_source, solution_str, ground_truth, extra_info, scale, word):\n"
+        "    return scale * solution_str.count(word)\n"
+        "def plain(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return 1.0\n"
+    )
+    question = Question("s", [{"role": "user", "content": "say x"}], "4", Origin("q", 1), {})
+    part = FunctionPart(f"{file}:scaled", Reward(workers=1, arguments={"scale": 0.5, "word": "x"}))
+    try:
+        assert part.submit(question, "xxx").result() == {"function": 1.5}
+    finally:
+        part.close()
+    with pytest.raises(Refusal, match="cannot be called with"):
+        FunctionPart(f"{file}:plain", Reward(workers=1, arguments={"scale": 0.5})).close()
+    with pytest.raises(Refusal, match=r"reward\.arguments"):
+        online(tmp_path, "reward.arguments.scale=1")
+    with pytest.raises(Refusal, match=r"reward\.arguments\.ground_truth: every reward function gets it already"):
+        online(tmp_path, "reward.function=f.py:f", "reward.arguments.ground_truth=1")

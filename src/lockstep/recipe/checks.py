@@ -12,6 +12,8 @@ from lockstep.recipe.schema import Data, Recipe
 from lockstep.recipe.section import Section
 
 DEFAULT_TOKENS = 4096
+# What every reward function gets by name.
+REWARD_CALL = {"prompt", "data_source", "solution_str", "ground_truth", "extra_info"}
 # Keys of the rows that only offline methods read, and what an online method has instead.
 OFFLINE_ROWS = {
     **dict.fromkeys(
@@ -229,6 +231,10 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("algorithm.kl.estimator", "a reward has no gradient to pass through", "drop the +")
     if algorithm.correction.low > algorithm.correction.high:
         yield Problem("algorithm.correction.low", "is over algorithm.correction.high")
+    if recipe.reward.arguments and recipe.reward.function is None:
+        yield Problem("reward.arguments", "there is no reward.function to give them to", "set it, or remove them")
+    for name in recipe.reward.arguments.keys() & REWARD_CALL:
+        yield Problem(f"reward.arguments.{name}", "every reward function gets it already", "choose another name")
     if recipe.reward.clip and recipe.reward.clip[0] >= recipe.reward.clip[1]:
         yield Problem("reward.clip", f"{recipe.reward.clip} leaves one score for all", "write the lower bound first")
     if algorithm.overlong.buffer > recipe.rollout.max_tokens:

@@ -296,6 +296,11 @@ class Reward(Section):
         description="Your own function: `path/to/file.py:name`.",
         effect=Effect("matters", "another function, or the same one elsewhere: the rewards tell"),
     )
+    arguments: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Arguments that `function` gets by name besides those of every reward function.",
+        effect=REWARD,
+    )
     model: str | None = Field(
         None, description="Folder of a reward model (sequence classification, one label).", effect=FOLDER
     )

@@ -34,7 +34,11 @@ class FunctionPart(RewardPart):
     ):
         self.name = name
         path, function = located(reference, key)
-        target = Target(str(path), function, settings.time_limit, settings.memory_limit_gb, output, key)
+        # Those of the recipe are for the user's function, not for a judge of ours that runs in the same way.
+        self._arguments = arguments = dict(settings.arguments) if key == "reward.function" else {}
+        target = Target(
+            str(path), function, settings.time_limit, settings.memory_limit_gb, output, key, tuple(arguments)
+        )
         self._pool = Pool(target, settings.workers)
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
@@ -44,6 +48,7 @@ class FunctionPart(RewardPart):
             "solution_str": text,
             "ground_truth": question.ground_truth,
             "extra_info": question.extra_info,
+            **self._arguments,
         }
         future = promised()
         self._pool.submit(call).add_done_callback(lambda done: future.set_result(self._outcome(done.result())))

@@ -29,14 +29,22 @@ _ENDING = {signal.SIGTERM, signal.SIGHUP}
 
 
 def main(
-    connection: int, leash: int, run: int, path: str, name: str, memory_bytes: int, mark: str, output: str | None
+    connection: int,
+    leash: int,
+    run: int,
+    path: str,
+    name: str,
+    memory_bytes: int,
+    mark: str,
+    output: str | None,
+    extra: tuple[str, ...] = (),
 ) -> NoReturn:
     """`connection` is the worker's. `leash` is the reading end of a pipe: what comes there, a word or its end, is the
     end of all; so is the end of process `run`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
     printed, printing = os.pipe()
-    worker = _fork(lambda: serve(connection, path, name, memory_bytes), [leash, printed], printing)
+    worker = _fork(lambda: serve(connection, path, name, memory_bytes, extra), [leash, printed], printing)
     os.close(connection)
     os.close(printing)
     tail = OutputTail(Path(output)) if output else None

@@ -31,7 +31,7 @@ CALL = ("data_source", "solution_str", "ground_truth", "extra_info")
 HEADER = struct.Struct(">QQ")
 
 
-def serve(descriptor: int, path: str, name: str, memory_bytes: int) -> None:
+def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple[str, ...] = ()) -> None:
     """Load the function, then answer calls until the other end of the connection is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The function's own children must not hold the connection open.
@@ -40,7 +40,7 @@ def serve(descriptor: int, path: str, name: str, memory_bytes: int) -> None:
     me = os.getpid()
     calls: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
-    function = _loaded(Path(path), name)
+    function = _loaded(Path(path), name, (*CALL, *extra))
     _end_copies(me)
     if isinstance(function, Unusable):
         connection.sendall(line_of(LOADING, function))
@@ -87,10 +87,10 @@ def limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
-def _loaded(path: Path, name: str) -> Callable[..., Any] | Unusable:
+def _loaded(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | Unusable:
     """The function, in either of the two forms, or why it cannot be had."""
     try:
-        return load(path, name, CALL)
+        return load(path, name, call)
     except Unloadable as error:
         with suppress(Unloadable):
             return BatchFunction(load(path, name, BATCH_CALL))

@@ -39,6 +39,8 @@ class Target:
     output: Path | None = None
     """The last lines that worker N prints are kept in OUTPUT-N.log; without this they are thrown away."""
     key: str = "reward.function"
+    extra: tuple[str, ...] = ()
+    """Names of arguments that a call has besides."""
 
     def log(self, index: int) -> Path | None:
         return None if self.output is None else self.output.with_name(f"{self.output.name}-{index}.log")
@@ -60,7 +62,17 @@ class WorkerProcess:
         self._leash: int | None = leash
         memory = int(target.memory_limit_gb * 2**30)
         output = None if log is None else str(log.absolute())
-        arguments = (childs.fileno(), end, os.getpid(), target.path, target.name, memory, self._mark, output)
+        arguments = (
+            childs.fileno(),
+            end,
+            os.getpid(),
+            target.path,
+            target.name,
+            memory,
+            self._mark,
+            output,
+            target.extra,
+        )
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START.format(path=sys.path, arguments=arguments)],

@@ -369,6 +369,9 @@ def reward_rule(settings: Settings, done: Conversion) -> None:
     if settings["custom_reward_function.path"] is not None:
         keys = ("custom_reward_function.path", "custom_reward_function.name")
         done.write("reward.function", f"{settings[keys[0]]}:{settings[keys[1]]}", *keys)
+        group = "custom_reward_function.reward_kwargs"
+        if given := settings.below(group):
+            done.write("reward.arguments", {key[len(group) + 1 :]: settings[key] for key in given}, *given)
     elif not settings["reward_model.enable"]:
         done.write("reward.rules", dict(RULES))
     if settings["reward_model.enable"]:

@@ -246,9 +246,7 @@ ROWS: list[KeyRow] = [
     *idle("reward_model.sandbox_fusion.*", "read with its url only"),
     part("custom_reward_function.path", "reward.function"),
     part("custom_reward_function.name", "reward.function", default="compute_score"),
-    *refused(
-        "custom_reward_function.reward_kwargs.*", "a reward function gets no arguments besides; set them in its file"
-    ),
+    part("custom_reward_function.reward_kwargs.*", "reward.arguments"),
     # The run
     *TRAINER_ROWS,
     *checkpoint_rows("trainer.max_actor_ckpt_to_keep"),
