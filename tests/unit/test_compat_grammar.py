@@ -146,6 +146,7 @@ def words(script: str, *arguments: str, **given: str) -> list[list[str]]:
         ("run x 2>&1 | tee log.txt", [["run", "x"], ["tee", "log.txt"]]),
         ("run a > out.txt && done_ b", [["run", "a"], ["done_", "b"]]),
         ("run a=1\\\n  b=2", [["run", "a=1", "b=2"]]),
+        ('run "ab\\\ncd"', [["run", "abcd"]]),
         ("run a=${1:-vllm} b=$2 $@", [["run", "a=one", "b=two", "one", "two"]]),
         ('shift 1\nrun $1 "$@"', [["run", "two", "two"]]),
         ("export A=1 B=2\nC=3 run $A$B", [["run", "12"]]),
