@@ -47,6 +47,7 @@ format: $(VENV)/.test
 docs: $(VENV)/.test
 	$(BIN)/python tools/recipe_reference.py > docs/recipe.md
 	$(BIN)/python tools/architecture.py
+	$(BIN)/python tools/migration_tables.py
 
 models: $(VENV)/.test
 	$(BIN)/python tools/models_table.py > docs/models.new && mv docs/models.new docs/models.md

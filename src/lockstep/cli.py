@@ -333,6 +333,36 @@ def export(
     write(export_run(run, folder, step=step, best=best, adapter=adapter))
 
 
+@app.command()
+def migrate(
+    source: Annotated[
+        Path, typer.Argument(metavar="SCRIPT.sh|CHECKPOINT", help="A script, or a folder, of verl or OpenRLHF.")
+    ],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Variables and arguments of the script.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="PATH", help="The recipe's file, or the model's folder.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Checkpoint: config and tokenizer, where it has none.")
+    ] = None,
+) -> None:
+    """Turn a training script of another trainer into a recipe, or a checkpoint of its into a Hugging Face folder."""
+    if source.is_dir():
+        if out is None:
+            raise typer.BadParameter("name the folder that is to be written", param_hint="--out")
+
+        from lockstep.compat.checkpoints import convert_checkpoint
+
+        write(convert_checkpoint(source, out, model))
+        return
+
+    from lockstep.compat.migrate import migrate as convert
+
+    convert(source, words or [], out)
+
+
 @app.command(name="import-gguf")
 def import_gguf(file: Path, folder: Path) -> None:
     """Turn a GGUF file into a Hugging Face folder."""

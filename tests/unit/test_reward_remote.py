@@ -339,7 +339,7 @@ def test_the_reason_of_a_failure_is_short_whatever_was_answered() -> None:
 
 
 def test_a_batch_that_fails_in_an_unforeseen_way_is_settled_and_the_next_one_is_sent(monkeypatch) -> None:
-    def broken(answer: bytes, count: int) -> list[float]:
+    def broken(answer: bytes, count: int, key: str) -> list[float]:
         monkeypatch.undo()
         raise ZeroDivisionError("a mistake of ours")
 

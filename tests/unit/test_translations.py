@@ -14,6 +14,8 @@ PAIRS = [
     ("docs/ascend-faq.md", "docs/ascend-faq.zh.md"),
     ("docs/python.md", "docs/python.zh.md"),
     ("docs/architecture.md", "docs/architecture.zh.md"),
+    ("docs/from-verl.md", "docs/from-verl.zh.md"),
+    ("docs/from-openrlhf.md", "docs/from-openrlhf.zh.md"),
 ]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 

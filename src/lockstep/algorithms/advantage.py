@@ -28,6 +28,19 @@ VARIANCE_FLOOR = 1e-8
 
 
 @dataclass(frozen=True)
+class Whitening:
+    """How advantages are brought to mean 0 and deviation 1 over the tokens of the step.
+
+    `over`: `own` as the estimator's paper has it, `none`, or `step` for every estimator. `biased` takes the variance
+    with n (OpenRLHF) instead of n - 1 (verl); without `divide` only the mean is taken off.
+    """
+
+    over: str = "own"
+    biased: bool = False
+    divide: bool = True
+
+
+@dataclass(frozen=True)
 class Signals:
     """What a step earned. `rewards_K` holds the score on a sequence's last token and a divergence penalty on any."""
 
@@ -36,6 +49,7 @@ class Signals:
     group_S: torch.Tensor
     values_K: torch.Tensor | None = None
     baseline_S: torch.Tensor | None = None
+    whitening: Whitening = Whitening()
 
     @property
     def scores_S(self) -> torch.Tensor:
@@ -55,7 +69,7 @@ def gae(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """Generalised advantages (arXiv 1506.02438), whitened over the step; returns are A + V before the whitening."""
     values_K = _needed(signals.values_K, "gae", "the critic's values")
     advantages_K = returns.gae(signals.rewards_K, values_K, signals.sequence_K, gamma, lam)
-    return _estimate(signals, whitened(advantages_K), advantages_K + values_K.double())
+    return _estimate(signals, advantages_K, advantages_K + values_K.double(), whitens=True)
 
 
 def reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
@@ -67,7 +81,7 @@ def reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 def reinforce_pp(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """REINFORCE++ (arXiv 2501.03262): the return to go, whitened over the tokens of the step."""
     returns_K = returns.return_to_go(signals.rewards_K, signals.sequence_K, gamma)
-    return _estimate(signals, whitened(returns_K), returns_K)
+    return _estimate(signals, returns_K, returns_K, whitens=True)
 
 
 def remax(signals: Signals, *, gamma: float, lam: float) -> Estimate:
@@ -129,8 +143,7 @@ def grpo_passk(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 def reinforce_pp_baseline(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """REINFORCE++ with a group baseline (arXiv 2501.03262): s - group mean, whitened over the tokens of the step."""
     groups = _Groups(signals)
-    advantages_K = whitened(groups.at_tokens(groups.centred_P))
-    return _estimate(signals, advantages_K, groups.at_tokens(groups.scores_P))
+    return _estimate(signals, groups.at_tokens(groups.centred_P), groups.at_tokens(groups.scores_P), whitens=True)
 
 
 ESTIMATORS: dict[str, Callable[..., Estimate]] = {
@@ -148,13 +161,18 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 }
 
 
-def whitened(values_K: torch.Tensor) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as verl has it. One or equal values give 0."""
+def whitened(values_K: torch.Tensor, *, biased: bool = False, divide: bool = True) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as verl has it. One or equal values give 0.
+
+    `biased` takes the variance with n, as OpenRLHF has it; without `divide` x - mean is all.
+    """
     if not len(values_K):
         return values_K
     shifted_K = values_K - values_K[0]  # equal values become exact zeros, which no rounding of their mean can undo
     centred_K = shifted_K - shifted_K.mean()
-    variance = centred_K.square().sum() / max(len(values_K) - 1, 1)
+    if not divide:
+        return centred_K
+    variance = centred_K.square().sum() / (len(values_K) if biased else max(len(values_K) - 1, 1))
     return centred_K * torch.rsqrt(variance + VARIANCE_FLOOR)
 
 
@@ -204,8 +222,13 @@ def _extreme(values_S: torch.Tensor, group_S: torch.Tensor, groups: int, which: 
     return extreme_G[group_S]
 
 
-def _estimate(signals: Signals, advantages_K: torch.Tensor, returns_K: torch.Tensor) -> Estimate:
-    dtype = signals.rewards_K.dtype
+def _estimate(
+    signals: Signals, advantages_K: torch.Tensor, returns_K: torch.Tensor, *, whitens: bool = False
+) -> Estimate:
+    """`whitens`: the estimator's paper whitens over the step."""
+    dtype, wanted = signals.rewards_K.dtype, signals.whitening
+    if wanted.over == "step" or (wanted.over == "own" and whitens):
+        advantages_K = whitened(advantages_K, biased=wanted.biased, divide=wanted.divide)
     return Estimate(advantages_K.to(dtype), returns_K.to(dtype))
 
 

@@ -156,9 +156,11 @@ def load_rows(
     for source, rows in zip(sources, rowsets, strict=True):
         reader = open_rows(ColumnFinder(source, data, rows.columns), tokenizer, limit)
         loaded.sources.append([])
-        problems += _read_source(rows, reader, loaded, advance)
+        count = min(len(rows), source.rows or len(rows))
+        problems += _read_source(rows, count, reader, loaded, advance)
         loaded.counts.split_by(reader)
-        loaded.notes.append(f"{source.path}: {len(rows):,} rows as {reader.found()}")
+        first = f"the first {count:,} of " if count < len(rows) else ""
+        loaded.notes.append(f"{source.path}: {first}{len(rows):,} rows as {reader.found()}")
         if rows.ignored:
             loaded.notes.append(f"{source.path}: not read: {', '.join(rows.ignored)}")
     refuse_all(problems, "rows")
@@ -171,10 +173,10 @@ def load_rows(
 
 
 def _read_source(
-    rows: RowSet, reader: RowReader[T], loaded: LoadedRows[T], advance: Callable[[int], None]
+    rows: RowSet, count: int, reader: RowReader[T], loaded: LoadedRows[T], advance: Callable[[int], None]
 ) -> list[Problem]:
     problems: list[Problem] = []
-    for i in range(len(rows)):
+    for i in range(count):
         try:
             for kept in reader(rows[i], rows.origin(i)):
                 if kept is None:
@@ -185,6 +187,7 @@ def _read_source(
             problems += refusal.problems
         finally:
             advance(1)
+    advance(len(rows) - count)
     return problems
 
 
@@ -192,7 +195,7 @@ class Loader(Generic[T]):
     """The rows of each update: a pure function of the seed and the position, so any position can be resumed.
 
     Updates run on over the end of an epoch; every row is visited once in each epoch, and only the very last
-    update of a run with `total_rows` may be smaller.
+    update of a run with `total_rows` may be smaller. With `drop_last` an epoch ends with its last whole update.
     """
 
     def __init__(
@@ -204,11 +207,13 @@ class Loader(Generic[T]):
         seed: int,
         shuffle: bool,
         total_rows: int | None,
+        drop_last: bool = False,
     ):
         self.sources = sources
         self.mixture = Mixture([len(source) for source in sources], weights, seed, shuffle)
         self.rows_per_update = rows_per_update
         self.total_rows = total_rows
+        self._epoch_rows = epoch_rows(self.mixture.epoch_length, rows_per_update, drop_last=drop_last)
         self._epoch = -1
         self._order: Sequence[tuple[int, int]] = ()
 
@@ -223,16 +228,31 @@ class Loader(Generic[T]):
         return [self._row(i) for i in range(first, last)]
 
     def _row(self, index: int) -> T:
-        epoch, position = divmod(index, self.mixture.epoch_length)
+        epoch, position = divmod(index, self._epoch_rows)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self.mixture.order(epoch)
         source, row = self._order[position]
         return self.sources[source][row]
 
 
-def steps_and_rows(rows: int, rows_per_update: int, *, epochs: int | None, steps: int | None) -> tuple[int, int]:
+def epoch_rows(rows: int, rows_per_update: int, *, drop_last: bool) -> int:
+    """How many of the rows an epoch visits."""
+    if not drop_last:
+        return rows
+    if rows < rows_per_update:
+        raise Refusal.at(
+            "data.drop_last",
+            f"{rows:,} rows are fewer than the {rows_per_update:,} of one update: every epoch would be empty",
+            "lower batch.rows_per_update (online batch.prompts), or set data.drop_last=false",
+        )
+    return rows - rows % rows_per_update
+
+
+def steps_and_rows(
+    rows: int, rows_per_update: int, *, epochs: int | None, steps: int | None, drop_last: bool = False
+) -> tuple[int, int]:
     """How many updates the run has, and how many rows they visit in all."""
     if steps is not None:
         return steps, steps * rows_per_update
-    total = rows * (epochs or 1)
+    total = epoch_rows(rows, rows_per_update, drop_last=drop_last) * (epochs or 1)
     return -(-total // rows_per_update), total

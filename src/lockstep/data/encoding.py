@@ -20,6 +20,7 @@ class Encoding:
         self.tokenizer = tokenizer
         self.system = data.system
         self.templated = data.template == "auto" and bool(tokenizer.chat_template)
+        self.prompt_format = data.prompt_format
         self.require_end = data.require_end and learned
         self.special = special_ids(tokenizer)
         # What the tokenizer itself puts before plain text: a BOS token, or nothing.
@@ -39,8 +40,8 @@ class Encoding:
         return encode_spans(self.tokenizer, spans, origin)
 
     def joined(self, prompt: str, response: str, origin: Origin) -> Example:
-        """Prompt and response as they are, tokenised apart; the response and the end token are trained."""
-        before = self.opening + self.ids(prompt)
+        """Prompt, in its format, and response as they are, tokenised apart; response and end token are trained."""
+        before = self.opening + self.ids(formatted(prompt, self.prompt_format))
         after = self.ids(response) + self.end(origin)
         return Example(array("q", before + after), bytes([0] * len(before) + [1] * len(after)), origin)
 
@@ -93,6 +94,11 @@ class Encoding:
                 f"starts with two {self.tokenizer.bos_token!r} tokens",
                 "the rows or the template already carry the BOS token; remove it from the rows",
             )
+
+
+def formatted(prompt: str, form: str | None) -> str:
+    """The prompt in the text of `data.prompt_format`."""
+    return prompt if form is None else form.replace("{}", prompt, 1)
 
 
 def last_trained(example: Example) -> int:

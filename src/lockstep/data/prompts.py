@@ -10,37 +10,66 @@ from typing import ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.chat import render_prompt
-from lockstep.data.columns import ColumnFinder, lookup
+from lockstep.data.columns import ColumnFinder, filled, lookup
 from lockstep.data.dataset import Kept, LoadedRows, RowCounts, load_rows
+from lockstep.data.encoding import as_chat, formatted
 from lockstep.data.fit import kept_span
 from lockstep.data.read import RowSet
 from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.recipe.schema import Data
 from lockstep.types import Message, Origin, Prompt, Question, Row
 
 
-def read_questions(rows: RowSet, limit: int | None = None) -> list[Question]:
+@dataclass(frozen=True)
+class QuestionColumns:
+    """Where a row holds its question. Without arguments: the RL schema, whose every column must be there."""
+
+    prompt: str | None = None
+    truth: str | None = None
+    source: str = ""
+    """What a row without a `data_source` comes from."""
+
+    @classmethod
+    def of(cls, data: Data, source: str) -> QuestionColumns:
+        return cls(data.prompt_key, data.label_key, source)
+
+
+RL_SCHEMA = QuestionColumns()
+
+
+def read_questions(rows: RowSet, limit: int | None = None, columns: QuestionColumns = RL_SCHEMA) -> list[Question]:
     """The first `limit` rows (all by default); rows that do not fit the schema are refused together."""
     questions: list[Question] = []
     problems: list[Problem] = []
     for i in range(len(rows) if limit is None else min(limit, len(rows))):
         try:
-            questions.append(question_of(rows[i], rows.origin(i)))
+            questions.append(question_of(rows[i], rows.origin(i), columns))
         except Refusal as refusal:
             problems += refusal.problems
     refuse_all(problems, "rows")
     return questions
 
 
-def question_of(row: Row, origin: Origin) -> Question:
-    """A row of the RL schema."""
-    source, prompt = lookup(row, "data_source", origin), lookup(row, "prompt", origin)
-    truth = lookup(row, "reward_model.ground_truth", origin)
+def question_of(row: Row, origin: Origin, columns: QuestionColumns = RL_SCHEMA) -> Question:
+    """A row of the RL schema, or of other columns: a prompt, and a ground truth where one is named."""
+    source = row.get("data_source") or columns.source if columns.prompt else lookup(row, "data_source", origin)
+    prompt = filled(row, columns.prompt, origin) if columns.prompt else lookup(row, "prompt", origin)
+    if columns.prompt and isinstance(prompt, str):
+        prompt = as_chat(prompt)
     if not isinstance(prompt, list) or not prompt:
-        raise Refusal.at(origin, "prompt is not a list of chat messages")
-    if truth is None or not str(truth).strip():
-        raise Refusal.at(origin, "reward_model.ground_truth is empty")
+        raise Refusal.at(origin, f"{columns.prompt or 'prompt'} is not a list of chat messages")
     extra = row.get("extra_info")
-    return Question(str(source), prompt, str(truth), origin, extra if isinstance(extra, dict) else {})
+    return Question(str(source), prompt, _truth(row, origin, columns), origin, extra if isinstance(extra, dict) else {})
+
+
+def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> str:
+    key = columns.truth or (None if columns.prompt else "reward_model.ground_truth")
+    if key is None:
+        return ""
+    truth = lookup(row, key, origin)
+    if truth is None or not str(truth).strip():
+        raise Refusal.at(origin, f"{key} is empty")
+    return str(truth)
 
 
 class PromptCounts(RowCounts):
@@ -75,11 +104,15 @@ class PromptRows:
 
     def __init__(self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int):
         self.tokenizer, self.limit, self.data = tokenizer, limit, finder.data
+        self.columns = QuestionColumns(
+            finder.setting("prompt_key") or None, finder.setting("label_key") or None, finder.source.path
+        )
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
-        question = question_of(row, origin)
-        check_prompt(self.tokenizer, question)
-        return [fit_prompt(with_system(question, self.data.system), self.tokenizer, self.limit, self.data.overlong)]
+        question = question_of(row, origin, self.columns)
+        check_prompt(self.tokenizer, question, self.data)
+        asked = with_system(question, self.data.system)
+        return [fit_prompt(asked, self.tokenizer, self.limit, self.data.overlong, self.data)]
 
     def found(self) -> str:
         return "prompts"
@@ -88,9 +121,16 @@ class PromptRows:
 load_prompts = partial(load_rows, PromptSet, PromptRows)
 
 
-def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question) -> None:
+def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> None:
     """Refuse what a template would answer with an error of its own, or render as something else than was meant."""
-    if not tokenizer.chat_template:
+    if data is not None and data.template == "none":
+        if data.system is not None:
+            raise Refusal.at("data.system", "prompts without a chat template have no place for it", "remove it")
+        if len(question.prompt) != 1:
+            raise Refusal.at(
+                question.origin, "the prompt is a chat of several turns, and data.template is none", "set it to auto"
+            )
+    elif not tokenizer.chat_template:
         raise Refusal.at(
             question.origin,
             "the prompt is a chat, but the tokenizer has no chat template",
@@ -108,17 +148,19 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question) -> None
             )
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> list[int]:
     """The question as the model sees it, up to where its answer begins."""
+    if data is not None and data.template == "none":
+        return list(tokenizer(formatted(str(question.prompt[0]["content"]), data.prompt_format))["input_ids"])
     text = render_prompt(tokenizer, question.prompt, question.origin)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def fit_prompt(
-    question: Question, tokenizer: PreTrainedTokenizerBase, limit: int, overlong: str
+    question: Question, tokenizer: PreTrainedTokenizerBase, limit: int, overlong: str, data: Data | None = None
 ) -> Kept[Prompt] | None:
     """The prompt within the limit, as `data.overlong` says; None when it is dropped. Its end is never cut."""
-    ids = prompt_ids(tokenizer, question)
+    ids = prompt_ids(tokenizer, question, data)
     if not ids:
         raise Refusal.at(question.origin, "the prompt has no tokens", "mend or remove the row")
     over = Refusal.at(

@@ -8,17 +8,18 @@ from lockstep.errors import Problem
 from lockstep.functions import is_function_path
 from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, preference_reads, sections_read
 from lockstep.recipe.rows import estimator_row, loss_row
-from lockstep.recipe.schema import Recipe
+from lockstep.recipe.schema import Data, Recipe
 from lockstep.recipe.section import Section
 
 DEFAULT_TOKENS = 4096
+# What every reward function gets by name.
+REWARD_CALL = {"prompt", "data_source", "solution_str", "ground_truth", "extra_info"}
 # Keys of the rows that only offline methods read, and what an online method has instead.
 OFFLINE_ROWS = {
     **dict.fromkeys(
         (
             "shape",
             "messages_key",
-            "prompt_key",
             "response_key",
             "text_key",
             "chosen_key",
@@ -26,12 +27,10 @@ OFFLINE_ROWS = {
             "margin_key",
             "responses_key",
             "scores_key",
-            "label_key",
             "steps_key",
         ),
         "name the columns as in the RL schema",
     ),
-    "template": "remove it: prompts are chats and need a template",
     "require_end": "remove it",
     "max_tokens": "use data.max_prompt_tokens and rollout.max_tokens",
 }
@@ -92,8 +91,23 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
                     f"remove {name}",
                 )
 
+    yield from _prompt_format_problems(data)
     yield from _unread_sections(recipe)
     yield from (_online_problems(recipe) if recipe.method in ONLINE else _offline_problems(recipe))
+
+
+def _prompt_format_problems(data: Data) -> Iterator[Problem]:
+    for name in data.template_arguments:
+        if not name.isidentifier():
+            yield Problem(f"data.template_arguments.{name}", "is no name that a template could read", "letters and _")
+    if data.template == "none" and data.template_arguments:
+        yield Problem("data.template_arguments", "no chat template is used", "set data.template=auto")
+    if data.prompt_format is None:
+        return
+    if data.template != "none":
+        yield Problem("data.prompt_format", "the chat template writes the prompts", "set data.template=none")
+    if data.prompt_format.count("{}") != 1:
+        yield Problem("data.prompt_format", f"{data.prompt_format!r} has no one place for the prompt", "write {} once")
 
 
 def _unread_sections(recipe: Recipe) -> Iterator[Problem]:
@@ -115,8 +129,7 @@ def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if recipe.data.max_prompt_tokens is not None:
         yield Problem("data.max_prompt_tokens", f"method {recipe.method} trains rows", "use data.max_tokens")
-    if recipe.val.n > 1 or recipe.val.temperature:
-        yield from _sampled_validation_problems(recipe)
+    yield from _sampled_validation_problems(recipe)
     if row.judges and recipe.val.questions:
         yield Problem("val.questions", f"a model of method {recipe.method} judges, it does not answer", "use data.val")
     yield from _unread_row_keys(recipe)
@@ -150,6 +163,9 @@ def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
 def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.val.n > 1 and not recipe.val.temperature:
         yield Problem("val.n", f"{recipe.val.n} greedy answers would all be the same", "set val.temperature")
+    for key, off in (("top_p", 1.0), ("top_k", 0)):
+        if getattr(recipe.val, key) != off and not recipe.val.temperature:
+            yield Problem(f"val.{key}", "a greedy answer draws from nothing", "set val.temperature, or remove it")
 
 
 def _online_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -207,10 +223,29 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if kl.target is not None and kl.where == "none":
         yield Problem("algorithm.kl.target", "no divergence is used", "set algorithm.kl.where to loss or reward")
+    if kl.reward_coefficient and kl.where != "loss":
+        yield Problem(
+            "algorithm.kl.reward_coefficient",
+            "is for a divergence besides the one in the loss",
+            "set algorithm.kl.where=loss",
+        )
+    between = algorithm.dynamic_sampling.between
+    if between and (between[0] >= between[1] or algorithm.dynamic_sampling.rounds < 2):
+        yield Problem(
+            "algorithm.dynamic_sampling.between",
+            f"{between} replaces nothing, or everything",
+            "the lower one first, and rounds over 1",
+        )
     if kl.where == "reward" and kl.estimator.endswith("+"):
         yield Problem("algorithm.kl.estimator", "a reward has no gradient to pass through", "drop the +")
     if algorithm.correction.low > algorithm.correction.high:
         yield Problem("algorithm.correction.low", "is over algorithm.correction.high")
+    if recipe.reward.arguments and recipe.reward.function is None:
+        yield Problem("reward.arguments", "there is no reward.function to give them to", "set it, or remove them")
+    for name in recipe.reward.arguments.keys() & REWARD_CALL:
+        yield Problem(f"reward.arguments.{name}", "every reward function gets it already", "choose another name")
+    if recipe.reward.clip and recipe.reward.clip[0] >= recipe.reward.clip[1]:
+        yield Problem("reward.clip", f"{recipe.reward.clip} leaves one score for all", "write the lower bound first")
     if algorithm.overlong.buffer > recipe.rollout.max_tokens:
         yield Problem("algorithm.overlong.buffer", "is longer than rollout.max_tokens")
     if recipe.critic.model_fields_set and not needs.critic:

@@ -112,6 +112,19 @@ def recipe_with(recipe: str | Path | Recipe, overrides: Mapping[str, Any]) -> Re
     return _checked(values, [])
 
 
+def checked_recipe(values: dict[str, Any]) -> Recipe:
+    """A recipe from groups of plain values, as a YAML file has them."""
+    return _checked(values, [])
+
+
+def value_text(value: Any) -> str:
+    """One value as YAML on one line, which `load_recipe` reads back to the same value."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=2**20, sort_keys=False
+    ).strip()
+    return text.removesuffix("...").strip()
+
+
 def _plain(value: Any, key: str) -> Any:
     """Values as a YAML file has them; a function becomes its path."""
     if isinstance(value, Mapping):

@@ -150,12 +150,36 @@ class Kl(Section):
         description="Sequences over which the coefficient adapts.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
+    reward_coefficient: float = Field(
+        0.0,
+        ge=0,
+        description="With `where: loss`: weight of another divergence, which is a part of the reward; 0 is none.",
+        read_where=("algorithm.kl.where", ("loss",)),
+    )
+    reward_estimator: Literal["k1", "abs", "k2", "k3"] = Field(
+        "k1", description="Its estimator.", read_where=("algorithm.kl.where", ("loss",))
+    )
     reference: str | None = Field(
         None,
         description="Folder of the reference model. Default: `model.path` (with LoRA: the adapter switched off).",
         effect=FOLDER,
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
+
+    def in_reward(self) -> bool:
+        """Whether a divergence is a part of the reward: the one there is, or the one besides."""
+        return self.where == "reward" or self.reward_coefficient > 0
+
+
+class Whiten(Section):
+    over: Literal["own", "none", "step"] = Field(
+        "own",
+        description="Advantages are brought to mean 0 and deviation 1 over the tokens of the step: as the estimator's "
+        "paper has it (`gae`, `reinforce_pp`, `reinforce_pp_baseline`), never, or always. An estimator of your own "
+        "does this itself.",
+    )
+    biased: bool = Field(False, description="The variance is taken with n, not with n - 1.")
+    divide: bool = Field(True, description="`false` takes off the mean and does not divide by the deviation.")
 
 
 class DynamicSampling(Section):
@@ -165,6 +189,12 @@ class DynamicSampling(Section):
         description="Rounds of generation in a step. Over 1, groups whose rewards are all equal are replaced by new "
         "prompts, until the step is full or the rounds are used up.",
     )
+    between: list[float] | None = Field(
+        None,
+        min_length=2,
+        max_length=2,
+        description="Replace instead the groups whose mean reward is not between these two.",
+    )
 
 
 class Overlong(Section):
@@ -172,6 +202,11 @@ class Overlong(Section):
         0, ge=0, description="Responses in the last so many tokens before the limit lose reward; 0 is off."
     )
     factor: float = Field(1.0, ge=0, description="Reward lost at the very limit.")
+    cut: float | None = Field(
+        None,
+        le=1,
+        description="Of responses that met the limit: their score times this, from 0 to 1; below 0 their score itself.",
+    )
 
 
 class Algorithm(Section):
@@ -235,6 +270,7 @@ class Algorithm(Section):
         description="`kl_cov`: weight of the divergence of the tokens held back.",
         read_where=("algorithm.loss", ("kl_cov",)),
     )
+    whiten: Whiten = Field(default_factory=Whiten)
     entropy: float = Field(0.0, description="Weight of the entropy bonus.")
     kl: Kl = Field(default_factory=Kl, effect=Effect("blocks", "the pull to the reference is another"))
     correction: Correction = Field(
@@ -267,6 +303,11 @@ class Reward(Section):
         description="Your own function: `path/to/file.py:name`.",
         effect=Effect("matters", "another function, or the same one elsewhere: the rewards tell"),
     )
+    arguments: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Arguments that `function` gets by name besides those of every reward function.",
+        effect=REWARD,
+    )
     model: str | None = Field(
         None, description="Folder of a reward model (sequence classification, one label).", effect=FOLDER
     )
@@ -284,6 +325,12 @@ class Reward(Section):
         description="Address of an HTTP endpoint that scores batches; or several, that share the batches.",
         effect=Effect("matters", "another endpoint: a model behind it may judge otherwise"),
     )
+    remote_form: Literal["items", "openrlhf"] = Field(
+        "items",
+        description="What an endpoint is sent and answers: `items` as in docs/rewards.md, `openrlhf` lists `query`, "
+        "`prompts` and `labels`, and `rewards` back.",
+        effect=Effect("matters", "the endpoint is asked in another form"),
+    )
     format: str | None = Field(
         None, description="Regular expression that a whole response must match: 1, else 0.", effect=REWARD
     )
@@ -291,6 +338,13 @@ class Reward(Section):
         default_factory=dict,
         description="Weight of each reward. Default: 1 for each that is set; the rule counts when it is named here or "
         "nothing else is set.",
+        effect=REWARD,
+    )
+    clip: list[float] | None = Field(
+        None,
+        min_length=2,
+        max_length=2,
+        description="Bounds of a response's score, all rewards together: what lies beyond is set to the bound.",
         effect=REWARD,
     )
     workers: int = Field(

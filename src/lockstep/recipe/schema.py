@@ -134,6 +134,12 @@ class Source(Section):
         description="Share of this source in the mix; on all sources or on none.",
         effect=Effect("blocks", "the sources are mixed in other shares"),
     )
+    rows: int | None = Field(
+        None,
+        ge=1,
+        description="Read only the first so many rows.",
+        effect=Effect("blocks", "other rows are read"),
+    )
     shape: Literal["messages", "prompt_response", "text"] | None = Field(
         None, description="As `data.shape`, for this source."
     )
@@ -189,7 +195,9 @@ class Data(Section):
     )
     messages_key: str | None = Field(None, description="Column of the chat. Default `messages` or `conversations`.")
     prompt_key: str | None = Field(
-        None, description="Column of the prompt; dots reach into nested columns (`extra_info.question`)."
+        None,
+        description="Column of the prompt; dots reach into nested columns (`extra_info.question`). Online: a text or a "
+        "chat, in rows that need not be of the RL schema; default `prompt` of that schema.",
     )
     response_key: str | None = Field(None, description="Column of the response; dots as in `prompt_key`.")
     text_key: str | None = Field(None, description="Column of plain text. Default `text`.")
@@ -209,7 +217,8 @@ class Data(Section):
     )
     label_key: str | None = Field(
         None,
-        description="Column of the verdict (`kto`) or of the verdicts on the steps (`prm`). Default `label`, `labels`.",
+        description="Column of the verdict (`kto`) or of the verdicts on the steps (`prm`). Default `label`, `labels`. "
+        "Online: of the ground truth; default `reward_model.ground_truth`, and none where `prompt_key` is set.",
     )
     steps_key: str | None = Field(None, description="Column of a list of steps (`prm`). Default `completions`.")
     system: str | None = Field(
@@ -221,6 +230,16 @@ class Data(Section):
         "auto",
         description="`auto` renders prompts with the tokenizer's chat template where it has one; "
         "`none` joins prompt and response as they are.",
+        effect=Effect("blocks", "prompts are written in another form"),
+    )
+    template_arguments: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Arguments of the chat template, such as `enable_thinking: false`, in every prompt of the run.",
+        effect=Effect("blocks", "prompts are written in another form"),
+    )
+    prompt_format: str | None = Field(
+        None,
+        description="With `template: none`: the text around a prompt, in which `{}` stands for it.",
         effect=Effect("blocks", "prompts are written in another form"),
     )
     require_end: bool = Field(
@@ -246,6 +265,12 @@ class Data(Section):
         description="What happens to a row over `max_tokens` (online: a prompt over `max_prompt_tokens`). "
         "Dropped and truncated rows are counted.",
         effect=LIMIT,
+    )
+    drop_last: bool = Field(
+        False,
+        description="An epoch ends with its last whole update; the rows left over are not trained in it. Without, "
+        "updates run on over the end of an epoch.",
+        effect=GROUPS,
     )
     shuffle: bool = Field(
         True,
@@ -286,6 +311,7 @@ class Optim(Section):
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decay rates.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.01, ge=0, description="Decay of weight matrices; biases and norms are spared.")
+    decay_all: bool = Field(False, description="Decay biases and norms too.")
     clip: float | None = Field(1.0, gt=0, description="Largest gradient norm; `null` switches clipping off.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="Shape of the learning rate after the warm-up.", effect=RATE
@@ -314,13 +340,22 @@ class Optim(Section):
 class Val(Section):
     every: int | None = Field(None, ge=1, description="Steps between validations. Default: only at the end.")
     at_start: bool = Field(False, description="Validate before the first step too.")
-    questions: str | None = Field(
-        None, description="Rows in the RL schema to answer greedily: `val/accuracy` by the rule of their data source."
+    questions: str | list[str] | None = Field(
+        None,
+        description="Rows in the RL schema to answer greedily: `val/accuracy` by the rule of their data source. A path "
+        "or a list of them, which are read one after the other.",
     )
-    question_rows: int | None = Field(None, ge=1, description="Answer only the first so many questions.")
+    question_rows: int | None = Field(None, ge=1, description="Answer only the first so many questions of each path.")
     max_new_tokens: int = Field(64, ge=1, description="Longest answer in tokens.")
     n: int = Field(1, ge=1, description="Answers to each question; more than 1 needs `val.temperature`.")
     temperature: float = Field(0.0, ge=0, description="0 answers greedily.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Answer from the most likely tokens that hold this probability; with a temperature.",
+    )
+    top_k: int = Field(0, ge=0, description="Answer from the so many most likely tokens; 0 is all. With a temperature.")
 
 
 class CheckpointSettings(Section):

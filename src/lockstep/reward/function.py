@@ -8,6 +8,7 @@ from pathlib import Path
 from lockstep.functions import located
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import Given, Raised
+from lockstep.reward.batch_function import prompt_text
 from lockstep.reward.parts import PartOutcome, RewardPart, promised
 from lockstep.reward.pool import Pool
 from lockstep.reward.worker_process import Target
@@ -15,7 +16,8 @@ from lockstep.types import Failure, Question
 
 
 class FunctionPart(RewardPart):
-    """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response, in processes.
+    """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response, in processes; or, where
+    that is what it takes, `f(queries=, prompts=, labels=)` with lists of one.
 
     `name` is the part that the scores and failures count for; `reference` is `path/to/file.py:name`, named by `key`.
     The last lines that process N prints are kept in `output`-N.log, once the folder above is there.
@@ -32,15 +34,21 @@ class FunctionPart(RewardPart):
     ):
         self.name = name
         path, function = located(reference, key)
-        target = Target(str(path), function, settings.time_limit, settings.memory_limit_gb, output, key)
+        # Those of the recipe are for the user's function, not for a judge of ours that runs in the same way.
+        self._arguments = arguments = dict(settings.arguments) if key == "reward.function" else {}
+        target = Target(
+            str(path), function, settings.time_limit, settings.memory_limit_gb, output, key, tuple(arguments)
+        )
         self._pool = Pool(target, settings.workers)
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         call = {
+            "prompt": prompt_text(question.prompt),
             "data_source": question.data_source,
             "solution_str": text,
             "ground_truth": question.ground_truth,
             "extra_info": question.extra_info,
+            **self._arguments,
         }
         future = promised()
         self._pool.submit(call).add_done_callback(lambda done: future.set_result(self._outcome(done.result())))

@@ -1,7 +1,9 @@
 """The part `remote`: HTTP endpoints that score batches.
 
 One is sent `{"items": [{data_source, prompt, response, ground_truth, extra_info}, ...]}` and answers
-`{"scores": [...]}`, or the list alone, with one number for each item in their order.
+`{"scores": [...]}`, or the list alone, with one number for each item in their order. In OpenRLHF's form it is sent
+`{"query": [...], "prompts": [...], "labels": [...]}`, a query being prompt and response, and answers
+`{"rewards": [...]}`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from urllib.parse import urlsplit
 from lockstep.errors import Problem, refuse_all
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import number
+from lockstep.reward.batch_function import prompt_text
 from lockstep.reward.endpoints import LEFT_OUT, Endpoint, Endpoints
 from lockstep.reward.exchange import MOST_BYTES, HttpAnswer, TooLong, Trouble, open_client, post, short
 from lockstep.reward.parts import PartOutcome, RewardPart, promised, settled
@@ -83,13 +86,7 @@ class RemotePart(RewardPart):
         self._thread.start()
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
-        body = {
-            "data_source": question.data_source,
-            "prompt": question.prompt,
-            "response": text,
-            "ground_truth": question.ground_truth,
-            "extra_info": question.extra_info,
-        }
+        body = self._body(question, text)
         try:
             item = _Item(json.dumps(body, allow_nan=False), promised())
         except (TypeError, ValueError, RecursionError) as error:
@@ -102,6 +99,18 @@ class RemotePart(RewardPart):
             if len(self._gathered) == self._settings.remote_batch:
                 self._release()
         return item.future
+
+    def _body(self, question: Question, text: str) -> dict[str, Any]:
+        if self._settings.remote_form == "openrlhf":
+            prompt = prompt_text(question.prompt)
+            return {"query": prompt + text, "prompts": prompt, "labels": question.ground_truth}
+        return {
+            "data_source": question.data_source,
+            "prompt": question.prompt,
+            "response": text,
+            "ground_truth": question.ground_truth,
+            "extra_info": question.extra_info,
+        }
 
     def flush(self) -> None:
         with self._lock:
@@ -177,7 +186,7 @@ class RemotePart(RewardPart):
                 self._settle(item, outcome)
 
     async def _scored(self, client: Any, items: list[str]) -> list[float]:
-        body = f'{{"items": [{", ".join(items)}]}}'.encode()
+        body, key = self._request(items)
         tries = 1 + self._settings.remote_retries
         pause = self._first_pause
         for left in reversed(range(tries)):
@@ -185,7 +194,7 @@ class RemotePart(RewardPart):
             if endpoint is None:
                 raise _Final(self._endpoints.none_left())
             try:
-                return scores_in(await self._asked(client, endpoint, body, last_try=left == 0), len(items))
+                return scores_in(await self._asked(client, endpoint, body, last_try=left == 0), len(items), key)
             except _Again as error:
                 if left == 0:
                     told = f"{endpoint.address}: {error}; tried {tries} times; {self._endpoints.left()}"
@@ -194,6 +203,13 @@ class RemotePart(RewardPart):
                 await asyncio.sleep(max(own, min(error.after, self._settings.remote_timeout)))
             pause *= 2
         raise AssertionError("the last try returns or raises")
+
+    def _request(self, items: list[str]) -> tuple[bytes, str]:
+        """What is sent, and under which name the numbers come back."""
+        if self._settings.remote_form == "items":
+            return f'{{"items": [{", ".join(items)}]}}'.encode(), "scores"
+        rows = [json.loads(item) for item in items]
+        return json.dumps({key: [row[key] for row in rows] for key in rows[0]}).encode(), "rewards"
 
     async def _asked(self, client: Any, endpoint: Endpoint, body: bytes, *, last_try: bool) -> bytes:
         """What the endpoint answers, within `remote_timeout`; its breaker is told how it went."""
@@ -217,15 +233,15 @@ class RemotePart(RewardPart):
         return answer.body
 
 
-def scores_in(answer: bytes, count: int) -> list[float]:
+def scores_in(answer: bytes, count: int, key: str = "scores") -> list[float]:
     """The scores of an answer; anything but `count` finite numbers is refused whole."""
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError) as error:
         raise _Final(short(f"the endpoint's answer is not JSON: {error}")) from error
-    scores = value.get("scores") if isinstance(value, dict) else value
+    scores = value.get(key) if isinstance(value, dict) else value
     if not isinstance(scores, list):
-        raise _Final('the endpoint\'s answer is neither {"scores": [...]} nor a list')
+        raise _Final(f'the endpoint\'s answer is neither {{"{key}": [...]}} nor a list')
     if len(scores) != count:
         raise _Final(f"the endpoint gave {len(scores)} scores for {count} responses")
     numbers = [number(score) for score in scores]

@@ -23,13 +23,21 @@ def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> flo
 
 
 def shaped(rollout: Rollout, recipe: Recipe) -> Rollout:
-    """Its score with what the recipe takes off for length."""
-    settings = recipe.algorithm.overlong
-    if not settings.buffer or isinstance(rollout.score, Failure):
+    """Its score within the recipe's bounds, less what the recipe takes off for length."""
+    settings, bounds = recipe.algorithm.overlong, recipe.reward.clip
+    if isinstance(rollout.score, Failure) or not (settings.buffer or bounds or settings.cut is not None):
         return rollout
-    penalty = overlong_penalty(len(rollout.ids), recipe.rollout.max_tokens, settings.buffer, settings.factor)
-    parts = {**rollout.score.parts, "overlong": penalty}
-    return replace(rollout, score=Score(rollout.score.total + penalty, parts))
+    total, parts = rollout.score.total, dict(rollout.score.parts)
+    if settings.cut is not None and rollout.stop == "length":
+        total = total * settings.cut if settings.cut >= 0 else settings.cut
+    if bounds:
+        total = min(max(total, bounds[0]), bounds[1])
+    if settings.buffer:
+        parts["overlong"] = overlong_penalty(
+            len(rollout.ids), recipe.rollout.max_tokens, settings.buffer, settings.factor
+        )
+        total += parts["overlong"]
+    return replace(rollout, score=Score(total, parts))
 
 
 def rescored(rollouts: Sequence[Rollout], scorer: Scorer, recipe: Recipe) -> list[Score | Failure]:

@@ -17,19 +17,21 @@ import struct
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.functions import LONGEST_WHY, Unloadable, load, told
 from lockstep.processes.memory_limit import limit_memory
 from lockstep.reward.answers import LOADING, Given, Loaded, Raised, Unusable, line_of, number
+from lockstep.reward.batch_function import BATCH_CALL, BatchFunction
 
 CALL = ("data_source", "solution_str", "ground_truth", "extra_info")
 # Before each pickled call: its number and its length.
 HEADER = struct.Struct(">QQ")
 
 
-def serve(descriptor: int, path: str, name: str, memory_bytes: int) -> None:
+def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple[str, ...] = ()) -> None:
     """Load the function, then answer calls until the other end of the connection is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The function's own children must not hold the connection open.
@@ -38,7 +40,7 @@ def serve(descriptor: int, path: str, name: str, memory_bytes: int) -> None:
     me = os.getpid()
     calls: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
-    function = _loaded(Path(path), name)
+    function = _loaded(Path(path), name, (*CALL, *extra))
     _end_copies(me)
     if isinstance(function, Unusable):
         connection.sendall(line_of(LOADING, function))
@@ -70,11 +72,13 @@ def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, byte
         os._exit(0)
 
 
-def _loaded(path: Path, name: str) -> Callable[..., Any] | Unusable:
-    """The function, or why it cannot be had."""
+def _loaded(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | Unusable:
+    """The function, in either of the two forms, or why it cannot be had."""
     try:
-        return load(path, name, CALL)
+        return load(path, name, call)
     except Unloadable as error:
+        with suppress(Unloadable):
+            return BatchFunction(load(path, name, BATCH_CALL))
         return Unusable(error.why, error.remedy)
 
 
@@ -84,6 +88,8 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Rais
         arguments = pickle.loads(call)
     except Exception as error:  # noqa: BLE001 - whatever the classes of the row raise is the reason
         return Raised(f"the row cannot be read by its process: {told(error, path)}")
+    if not isinstance(function, BatchFunction):
+        arguments.pop("prompt", None)
     try:
         value = function(**arguments)
         if inspect.isawaitable(value):

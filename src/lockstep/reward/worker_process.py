@@ -25,6 +25,8 @@ class Target:
     output: Path | None = None
     """The last lines that worker N prints are kept in OUTPUT-N.log; without this they are thrown away."""
     key: str = "reward.function"
+    extra: tuple[str, ...] = ()
+    """Names of arguments that a call has besides."""
 
     def log(self, index: int) -> Path | None:
         return None if self.output is None else self.output.with_name(f"{self.output.name}-{index}.log")
@@ -37,7 +39,7 @@ class WorkerProcess:
         self._target = target
         self._calls = LOADING
         self._unread = b""
-        arguments = (target.path, target.name, int(target.memory_limit_gb * 2**30))
+        arguments = (target.path, target.name, int(target.memory_limit_gb * 2**30), target.extra)
         self._process = FunctionProcess("lockstep.reward.worker:serve", arguments, target.log(index))
         self._connection = self._process.connection
 

@@ -8,6 +8,8 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.prompts import check_prompt, prompt_ids, with_system
+from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.schema import Data, Recipe
 from lockstep.rollout.collect import Judge
 from lockstep.types import Prompt, Question
 
@@ -25,10 +27,19 @@ class Examiner(Judge, Protocol):
     def answer_of(self, question: Question, text: str) -> str | None: ...
 
 
+def asked_as(recipe: Recipe) -> Data | None:
+    """How questions are written: an online run asks them as it asks its prompts, an offline one as chats."""
+    return recipe.data if recipe.method in ONLINE else None
+
+
 def encode_questions(
-    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], system: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    system: str | None = None,
+    data: Data | None = None,
 ) -> list[Prompt]:
+    """`data` says whether a chat template writes the prompts; without it one does."""
     for question in questions:
-        check_prompt(tokenizer, question)
+        check_prompt(tokenizer, question, data)
     asked = [with_system(question, system) for question in questions]
-    return [Prompt(question, prompt_ids(tokenizer, question)) for question in asked]
+    return [Prompt(question, prompt_ids(tokenizer, question, data)) for question in asked]

@@ -27,6 +27,8 @@ def validation_sampling(recipe: Recipe, stop_ids: Sequence[int]) -> Sampling:
     return Sampling(
         max_tokens=recipe.val.max_new_tokens,
         temperature=recipe.val.temperature,
+        top_p=recipe.val.top_p,
+        top_k=recipe.val.top_k,
         stop_ids=tuple(sorted({*stop_ids, *recipe.rollout.stop_ids})),
         stop_strings=tuple(recipe.rollout.stop),
         seed=recipe.run.seed,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.algorithms.advantage import Signals, informative
+from lockstep.algorithms.advantage import Signals, Whitening, informative
 from lockstep.algorithms.correction import correct
 from lockstep.algorithms.kl import divergence
 from lockstep.algorithms.own import estimator
@@ -45,13 +45,16 @@ def estimate_advantages(experience: Experience, known: Annotated, recipe: Recipe
     earned_S = sum_by(experience.earned_K, sequence_K, experience.sequences)
     rewards_K = experience.earned_K.clone()
     rewards_K[experience.last_K] += experience.scores_S - earned_S
-    if algorithm.kl.where == "reward":
+    kl = algorithm.kl
+    if kl.in_reward():
         assert known.old_K is not None
         assert known.reference_K is not None
-        kl_K = divergence(algorithm.kl.estimator, known.old_K, known.reference_K)
-        rewards_K -= kl_coefficient * kl_K
+        alone = kl.where == "reward"
+        kl_K = divergence(kl.estimator if alone else kl.reward_estimator, known.old_K, known.reference_K)
+        rewards_K -= (kl_coefficient if alone else kl.reward_coefficient) * kl_K
         metrics["actor/reward_kl_penalty"] = float(kl_K.double().mean())
-    signals = Signals(rewards_K, sequence_K, experience.group_S, known.values_K, experience.baseline_S)
+    whitening = Whitening(**algorithm.whiten.model_dump())
+    signals = Signals(rewards_K, sequence_K, experience.group_S, known.values_K, experience.baseline_S, whitening)
     advantage = estimator(algorithm.advantage, algorithm.function_limit)
     estimate = advantage(signals, gamma=algorithm.gamma, lam=algorithm.lam)
     keep_K, importance_K = torch.ones(len(sequence_K)), torch.ones(len(sequence_K))

@@ -58,7 +58,7 @@ def old_needed(recipe: Recipe, updates: int) -> bool:
     """With one update a step the old log-probs are the current ones, unless something before it needs them."""
     algorithm = recipe.algorithm
     corrected = algorithm.correction.weight != "none" or algorithm.correction.mask != "none"
-    in_reward = algorithm.kl.where == "reward"
+    in_reward = algorithm.kl.in_reward()
     chosen_before = loss_row(algorithm.loss).held is not None
     return updates * algorithm.epochs > 1 or corrected or in_reward or chosen_before
 

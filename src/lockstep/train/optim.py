@@ -88,8 +88,8 @@ class Optimizer:
         """The update of these gradients, once their norm was asked for."""
         self.stepped = {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
         self.trained: dict[str, torch.Tensor] = dict(self.stepped) if masters else dict(self.parameters)
-        decayed = [p for p in self.trained.values() if p.ndim >= 2]
-        spared = [p for p in self.trained.values() if p.ndim < 2]
+        decayed = [p for p in self.trained.values() if settings.decay_all or p.ndim >= 2]
+        spared = [p for p in self.trained.values() if not settings.decay_all and p.ndim < 2]
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
         self.clip = settings.clip
         self.adamw = torch.optim.AdamW(

@@ -100,7 +100,7 @@ def _places(devices: int, context: int) -> str:
 def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
     batch, rollout = recipe.batch, recipe.rollout
     rows = sum(len(source) for source in prompts.sources)
-    steps, _ = steps_and_rows(rows, batch.prompts, epochs=recipe.run.epochs, steps=recipe.run.steps)
+    steps, _ = _steps(recipe, rows, batch.prompts)
     per_update = batch.prompts_per_update or batch.prompts
     longest = prompts.counts.longest + rollout.max_tokens
     epochs = recipe.algorithm.epochs
@@ -109,9 +109,9 @@ def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
 
 
 def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPlan:
-    batch, run, context = recipe.batch, recipe.run, recipe.parallel.context
+    batch, context = recipe.batch, recipe.parallel.context
     rows = sum(len(source) for source in dataset.sources)
-    steps, total = steps_and_rows(rows, batch.rows_per_update, epochs=run.epochs, steps=run.steps)
+    steps, total = _steps(recipe, rows, batch.rows_per_update)
     loader = make_loader(recipe, dataset)
     counts, used, room = [], 0, 0
     for step in range(min(steps, SAMPLED_UPDATES)):
@@ -126,14 +126,26 @@ def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPl
 
 def make_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:
     """Rows of the whole run. Prompts have no end: dynamic sampling takes as many as it needs."""
-    batch, run = recipe.batch, recipe.run
+    batch = recipe.batch
     if isinstance(read, PromptSet):
         each, total = batch.prompts, None
     else:
         rows, each = sum(len(source) for source in read.sources), batch.rows_per_update
-        _, total = steps_and_rows(rows, each, epochs=run.epochs, steps=run.steps)
-    shuffle = recipe.data.shuffle
-    return Loader(read.sources, read.weights, rows_per_update=each, seed=run.seed, shuffle=shuffle, total_rows=total)
+        _, total = _steps(recipe, rows, each)
+    return Loader(
+        read.sources,
+        read.weights,
+        rows_per_update=each,
+        seed=recipe.run.seed,
+        shuffle=recipe.data.shuffle,
+        total_rows=total,
+        drop_last=recipe.data.drop_last,
+    )
+
+
+def _steps(recipe: Recipe, rows: int, rows_per_update: int) -> tuple[int, int]:
+    run, drop_last = recipe.run, recipe.data.drop_last
+    return steps_and_rows(rows, rows_per_update, epochs=run.epochs, steps=run.steps, drop_last=drop_last)
 
 
 def _room(members: Sequence[int], lengths: Sequence[int], tokens: int | None) -> int:

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.dataset import Dataset
 from lockstep.data.own_reader import OwnReader
-from lockstep.data.prompts import PromptSet, load_prompts, read_questions
+from lockstep.data.prompts import RL_SCHEMA, PromptSet, QuestionColumns, load_prompts, read_questions
 from lockstep.data.read import read_rows
+from lockstep.data.template import with_arguments
 from lockstep.data.updates import row_size
 from lockstep.device.base import Device
 from lockstep.doctor.judge_packages import unfit_packages
@@ -29,7 +30,7 @@ from lockstep.recipe.rows import ENGINES
 from lockstep.reward.rules import rule_for
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.prefill import prefill_budget
-from lockstep.rollout.questions import encode_questions
+from lockstep.rollout.questions import asked_as, encode_questions
 from lockstep.run.progress import Console
 from lockstep.train.own_functions import try_functions
 from lockstep.train.plan import (
@@ -248,7 +249,7 @@ def prepare_online(
 def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrainedTokenizerBase, Any, list[Question]]:
     collect(lambda: _refuse_dtype(recipe, device))
     collect.problems += unfit_packages(device.name, Machine())
-    tokenizer = collect(lambda: load_tokenizer(recipe.model.path))
+    tokenizer = collect(lambda: with_arguments(load_tokenizer(recipe.model.path), recipe.data.template_arguments))
     config = collect(lambda: load_config(recipe.model.path))
     questions = collect(lambda: _questions(recipe))
     if tokenizer is None or config is None:
@@ -311,8 +312,17 @@ def _read(
 def _questions(recipe: Recipe) -> list[Question]:
     if recipe.val.questions is None:
         return []
-    rows = read_rows(recipe.val.questions, reader=OwnReader.of(recipe.data))
-    questions = read_questions(rows, recipe.val.question_rows)
+    paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions
+    online, reader = recipe.method in ONLINE, OwnReader.of(recipe.data)
+    questions = [
+        question
+        for path in paths
+        for question in read_questions(
+            read_rows(path, reader=reader),
+            recipe.val.question_rows,
+            QuestionColumns.of(recipe.data, path) if online else RL_SCHEMA,
+        )
+    ]
     if recipe.method not in ONLINE:
         # An online run judges them by its own rewards, which are checked when these are opened.
         for source in sorted({question.data_source for question in questions}):
@@ -326,7 +336,7 @@ def _refuse_long_questions(
     """Questions whose answers could grow past what the engine can cache of this model."""
     if not questions or not ENGINES[recipe.rollout.engine].paged or fixed_length(config.get_text_config()) is None:
         return
-    prompts = encode_questions(tokenizer, questions, recipe.data.system)
+    prompts = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))
     longest = max(len(prompt.ids) for prompt in prompts) + recipe.val.max_new_tokens
     refuse_moving_positions(config.get_text_config(), longest, config.model_type, "val.max_new_tokens")
 

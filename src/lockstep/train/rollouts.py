@@ -46,7 +46,8 @@ def take_rollouts(
 ) -> Rollouts:
     """The next prompts, from `position` in the data on, answered and scored."""
     answers = _Answers(generator, scorer, recipe, phases)
-    wanted, rounds = recipe.batch.prompts, recipe.algorithm.dynamic_sampling.rounds
+    wanted, settings = recipe.batch.prompts, recipe.algorithm.dynamic_sampling
+    rounds, between = settings.rounds, settings.between
     kept: list[list[Rollout]] = []
     uniform: list[list[Rollout]] = []
     every: list[Rollout] = []
@@ -58,7 +59,7 @@ def take_rollouts(
         used += 1
         every += answered
         for group in _groups(answered):
-            (kept if rounds == 1 or _mixed(group) else uniform).append(group)
+            (kept if rounds == 1 or _teaches(group, between) else uniform).append(group)
     # The rounds are used up: groups that teach nothing fill the step, so that its size stays what it is.
     filled = kept + uniform[: wanted - len(kept)]
     rollouts = [replace(rollout, prompt_index=index) for index, group in enumerate(filled) for rollout in group]
@@ -119,6 +120,9 @@ def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(groups.values())
 
 
-def _mixed(group: Sequence[Rollout]) -> bool:
+def _teaches(group: Sequence[Rollout], between: Sequence[float] | None) -> bool:
+    """Scores that are not all equal, or whose mean is between two bounds."""
     scores = torch.tensor([r.score.total for r in group if isinstance(r.score, Score)])
+    if between is not None:
+        return len(scores) > 0 and between[0] < float(scores.double().mean()) < between[1]
     return bool(informative(scores, torch.zeros(len(scores), dtype=torch.long)).any())

@@ -8,9 +8,9 @@ from lockstep.evaluate.answers import answer_metrics
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.questions import Examiner, encode_questions, validation_keys
+from lockstep.rollout.questions import Examiner, asked_as, encode_questions, validation_keys
 from lockstep.rollout.sampling import validation_sampling
-from lockstep.types import Question, Rollout
+from lockstep.types import Prompt, Question, Rollout
 
 # Answers of a validation that are stored in samples.jsonl.
 STORED_ANSWERS = 20
@@ -30,7 +30,10 @@ class Validator:
     ):
         self.recipe, self.world, self.generator, self.judge = recipe, world, generator, judge
         self.loss_on_rows = loss_on_rows
-        self.prompts = encode_questions(generator.tokenizer, questions, recipe.data.system) if generator else []
+        self.prompts: list[Prompt] = []
+        if generator is not None:
+            data = asked_as(recipe)
+            self.prompts = encode_questions(generator.tokenizer, questions, recipe.data.system, data)
 
     def validate(self, step: int) -> tuple[dict[str, float], list[Rollout]]:
         """Metrics, and the answers to store."""

@@ -55,8 +55,8 @@ def follow(
         }
         if "after" not in kept or "gradient" not in kept:
             continue
-        # Biases and norms have one axis and are spared from decay.
-        decay = optim["weight_decay"] if len(shapes[name]) >= 2 else 0.0
+        # Biases and norms have one axis and are spared from decay, unless the recipe says otherwise.
+        decay = optim["weight_decay"] if optim.get("decay_all") or len(shapes[name]) >= 2 else 0.0
         expected = _stepped(kept, factor, lr, optim, decay)
         way = (expected - kept["before"]).abs()
         difference = (kept["after"] - expected).abs() - ULPS * kept["before"].abs()

@@ -1,0 +1,217 @@
+"""Checkpoints of verl (FSDP shards) and OpenRLHF (DeepSpeed) as Hugging Face folders; Megatron's are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.compat.pickles import read_pickle, read_sharded
+from lockstep.errors import Problem, Refusal, refuse_all
+
+_SHARD = re.compile(r"^model_world_size_(\d+)_rank_(\d+)\.pt$")
+_ZERO3 = re.compile(r"^(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_ZERO3_OPTIM = re.compile(r"^(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+_MP = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
+_BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.py")
+_NOT_BESIDE = ("fsdp_config.json", "model.safetensors.index.json", "trainer_state.json")
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, what kind it is, and where its config and tokenizer are, if it has them."""
+
+    kind: str
+    folder: Path
+    read: Callable[[Path], Weights]
+    model: Path | None
+
+
+def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
+    """Write the weights of a checkpoint to `out` with the config and tokenizer that lie beside it, or in `model`."""
+    found = find_checkpoint(path)
+    source = model or found.model
+    if source is None or not (source / "config.json").is_file():
+        raise Refusal.at(
+            found.folder,
+            "holds weights and no config.json",
+            "name the model that was trained, for its config and tokenizer: --model DIR",
+        )
+    weights = found.read(found.folder)
+    check_weights(weights, source, found.folder)
+    if out.exists() and any(out.iterdir()):
+        raise Refusal.at(out, "is not empty", "name a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+    for pattern in _BESIDE:
+        for file in sorted(source.glob(pattern)):
+            if file.name not in _NOT_BESIDE:
+                shutil.copy(file, out / file.name)
+    dtype = _stored_dtype(source)
+    stored = {name: _stored(tensor, dtype) for name, tensor in weights.items()}
+
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict(stored, out)
+    count = sum(tensor.numel() for tensor in weights.values())
+    return f"wrote {out}: {count:,} parameters of {found.kind}, config and tokenizer of {source}"
+
+
+def find_checkpoint(path: Path) -> Found:
+    """The checkpoint in a folder, or in the places below it where the trainers put them."""
+    for folder in (path, path / "actor", path / "_actor", *_tagged(path), *_tagged(path / "_actor")):
+        names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+        if any(_SHARD.match(name) for name in names):
+            beside = folder / "huggingface"
+            return Found("FSDP shards of verl", folder, read_fsdp, beside if beside.is_dir() else folder)
+        if any(_ZERO3.match(name) for name in names):
+            return Found("DeepSpeed ZeRO 3", folder, read_zero3, None)
+        if any(_MP.match(name) for name in names):
+            return Found("DeepSpeed", folder, read_deepspeed, None)
+        if "dist_ckpt" in names or any(name.endswith(".distcp") or name.startswith("iter_") for name in names):
+            raise Refusal.at(
+                folder, "is a checkpoint of Megatron's, which is not read", "export it there: verl's model_merger"
+            )
+    raise Refusal.at(
+        path,
+        "holds no checkpoint of verl (model_world_size_N_rank_R.pt) or DeepSpeed (mp_rank_00_model_states.pt)",
+        "name the folder of one step, such as global_step_100",
+    )
+
+
+def _tagged(path: Path) -> list[Path]:
+    """The step that DeepSpeed's `latest` names."""
+    latest = path / "latest"
+    return [path / latest.read_text().strip()] if latest.is_file() else []
+
+
+def read_fsdp(folder: Path) -> Weights:
+    files = {int(found[2]): file for file in folder.iterdir() if (found := _SHARD.match(file.name))}
+    world = {int(found[1]) for file in folder.iterdir() if (found := _SHARD.match(file.name))}
+    if len(world) != 1 or set(files) != set(range(next(iter(world)))):
+        have = ", ".join(file.name for file in files.values())
+        raise Refusal.at(folder, f"does not hold every shard of one run: {have}", "copy the missing ones here")
+    shards = [read_sharded(files[rank]) for rank in sorted(files)]
+    names = list(shards[0])
+    refuse_all(
+        [
+            Problem(str(folder), f"rank {i} holds other weights than rank 0")
+            for i, s in enumerate(shards)
+            if list(s) != names
+        ]
+    )
+    return {name: _whole([shard[name] for shard in shards], name, folder) for name in names}
+
+
+def _whole(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
+    """One tensor of the shards of all ranks."""
+    first = parts[0]
+    placements = getattr(first, "placements", None)
+    if placements is None:
+        return torch.as_tensor(first)
+    if len(placements) == 2 and placements[0].is_replicate():
+        # Groups that hold the same: the first one is enough.
+        parts, placements = parts[: first.device_mesh.shape[1]], placements[1:]
+    if len(placements) != 1:
+        raise Refusal.at(folder, f"{name} is laid out over {len(placements)} axes of devices", "export it with verl")
+    if placements[0].is_replicate():
+        return first._local_tensor
+    whole = torch.cat([part._local_tensor for part in parts], dim=placements[0].dim)
+    if whole.shape != first.shape:
+        raise Refusal.at(folder, f"{name}: the shards make {tuple(whole.shape)}, not {tuple(first.shape)}")
+    return whole
+
+
+def read_deepspeed(folder: Path) -> Weights:
+    """ZeRO 1 and 2, and none: the weights are whole in one file."""
+    files = [file for file in folder.iterdir() if _MP.match(file.name)]
+    if len(files) != 1:
+        raise Refusal.at(folder, f"the model is split over {len(files)} devices (tensor parallel)", "merge it first")
+    return _module(read_pickle(files[0]), files[0])
+
+
+def _module(state: Any, file: Path) -> Weights:
+    module = state.get("module") if isinstance(state, dict) else None
+    if not isinstance(module, dict):
+        raise Refusal.at(file, "holds no module", "is it a checkpoint of DeepSpeed's?")
+    return {name: tensor for name, tensor in module.items() if isinstance(tensor, torch.Tensor)}
+
+
+def read_zero3(folder: Path) -> Weights:
+    """ZeRO 3: every weight is cut into as many equal runs as there are ranks, the last one padded."""
+    models = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3.match(file.name))}
+    optims = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3_OPTIM.match(file.name))}
+    if set(models) != set(range(len(models))) or set(optims) != set(models):
+        raise Refusal.at(
+            folder, f"{len(models)} of the ranks have weights, {len(optims)} their optimizer", "copy all files"
+        )
+    state = read_pickle(models[0])
+    shapes = {name: tuple(shape) for group in state["param_shapes"] for name, shape in group.items()}
+    flat = [_flat(read_pickle(optims[rank]), optims[rank]) for rank in sorted(optims)]
+    weights: Weights = {}
+    at = 0
+    for name, shape in shapes.items():
+        count = _product(shape)
+        run = -(-count // len(flat))
+        if at + run > len(flat[0]):
+            raise Refusal.at(folder, f"{name}: the ranks hold fewer numbers than the shapes say", "is the save whole?")
+        weights[name] = torch.cat([part.narrow(0, at, run) for part in flat])[:count].clone().view(shape)
+        at += run
+    buffers = {name: state["module"][name] for name in state.get("buffer_names", ()) if name in state.get("module", {})}
+    shared = {pair[0]: weights[pair[1]] for pair in state.get("shared_params") or () if pair[1] in weights}
+    return {**weights, **buffers, **shared}
+
+
+def _flat(state: Any, file: Path) -> torch.Tensor:
+    try:
+        return torch.cat([group.flatten() for group in state["optimizer_state_dict"]["fp32_flat_groups"]])
+    except (KeyError, TypeError) as error:
+        raise Refusal.at(file, "holds no fp32_flat_groups", "is it of ZeRO 3?") from error
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def check_weights(weights: Weights, model: Path, where: Path) -> None:
+    """Refuse weights that are not those of the model: by name and shape, all told together."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if any("lora_" in name for name in weights):
+        raise Refusal.at(where, "holds an adapter", "merge it there, and convert the merged model")
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(config).state_dict()
+    problems = [
+        Problem(str(where), f"lacks {name}")
+        for name in expected
+        if name not in weights and not name.endswith("lm_head.weight")
+    ]
+    problems += [Problem(str(where), f"{name} is not a weight of {model}") for name in weights if name not in expected]
+    problems += [
+        Problem(str(where), f"{name} is {tuple(tensor.shape)}, not {tuple(expected[name].shape)}")
+        for name, tensor in weights.items()
+        if name in expected and tensor.shape != expected[name].shape
+    ]
+    refuse_all(problems, "weights")
+
+
+def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _stored_dtype(model: Path) -> torch.dtype | None:
+    """The precision that the config names: weights are stored in it, as their trainers export them."""
+    config = json.loads((model / "config.json").read_text())
+    found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or ""), None)
+    return found if isinstance(found, torch.dtype) else None

@@ -1,0 +1,243 @@
+"""The grammars of the peers' command lines and scripts: Hydra's, argparse's and the shell's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.compat.flags import Flag, parse_flags
+from lockstep.compat.hydra import parse_overrides, parse_value
+from lockstep.compat.launch import looks_cut_off, training_of
+from lockstep.compat.shell import Word as W
+from lockstep.compat.shell import read_script
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("-1", -1),
+        ("1e-6", 1e-6),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("5e-7", 5e-7),
+        ("True", True),
+        ("false", False),
+        ("null", None),
+        ("", ""),
+        ("Qwen/Qwen2-7B", "Qwen/Qwen2-7B"),
+        ("[console,wandb]", ["console", "wandb"]),
+        ("['console', \"wandb\"]", ["console", "wandb"]),
+        ("[]", []),
+        ("[0.9,0.999]", [0.9, 0.999]),
+        ("[[1,2],[3]]", [[1, 2], [3]]),
+        ("'1'", "1"),
+        ("'it\\'s'", "it's"),
+        ("{a:1,b:[x]}", {"a": 1, "b": ["x"]}),
+        ("a=b", "a=b"),
+        (".*visual.*", ".*visual.*"),
+    ],
+)
+def test_values_of_hydra(text: str, value: Any) -> None:
+    found = parse_value(text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("text", ["[1,2", "'open", "{a", "[1] 2"])
+def test_values_that_are_never_closed(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_value(text)
+
+
+def test_overrides_set_add_and_take_away() -> None:
+    found = parse_overrides(
+        ["a.b=1", "+a.c=2", "++a.b=3", "d.e=4", "d.f=5", "~d", "--config-name=ppo_trainer", "g.h={i:1}"]
+    )
+    assert {key: given.value for key, given in found.given.items()} == {"a.c": 2, "a.b": 3, "g.h.i": 1}
+    assert found.config == "ppo_trainer"
+    assert not found.problems
+
+
+def test_references_to_plain_values() -> None:
+    words = ["a.x=${b.y}", "b.y=7", "c.z=run-${b.y}-${d.w}", "e.v=${nothing}", "f.u=${f.u}"]
+    found = parse_overrides(words, defaults={"d.w": "big"})
+    values = {key: given.value for key, given in found.given.items()}
+    assert (values["a.x"], values["c.z"]) == (7, "run-7-big")
+    assert [problem.where for problem in found.problems] == ["e.v", "f.u"]
+
+
+@pytest.mark.parametrize("word", ["a.b", "=1", "a b=1", "-x"])
+def test_words_that_are_no_overrides(word: str) -> None:
+    assert parse_overrides([word], ["line 3"]).problems[0].where.startswith("line 3")
+
+
+FLAGS = {
+    flag.name: flag
+    for flag in (
+        Flag("bf16", bool, "switch"),
+        Flag("learning_rate", float),
+        Flag("max_len", int),
+        Flag("max_norm", float),
+        Flag("reward_clip_range", float, 2),
+        Flag("reward_tokens", str, "many"),
+        Flag("save_steps", int),
+        Flag("input_template"),
+        Flag("data.max_len", int),
+    )
+}
+
+
+def test_flags_as_argparse_reads_them() -> None:
+    line = "--learning_rate 5e-7 --max_len=4096 --bf16 --reward_clip_range -10 10 --save_steps -1 --reward_tokens + -"
+    words = [*line.split(), "--data.max_len", "7", "--input_template", ""]
+    found = parse_flags(words, FLAGS)
+    assert not found.problems
+    assert {key: given.value for key, given in found.given.items()} == {
+        "learning_rate": 5e-7,
+        "max_len": 4096,
+        "bf16": True,
+        "reward_clip_range": [-10.0, 10.0],
+        "save_steps": -1,
+        "reward_tokens": ["+", "-"],
+        "data.max_len": 7,
+        "input_template": "",
+    }
+
+
+def test_a_prefix_is_enough_where_it_is_one_flags_alone() -> None:
+    assert parse_flags(["--learn", "1e-5"], FLAGS).given["learning_rate"].value == 1e-5
+    ambiguous = parse_flags(["--max_", "3"], FLAGS).problems
+    assert [(p.where, p.why) for p in ambiguous] == [("--max_", "may be any of --max_len, --max_norm")]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--learning_rat", "1", "--lerning_rate", "1"], "there is no such flag"),
+        (["--reward_clip_range", "1"], "needs 2 values, and 1 follow"),
+        (["--max_len", "long"], "'long' is not a whole number"),
+        (["--bf16=1"], "is a switch and takes no value"),
+        (["stray"], "is neither a flag nor the value of one"),
+    ],
+)
+def test_flags_that_cannot_be_read(words: list[str], why: str) -> None:
+    problem = parse_flags(words, FLAGS).problems[-1]
+    assert problem.why == why
+    if "no such" in why:
+        assert problem.remedy == "did you mean --learning_rate?"
+
+
+def words(script: str, *arguments: str, **given: str) -> list[list[str]]:
+    return [[word.text for word in command] for command in read_script(script, given, arguments).commands]
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("run a \\\n  b \\\n  c\n", [["run", "a", "b", "c"]]),
+        ("# comment\nrun a # b\n", [["run", "a"]]),
+        ("X=1; run $X ${X} \"$X\" '$X'", [["run", "1", "1", "1", "$X"]]),
+        ("run ${Y:-y} ${Z:=z} $Z", [["run", "y", "z", "z"]]),
+        ("A='x y'\nrun $A \"$A\"", [["run", "x", "y", "x y"]]),
+        ("n=$((1024 * 2))\nm=$((n + 512))\nrun $m $((m / 3)) $(( (n-8)*2 ))", [["run", "2560", "853", "4080"]]),
+        ("A=(a 'b c' # why\n d)\nA+=(e)\nrun \"${A[@]}\" ${A[1]}", [["run", "a", "b c", "d", "e", "b", "c"]]),
+        ("run x 2>&1 | tee log.txt", [["run", "x"], ["tee", "log.txt"]]),
+        ("run a > out.txt && done_ b", [["run", "a"], ["done_", "b"]]),
+        ("run a=1\\\n  b=2", [["run", "a=1", "b=2"]]),
+        ('run "ab\\\ncd"', [["run", "abcd"]]),
+        ("run a=${1:-vllm} b=$2 $@", [["run", "a=one", "b=two", "one", "two"]]),
+        ('shift 1\nrun $1 "$@"', [["run", "two", "two"]]),
+        ("export A=1 B=2\nC=3 run $A$B", [["run", "12"]]),
+        ("run \"['$H/a', '$H/b']\"", [["run", "['/h/a', '/h/b']"]]),
+        ("run $'a\\tb' \"\" ''", [["run", "a\tb", "", ""]]),
+        ("for i in 4 5; do\nrun $i\ndone", [["run", "4"]]),
+        ("run ${X:+yes} ${H:+yes}", [["run", "yes"]]),
+        ('run `echo hi` $(echo "$H")', [["run", "hi", "/h"]]),
+    ],
+)
+def test_a_script_is_read(script: str, expected: list[list[str]]) -> None:
+    assert words(script, "one", "two", H="/h") == expected
+
+
+def test_a_here_document_is_a_variable() -> None:
+    script = """read -r -d '' training_commands <<EOF
+openrlhf.cli.train_dpo \\
+   --pretrain $MODEL \\
+   --input_template ""
+EOF
+    # --use_wandb [TOKEN] or True
+if [[ ${1} != "slurm" ]]; then
+    deepspeed --module $training_commands
+fi
+"""
+    assert words(script, MODEL="m")[-1] == [
+        "deepspeed", "--module", "openrlhf.cli.train_dpo", "--pretrain", "m", "--input_template", '""',
+    ]  # fmt: skip
+
+
+def test_what_nobody_set_stays_unknown() -> None:
+    script = read_script("run a=$NOBODY b=$(nproc) c=$(date +%s)\n")
+    assert [word.unknown for word in script.commands[0]] == [[], ["NOBODY"], ["$(nproc)"], []]
+    assert script.commands[0][3].text == "c=now"
+
+
+def test_a_variable_set_under_a_condition_does_not_replace_one() -> None:
+    script = read_script('E=vllm\nif [ "$1" = sglang ]; then\n  E=sglang\n  M=1\nfi\nrun $E $M')
+    assert [word.text for word in script.commands[-1]] == ["run", "vllm", "1"]
+    assert script.remarks == ["line 3: E is set under a condition; 'vllm' is kept"]
+
+
+def test_nothing_of_a_script_is_run(tmp_path: Any) -> None:
+    mark = tmp_path / "ran"
+    words(f"touch {mark}\nX=$(touch {mark})\nrun `touch {mark}` $(( $(touch {mark}; echo 1) + 1 ))")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python3 -m verl.trainer.main_ppo a.b=1", ("verl", "main_ppo", ["a.b=1"], None, None)),
+        (
+            "torchrun --nproc_per_node=8 --nnodes 2 -m verl.trainer.fsdp_sft_trainer a.b=1",
+            ("verl", "fsdp_sft_trainer", ["a.b=1"], 8, 2),
+        ),
+        (
+            "deepspeed --num_gpus 4 --module openrlhf.cli.train_sft --bf16",
+            ("openrlhf", "train_sft", ["--bf16"], 4, None),
+        ),
+        (
+            'ray job submit --address=http://127.0.0.1:8265 --runtime-env-json=\'{"working_dir": "/o"}\' -- '
+            "python3 -m openrlhf.cli.train_ppo_ray --bf16",
+            ("openrlhf", "train_ppo_ray", ["--bf16"], None, None),
+        ),
+        ("srun --nodes 2 bash -c 'python -m verl.trainer.main_ppo a.b=1'", ("verl", "main_ppo", ["a.b=1"], None, None)),
+        ("python verl/trainer/main_ppo.py a.b=1", ("verl", "main_ppo", ["a.b=1"], None, None)),
+        ("python -m lockstep.compat.verl sft a.b=1", ("verl", "sft", ["a.b=1"], None, None)),
+        ("python examples/data_preprocess/gsm8k.py --local_dir d", None),
+    ],
+)
+def test_training_commands_and_their_launchers(command: str, expected: Any) -> None:
+    (read,) = read_script(command).commands
+    found = training_of(read)
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.peer, found.program, [w.text for w in found.words], found.devices, found.nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "cut"),
+    [
+        ("--bf16", True),
+        ("trainer.nnodes=1", True),
+        ("+data.x=1", True),
+        ("export", False),
+        ("a=1", False),
+        ("./run.sh", False),
+    ],
+)
+def test_a_line_that_lost_its_command(first: str, cut: bool) -> None:
+    assert looks_cut_off([W(first, 1)]) is cut
