@@ -16,7 +16,7 @@ import triton.language as tl
 from lockstep.kernels.triton_math import tanh
 
 
-class Settings(NamedTuple):
+class Launch(NamedTuple):
     """Of a program: cached tokens that it reads at once, its warps, and how many such reads are under way, with the one
     that is computed with."""
 
@@ -26,7 +26,7 @@ class Settings(NamedTuple):
 
 
 # For heads of up to 64, and for wider ones. Reads of like size: more of them do not fit beside those of other programs.
-NARROW, WIDE = Settings(64, 2, 3), Settings(32, 4, 3)
+NARROW, WIDE = Launch(64, 2, 3), Launch(32, 4, 3)
 # Programs that keep a multiprocessor busy. Where there are fewer, sequences are split among several, but not into
 # pieces of fewer tokens than pay for putting them together again.
 BUSY, PIECE, MOST_SPLITS = 4, 256, 16
