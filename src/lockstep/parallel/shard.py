@@ -7,19 +7,16 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lockstep.device.base import Device
-from lockstep.parallel.world import World
 
-
-def shard(root: nn.Module, layers: Iterable[nn.Module], device: Device, world: World) -> None:
-    """Shard `layers` one by one and what remains at the root. One rank: nothing to do."""
-    if world.size == 1:
+def shard(root: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh | None) -> None:
+    """Shard `layers` one by one and what remains at the root; on a mesh of two dimensions over the second one, with a
+    copy of each slice along the first. Without a mesh there is nothing to do."""
+    if mesh is None:
         return
-    mesh = init_device_mesh(device.name, (world.size,))
     # Gradients are summed in fp32 whatever the weights are.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in layers:

@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from lockstep.recipe.effects import COLUMN, GROUPS, LIMIT, MICRO, NAME, RATE, STORED, UPDATE, Effect
+from lockstep.recipe.effects import COLUMN, GROUPS, LIMIT, MICRO, NAME, RATE, SPREAD, STORED, UPDATE, Effect
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.named import Named
 from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.online import Algorithm, Critic, Reward, RolloutSettings
+from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.rows import TRACKERS
 from lockstep.recipe.section import Field, Section
 from lockstep.recipe.tape import Tape
@@ -352,6 +353,7 @@ class Recipe(Section):
         default_factory=ProcessReward, effect=Effect("blocks", "other places are judged, or by other words")
     )
     distill: Distill = Field(default_factory=Distill, effect=Effect("blocks", "another divergence from the teacher"))
+    parallel: Parallel = Field(default_factory=Parallel, effect=SPREAD, resumable=True)
     val: Val = Field(
         default_factory=Val,
         effect=Effect("harmless", "when and how is validated; training does not see it"),

@@ -12,6 +12,7 @@ from lockstep.methods import METHODS
 from lockstep.model.heads import ValueModel, load_value_model
 from lockstep.model.load import load_config, load_policy, load_tokenizer
 from lockstep.model.policy import Policy, Scoring, Teacher
+from lockstep.parallel.mesh import mesh_of
 from lockstep.parallel.shard import shard
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
@@ -69,7 +70,7 @@ def _learner(
     torch_device: torch.device,
     name: str,
 ) -> Learner:
-    shard(module, module.layers(), device, world)
+    shard(module, module.layers(), mesh_of(recipe.parallel, device, world))
     masters = bool(recipe.model.master_weights)
     optimizer = Optimizer(
         module.trainable(), settings, masters=masters, fused=device.fused_optimizer, kernel=device.adamw
@@ -86,7 +87,7 @@ def build_reference(recipe: Recipe, device: Device, world: World, torch_device: 
 def load_reference(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Policy:
     key = "algorithm.kl.reference" if recipe.method in ONLINE else "preference.reference"
     reference = _frozen(recipe, key, reference_folder(recipe), device, torch_device)
-    shard(reference, reference.layers(), device, world)
+    shard(reference, reference.layers(), mesh_of(recipe.parallel, device, world))
     return reference
 
 
@@ -94,7 +95,7 @@ def load_teacher(recipe: Recipe, device: Device, world: World, torch_device: tor
     path = str(recipe.distill.teacher)
     refuse_other_tokenizer(recipe, "distill.teacher", path)
     teacher = Teacher(_frozen(recipe, "distill.teacher", path, device, torch_device))
-    shard(teacher, teacher.layers(), device, world)
+    shard(teacher, teacher.layers(), mesh_of(recipe.parallel, device, world))
     return teacher.eval()
 
 

@@ -1,0 +1,24 @@
+"""Keys of the processes: how many, and who holds which part of a model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lockstep.recipe.section import Field, Section
+
+Offload = Literal["none", "optimizer", "params", "all"]
+
+
+class Parallel(Section):
+    shard: int | None = Field(
+        None,
+        ge=1,
+        description="Processes that hold one copy of a model together, a slice each. Default: all of them, or what "
+        "`parallel.replicate` leaves.",
+    )
+    replicate: int | None = Field(
+        None,
+        ge=1,
+        description="Copies of a model; `shard` x `replicate` is the number of processes. Default: 1, or what "
+        "`parallel.shard` leaves.",
+    )
