@@ -304,6 +304,11 @@ class CheckpointSettings(Section):
     every: int | None = Field(None, ge=1, description="Steps between checkpoints. Default: only at the end.")
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
     keep_best: int = Field(0, ge=0, description="Checkpoints with the lowest `val/loss` kept besides.")
+    asynchronous: bool = Field(
+        True,
+        description="Several processes: train on while a checkpoint is written, from a copy of each one's slices in "
+        "the host's memory.",
+    )
 
 
 class LogSettings(Section):
