@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
+from lockstep.parallel.shard import Sharding
 from lockstep.parallel.world import World
 from lockstep.recipe.parallel import Parallel
 
@@ -41,11 +42,24 @@ def grid_of(settings: Parallel, ranks: int) -> Grid:
     return Grid(ranks // asked, asked) if shard is not None else Grid(asked, ranks // asked)
 
 
-def mesh_of(settings: Parallel, device: Device, world: World) -> DeviceMesh | None:
+def refuse_offload(settings: Parallel, ranks: int) -> None:
+    """Weights on the host are gathered layer by layer, which needs ranks to gather them from."""
+    for key, asked in (("offload", settings.offload), ("offload_critic", settings.offload_critic)):
+        if asked in ("params", "all") and ranks == 1:
+            raise Refusal.at(
+                f"parallel.{key}",
+                f"{asked} needs several processes, and there is one",
+                "use optimizer, which frees more, or start several processes",
+            )
+
+
+def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bool = False) -> Sharding | None:
     """The ranks for FSDP; None for a single one, which holds everything."""
     if world.size == 1:
         return None
     grid = grid_of(settings, world.size)
     if grid.replicate == 1:
-        return init_device_mesh(device.name, (world.size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.name, tuple(grid), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device.name, (world.size,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh(device.name, tuple(grid), mesh_dim_names=("replicate", "shard"))
+    return Sharding(mesh, device.torch_device(world.local_rank), on_host)

@@ -22,3 +22,14 @@ class Parallel(Section):
         description="Copies of a model; `shard` x `replicate` is the number of processes. Default: 1, or what "
         "`parallel.shard` leaves.",
     )
+    offload: Offload = Field(
+        "none",
+        description="What of the trained model lives on the host: `optimizer` its moments and master weights, `params` "
+        "its weights and gradients (several processes), `all` both. Slower; the numbers are the same.",
+    )
+    offload_critic: Offload = Field("none", description="The same of the critic.")
+    offload_reference: bool = Field(
+        False, description="The reference's weights are on the device during its passes only."
+    )
+    offload_teacher: bool = Field(False, description="The same of the teacher.")
+    offload_reward: bool = Field(False, description="The same of `reward.model` and `reward.process`.")

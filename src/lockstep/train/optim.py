@@ -82,7 +82,7 @@ class Optimizer:
     ):
         self.parameters = dict(parameters)
         self.masters = masters
-        self._kernel = _kernel(kernel, list(self.parameters.values())) if masters else None
+        self._kernel = device_kernel(kernel, list(self.parameters.values())) if masters else None
         self._held: dict[str, torch.Tensor] = {}
         """With a kernel of the device: the gradients, in fp32 once there was a second micro-batch."""
         self._ready: Any = None
@@ -217,7 +217,7 @@ class Optimizer:
         fill_all(targets, tensors)
 
 
-def _kernel(name: str, parameters: Sequence[torch.Tensor]) -> ModuleType | None:
+def device_kernel(name: str, parameters: Sequence[torch.Tensor]) -> ModuleType | None:
     """The device's own step with masters; None where torch's is used."""
     if name != "triton" or importlib.util.find_spec("triton") is None:
         return None
