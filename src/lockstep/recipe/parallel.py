@@ -10,6 +10,12 @@ Offload = Literal["none", "optimizer", "params", "all"]
 
 
 class Parallel(Section):
+    devices: int | None = Field(
+        None,
+        ge=1,
+        description="Processes that `lockstep train` starts on this machine, one a device. Default: none; it runs by "
+        "itself, or is one of those that torchrun or `srun` started.",
+    )
     shard: int | None = Field(
         None,
         ge=1,
