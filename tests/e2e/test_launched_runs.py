@@ -62,9 +62,10 @@ def training(recipe_file: Path, runs: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
         for pid in ranks_of(runs).values():
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)  # before the end of their output is waited for
+        process.communicate()
 
 
 def assert_none_left(runs: Path) -> None:
