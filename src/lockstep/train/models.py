@@ -19,6 +19,7 @@ from lockstep.data.updates import Update, arrange
 from lockstep.device.transfer import fetched
 from lockstep.kernels.divergence import Likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
+from lockstep.parallel.offload import resident
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.train.logprob_cache import LogprobCache
@@ -145,7 +146,7 @@ def over_targets(
 ) -> torch.Tensor:
     """A number for each target: what `pick` finds in the module's output."""
     vector = torch.zeros(asked.targets)
-    with evaluating(module):
+    with resident(module), evaluating(module):
         said = [fetched(pick(run_on(module, batch, device))) for batch in asked.batches]
     for batch, numbers in zip(asked.batches, said, strict=True):
         vector[batch.index_K] = numbers()

@@ -17,10 +17,13 @@ from lockstep.errors import Refusal
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
 from lockstep.kernels.plain_modules import fused_feed_forwards
 from lockstep.model.load import DTYPES, load_config, with_lora
+from lockstep.parallel.mesh import grid_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_kind
+from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.rows import estimator_row
 from lockstep.rollout.native.prefill import prefill_bytes
+from lockstep.train.plan_offload import Freed, TrainedBytes, freed_by, without, without_frozen
 
 # Updates whose packing is tried out for the plan; the rest look alike.
 SAMPLED_UPDATES = 100
@@ -175,6 +178,8 @@ class MemoryPlan:
     trained: int
     phases: tuple[Phase, ...]
     checkpoint_bytes: int
+    freed: tuple[Freed, ...] = ()
+    """What could be kept on the host, or is."""
 
     @property
     def peak(self) -> Phase:
@@ -206,12 +211,13 @@ def plan_memory(
     # Those of one device, where several divide a micro-batch.
     tokens = min(recipe.line_tokens or rows * longest, rows * longest)
     tokens = -(-tokens // recipe.parallel.context)
-    # Shards are divided over the devices; a layer at a time is gathered, which the spare share covers.
-    weights = parameters * size // devices
-    moments = trained * 2 * (4 if masters else size) // devices
-    master_bytes = trained * 4 // devices if masters else 0
+    # Slices are divided over the devices of a copy; a layer at a time is gathered, which the spare share covers.
+    shards = grid_of(recipe.parallel, devices).shard
+    weights = parameters * size // shards
+    moments = trained * 2 * (4 if masters else size) // shards
+    master_bytes = trained * 4 // shards if masters else 0
     # bf16 gradients of a micro-batch grow while its activations go, so only the summed ones count beside them.
-    gradients = trained * (4 if masters else size) // devices
+    gradients = trained * (4 if masters else size) // shards
     lean = lean_layers and devices == 1 and recipe.model.lora is None and recipe.model.attention != "sdpa"
     lean = lean and fused_feed_forwards(model) == config.num_hidden_layers
     layers = activation_bytes(config, tokens, size, recipe.model.gradient_checkpointing, lean=lean)
@@ -225,28 +231,53 @@ def plan_memory(
     )
     state = size + 2 * (4 if masters else size) + (4 if masters else 0)
     plan = MemoryPlan(parameters, trained, phases, trained * state)
-    plan = _with_frozen(plan, recipe, devices)
-    if recipe.method not in ONLINE:
-        return plan
-    return _with_online_parts(plan, recipe, config, devices, longest, prefill_tokens)
+    frozen = {name: bytes_ // shards for name, bytes_ in _frozen(plan, recipe).items()}
+    plan = _with_weights(plan, sum(frozen.values()))
+    layer = parameters * size // max(1, config.num_hidden_layers)
+    policy, critic = TrainedBytes(moments + master_bytes, weights, gradients, layer), None
+    if recipe.method in ONLINE:
+        before = plan.phases[-1]
+        plan = _with_online_parts(plan, recipe, config, shards, longest, prefill_tokens)
+        after = plan.phases[len(phases) - 1]
+        if after.weights > before.weights:
+            critic = TrainedBytes(after.optimizer - before.optimizer, after.weights - before.weights, 0, layer)
+    return _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
 
 
-def _with_frozen(plan: MemoryPlan, recipe: Recipe, devices: int) -> MemoryPlan:
-    """A reference or a teacher beside what is trained."""
+def _with_offload(
+    plan: MemoryPlan,
+    settings: Parallel,
+    devices: int,
+    policy: TrainedBytes,
+    critic: TrainedBytes | None,
+    frozen: dict[str, int],
+) -> MemoryPlan:
+    """What lives on the host is on a device only where a phase needs it there."""
+    phases = tuple(without(one, settings.offload, policy, gathered=one.name == "generation") for one in plan.phases)
+    if critic is not None:
+        phases = tuple(without(one, settings.offload_critic, critic) for one in phases)
+    phases = without_frozen(phases, settings, frozen)
+    return replace(plan, phases=phases, freed=tuple(freed_by(settings, devices, policy, critic, frozen)))
+
+
+def _frozen(plan: MemoryPlan, recipe: Recipe) -> dict[str, int]:
+    """Bytes of a reference or a teacher beside what is trained, by the key that keeps it on the host."""
     size = DTYPES[recipe.model.dtype].itemsize
-    parameters = 0
     if reference_kind(recipe) == "model":
-        parameters = plan.parameters - (plan.trained if recipe.model.lora is not None else 0)
-    elif recipe.distill.teacher is not None and recipe.distill.top_k is None:
+        return {"offload_reference": size * (plan.parameters - (plan.trained if recipe.model.lora is not None else 0))}
+    if recipe.distill.teacher is not None and recipe.distill.top_k is None:
         with torch.device("meta"):
             teacher = AutoModelForCausalLM.from_config(load_config(recipe.distill.teacher), trust_remote_code=False)
-        parameters = sum(p.numel() for p in teacher.parameters())
-    weights = parameters * size // devices
+        return {"offload_teacher": size * sum(p.numel() for p in teacher.parameters())}
+    return {}
+
+
+def _with_weights(plan: MemoryPlan, weights: int) -> MemoryPlan:
     return replace(plan, phases=tuple(replace(phase, weights=phase.weights + weights) for phase in plan.phases))
 
 
 def _with_online_parts(
-    plan: MemoryPlan, recipe: Recipe, config: Any, devices: int, longest: int, prefill_tokens: int
+    plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, longest: int, prefill_tokens: int
 ) -> MemoryPlan:
     """What else stands beside the policy in an online run: a critic with its optimizer, the cache, a prefill pass."""
     size = DTYPES[recipe.model.dtype].itemsize
@@ -255,8 +286,8 @@ def _with_online_parts(
     has_critic = estimator_row(recipe.algorithm.advantage).critic
     # With an adapter the critic trains one too, and its head.
     trained = (plan.trained + config.hidden_size * int(lora is not None)) * int(has_critic)
-    weights = plan.parameters * int(has_critic) * size // devices
-    state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // devices
+    weights = plan.parameters * int(has_critic) * size // shards
+    state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
     cached = (
         min(recipe.rollout.max_sequences, recipe.batch.prompts * recipe.rollout.n) * longest * kv_bytes(config, size)
     )
@@ -266,7 +297,7 @@ def _with_online_parts(
     )
     standing = phases[-1]
     # The policy's weights are gathered whole to generate; what stands beside them stays divided.
-    beside = standing.weights - plan.parameters * size // devices
+    beside = standing.weights - plan.parameters * size // shards
     prompts = recipe.batch.prompts * max(0, longest - recipe.rollout.max_tokens)
     passes = prefill_bytes(config.get_text_config(), min(prefill_tokens, prompts), size)
     generation = Phase("generation", plan.parameters * size + beside, 0, standing.optimizer, cache + passes)
@@ -315,5 +346,6 @@ def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
             f"{peak.name} needs about {peak.total / 2**30:.1f} GiB on each device, "
             f"and {device} has {available / 2**30:.1f} GiB",
             "lower batch.tokens, set model.gradient_checkpointing, train a LoRA adapter (model.lora.rank), "
-            "use model.dtype=bf16, or shard over more devices with torchrun",
+            "use model.dtype=bf16, keep the optimizer on the host (parallel.offload=optimizer), or shard over more "
+            "devices (parallel.devices, torchrun)",
         )

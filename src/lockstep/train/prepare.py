@@ -24,6 +24,7 @@ from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.placeholders import refuse_placeholders
 from lockstep.parallel.context import refuse_ranks
+from lockstep.parallel.mesh import grid_of, refuse_offload
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.rows import ENGINES
@@ -142,6 +143,8 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     collect = Collector()
     collect(lambda: refuse_ranks(recipe.parallel.context, devices))
     tokenizer, config, questions = _common(recipe, device, collect)
+    collect(lambda: grid_of(recipe.parallel, devices))
+    collect(lambda: refuse_offload(recipe.parallel, devices))
     limit = collect(lambda: row_limit(recipe, config)) or 0
     train = collect(lambda: _read(recipe, recipe.data.train, tokenizer, limit, console, "training"))
     val = None
@@ -226,6 +229,8 @@ def prepare_online(
     collect = Collector()
     collect(lambda: refuse_ranks(recipe.parallel.context, devices))
     tokenizer, config, questions = _common(recipe, device, collect)
+    collect(lambda: grid_of(recipe.parallel, devices))
+    collect(lambda: refuse_offload(recipe.parallel, devices))
     limit = collect(lambda: prompt_limit(recipe, config)) or 0
     train = collect(lambda: _read_prompts(recipe, tokenizer, limit, console)) if limit else None
     if train is not None:
