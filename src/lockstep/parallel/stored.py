@@ -28,7 +28,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     one; `fill` reads only what this rank holds."""
 
     def __init__(self, files: Iterable[Path], prefix: str = ""):
-        self._reader = _Reader(sorted(files))
+        self._reader = _SliceReader(sorted(files))
         self._prefix = prefix
         told = self._reader.read_metadata().state_dict_metadata
         self._told: dict[str, TensorStorageMetadata] = {
@@ -74,7 +74,7 @@ class _Files(FileSystem):
         return [str(file) for file in self.files]
 
 
-class _Reader(HuggingFaceStorageReader):
+class _SliceReader(HuggingFaceStorageReader):
     """Of the named files instead of a folder; their headers are read once."""
 
     def __init__(self, files: list[Path]):
