@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import context_ranks
 from commands import lockstep, torchrun
 from conftest import write_online_recipe, write_sft_recipe
 from lockstep.model.tiny import write_tiny
+from lockstep.run.checkpoint import steps_in
 from preference_rows import METHODS, ranking_rows, write_recipe
-from runs import close, facts
+from runs import close, facts, stored
 
 pytestmark = pytest.mark.torchrun
 
@@ -26,9 +27,8 @@ def test_divided_attention_and_models_are_whole_ones(ranks: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def weights(run: Path, file: str = "model.safetensors") -> dict[str, torch.Tensor]:
-    (last,) = sorted((run / "checkpoints").glob("step_*"))[-1:]
-    return load_file(last / file)
+def weights(run: Path, part: str = "weights") -> Mapping[str, torch.Tensor]:
+    return stored(run, steps_in(run / "checkpoints")[-1], part)
 
 
 def divided(recipe: Path, processes: int, layout: str, *words: str) -> tuple[Path, Path]:
@@ -109,7 +109,7 @@ def test_online_methods(tiny_folder: Path, tmp_path: Path, method: str, layout: 
     same_metrics(one, several)
     assert close(weights(several), weights(one))
     if method == "ppo":
-        assert close(weights(several, "critic.safetensors"), weights(one, "critic.safetensors"))
+        assert close(weights(several, "critic"), weights(one, "critic"))
 
 
 def test_a_row_longer_than_one_device_holds(tiny_folder: Path, tmp_path: Path) -> None:
