@@ -20,7 +20,7 @@ from runs import close, facts, stored
 pytestmark = pytest.mark.torchrun
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_divided_attention_and_models_are_whole_ones(ranks: int) -> None:
     """Random packings in fp64 and fp32, gradients included; models with windows, sinks, soft caps, moving positions."""
     done = torchrun(program=Path(context_ranks.__file__), processes=ranks)
@@ -57,7 +57,10 @@ def same_metrics(one: Path, several: Path) -> None:
         (2, "zigzag", ["val.every=3"]),
         (4, "gather", ["batch.rows_per_update=3"]),
         (2, "ulysses", ["batch.tokens=null", "batch.rows=3", "model.gradient_checkpointing=true"]),
-        (2, "zigzag", ["model.lora.rank=4", "optim.lr=1e-2", "model.gradient_checkpointing=true"]),
+        pytest.param(
+            *(2, "zigzag", ["model.lora.rank=4", "optim.lr=1e-2", "model.gradient_checkpointing=true"]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_supervised_fine_tuning(
@@ -73,10 +76,10 @@ def test_supervised_fine_tuning(
     ("method", "processes", "layout", "words"),
     [
         ("dpo", 2, "zigzag", []),
-        ("dpo", 4, "ulysses", ["batch.rows_per_update=1"]),
-        ("rm", 2, "gather", []),
-        ("kto", 2, "zigzag", []),
-        ("distill", 2, "zigzag", ["distill.top_k=6"]),
+        pytest.param(*("dpo", 4, "ulysses", ["batch.rows_per_update=1"]), marks=pytest.mark.slow),
+        pytest.param(*("rm", 2, "gather", []), marks=pytest.mark.slow),
+        pytest.param(*("kto", 2, "zigzag", []), marks=pytest.mark.slow),
+        pytest.param(*("distill", 2, "zigzag", ["distill.top_k=6"]), marks=pytest.mark.slow),
         ("distill", 2, "gather", []),
     ],
 )

@@ -55,6 +55,7 @@ def assert_same(run: Path, one: Path) -> None:
     assert close(stored(run, 6), stored(one, 6))
 
 
+@pytest.mark.slow
 def test_copies_change_no_number(alone: Path) -> None:
     """Two ranks with a slice each are in test_torchrun.py."""
     done = torchrun("train", alone, "run.name=two", *COMMON, "parallel.replicate=2")
@@ -74,7 +75,7 @@ def test_copies_and_slices_change_no_number(alone: Path, four: Path) -> None:
     assert max(sizes) < whole / 2
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_four_ranks_go_on_as_fewer(alone: Path, four: Path, tmp_path: Path, processes: int) -> None:
     """From the third step, whose checkpoint was written while the fourth was computed."""
     run = shutil.copytree(four, tmp_path / "four")
