@@ -216,6 +216,7 @@ def prepare_online(
 ) -> PreparedOnline:
     """As `prepare`, for prompts."""
     collect = Collector()
+    collect(lambda: _refuse_beside(recipe, device, devices))
     tokenizer, config, questions = _common(recipe, device, collect)
     limit = collect(lambda: prompt_limit(recipe, config)) or 0
     train = collect(lambda: _read_prompts(recipe, tokenizer, limit, console)) if limit else None
@@ -235,6 +236,19 @@ def prepare_online(
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
     return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches)
+
+
+def _refuse_beside(recipe: Recipe, device: Device, devices: int) -> None:
+    """Generation beside training, where it is not made for."""
+    if recipe.rollout.max_staleness is None:
+        return
+    remedy = "remove the key: generation and training then take turns"
+    if devices > 1:
+        why = f"generation beside training is made for one process, and these are {devices}"
+        raise Refusal.at("rollout.max_staleness", why, remedy)
+    if not device.generates_beside:
+        why = f"two processes on one {device.name} device, one of which trains and one generates, are not supported"
+        raise Refusal.at("rollout.max_staleness", why, remedy)
 
 
 def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrainedTokenizerBase, Any, list[Question]]:
