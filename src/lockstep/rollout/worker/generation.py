@@ -56,7 +56,7 @@ def _received(connection: int) -> tuple[Connection, int]:
 
 
 @dataclass
-class _Job:
+class _Unfinished:
     """A request, the samples of it that are left, and which weights drew their tokens so far."""
 
     number: int
@@ -67,7 +67,7 @@ class _Job:
     versions: dict[int, list[int]]
 
     @classmethod
-    def of(cls, number: int, request: Request, ask: Ask) -> _Job:
+    def of(cls, number: int, request: Request, ask: Ask) -> _Unfinished:
         samples = range(request.first, request.first + request.n)
         begun = {sample: Begun() for sample in samples}
         return cls(number, request, ask.sampling, ask.first, begun, {sample: [] for sample in samples})
@@ -93,7 +93,7 @@ class _Worker:
             self.engine.pause = self._paused
         self.memory = WeightMemory(memory, opening.places)
         self.version = -1
-        self.jobs: list[_Job] = []
+        self.jobs: list[_Unfinished] = []
         self._spoke = time.monotonic()
 
     def run(self) -> None:
@@ -115,15 +115,15 @@ class _Worker:
             self._take(said)
 
     def _take(self, ask: Ask) -> None:
-        jobs = [_Job.of(number, request, ask) for number, request in ask.requests.items()]
+        jobs = [_Unfinished.of(number, request, ask) for number, request in ask.requests.items()]
         # A stable sort: who came first is served first, among those that are waited for and among the others.
         self.jobs = sorted([*self.jobs, *jobs], key=lambda job: not job.first)
 
-    def _together(self) -> list[_Job]:
+    def _together(self) -> list[_Unfinished]:
         """Those that are sampled like the first one."""
         return [job for job in self.jobs if job.sampling == self.jobs[0].sampling]
 
-    def _generate(self, jobs: list[_Job]) -> None:
+    def _generate(self, jobs: list[_Unfinished]) -> None:
         requests = [replace(job.request, begun=dict(job.begun)) for job in jobs]
         for completion in self.engine.generate(requests, jobs[0].sampling):
             job, sample = jobs[completion.request], completion.sample
