@@ -14,13 +14,16 @@ from safetensors.torch import load_file
 from commands import lockstep
 from hang import HANG
 from kills import killed, lines
+from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
+from lockstep.parity.replay.loop import Replay
 from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.rows import rollouts_of
 from lockstep.train.online_async import train_online_async
+from lockstep.train.prepare import prepare_online
 from runs import facts
 
 
@@ -72,6 +75,10 @@ def test_staleness_stays_within_its_bound_and_is_recorded(online_file: Path, tmp
         tape = TapeFolder(run / "tape")
         told = rollouts_of(tape.read_table(tape.rollouts_file(step)))
         assert [list(one.versions) for one in told] == [line["versions"] for line in stored if line["step"] == step]
+    recipe = load_recipe(str(run / "recipe.yaml"))
+    for mode in ("forced", "free"):
+        with pytest.raises(Refusal, match=r"(?s)by weights of several steps.*--mode chained"):
+            Replay(TapeFolder(run / "tape"), mode).run(recipe, Console.silent())
     # The second step's responses begin in the batch of the first's, with the weights before any update.
     assert dict(read_metrics(run / "metrics.jsonl"))[2]["async/staleness_max"] == 1
 
@@ -109,6 +116,17 @@ def test_what_is_not_made_for_it_is_refused_by_name(online_file: Path, tmp_path:
     (tmp_path / "turns.py").write_text("def respond(prompt, generate):\n    return [], []\n")
     with pytest.raises(Refusal, match=r"rollout\.max_staleness.*cannot run rollout\.function"):
         load_recipe(str(online_file), ["rollout.max_staleness=0", f"rollout.function={tmp_path}/turns.py:respond"])
+    recipe = load_recipe(str(online_file), ["rollout.max_staleness=0"])
+    with pytest.raises(Refusal, match=r"rollout\.max_staleness: .* made for one process, and these are 2"):
+        prepare_online(recipe, Cpu(), 2, Console.silent())
+    with pytest.raises(Refusal, match=r"rollout\.max_staleness: two processes on one cpu device"):
+        prepare_online(recipe, Alone(), 1, Console.silent())
+
+
+class Alone(Cpu):
+    """A device on which nobody may generate beside training."""
+
+    generates_beside = False
 
 
 def test_importance_sampling_is_a_default_and_no_more(online_file: Path) -> None:
