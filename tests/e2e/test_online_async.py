@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from commands import lockstep
 from hang import HANG
-from kills import killed, lines
+from kills import interrupted, killed, lines
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.parity.replay.loop import Replay
@@ -94,15 +94,21 @@ def test_a_run_goes_on_from_its_checkpoint(online_file: Path, tmp_path: Path) ->
     assert [told[step]["training/epoch"] for step in (1, 2, 3, 4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
 
 
-def test_a_killed_run_leaves_no_worker(online_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
+def test_a_run_that_is_ended_leaves_no_worker(online_file: Path, tmp_path: Path, how: str) -> None:
     run = tmp_path / "runs" / "run"
     words = ["train", online_file, "run.steps=1000", "rollout.max_staleness=1", "run.export=false"]
-    killed(words, lines(run / "metrics.jsonl", 2))
+    if how == "killed":
+        killed(words, lines(run / "metrics.jsonl", 2))
+    else:
+        _, told = interrupted(words, lines(run / "metrics.jsonl", 2))
+        assert "the same command goes on from there" in " ".join(told.split())
     given_up = time.monotonic() + HANG
     # The worker's command names the file of its last lines.
     while [pid for pid in Path("/proc").glob("[0-9]*") if str(run / "rollout").encode() in _command(pid)]:
         assert time.monotonic() < given_up
         time.sleep(0.05)
+    assert (run / "rollout" / "worker.log").is_file()
 
 
 def _command(process: Path) -> bytes:
