@@ -5,7 +5,7 @@ Tensor shapes carry a suffix: N micro-batch rows, T positions, K trained tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -233,12 +233,21 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """A response as far as it was written before a pause."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt to be continued `n` times. `key` is the prompt's part of the noise's counter, `first` the number of the
     first sample.
 
     `max_tokens` is a limit of its own, below the sampling's. `question` is what the prompt asks, for what is more than
-    a model; engines do not look at it.
+    a model; engines do not look at it. `begun` names, after a pause, the samples that are left and how far each is; an
+    engine that never pauses does not look at it either.
     """
 
     ids: Sequence[int]
@@ -247,6 +256,11 @@ class Request:
     first: int = 0
     max_tokens: int | None = None
     question: Question | None = None
+    begun: Mapping[int, Begun] | None = None
+
+
+# Why a completion ended that did not end: its engine was asked to pause.
+PAUSED = "paused"
 
 
 @dataclass(frozen=True)
@@ -260,6 +274,8 @@ class Completion:
     stop: str
     """Why it ended: `token`, `string` or `length`; `environment` where the last turn is not the policy's."""
     trained: Sequence[int] = ()
+    """As in `Rollout`."""
+    versions: Sequence[int] = ()
     """As in `Rollout`."""
 
     def __post_init__(self) -> None:
@@ -314,7 +330,8 @@ class Rollout:
 
     `trained[i]` is 1 where the policy wrote token i, and 0 where an environment did: such a token is seen, never
     trained, and its entry in `logprobs` is 0. `earned` are the shares of the score that belong to a token before the
-    last: (token, share).
+    last: (token, share). `versions` are the updates that the weights had seen which drew each token; empty where
+    generation and training take turns, so that it is the step's own number.
     """
 
     prompt: Prompt
@@ -327,6 +344,7 @@ class Rollout:
     score: Score | Failure
     earned: tuple[tuple[int, float], ...] = ()
     trained: Sequence[int] = ()
+    versions: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trained", _mask(self.trained, self.ids))

@@ -46,26 +46,41 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.xdist_group("online learning")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_lifts_held_out_accuracy(warm: Path, method: str) -> None:
+    steps = f"run.steps={STEPS if method in LONG else SLOW_STEPS}"
+    trained(warm, method, f"method={method}", steps, *METHODS[method])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("online learning")
+def test_generation_beside_training_lifts_it_as_well(warm: Path) -> None:
+    words = ["method=grpo", f"run.steps={STEPS}", "rollout.max_staleness=2", *METHODS["grpo"]]
+    history = trained(warm, "beside", *words)
+    staleness = [metrics["async/staleness_max"] for metrics in history if "async/staleness_max" in metrics]
+    assert max(staleness) == 2
+    assert len(staleness) == STEPS
+
+
+def trained(warm: Path, name: str, *words: str) -> list[dict[str, float]]:
+    """The metrics of a run that has lifted the accuracy by 0.25."""
     done = lockstep(
         "train",
         "grpo-arithmetic",
-        f"method={method}",
-        f"run.name={method}",
+        f"run.name={name}",
         f"run.folder={warm / 'runs'}",
-        f"run.steps={STEPS if method in LONG else SLOW_STEPS}",
         f"model.path={warm / 'runs' / 'warmup-arithmetic' / 'export'}",
         f"data.train={warm / 'data' / 'train.parquet'}",
         f"val.questions={warm / 'data' / 'val.parquet'}",
         "run.export=false",
         # Measured before and after; what lies between is not looked at.
         "val.every=1000",
-        *METHODS[method],
+        *words,
         timeout=4 * HANG,
     )
     assert done.returncode == 0, done.stderr
-    history = [metrics for _, metrics in read_metrics(warm / "runs" / method / "metrics.jsonl")]
+    history = [metrics for _, metrics in read_metrics(warm / "runs" / name / "metrics.jsonl")]
     accuracy = [metrics["val/accuracy"] for metrics in history if "val/accuracy" in metrics]
     assert accuracy[-1] >= accuracy[0] + 0.25
     # The reward on the training prompts rises with it.
     rewards = [metrics["critic/score/mean"] for metrics in history if "critic/score/mean" in metrics]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+    return history

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from lockstep.rollout.native import engine as engine_module
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.prefill import prefill_budget, prefill_bytes
 from lockstep.rollout.native.runner import Round, Runner
-from lockstep.types import Completion, Request, Sampling
+from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=24, temperature=0.8, stop_ids=(7, 9, 11, 13, 15, 17), seed=3)
 
@@ -56,6 +57,30 @@ def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
     ]
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=2e-4)
+
+
+def test_a_generation_that_is_paused_goes_on_to_the_same_samples(
+    policy: Policy, folder: Path, requests: list[Request], usual: list[Completion]
+) -> None:
+    engine, rounds = native(policy, folder, max_sequences=7), itertools.count(1)
+    engine.pause = lambda: next(rounds) % 6 == 0
+    left = {n: {sample: Begun() for sample in range(request.n)} for n, request in enumerate(requests)}
+    done, pauses = [], 0
+    while left:
+        numbers = list(left)
+        asked = [replace(requests[number], begun=dict(left[number])) for number in numbers]
+        for made in engine.generate(asked, SAMPLING):
+            one = replace(made, request=numbers[made.request])
+            if one.stop == PAUSED:
+                left[one.request][one.sample] = Begun(one.ids, one.logprobs)
+                pauses += 1
+                assert pauses < 1000, "it never comes to an end"
+            else:
+                done.append(one)
+                del left[one.request][one.sample]
+        left = {number: samples for number, samples in left.items() if samples}
+    assert pauses > 10
+    assert_same(sorted(done, key=lambda one: (one.request, one.sample)), usual)
 
 
 def test_samples_vary_in_length_and_end_as_they_should(usual: list[Completion]) -> None:

@@ -50,6 +50,8 @@ class Device(ABC):
     """Name of the kernel that draws tokens from logits; see `rollout/native/sampler.py`."""
     generating_layers: ClassVar[str] = "modules"
     """Name of what runs the decoder layers when the engine generates; see `kernels/generating.py`."""
+    generates_beside: ClassVar[bool] = False
+    """Whether a second process may generate on it while the run trains on it."""
     prefill_tokens: ClassVar[int] = 8192
     """Prompt tokens that the engine gives to one forward pass, where the recipe does not say and memory allows."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -25,6 +25,7 @@ class Cpu(Device):
     fused_optimizer = True
     graph_capture = False
     attention = "sdpa"
+    generates_beside = True
 
     def unavailable(self) -> str | None:
         return None

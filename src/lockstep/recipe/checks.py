@@ -221,6 +221,12 @@ def _rollout_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "batch.prompts_per_update", f"{per_update} does not divide batch.prompts={batch.prompts}", f"use {fitting}"
         )
+    if rollout.max_staleness is not None and rollout.function is not None:
+        yield Problem(
+            "rollout.max_staleness",
+            "the process that generates beside training cannot run rollout.function",
+            "remove one of them",
+        )
     if estimator_row(algorithm.advantage).groups and rollout.n < 2:
         yield Problem(
             "rollout.n",
@@ -316,4 +322,8 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
         model = model.model_copy(update={"master_weights": model.dtype != "fp32"})
     if model.lora and model.lora.alpha is None:
         model = model.model_copy(update={"lora": model.lora.model_copy(update={"alpha": 2.0 * model.lora.rank})})
+    algorithm = recipe.algorithm
+    if recipe.rollout.max_staleness and "weight" not in algorithm.correction.model_fields_set:
+        correction = algorithm.correction.model_copy(update={"weight": "token"})
+        recipe = recipe.model_copy(update={"algorithm": algorithm.model_copy(update={"correction": correction})})
     return recipe.model_copy(update={"run": run, "batch": batch, "model": model})

@@ -95,6 +95,14 @@ class RolloutSettings(Section):
         effect=CACHE,
         resumable=True,
     )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="A process of its own generates while the run trains, with weights that are at most so many steps "
+        "older than those its responses train (0: it waits for them). Default: generation and training take turns. "
+        "Over 0, `algorithm.correction.weight` is `token` where the recipe does not say.",
+        effect=Effect("matters", "responses are drawn by weights of earlier steps, and how early is a matter of time"),
+    )
     max_probs_diff: float | None = Field(
         None,
         gt=0,
@@ -106,7 +114,9 @@ class RolloutSettings(Section):
 
 class Correction(Section):
     weight: Literal["none", "token", "sequence"] = Field(
-        "none", description="Truncated importance sampling: trainer's over engine's probability, as a weight."
+        "none",
+        description="Truncated importance sampling: trainer's over engine's probability, as a weight. Default: `token` "
+        "where `rollout.max_staleness` is over 0, otherwise `none`.",
     )
     cap: float = Field(
         2.0, gt=0, description="Largest weight.", read_where=("algorithm.correction.weight", ("token", "sequence"))

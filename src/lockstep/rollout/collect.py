@@ -65,6 +65,7 @@ def collect(
                 "logprobs": completion.logprobs,
                 "stop": completion.stop,
                 "trained": completion.trained,
+                "versions": completion.versions,
                 "text": text,
             }
             judged.append((made, judge.submit(prompts[index].question, text)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -73,6 +74,12 @@ class Generator:
         model = Model(path=folder, dtype=dtype)  # type: ignore[arg-type]
         policy = load_policy(model, device.torch_device(world.local_rank), device.attention, seed=0)
         return cls(policy, tokenizer, settings or RolloutSettings(), device, world, folder)
+
+    def answered_by(self, engine: Engine) -> Generator:
+        """As this one, with the responses of another engine, whose weights are its own affair."""
+        other = copy(self)
+        other.engine = other.responder = engine
+        return other
 
     def generate(
         self,

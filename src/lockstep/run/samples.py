@@ -24,4 +24,6 @@ def sample_line(step: int, kind: str, rollout: Rollout, advantage: float | None)
         line |= {"score": score.total, "parts": score.parts}
     if advantage is not None:
         line["advantage"] = advantage
+    if rollout.versions:
+        line["versions"] = list(rollout.versions)
     return line | {"prompt_tokens": len(rollout.prompt.ids), "tokens": len(rollout.ids), "stop": rollout.stop}

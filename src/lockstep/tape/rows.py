@@ -46,6 +46,7 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
         "ids": list(rollout.ids),
         "logprobs": list(rollout.logprobs),
         "trained": list(rollout.trained),
+        **({"versions": list(rollout.versions)} if rollout.versions else {}),
         "stop": rollout.stop,
         "text": rollout.text,
         "score": total,
@@ -92,6 +93,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         earned,
         # A tape of before there were environments has no mask: every token is the policy's.
         row.get("trained") or (),
+        row.get("versions") or (),
     )
 
 

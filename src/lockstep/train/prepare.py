@@ -228,6 +228,7 @@ def prepare_online(
     """As `prepare`, for prompts."""
     collect = Collector()
     collect(lambda: refuse_ranks(recipe.parallel.context, devices))
+    collect(lambda: _refuse_beside(recipe, device, devices))
     tokenizer, config, questions = _common(recipe, device, collect)
     collect(lambda: grid_of(recipe.parallel, devices))
     collect(lambda: refuse_offload(recipe.parallel, devices))
@@ -249,6 +250,19 @@ def prepare_online(
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
     return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches)
+
+
+def _refuse_beside(recipe: Recipe, device: Device, devices: int) -> None:
+    """Generation beside training, where it is not made for."""
+    if recipe.rollout.max_staleness is None:
+        return
+    remedy = "remove the key: generation and training then take turns"
+    if devices > 1:
+        why = f"generation beside training is made for one process, and these are {devices}"
+        raise Refusal.at("rollout.max_staleness", why, remedy)
+    if not device.generates_beside:
+        why = f"two processes on one {device.name} device, one of which trains and one generates, are not supported"
+        raise Refusal.at("rollout.max_staleness", why, remedy)
 
 
 def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrainedTokenizerBase, Any, list[Question]]:

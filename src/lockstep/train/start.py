@@ -27,8 +27,10 @@ def run_recipe(recipe: Recipe) -> Path:
     refuse_other_count(recipe.parallel.devices)
     if recipe.method in ONLINE:
         from lockstep.train.online import train_online
+        from lockstep.train.online_async import train_online_async
 
-        train_online(recipe, Console.open(ONLINE_COLUMNS, every=recipe.log.every, lines=True))
+        loop = train_online if recipe.rollout.max_staleness is None else train_online_async
+        loop(recipe, Console.open(ONLINE_COLUMNS, every=recipe.log.every, lines=True))
     else:
         from lockstep.train.offline import train_offline
 

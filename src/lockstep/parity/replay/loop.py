@@ -48,12 +48,22 @@ class Replay:
 
     def run(self, recipe: Recipe, console: Console) -> None:
         """Make the steps in a run folder of their own, which keeps a tape and no model."""
+        self._refuse_other_versions(recipe)
         if recipe.method in ONLINE:
             with open_online(recipe, console, keeps=False) as online:
                 self._loop(online.training, lambda step: online_step(self.rollouts(online, step), online, step))
         else:
             with open_offline(recipe, console, keeps=False) as offline:
                 self._loop(offline.training, lambda step: offline_step(self.rows(offline, step), offline, step))
+
+    def _refuse_other_versions(self, recipe: Recipe) -> None:
+        if recipe.method in ONLINE and recipe.rollout.max_staleness and self.mode != "chained":
+            raise Refusal.at(
+                f"tape {self.tape.path}",
+                "its responses were generated while it trained (rollout.max_staleness), by weights of several steps: "
+                "no engine draws them again",
+                "use --mode chained, which learns from the recorded responses",
+            )
 
     def _loop(self, training: Training, train: Callable[[int], dict[str, float]]) -> None:
         for step in self.steps():

@@ -26,7 +26,7 @@ from lockstep.rollout.native.prefill import prefill_budget
 from lockstep.rollout.native.runner import Round, Runner
 from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.rollout.native.sequence import Prefix, Sample
-from lockstep.types import Completion, Request, Sampling
+from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 
 # Share of the free memory that the cache may take when the recipe does not say.
 FREE_SHARE = 0.5
@@ -41,6 +41,8 @@ class NativeEngine(SharedWeights):
 
     def __init__(self, policy: Policy, device: Device, settings: RolloutSettings, decode: Callable[[list[int]], str]):
         self.policy, self.device, self.settings, self.decode = policy, device, settings, decode
+        self.pause: Callable[[], bool] = lambda: False
+        """Asked between rounds; where it says yes, what is unfinished comes out as it stands, and `generate` ends."""
         self.preempted = 0
         self._cache_kept: KVCache | None = None
         self._runners: dict[Sampling, Runner] = {}
@@ -90,6 +92,10 @@ class NativeEngine(SharedWeights):
     def _run(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
         ahead: Round | None = None
         while scheduler.unfinished:
+            if self.pause():
+                # What the device has drawn ahead is drawn again: the noise of a token depends on its place alone.
+                yield from (_completion(sample, PAUSED) for sample in scheduler.left() if sample.logprobs)
+                return
             now = ahead or self._next(scheduler, runner)
             if now is None:
                 continue
@@ -102,8 +108,7 @@ class NativeEngine(SharedWeights):
                 self._append(sample, tokens, logprobs, sampling)
                 if sample.stop:
                     scheduler.finish(sample)
-                    response = sample.tokens[sample.prompt :]
-                    yield Completion(sample.request, sample.number, response, sample.logprobs, sample.stop)
+                    yield _completion(sample, sample.stop)
 
     def _next(self, scheduler: Scheduler, runner: Runner) -> Round | None:
         work = scheduler.next(runner.passes)
@@ -197,6 +202,10 @@ class NativeEngine(SharedWeights):
         return KVCache(layers, blocks, self.settings.block_tokens, heads, size, like)
 
 
+def _completion(sample: Sample, stop: str) -> Completion:
+    return Completion(sample.request, sample.number, sample.tokens[sample.prompt :], sample.logprobs, stop)
+
+
 def _useful_blocks(samples: Sequence[Sample], rows: int, block: int) -> int:
     """Blocks that could ever be in use at once, with the one for each who runs that newcomers leave alone."""
     # Whole blocks of a prefix are shared with it, so a sample only needs those that follow.
@@ -219,9 +228,17 @@ def _sequences(requests: Sequence[Request], sampling: Sampling) -> tuple[list[Pr
             raise ValueError(f"request {number} has no prompt tokens")
         prefixes.append(Prefix(prompt[:-1]))
         limit = len(prompt) + min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
-        for which in range(request.first, request.first + request.n):
-            keys = sequence_keys(sampling.seed, request.key, which)
+        begun = request.begun or {which: Begun() for which in range(request.first, request.first + request.n)}
+        for which, so_far in begun.items():
             samples.append(
-                Sample(list(prompt), request=number, number=which, prompt=len(prompt), limit=limit, keys=keys)
+                Sample(
+                    [*prompt, *so_far.ids],
+                    request=number,
+                    number=which,
+                    prompt=len(prompt),
+                    limit=limit,
+                    keys=sequence_keys(sampling.seed, request.key, which),
+                    logprobs=list(so_far.logprobs),
+                )
             )
     return prefixes, samples

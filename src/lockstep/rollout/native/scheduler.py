@@ -60,6 +60,10 @@ class Scheduler:
     def unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def left(self) -> list[Sample]:
+        """Who is not finished, in their order."""
+        return sorted([*self.running, *self.waiting], key=lambda sample: sample.order)
+
     def next(self, tokens: int) -> Work:
         """The next round, in which a sample may produce up to `tokens` tokens."""
         work = Work(self.budget)

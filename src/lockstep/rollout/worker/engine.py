@@ -1,0 +1,219 @@
+"""The rollout worker as the run sees it: an engine whose requests can be asked before their responses are taken."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.errors import Refusal
+from lockstep.model.policy import Policy
+from lockstep.processes.process import FunctionProcess
+from lockstep.recipe import Recipe
+from lockstep.rollout.worker.memory import WeightMemory
+from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Idle, Opening, Probed
+from lockstep.rollout.worker.probe import probe, refuse_other_weights
+from lockstep.types import Completion, Request, Sampling
+
+KEY = "rollout.max_staleness"
+# A worker that says nothing for so long has hung; it speaks every few seconds, but for the time it loads a model.
+SILENT_SECONDS = 900.0
+# Of what it printed last, when it has died.
+LAST_LINES = 15
+
+_Asked = tuple[Sampling, int, int]
+
+
+class WorkerEngine:
+    """Starts the worker and does not wait for it. Only the thread that made it calls it.
+
+    `policy` is the one that is trained; `log` keeps the last lines that the worker prints.
+    """
+
+    instead = "remove rollout.max_staleness: generation and training then take turns"
+
+    def __init__(self, policy: Policy, device: torch.device, recipe: Recipe, end_tokens: Sequence[int], log: Path):
+        self.policy, self.device, self.log = policy, device, log
+        self.waited = 0.0
+        """Seconds that the run has waited for responses and hand-overs."""
+        self._numbers = count()
+        self._asked: dict[_Asked, tuple[int, Request]] = {}
+        self._changed = threading.Condition()
+        self._answers: dict[int, list[Completion]] = {}
+        self._probed: Probed | None = None
+        self._failed: Failed | None = None
+        self._ended = False
+        self._heard = time.monotonic()
+        self._said_before: torch.Tensor | None = None
+        self._busy = 0.0
+        self._busy_since: float | None = None
+        self.memory = WeightMemory.of(policy.trainable())
+        self.process = FunctionProcess("lockstep.rollout.worker.process:serve", (), log)
+        self._line = _connection(self.process.connection, self.memory.file)
+        threading.Thread(target=self._listen, daemon=True, name="rollout worker").start()
+        try:
+            self._send(Opening(recipe, list(end_tokens), self.memory.places, torch.get_num_threads()))
+        except BaseException:
+            self.close()
+            raise
+
+    # -- what the run asks
+
+    def hand_over(self, version: int, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Give the worker the policy's weights as they are now, after `version` updates, and requests to go on with.
+
+        Returns when the worker has shown that it has these weights.
+        """
+        self.memory.write(self.policy.trainable())
+        self._probed = None
+        self._send(HandOver(version, self._ask(requests, sampling) if requests else None))
+        said_K = probe(self.policy, self.device)
+        self._wait(lambda: self._probed is not None)
+        assert self._probed is not None
+        assert self._probed.version == version
+        dtype = next(self.policy.parameters()).dtype
+        refuse_other_weights(version, torch.tensor(self._probed.logprobs), said_K, self._said_before, dtype)
+        self._said_before = said_K
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Responses that were asked before, as they come, and those to the other requests, which are asked now."""
+        missing = [request for request in requests if _asked(request, sampling) not in self._asked]
+        if missing:
+            self._send(self._ask(missing, sampling, first=True))
+        index = {}
+        for place, request in enumerate(requests):
+            number, before = self._asked.pop(_asked(request, sampling))
+            assert list(before.ids) == list(request.ids), "a prompt's key stands for the prompt"
+            index[number] = place
+        left = dict.fromkeys(index, 0)
+        wanted = {number: requests[place].n for number, place in index.items()}
+        while left:
+            self._wait(lambda: any(self._answers.get(number) for number in left))
+            with self._changed:
+                come = [(number, self._answers.pop(number)) for number in left if self._answers.get(number)]
+            for number, completions in come:
+                for completion in completions:
+                    yield replace(completion, request=index[number])
+                left[number] += len(completions)
+                if left[number] == wanted[number]:
+                    del left[number]
+
+    def busy(self) -> float:
+        """Seconds in which the worker had something to do."""
+        with self._changed:
+            running = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
+            return self._busy + running
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Nothing to do: weights are handed over once a step, with the requests they are for."""
+
+    def free(self) -> None:
+        """The worker gives its cache back by itself."""
+
+    def close(self) -> None:
+        self.process.kill()
+        self._line.close()
+        self.memory.close()
+
+    # -- the two ends of the line
+
+    def _ask(self, requests: Sequence[Request], sampling: Sampling, *, first: bool = False) -> Ask:
+        numbered = {next(self._numbers): replace(request, question=None) for request in requests}
+        for number, request in numbered.items():
+            self._asked[_asked(request, sampling)] = number, request
+        with self._changed:
+            if self._busy_since is None:
+                self._busy_since = time.monotonic()
+        return Ask(numbered, sampling, first)
+
+    def _send(self, said: Any) -> None:
+        try:
+            self._line.send(said)
+        except BlockingIOError:
+            raise self._silent() from None
+        except OSError:
+            self._wait(lambda: False)  # it has ended, and why is told there
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                said = self._line.recv()
+                with self._changed:
+                    self._hear(said)
+                    self._changed.notify_all()
+        except (EOFError, OSError):
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _hear(self, said: Any) -> None:
+        self._heard = time.monotonic()
+        if isinstance(said, Answered):
+            self._answers.setdefault(said.number, []).append(said.completion)
+        elif isinstance(said, Probed):
+            self._probed = said
+        elif isinstance(said, Failed):
+            self._failed = said
+        elif isinstance(said, Idle) and self._busy_since is not None:
+            self._busy += self._heard - self._busy_since
+            self._busy_since = None
+
+    def _wait(self, come: Callable[[], bool]) -> None:
+        """Until it has come; a worker that has ended or hung ends the run."""
+        begun = time.monotonic()
+        try:
+            with self._changed:
+                while not come():
+                    if self._ended:
+                        raise self._refusal()
+                    silent = time.monotonic() - max(self._heard, begun)
+                    if silent >= SILENT_SECONDS:
+                        raise self._silent()
+                    self._changed.wait(SILENT_SECONDS - silent)
+        finally:
+            self.waited += time.monotonic() - begun
+
+    def _silent(self) -> Refusal:
+        return Refusal.at(
+            KEY,
+            f"the rollout worker has said nothing for {SILENT_SECONDS:g} s{self._last_lines()}",
+            "it hangs: the same command goes on from the last checkpoint",
+        )
+
+    def _refusal(self) -> Refusal:
+        how = self.process.ended()
+        if self._failed is not None:
+            return Refusal.at("rollout worker", self._failed.why, self._failed.remedy)
+        return Refusal.at(
+            "rollout worker",
+            f"the process that generates {how}{self._last_lines()}",
+            "the same command goes on from the last checkpoint; where memory ran out, lower rollout.cache_gb",
+        )
+
+    def _last_lines(self) -> str:
+        if not self.log.is_file():
+            return ""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        return f"; the last lines of {self.log}:\n" + "\n".join(lines)
+
+
+def _asked(request: Request, sampling: Sampling) -> _Asked:
+    return sampling, request.key, request.n
+
+
+def _connection(ours: socket.socket, memory: int) -> Connection:
+    """The line to the worker, on which the memory has been handed to it."""
+    socket.send_fds(ours, [b"."], [memory])
+    # A worker that does not read must not hold the run for ever.
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SILENT_SECONDS), 0))
+    return Connection(os.dup(ours.fileno()))

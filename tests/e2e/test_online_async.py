@@ -1,0 +1,157 @@
+"""Generation beside training: at staleness 0 the synchronous loop bit for bit; over it within the bound; no orphans."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from commands import lockstep
+from hang import HANG
+from kills import interrupted, killed, lines
+from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
+from lockstep.parity.replay.loop import Replay
+from lockstep.recipe import load_recipe
+from lockstep.run.metrics import read_metrics
+from lockstep.run.progress import Console
+from lockstep.tape.format import TapeFolder
+from lockstep.tape.rows import rollouts_of
+from lockstep.train.online_async import train_online_async
+from lockstep.train.prepare import prepare_online
+from runs import facts
+
+
+def train(recipe: Path, *overrides: str) -> None:
+    train_online_async(load_recipe(str(recipe), ["run.export=false", *overrides]), Console.silent())
+
+
+def samples_of(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+def without_async(run: Path) -> list[tuple[int, dict[str, float]]]:
+    told = [(step, {n: v for n, v in metrics.items() if not n.startswith("async/")}) for step, metrics in facts(run)]
+    assert told
+    return told
+
+
+@pytest.mark.parametrize("words", [[], ["method=remax", "rollout.n=1"], ["method=dapo"]], ids=["grpo", "remax", "dapo"])
+def test_staleness_0_is_the_synchronous_loop_bit_for_bit(online_file: Path, tmp_path: Path, words: list[str]) -> None:
+    common = [*words, "run.steps=3", "run.export=false"]
+    for name, own in {"turns": [], "beside": ["rollout.max_staleness=0"]}.items():
+        done = lockstep("train", online_file, f"run.name={name}", *common, *own)
+        assert done.returncode == 0, done.stderr
+    turns, beside = (tmp_path / "runs" / name for name in ("turns", "beside"))
+    assert without_async(beside) == without_async(turns)
+    one, other = (load_file(run / "checkpoints" / "step_3" / "model.safetensors") for run in (turns, beside))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for ours, theirs in zip(samples_of(beside), samples_of(turns), strict=True):
+        assert ours.pop("versions") == [ours["step"] - 1] * ours["tokens"]  # type: ignore[operator]
+        assert ours == theirs
+    assert all(metrics["async/staleness_max"] == 0 for _, metrics in facts(beside))
+
+
+def test_staleness_stays_within_its_bound_and_is_recorded(online_file: Path, tmp_path: Path) -> None:
+    train(online_file, "run.steps=5", "rollout.max_staleness=2", "log.samples=100", "tape=true")
+    run = tmp_path / "runs" / "run"
+    stored = samples_of(run)
+    for step, metrics in read_metrics(run / "metrics.jsonl"):
+        assert all(math.isfinite(value) for value in metrics.values())
+        versions = [v for line in stored if line["step"] == step for v in line["versions"]]  # type: ignore[attr-defined]
+        ages = [step - 1 - version for version in versions]
+        assert min(ages) >= 0
+        assert max(ages) == metrics["async/staleness_max"] <= min(2, step - 1)
+        assert metrics["async/staleness_mean"] == pytest.approx(sum(ages) / len(ages))
+        assert 0 <= metrics["async/worker_busy"] <= 1
+        assert 0 <= metrics["async/trainer_busy"] <= 1
+        assert "rollout_corr/weight_mean" in metrics  # truncated importance sampling, without being asked for
+        tape = TapeFolder(run / "tape")
+        told = rollouts_of(tape.read_table(tape.rollouts_file(step)))
+        assert [list(one.versions) for one in told] == [line["versions"] for line in stored if line["step"] == step]
+    recipe = load_recipe(str(run / "recipe.yaml"))
+    for mode in ("forced", "free"):
+        with pytest.raises(Refusal, match=r"(?s)by weights of several steps.*--mode chained"):
+            Replay(TapeFolder(run / "tape"), mode).run(recipe, Console.silent())
+    # The second step's responses begin in the batch of the first's, with the weights before any update.
+    assert dict(read_metrics(run / "metrics.jsonl"))[2]["async/staleness_max"] == 1
+
+
+def test_a_run_goes_on_from_its_checkpoint(online_file: Path, tmp_path: Path) -> None:
+    train(online_file, "run.steps=2", "rollout.max_staleness=1")
+    train(online_file, "run.steps=4", "rollout.max_staleness=1")
+    run = tmp_path / "runs" / "run"
+    told = dict(read_metrics(run / "metrics.jsonl"))
+    assert sorted(told) == [1, 2, 3, 4]
+    # What was generated and not trained is gone: the third step is generated anew, with the weights it trains.
+    assert told[3]["async/staleness_max"] == 0
+    assert [told[step]["training/epoch"] for step in (1, 2, 3, 4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+
+
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
+def test_a_run_that_is_ended_leaves_no_worker(online_file: Path, tmp_path: Path, how: str) -> None:
+    run = tmp_path / "runs" / "run"
+    words = ["train", online_file, "run.steps=1000", "rollout.max_staleness=1", "run.export=false"]
+    if how == "killed":
+        killed(words, lines(run / "metrics.jsonl", 2))
+    else:
+        _, told = interrupted(words, lines(run / "metrics.jsonl", 2))
+        assert "the same command goes on from there" in " ".join(told.split())
+    given_up = time.monotonic() + HANG
+    # The worker's command names the file of its last lines.
+    while [pid for pid in Path("/proc").glob("[0-9]*") if str(run / "rollout").encode() in _command(pid)]:
+        assert time.monotonic() < given_up
+        time.sleep(0.05)
+    assert (run / "rollout" / "worker.log").is_file()
+
+
+def _command(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_what_is_not_made_for_it_is_refused_by_name(online_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "turns.py").write_text("def respond(prompt, generate):\n    return [], []\n")
+    with pytest.raises(Refusal, match=r"rollout\.max_staleness.*cannot run rollout\.function"):
+        load_recipe(str(online_file), ["rollout.max_staleness=0", f"rollout.function={tmp_path}/turns.py:respond"])
+    recipe = load_recipe(str(online_file), ["rollout.max_staleness=0"])
+    with pytest.raises(Refusal, match=r"rollout\.max_staleness: .* made for one process, and these are 2"):
+        prepare_online(recipe, Cpu(), 2, Console.silent())
+    with pytest.raises(Refusal, match=r"rollout\.max_staleness: two processes on one cpu device"):
+        prepare_online(recipe, Alone(), 1, Console.silent())
+
+
+class Alone(Cpu):
+    """A device on which nobody may generate beside training."""
+
+    generates_beside = False
+
+
+def test_importance_sampling_is_a_default_and_no_more(online_file: Path) -> None:
+    def weight(*words: str) -> str:
+        return load_recipe(str(online_file), list(words)).algorithm.correction.weight
+
+    assert weight() == weight("rollout.max_staleness=0") == "none"
+    assert weight("rollout.max_staleness=1") == "token"
+    assert weight("rollout.max_staleness=1", "algorithm.correction.weight=none") == "none"
+    assert weight("rollout.max_staleness=1", "algorithm.correction.weight=sequence") == "sequence"
+
+
+@pytest.mark.parametrize(
+    "words", [["model.lora.rank=4", "model.dtype=bf16"], ["rollout.engine=hf"]], ids=["an adapter in bf16", "hf"]
+)
+def test_adapters_and_an_engine_that_cannot_pause(online_file: Path, tmp_path: Path, words: list[str]) -> None:
+    train(online_file, "run.steps=3", "rollout.max_staleness=1", *words)
+    told = [metrics for _, metrics in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")]
+    first, second, third = (metrics["async/staleness_max"] for metrics in told)
+    assert (first, second) == (0, 1)
+    assert third <= 1
+    assert all(math.isfinite(value) for metrics in told for value in metrics.values())

@@ -1,0 +1,175 @@
+"""The rollout worker: a real process with weights of its own, asked ahead, paused, probed and killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hang import HANG
+from lockstep.data.batching import micro_batch
+from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
+from lockstep.model.load import load_policy
+from lockstep.model.policy import Policy, evaluating
+from lockstep.processes.descendants import NOBODY, descendants
+from lockstep.recipe import Recipe, load_recipe
+from lockstep.rollout.worker import engine as engine_module
+from lockstep.rollout.worker.engine import WorkerEngine
+from lockstep.rollout.worker.memory import WeightMemory
+from lockstep.types import Example, Origin, Request, Sampling
+
+SAMPLING = Sampling(max_tokens=200, seed=3)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def recipe(online_file: Path) -> Recipe:
+    return load_recipe(str(online_file), ["rollout.max_staleness=1"])
+
+
+@pytest.fixture
+def policy(recipe: Recipe) -> Policy:
+    return load_policy(recipe.model, CPU, Cpu().attention, seed=0)
+
+
+@pytest.fixture
+def worker(policy: Policy, recipe: Recipe, tmp_path: Path) -> Iterator[WorkerEngine]:
+    engine = WorkerEngine(policy, CPU, recipe, (), tmp_path / "rollout" / "worker.log")
+    yield engine
+    engine.close()
+    assert living(engine) == []
+
+
+def living(engine: WorkerEngine) -> list[int]:
+    """Processes that carry the worker's mark."""
+    return descendants(NOBODY, engine.process._mark)
+
+
+@torch.no_grad()
+def move(policy: Policy) -> None:
+    """As an update does, only further."""
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in policy.trainable():
+        parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+@torch.no_grad()
+def scored(policy: Policy, prompt: list[int], response: list[int]) -> torch.Tensor:
+    row = Example([*prompt, *response], [0] * len(prompt) + [1] * len(response), Origin("test", 0))
+    with evaluating(policy):
+        return policy(micro_batch([row], packed=True, pad_id=0)).logprobs_K
+
+
+def test_a_response_goes_on_under_new_weights_and_every_token_names_its_own(
+    worker: WorkerEngine, policy: Policy, recipe: Recipe
+) -> None:
+    short, long = Request([5, 6, 7], 1, 1, max_tokens=4), Request([8, 9], 2, 8)
+    worker.hand_over(0, [short, long], SAMPLING)
+    (first,) = worker.generate([short], SAMPLING)
+    assert list(first.versions) == [0] * 4
+    torch.testing.assert_close(scored(policy, [5, 6, 7], first.ids), torch.tensor(first.logprobs), rtol=0, atol=1e-4)
+    before = load_policy(recipe.model, CPU, Cpu().attention, seed=0)
+    move(policy)
+    # The long ones run in the batch of the short one, so they have begun; and they have far to go.
+    worker.hand_over(1, [], SAMPLING)
+    done = list(worker.generate([long], SAMPLING))
+    assert sorted(one.sample for one in done) == list(range(8))
+    for one in done:
+        assert len(one.ids) == len(one.versions) == len(one.logprobs) == 200
+        assert list(one.versions) == sorted(one.versions)
+        assert one.versions[0] == 0
+        assert one.versions[-1] == 1
+        own = torch.where(
+            torch.tensor(one.versions) == 0, scored(before, [8, 9], one.ids), scored(policy, [8, 9], one.ids)
+        )
+        torch.testing.assert_close(own, torch.tensor(one.logprobs), rtol=0, atol=1e-4)
+
+
+def test_what_was_asked_ahead_and_what_was_not_come_together(worker: WorkerEngine) -> None:
+    ahead, now = Request([5, 6, 7], 1, 2, max_tokens=5), Request([5, 6], 9, 1, max_tokens=3)
+    worker.hand_over(0, [ahead], SAMPLING)
+    done = list(worker.generate([now, ahead], SAMPLING))
+    assert sorted((one.request, one.sample, len(one.ids)) for one in done) == [(0, 0, 3), (1, 0, 5), (1, 1, 5)]
+    again = list(worker.generate([ahead], SAMPLING))
+    assert {one.sample: one.ids for one in again} == {one.sample: one.ids for one in done if one.request == 1}
+    assert worker.busy() > 0
+
+
+def corrupted(write: Callable[..., None], memory: WeightMemory) -> Callable[..., None]:
+    def wrong(parameters: object) -> None:
+        write(parameters)
+        next(value for name, value in memory.weights.items() if "down_proj" in name).zero_()
+
+    return wrong
+
+
+def test_a_corrupted_hand_over_is_caught_by_the_probe(worker: WorkerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker.hand_over(0, [], SAMPLING)
+    monkeypatch.setattr(worker.memory, "write", corrupted(worker.memory.write, worker.memory))
+    with pytest.raises(Refusal, match=r"(?s)after 1 updates.*differs by up to .* in the worker, .* in the trainer"):
+        worker.hand_over(1, [], SAMPLING)
+
+
+def test_weights_that_were_not_handed_over_are_caught_however_small_the_update(
+    worker: WorkerEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.hand_over(0, [], SAMPLING)
+    monkeypatch.setattr(worker.memory, "write", lambda parameters: None)
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter *= 1 + 1e-6
+    with pytest.raises(Refusal, match="that of the weights before the last update"):
+        worker.hand_over(1, [], SAMPLING)
+
+
+def test_a_killed_worker_ends_the_run_with_a_message_and_leaves_nobody(worker: WorkerEngine) -> None:
+    long = Request([8, 9], 2, 8)
+    worker.hand_over(0, [long], SAMPLING)
+    warden = worker.process._process.pid
+    (child,) = (pid for pid in living(worker) if pid != warden)
+    os.kill(child, signal.SIGKILL)
+    with pytest.raises(Refusal, match=r"the process that generates was killed \(SIGKILL\)"):
+        list(worker.generate([long], SAMPLING))
+    assert living(worker) == []
+
+
+def test_a_worker_that_hangs_is_not_waited_for(worker: WorkerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = Request([8, 9], 2, 8)
+    worker.hand_over(0, [long], SAMPLING)
+    warden = worker.process._process.pid
+    (child,) = (pid for pid in living(worker) if pid != warden)
+    os.kill(child, signal.SIGSTOP)
+    monkeypatch.setattr(engine_module, "SILENT_SECONDS", 0.5)
+    with pytest.raises(Refusal, match=r"has said nothing for 0\.5 s"):
+        list(worker.generate([long], SAMPLING))
+
+
+def test_a_worker_that_cannot_load_says_why(policy: Policy, recipe: Recipe, tmp_path: Path) -> None:
+    gone = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path / "gone")})})
+    engine = WorkerEngine(policy, CPU, gone, (), tmp_path / "rollout" / "worker.log")
+    try:
+        with pytest.raises(Refusal, match="gone"):
+            engine.hand_over(0, [], SAMPLING)
+    finally:
+        engine.close()
+
+
+def test_the_memory_of_a_closed_worker_is_free(policy: Policy) -> None:
+    memory = WeightMemory.of(policy.trainable())
+    memory.write(policy.trainable())
+    names = [name for name, _ in policy.trainable()]
+    assert list(memory.weights) == names
+    assert all(torch.equal(memory.weights[name], value) for name, value in policy.trainable())
+    mapped = Path("/proc/self/maps").read_text().count("lockstep-weights")
+    memory.close()
+    memory.weights = {}
+    del memory
+    given_up = time.monotonic() + HANG
+    while Path("/proc/self/maps").read_text().count("lockstep-weights") >= mapped:
+        assert time.monotonic() < given_up
