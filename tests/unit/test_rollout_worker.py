@@ -72,7 +72,7 @@ def test_a_response_goes_on_under_new_weights_and_every_token_names_its_own(
     short, long = Request([5, 6, 7], 1, 1, max_tokens=4), Request([8, 9], 2, 8)
     worker.hand_over(0, [short, long], SAMPLING)
     (first,) = worker.generate([short], SAMPLING)
-    mine = (worker)
+    mine = living(worker)
     for one in mine:
         os.kill(one, signal.SIGSTOP)  # what follows takes its time on a loaded machine
     assert list(first.versions) == [0] * 4
