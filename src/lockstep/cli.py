@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.parallel.slurm import adopt_slurm
 from lockstep.run.output import never_fail_to_encode, write
 
 app = typer.Typer(
@@ -35,6 +36,12 @@ def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
     checked = load_recipe(recipe, overrides or [])
 
+    from lockstep.parallel.launch import follow_launcher, is_rank, launch
+
+    follow_launcher()
+    if (checked.parallel.devices or 1) > 1 and not is_rank():
+        raise typer.Exit(launch(checked.parallel.devices or 1, ["train", recipe, *(overrides or [])]))
+
     from lockstep.train.start import run_recipe
 
     run_recipe(checked)
@@ -44,7 +51,7 @@ def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 def plan(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    devices: Annotated[int, typer.Option(min=1, help="Devices to plan for.")] = 1,
+    devices: Annotated[int | None, typer.Option(min=1, help="Devices to plan for [parallel.devices, or 1].")] = None,
 ) -> None:
     """Show batches and memory of RECIPE without loading the model; refuse what cannot fit."""
     from lockstep.recipe import load_recipe
@@ -53,7 +60,7 @@ def plan(
 
     from lockstep.commands.plan import show_plan
 
-    show_plan(checked, devices)
+    show_plan(checked, devices or checked.parallel.devices or 1)
 
 
 @app.command()
@@ -420,6 +427,7 @@ def main() -> None:
 
     never_fail_to_encode()
     try:
+        adopt_slurm()
         app()
     except Refusal as refusal:
         _report(refusal)

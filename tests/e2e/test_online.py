@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from commands import lockstep, torchrun
 from conftest import question_rows, write_jsonl, write_online_recipe
@@ -21,7 +21,7 @@ from lockstep.recipe.rows import loss_row
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.train.online import train_online
-from runs import close, facts
+from runs import close, facts, stored
 
 
 def train(recipe: Path, *overrides: str) -> None:
@@ -36,8 +36,8 @@ def samples_of(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
-def weights_of(run: Path, step: int = 4, file: str = "model.safetensors") -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / f"step_{step}" / file)
+def weights_of(run: Path, step: int = 4, part: str = "weights") -> Mapping[str, torch.Tensor]:
+    return stored(run, step, part)
 
 
 @pytest.mark.parametrize("method", ONLINE)
@@ -279,10 +279,10 @@ def test_killed_and_resumed_is_bit_identical_critic_and_rollouts_included(online
     assert done.returncode == 0, done.stderr
     assert facts(folder) == facts(runs / "whole")
     assert (folder / "samples.jsonl").read_text() == (runs / "whole" / "samples.jsonl").read_text()
-    for file in ("model", "critic", "optimizer", "critic_optimizer"):
-        one, two = (weights_of(run, 8, f"{file}.safetensors") for run in (folder, runs / "whole"))
+    for part in ("weights", "critic", "optimizer", "critic_optimizer"):
+        one, two = (weights_of(run, 8, part) for run in (folder, runs / "whole"))
         assert one.keys() == two.keys()
-        assert all(torch.equal(one[name], two[name]) for name in one), file
+        assert all(torch.equal(one[name], two[name]) for name in one), part
 
 
 @pytest.mark.torchrun
@@ -300,7 +300,7 @@ def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_pat
     assert [s["score"] for s in samples_of(single)] == [s["score"] for s in samples_of(double)]
     assert close(weights_of(single), weights_of(double))
     if method == "ppo":
-        assert close(weights_of(single, file="critic.safetensors"), weights_of(double, file="critic.safetensors"))
+        assert close(weights_of(single, part="critic"), weights_of(double, part="critic"))
 
 
 @pytest.mark.torchrun
@@ -319,8 +319,8 @@ def test_an_update_with_fewer_responses_than_processes(online_file: Path, tmp_pa
     assert two.returncode == 0, two.stderr
     single, double = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     assert [s["response"] for s in samples_of(single)] == [s["response"] for s in samples_of(double)]
-    for file in ("model.safetensors", "critic.safetensors"):
-        assert close(weights_of(single, 2, file), weights_of(double, 2, file)), file
+    for part in ("weights", "critic"):
+        assert close(weights_of(single, 2, part), weights_of(double, 2, part)), part
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(online_file: Path, tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -27,7 +27,7 @@ from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 from preference_rows import METHODS, ranking_rows, write_recipe
-from runs import facts
+from runs import facts, stored
 
 IDS = torch.tensor([[257, 65, 66, 43, 49, 50, 51, 10]])
 # What a method reports of every update beside the loss, and of the validation rows likewise.
@@ -59,8 +59,8 @@ def train(recipe_file: Path, *overrides: str) -> Path:
     return Path(recipe.run.folder) / recipe.run.name
 
 
-def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / f"step_{step}" / "model.safetensors")
+def weights(folder: Path, step: int) -> Mapping[str, torch.Tensor]:
+    return stored(folder, step)
 
 
 def forked(recipe_file: Path, words: list[str], environment: dict[str, str], *until: Moment) -> Any:

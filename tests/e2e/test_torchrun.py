@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from commands import changed_lockstep, lockstep, torchrun
 from conftest import write_jsonl
 from lockstep.run.metrics import read_metrics
-from runs import close
+from runs import close, stored
 
 pytestmark = pytest.mark.torchrun
 
@@ -20,8 +21,8 @@ def history(folder: Path, name: str) -> list[float]:
     return [metrics[name] for _, metrics in read_metrics(folder / "metrics.jsonl") if name in metrics]
 
 
-def weights(folder: Path, step: int = 6) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / f"step_{step}" / "model.safetensors")
+def weights(folder: Path, step: int = 6) -> Mapping[str, torch.Tensor]:
+    return stored(folder, step)
 
 
 @pytest.mark.parametrize("lora", [False, True])

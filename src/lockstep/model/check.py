@@ -26,6 +26,7 @@ from lockstep.model.kernel_trial import PLAIN, refuse_kernel, wrong_kernel
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.verified import fingerprint, hardware, is_verified, remember
+from lockstep.parallel.shard import root_gathered
 from lockstep.types import MicroBatch
 
 # How far our packed log-probabilities may lie from transformers' own before the model counts as unsupported.
@@ -264,20 +265,22 @@ def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def check_policy(policy: Policy, path: str) -> None:
-    """Refuse a loaded model that we would score differently from transformers itself, in the dtype it has."""
+def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> None:
+    """Refuse a loaded model that we would score differently from transformers itself, in the dtype it has. `on` is the
+    device it computes on, where its weights are not there."""
     model = policy.causal_lm
     parameter = next(model.parameters())
+    device = on or parameter.device
     vocabulary = model.get_input_embeddings().weight.shape[0]
     sequences = [tokens(length, vocabulary) for length in (5, 9)]
     name = type(model).__name__
     policy.eval()
     try:
-        ours = _whole(policy, _line(sequences, parameter.device))
-        with policy.generating():
-            own = [own_logprobs(model, torch.tensor([ids], device=parameter.device)) for ids in sequences]
+        ours = _whole(policy, _line(sequences, device))
+        with root_gathered(policy), policy.generating():
+            own = [own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences]
     except RUN_ERRORS as error:
-        refuse_trouble(error, parameter.device)
+        refuse_trouble(error, device)
         raise unsupported(path, name, f"cannot be run packed: {first_line(error)}") from error
     policy.train()
     wanted, allowed = torch.cat(own), CHECK_TOLERANCE[parameter.dtype]
@@ -285,13 +288,19 @@ def check_policy(policy: Policy, path: str) -> None:
     if difference <= allowed:
         return
     why = f"packed log-probs differ from transformers' own by {difference:.3g}"
-    plain = (_plainly(policy, _line(sequences, parameter.device)) - wanted).abs().max().item()
+    plain = (_plainly(policy, _line(sequences, device)) - wanted).abs().max().item()
     # Where plain torch is right it is no question of the model.
     found = why if plain > allowed else None
-    problem = wrong_kernel(policy.kernel, parameter.device, f"{name}: {why}", lambda *_: found, lambda: math.nan)
+    problem = wrong_kernel(policy.kernel, device, f"{name}: {why}", lambda *_: found, lambda: math.nan)
     if problem is None:
         raise unsupported(path, name, why)
     refuse_kernel(problem)
+
+
+@torch.no_grad()
+def enter(module: nn.Module, device: torch.device) -> None:
+    """A sharded model must be entered by its root first."""
+    module(_line([tokens(2, 8)], device))
 
 
 def unsupported(path: str, name: str, why: str) -> Refusal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,9 +23,16 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, kernel: str):
         self.model, self.kernel = model, kernel
-        self.attentions = read_windows(model, inner_decoder(model))
-        _refuse_other_layers(model, self.attentions)
+        if not next(model.parameters()).is_meta:
+            self.attentions  # noqa: B018  # a model that is filled later is looked at when it first runs
         self.moving = own_positions(model)
+
+    @cached_property
+    def attentions(self) -> list[nn.Module]:
+        """The modules that attend, with their windows read."""
+        found = read_windows(self.model, inner_decoder(self.model))
+        _refuse_other_layers(self.model, found)
+        return found
 
     def cached_shape(self) -> tuple[int, int, int]:
         """Layers, heads and size of a head of a cache of keys and values; refused where one shape does not fit all."""
@@ -41,6 +49,7 @@ class Decoder:
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """The last layer's output for every token."""
         decoder: Any = inner_decoder(self.model)
+        assert self.attentions
         with sequences(self.moving, batch.lengths, batch.input_ids_NT.shape, batch.line_E, batch.packed):
             return decoder(
                 input_ids=batch.input_ids_NT,

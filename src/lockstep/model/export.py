@@ -28,7 +28,7 @@ from lockstep.run.files import written_aside
 
 def export_model(
     settings: Model,
-    weights: dict[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
     out: Path,
     *,
     where: str,
@@ -60,7 +60,7 @@ def export_model(
 
 def export_value_model(
     settings: Model,
-    weights: dict[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
     out: Path,
     *,
     where: str,

@@ -19,7 +19,17 @@ from lockstep.errors import Refusal
 from lockstep.kernels.fused import fuse
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import Decoder, decoder_layers
-from lockstep.model.load import DTYPES, kernel_of, load_config, load_transformers, lora_config
+from lockstep.model.load import (
+    DTYPES,
+    kernel_of,
+    load_config,
+    load_transformers,
+    lora_config,
+    spread,
+    stream_transformers,
+)
+from lockstep.model.streamed import Streamed, adapters_on_host
+from lockstep.parallel.shard import Sharding
 from lockstep.recipe.schema import Lora, Model
 from lockstep.types import MicroBatch
 
@@ -54,21 +64,28 @@ class ValueModel(nn.Module):
 
 
 def load_value_model(
-    settings: Model, path: str, device: torch.device, kernel: str, seed: int, *, key: str = "critic.path"
+    settings: Model,
+    path: str,
+    device: torch.device,
+    kernel: str,
+    seed: int,
+    *,
+    key: str = "critic.path",
+    sharding: Sharding | None = None,
 ) -> ValueModel:
     """From a causal language model (the head starts at zero: every value is 0) or a reward model (with its head)."""
     config = load_config(path)
     check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
     architectures = config.architectures or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
-        model, info = load_transformers(AutoModelForSequenceClassification, path, settings.dtype)
+        source, model, info = _loaded(AutoModelForSequenceClassification, path, settings.dtype, sharding)
         if model.num_labels != 1:
             raise Refusal.at(
                 f"{key} {path}", f"its head gives {model.num_labels} numbers, not one", "use a reward model"
             )
         decoder, head = model.base_model, model.score
     else:
-        model, info = load_transformers(AutoModelForCausalLM, path, settings.dtype)
+        source, model, info = _loaded(AutoModelForCausalLM, path, settings.dtype, sharding)
         decoder = model.get_decoder()
         head = nn.Linear(config.hidden_size, 1, bias=False, dtype=DTYPES[settings.dtype])
         nn.init.zeros_(head.weight)
@@ -77,17 +94,28 @@ def load_value_model(
         raise Refusal.at(f"{key} {path}", f"the weights lack {missing[0]}", "use a whole model folder")
     kernel = kernel_of(settings, kernel)
     try:
-        decoder.to(device)
-        fuse(decoder, kernel)
+        if source is None:
+            decoder.to(device)
+            head.to(device)
+            fuse(decoder, kernel)
         if settings.lora is not None:
             _inject(decoder, settings.lora, seed)
-        found = ValueModel(decoder.to(device), head.to(device), kernel)
+        found = ValueModel(decoder if source is not None else decoder.to(device), head, kernel)
+        spread(found, source, sharding, decoder, kernel)
     except RuntimeError as error:
         refuse_trouble(error, device)
         raise
     if settings.gradient_checkpointing:
         decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return found.train()
+
+
+def _loaded(kind: Any, path: str, dtype: str, sharding: Sharding | None) -> tuple[Streamed | None, Any, dict[str, Any]]:
+    """The model, without weights where they are streamed."""
+    source = stream_transformers(kind, path, dtype) if sharding is not None else None
+    if source is not None:
+        return source, source.model, {}
+    return None, *load_transformers(kind, path, dtype)
 
 
 def refuse_no_classifier(config: Any, path: str) -> None:
@@ -104,7 +132,7 @@ def _inject(decoder: nn.Module, settings: Lora, seed: int) -> None:
     """Adapters inside the decoder; the head beside it is trained in full."""
     from peft import inject_adapter_in_model
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), adapters_on_host():
         torch.manual_seed(seed)
         inject_adapter_in_model(lora_config(settings, None), decoder)
 

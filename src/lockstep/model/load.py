@@ -11,12 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from lockstep.device.trouble import refuse_trouble
 from lockstep.errors import Problem, Refusal, first_line, refuse_all
 from lockstep.kernels.attention import ATTENTION, register_attention
-from lockstep.kernels.fused import fuse
+from lockstep.kernels.fused import FUSED, fuse
 from lockstep.kernels.wide_products import prepare_products
-from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, unsupported
+from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, enter, unsupported
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.pretrained import pretrained
+from lockstep.model.streamed import Streamed, adapters_on_host, streamed
 from lockstep.model.tokenizer import tokenizer_of
+from lockstep.parallel.shard import Sharding, gathered, shard
 from lockstep.recipe.schema import Lora, Model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,24 +35,53 @@ def load_config(path: str) -> Any:
 
 
 def load_policy(
-    settings: Model, device: torch.device, kernel: str, seed: int, scoring: Scoring | None = None
+    settings: Model,
+    device: torch.device,
+    kernel: str,
+    seed: int,
+    scoring: Scoring | None = None,
+    sharding: Sharding | None = None,
+    *,
+    frozen: bool = False,
 ) -> Policy:
-    """The model as the recipe wants it, on `device`, checked against transformers' own forward."""
+    """The model as the recipe wants it, on `device` or sharded, checked against transformers' own forward."""
     kernel = kernel_of(settings, kernel)
     check_architecture(load_config(settings.path), settings.path, DTYPES[settings.dtype], kernel, device)
-    model, info = load_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
-    _refuse_missing_weights(settings.path, info)
+    source = stream_transformers(AutoModelForCausalLM, settings.path, settings.dtype) if sharding is not None else None
+    if source is None:
+        model, info = load_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
+        _refuse_missing_weights(settings.path, info)
+    else:
+        model = source.model
     try:
-        model.to(device)
-        fuse(model, kernel)
+        if source is None:
+            model.to(device)
+            fuse(model, kernel)
         policy = Policy(with_lora(model, settings.lora, seed), kernel, scoring)
+        if frozen:
+            policy.requires_grad_(False)
+        spread(policy, source, sharding, model, kernel)
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         raise unsupported(settings.path, type(model).__name__, first_line(error)) from error
-    check_policy(policy, settings.path)
+    check_policy(policy, settings.path, device)
     if settings.gradient_checkpointing:
         policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return policy
+
+
+def spread(root: Any, source: Streamed | None, sharding: Sharding | None, model: Any, kernel: str) -> None:
+    """Shard a policy or value model around `model`; one that is streamed gets its weights and fused operators here."""
+    if source is None:
+        shard(root, root.layers(), sharding)
+        return
+    assert sharding is not None
+    source.shard(root, root.layers(), sharding)
+    enter(root, sharding.device)
+    if kernel in FUSED:
+        # Operators are tried on the weights of each module.
+        with gathered(root):
+            fuse(model, kernel)
 
 
 def kernel_of(settings: Model, kernel: str) -> str:
@@ -66,6 +97,15 @@ def load_transformers(kind: Any, path: str, dtype: str, **more: Any) -> tuple[An
         setattr(config, name, value)
     how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION, "output_loading_info": True}
     return pretrained(kind, path, f"model.path {path}", "its weights", config=config, **how)
+
+
+def stream_transformers(kind: Any, path: str, dtype: str) -> Streamed | None:
+    """The same without its weights, which come from the files when it is sharded; None where that cannot be."""
+    register_attention()
+    prepare_products(DTYPES[dtype])
+    config = load_config(path)
+    how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION, "trust_remote_code": False}
+    return streamed(lambda: kind.from_config(config, **how), path)
 
 
 def lora_config(settings: Lora, task: str | None) -> Any:
@@ -89,7 +129,7 @@ def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
 
     config = lora_config(settings, "CAUSAL_LM")
     # The adapter starts the same whatever was drawn before it.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), adapters_on_host():
         torch.manual_seed(seed)
         try:
             return get_peft_model(model, config, autocast_adapter_dtype=False)

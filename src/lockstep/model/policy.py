@@ -19,6 +19,7 @@ from lockstep.kernels.logprob import Scores, token_scores
 from lockstep.kernels.truncate import Truncation
 from lockstep.model.decoder import Decoder, decoder_layers, own_attention
 from lockstep.model.output_head import output_head
+from lockstep.parallel.offload import resident
 from lockstep.types import MicroBatch
 
 
@@ -67,12 +68,15 @@ class Policy(nn.Module):
         """The last layer's output for the whole line."""
         return self.decoder(batch)
 
-    def forward(self, batch: MicroBatch) -> Scores:
-        """Log-probabilities of `batch.targets_K`, fp32, and entropies where the scoring asks for them."""
+    def forward(self, batch: MicroBatch, *, whole: bool = False) -> Scores | Whole:
+        """Log-probabilities of `batch.targets_K`, fp32, and entropies where the scoring asks for them; or, `whole`, all
+        that is needed for the whole distributions."""
         hidden = self.states(batch)
         # Only positions that predict a trained token go through the vocabulary projection.
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
         head = output_head(self.causal_lm)
+        if whole:
+            return Whole(hidden_KH, head)
         if batch.teacher is not None and self.scoring.comparison is not None:
             with torch.no_grad():
                 taught = batch.teacher(batch)
@@ -123,8 +127,13 @@ class Teacher(nn.Module):
         return self.policy.layers()
 
     def forward(self, batch: MicroBatch) -> Whole:
-        hidden_KH = self.policy.states(batch).flatten(0, 1).index_select(0, batch.predictors_K)
-        return Whole(hidden_KH, output_head(self.policy.causal_lm))
+        with resident(self.policy):
+            # By the policy's own forward: it is the root of a sharded model.
+            found: Whole = self.policy(batch, whole=True)
+            # What is used after this pass must be what is here now.
+            head = found.head
+            bias = None if head.bias_V is None else head.bias_V.detach()
+            return Whole(found.hidden_KH, head._replace(weight_VH=head.weight_VH.detach(), bias_V=bias))
 
 
 @contextmanager

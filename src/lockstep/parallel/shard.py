@@ -4,31 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lockstep.device.base import Device
-from lockstep.parallel.world import World
+
+@dataclass(frozen=True)
+class Sharding:
+    """Over which ranks, on which device of this one, and whether weights and gradients stay on the host between the
+    passes of their layer."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    on_host: bool = False
 
 
-def shard(root: nn.Module, layers: Iterable[nn.Module], device: Device, world: World) -> None:
-    """Shard `layers` one by one and what remains at the root. One rank: nothing to do."""
-    if world.size == 1:
+def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | None) -> None:
+    """Shard `layers` one by one and what remains at the root; on a mesh of two dimensions over the second one, with a
+    copy of each slice along the first. Without a mesh there is nothing to do."""
+    if sharding is None:
         return
-    mesh = init_device_mesh(device.name, (world.size,))
     # Gradients are summed in fp32 whatever the weights are.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(root, mesh=mesh, mp_policy=policy)
+    # Pinned, so that copies do not hold up the device.
+    place = CPUOffloadPolicy(pin_memory=sharding.device.type != "cpu") if sharding.on_host else OffloadPolicy()
+    for part in (*layers, root):
+        fully_shard(part, mesh=sharding.mesh, mp_policy=policy, offload_policy=place)
     for module in _sharded(root):
         # The loss is already divided by the global count: gradients are summed over ranks, not averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def materialise(root: nn.Module, sharding: Sharding) -> None:
+    """Give the slices of a sharded model that was built without storage theirs. What has values keeps them."""
+    known = {name: p.detach().clone() for name, p in root.named_parameters() if not p.is_meta}
+    buffers = [(module, name, buffer) for module in root.modules() for name, buffer in module._buffers.items()]
+    root.to_empty(device=torch.device("cpu") if sharding.on_host else sharding.device)
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
+    parameters = dict(root.named_parameters())
+    for name, value in known.items():
+        parameters[name].copy_(value)
+
+
+@contextmanager
+def root_gathered(root: nn.Module) -> Iterator[None]:
+    """The root's own parameters whole, so that the modules below it can be entered; layers gather themselves. The root
+    must have been entered once before."""
+    if not isinstance(root, FSDPModule):
+        yield
+        return
+    root.unshard()
+    try:
+        yield
+    finally:
+        root.reshard()
 
 
 def _sharded(root: nn.Module) -> list[FSDPModule]:

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 # A rank that waits longer than this for the others gives up with an error instead of hanging.
 TIMEOUT = timedelta(minutes=30)
+# What ranks exchange tensors on the host with.
+HOST = "cpu:gloo"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class World:
             with self._meeting("a barrier"):
                 dist.barrier()
 
+    def apart(self) -> dist.ProcessGroup:
+        """All ranks as another group over the host's memory: for a thread beside the one that trains."""
+        group: dist.ProcessGroup = dist.new_group(backend=HOST.partition(":")[2], timeout=TIMEOUT)
+        return group
+
     def stage(self, name: str) -> AbstractContextManager[None]:
         """What the ranks do inside: told by the others when this rank is waited for."""
         return nullcontext() if self.watch is None else self.watch.stage(name)
@@ -78,9 +85,8 @@ def joined(device: Device) -> Iterator[World]:
         if size == 1:
             yield World(rank, size, local_rank)
             return
-        host = "cpu:gloo"
         own = f"{device.name}:{device.collective}"
-        backend = host if own == host else f"{host},{own}"
+        backend = HOST if own == HOST else f"{HOST},{own}"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # The launcher holds the store, so that the first meeting can be watched too.
             watch = stack.enter_context(watching(rank, size))

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from lockstep.errors import Problem
 from lockstep.functions import is_function_path
-from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, preference_reads, sections_read
+from lockstep.recipe.methods import (
+    OFFLINE,
+    ONLINE,
+    OPTIONAL_SECTIONS,
+    preference_reads,
+    reference_kind,
+    sections_read,
+)
 from lockstep.recipe.rows import estimator_row, loss_row
 from lockstep.recipe.schema import Recipe
 from lockstep.recipe.section import Section
@@ -83,8 +90,30 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
                     f"remove {name}",
                 )
 
+    yield from _offload_problems(recipe)
     yield from _unread_sections(recipe)
     yield from (_online_problems(recipe) if recipe.method in ONLINE else _offline_problems(recipe))
+
+
+def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
+    """What is to live on the host must be there, and a tape looks into the optimizer on the device."""
+    parallel = recipe.parallel
+    if recipe.tape.record and {parallel.offload, parallel.offload_critic} != {"none"}:
+        yield Problem("parallel.offload", "a tape cannot be recorded of state on the host", "set it to none for a tape")
+    critic = recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
+    there = {
+        "offload_critic": (parallel.offload_critic != "none", critic, "critic"),
+        "offload_reference": (parallel.offload_reference, reference_kind(recipe) in ("model", "disk"), "reference"),
+        "offload_teacher": (parallel.offload_teacher, recipe.distill.teacher is not None, "teacher"),
+        "offload_reward": (
+            parallel.offload_reward,
+            recipe.method in ONLINE and bool(recipe.reward.model or recipe.reward.process),
+            "reward model",
+        ),
+    }
+    for key, (asked, found, what) in there.items():
+        if asked and not found:
+            yield Problem(f"parallel.{key}", f"the run has no {what} of its own", "remove it")
 
 
 def _unread_sections(recipe: Recipe) -> Iterator[Problem]:

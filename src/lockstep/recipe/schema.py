@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from lockstep.recipe.effects import COLUMN, GROUPS, LIMIT, MICRO, NAME, RATE, STORED, UPDATE, Effect
+from lockstep.recipe.effects import COLUMN, GROUPS, LIMIT, MICRO, NAME, RATE, SPREAD, STORED, UPDATE, Effect
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.named import Named
 from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.online import Algorithm, Critic, Reward, RolloutSettings
+from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.rows import TRACKERS
 from lockstep.recipe.section import Field, Section
 from lockstep.recipe.tape import Tape
@@ -303,6 +304,11 @@ class CheckpointSettings(Section):
     every: int | None = Field(None, ge=1, description="Steps between checkpoints. Default: only at the end.")
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
     keep_best: int = Field(0, ge=0, description="Checkpoints with the lowest `val/loss` kept besides.")
+    asynchronous: bool = Field(
+        True,
+        description="Several processes: train on while a checkpoint is written, from a copy of each one's slices in "
+        "the host's memory.",
+    )
 
 
 class LogSettings(Section):
@@ -352,6 +358,7 @@ class Recipe(Section):
         default_factory=ProcessReward, effect=Effect("blocks", "other places are judged, or by other words")
     )
     distill: Distill = Field(default_factory=Distill, effect=Effect("blocks", "another divergence from the teacher"))
+    parallel: Parallel = Field(default_factory=Parallel, effect=SPREAD, resumable=True)
     val: Val = Field(
         default_factory=Val,
         effect=Effect("harmless", "when and how is validated; training does not see it"),

@@ -18,6 +18,7 @@ from lockstep.errors import Problem, Refusal, shortened
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
 from lockstep.model.tokenizer import tokenizer_of
+from lockstep.parallel.offload import keep_on_host, resident
 from lockstep.reward.batched import BatchedPart, Waiting, in_batches, padded
 from lockstep.reward.parts import PartOutcome, settled
 from lockstep.types import Failure, Question
@@ -52,7 +53,8 @@ class RewardModel:
     @torch.no_grad()
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Scores of encoded rows in their order."""
-        return [(score - self.mean) / self.std for score in in_batches(rows, self._forward)]
+        with resident(self.model):
+            return [(score - self.mean) / self.std for score in in_batches(rows, self._forward)]
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
         text_config = self.model.config.get_text_config()
@@ -126,8 +128,10 @@ def _statistics(file: Path) -> tuple[float, float]:
 class ModelPart(BatchedPart):
     name = "model"
 
-    def __init__(self, path: str, device: torch.device):
+    def __init__(self, path: str, device: torch.device, *, offload: bool = False):
         self._reward_model = load_reward_model(path, device)
+        if offload:
+            keep_on_host(self._reward_model.model, device)
         super().__init__(self._reward_model.context)
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:

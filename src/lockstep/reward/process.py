@@ -25,6 +25,7 @@ from lockstep.model.output_head import output_head
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
 from lockstep.model.tokenizer import tokenizer_of
+from lockstep.parallel.offload import keep_on_host, resident
 from lockstep.reward.batched import BatchedPart, Waiting, in_batches, padded
 from lockstep.reward.parts import PartOutcome, StepOutcome, settled
 from lockstep.types import Failure, Question
@@ -45,7 +46,8 @@ class ProcessModel:
     @torch.no_grad()
     def judge(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each encoded row the probability that each of its steps is good, in order."""
-        return in_batches(rows, self._forward)
+        with resident(self.model):
+            return in_batches(rows, self._forward)
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         with padded(self.model, rows, 0, self.device) as inputs:
@@ -107,8 +109,10 @@ def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
 class ProcessPart(BatchedPart):
     name = "process"
 
-    def __init__(self, path: str, separator: str, device: torch.device):
+    def __init__(self, path: str, separator: str, device: torch.device, *, offload: bool = False):
         self._model = load_process_model(path, device)
+        if offload:
+            keep_on_host(self._model.model, device)
         self._separator = separator
         super().__init__(self._model.context)
 

@@ -36,12 +36,19 @@ class Scorer:
 
     @classmethod
     def open(
-        cls, settings: Reward, sources: Iterable[str], device: torch.device, *, output: Path | None = None
+        cls,
+        settings: Reward,
+        sources: Iterable[str],
+        device: torch.device,
+        *,
+        output: Path | None = None,
+        offload: bool = False,
     ) -> Scorer:
         """Start everything that the settings name, for rows of these data sources.
 
         Refuses with all that is wrong at once. The last lines that a function's process N prints are kept in
-        `output`-N.log, once the folder above is there; without `output` they are thrown away.
+        `output`-N.log, once the folder above is there; without `output` they are thrown away. With `offload` the
+        weights of reward models are on the device during their passes only.
         """
         sources = list(sources)
         weights, problems = active_weights(settings)
@@ -52,8 +59,8 @@ class Scorer:
         makers: dict[str, Callable[[], RewardPart]] = {
             "rule": lambda: RulePart(settings, sources, output=output),
             "function": lambda: FunctionPart(str(settings.function), settings, output=output),
-            "model": lambda: ModelPart(str(settings.model), device),
-            "process": lambda: ProcessPart(str(settings.process), settings.separator, device),
+            "model": lambda: ModelPart(str(settings.model), device, offload=offload),
+            "process": lambda: ProcessPart(str(settings.process), settings.separator, device, offload=offload),
             "remote": lambda: RemotePart(settings.remote or [], settings),
             "format": lambda: FormatPart(str(settings.format)),
         }

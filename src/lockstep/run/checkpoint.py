@@ -1,8 +1,9 @@
 """Checkpoints that are whole or not there: written aside, checksummed, renamed; the newest whole one is resumed.
 
-A checkpoint folder holds `model.safetensors` (the trained weights: all of them, or the adapter),
-`optimizer.safetensors` (moments, master weights, random states), the same two of a critic where there is one,
-`state.json` and, last, `manifest.json` with the size and SHA-256 of each file.
+A checkpoint folder of one process holds `model.safetensors` (the trained weights: all of them, or the adapter),
+`optimizer.safetensors` (moments, master weights, random states) and the same two of a critic where there is one. One of
+several processes has the same tensors in `shards/`, where each wrote its slices (`sharded_checkpoint.py`). Both have
+`state.json` and, last, `manifest.json` with the size and SHA-256 of each file, and are read alike by any number.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from lockstep.errors import Refusal
+from lockstep.parallel.stored import StoredTensors
 from lockstep.run.files import checksum, written_aside
 from lockstep.run.folder import read_object
 
-VERSION = 1
+VERSION, SHARDED_VERSION = 1, 2
+SHARDS = "shards"
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 # Room asked for beyond the tensors: headers, json, and a little for the metrics that follow.
@@ -50,12 +53,14 @@ class State:
 
 @dataclass
 class Checkpoint:
+    """What is in the files is read when it is asked for."""
+
     state: State
-    weights: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
     path: Path
-    critic: dict[str, torch.Tensor] = field(default_factory=dict)
-    critic_optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
+    critic: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    critic_optimizer: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -71,21 +76,34 @@ def steps_in(checkpoints: Path) -> list[int]:
 def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Tensor]]) -> Path:
     """Write a whole checkpoint (tensors by file name) or none. Nothing that is already there is touched."""
     target = folder_of(checkpoints, state.step)
-    require_disk(checkpoints, sum(map(_bytes, tensors.values())), "a checkpoint")
+    require_disk(checkpoints, sum(map(bytes_of, tensors.values())), "a checkpoint")
     try:
         with written_aside(target) as aside:
             aside.mkdir(parents=True)
             for name, content in tensors.items():
                 save_file(_contiguous(content), aside / name)
             (aside / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
-            files = [aside / name for name in (*tensors, STATE)]
-            manifest = {file.name: {"bytes": file.stat().st_size, "sha256": checksum(file)} for file in files}
-            (aside / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+            write_manifest(aside, told_of(aside, [aside / name for name in (*tensors, STATE)]))
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-        raise Refusal.at(
-            str(target), f"could not be written: {error}", "free some disk; the checkpoints before it are untouched"
-        ) from error
+        raise unwritten_checkpoint(target, str(error)) from error
     return target
+
+
+def told_of(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
+    """What a manifest says of files in its folder."""
+    return {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": checksum(file)} for file in files
+    }
+
+
+def write_manifest(folder: Path, told: dict[str, Any]) -> None:
+    (folder / MANIFEST).write_text(json.dumps(told, indent=2), encoding="utf-8")
+
+
+def unwritten_checkpoint(target: Path, why: str) -> Refusal:
+    return Refusal.at(
+        str(target), f"could not be written: {why}", "free some disk; the checkpoints before it are untouched"
+    )
 
 
 def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkpoint.keep_last") -> None:
@@ -181,12 +199,19 @@ def damage_of(path: Path) -> str | None:
 
 
 def _damage_of_manifest(manifest: dict[str, Any], path: Path) -> str:
-    there = [name for name in (CRITIC, CRITIC_OPTIMIZER) if (path / name).exists()]
-    for name in (MODEL, OPTIMIZER, STATE, *there):
+    if (path / SHARDS).is_dir():
+        needed = [f"{SHARDS}/{file.name}" for file in sorted((path / SHARDS).iterdir())]
+    else:
+        needed = [MODEL, OPTIMIZER, *(name for name in (CRITIC, CRITIC_OPTIMIZER) if (path / name).exists())]
+    for name in (*needed, STATE):
         if name not in manifest:
             return f"does not tell of {name}"
     for name, told in manifest.items():
-        if Path(name).name != name or not isinstance(told, dict) or not {"bytes", "sha256"} <= told.keys():
+        if (
+            Path(name).name != name.removeprefix(f"{SHARDS}/")
+            or not isinstance(told, dict)
+            or not {"bytes", "sha256"} <= told.keys()
+        ):
             return f"does not tell size and checksum of {name!r}"
     return ""
 
@@ -205,12 +230,30 @@ def read(path: Path) -> Checkpoint:
     """A checkpoint whose files were verified."""
     values = read_object(path / STATE)
     try:
-        if values.get("version") != VERSION:
-            raise Refusal.at(str(path), f"was written in format {values.get('version')}, this version reads {VERSION}")
-        critic = [load_file(path / name) for name in (CRITIC, CRITIC_OPTIMIZER) if (path / name).is_file()]
-        return Checkpoint(State(**values), load_file(path / MODEL), load_file(path / OPTIMIZER), path, *critic)
+        version = values.get("version")
+        if version not in (VERSION, SHARDED_VERSION):
+            raise Refusal.at(
+                str(path), f"was written in format {version}, this version reads {VERSION} and {SHARDED_VERSION}"
+            )
+        stored = _shards(path) if version == SHARDED_VERSION else _files(path)
+        parts = {name: one for name in (CRITIC, CRITIC_OPTIMIZER) if (one := stored(name))}
+        return Checkpoint(State(**values), stored(MODEL), stored(OPTIMIZER), path, *parts.values())
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise Refusal.at(str(path), f"cannot be read: {error}") from error
+
+
+def _files(path: Path) -> Callable[[str], StoredTensors]:
+    return lambda part: StoredTensors([path / part] if part in (MODEL, OPTIMIZER) or (path / part).is_file() else [])
+
+
+def _shards(path: Path) -> Callable[[str], StoredTensors]:
+    files = list((path / SHARDS).glob("*.safetensors"))
+    return lambda part: StoredTensors(files, part_prefix(part))
+
+
+def part_prefix(part: str) -> str:
+    """What the names of a part's tensors begin with where all parts are in the same files."""
+    return f"{part.removesuffix('.safetensors')}/"
 
 
 def _val_loss(path: Path) -> float | None:
@@ -225,5 +268,6 @@ def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _bytes(tensors: dict[str, torch.Tensor]) -> int:
+def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Of whole tensors, also where this rank holds slices of them."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

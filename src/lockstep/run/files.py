@@ -23,22 +23,38 @@ def written_aside(path: Path, *, over: bool = False, durable: bool = True) -> It
     replaced with `over` only. Without `durable` a power cut may cost the last writing, which then need not wait for
     the disk.
     """
-    aside = path.with_name(f"{ASIDE}{path.name}")
-    _remove(aside)
+    aside = cleared_aside(path)
     try:
         yield aside
-        if durable:
-            for written in [*aside.rglob("*"), aside]:
-                sync_path(written)
-        if over and path.is_dir():
-            shutil.rmtree(path)
-        aside.replace(path)
-        if durable:
-            sync_path(path.parent)
+        take_name(aside, path, over=over, durable=durable)
     except BaseException:
         with contextlib.suppress(OSError):  # a disk that cannot be written to has nothing to remove
             _remove(aside)
         raise
+
+
+def aside_of(path: Path) -> Path:
+    """Where to write what will be `path`."""
+    return path.with_name(f"{ASIDE}{path.name}")
+
+
+def cleared_aside(path: Path) -> Path:
+    """The same, with nothing there."""
+    aside = aside_of(path)
+    _remove(aside)
+    return aside
+
+
+def take_name(aside: Path, path: Path, *, over: bool = False, durable: bool = True) -> None:
+    """What was written aside becomes `path`, all at once."""
+    if durable:
+        for written in [*aside.rglob("*"), aside]:
+            sync_path(written)
+    if over and path.is_dir():
+        shutil.rmtree(path)
+    aside.replace(path)
+    if durable:
+        sync_path(path.parent)
 
 
 def _remove(aside: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lockstep.device.base import Device
@@ -12,12 +14,16 @@ from lockstep.methods import METHODS
 from lockstep.model.heads import ValueModel, load_value_model
 from lockstep.model.load import load_config, load_policy, load_tokenizer
 from lockstep.model.policy import Policy, Scoring, Teacher
-from lockstep.parallel.shard import shard
+from lockstep.parallel.mesh import sharding_of
+from lockstep.parallel.offload import keep_on_host
+from lockstep.parallel.shard import let_go
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.recipe.parallel import Offload
 from lockstep.recipe.rows import estimator_row
 from lockstep.recipe.schema import Optim
+from lockstep.train.host_optim import HostOptimizer
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
 
@@ -37,13 +43,15 @@ def scoring_of(recipe: Recipe) -> Scoring:
 def build_learner(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Learner:
     """What the run trains: a policy, or a reward model."""
     settings, seed = recipe.model, recipe.run.seed
+    offload = recipe.parallel.offload
+    sharding = sharding_of(recipe.parallel, device, world, on_host=offload in ("params", "all"))
     if recipe.method not in ONLINE and METHODS[recipe.method].model == "value":
-        model = load_value_model(settings, settings.path, torch_device, device.attention, seed, key="model.path")
-        return _learner(model, recipe, recipe.optim, device, world, torch_device, "train")
-    policy = load_policy(settings, torch_device, device.attention, seed, scoring_of(recipe))
-    return _learner(
-        policy, recipe, recipe.optim, device, world, torch_device, "actor" if recipe.method in ONLINE else "train"
-    )
+        where = (settings, settings.path, torch_device, device.attention, seed)
+        model = load_value_model(*where, key="model.path", sharding=sharding)
+        return _learner(model, recipe, recipe.optim, device, world, torch_device, "train", offload)
+    policy = load_policy(settings, torch_device, device.attention, seed, scoring_of(recipe), sharding)
+    name = "actor" if recipe.method in ONLINE else "train"
+    return _learner(policy, recipe, recipe.optim, device, world, torch_device, name, offload)
 
 
 def has_critic(recipe: Recipe) -> bool:
@@ -55,9 +63,12 @@ def build_critic(recipe: Recipe, device: Device, world: World, torch_device: tor
         return None
     path = recipe.critic.path or recipe.model.path
     _refuse_other_vocabulary(recipe, "critic.path", path)
-    critic = load_value_model(recipe.model, path, torch_device, device.attention, recipe.run.seed)
+    offload = recipe.parallel.offload_critic
+    sharding = sharding_of(recipe.parallel, device, world, on_host=offload in ("params", "all"))
+    seed = recipe.run.seed
+    critic = load_value_model(recipe.model, path, torch_device, device.attention, seed, sharding=sharding)
     settings = recipe.optim.model_copy(update={"lr": recipe.critic.lr})
-    return _learner(critic, recipe, settings, device, world, torch_device, "critic")
+    return _learner(critic, recipe, settings, device, world, torch_device, "critic", offload)
 
 
 def _learner(
@@ -68,12 +79,18 @@ def _learner(
     world: World,
     torch_device: torch.device,
     name: str,
+    offload: Offload,
 ) -> Learner:
-    shard(module, module.layers(), device, world)
+    # The optimizer steps the slices, not what a pass over the model left whole.
+    let_go(module)
     masters = bool(recipe.model.master_weights)
-    optimizer = Optimizer(
-        module.trainable(), settings, masters=masters, fused=device.fused_optimizer, kernel=device.adamw
-    )
+    optimizer: Optimizer
+    how: dict[str, Any] = {"masters": masters, "fused": device.fused_optimizer, "kernel": device.adamw}
+    if offload == "none":
+        optimizer = Optimizer(module.trainable(), settings, **how)
+    else:
+        on_host = offload in ("optimizer", "all")
+        optimizer = HostOptimizer(module.trainable(), settings, **how, device=torch_device, state_on_host=on_host)
     scale = LossScale() if recipe.model.dtype == "fp16" else None
     return Learner(module, optimizer, torch_device, world, scale, name)
 
@@ -85,24 +102,27 @@ def build_reference(recipe: Recipe, device: Device, world: World, torch_device: 
 
 def load_reference(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Policy:
     key = "algorithm.kl.reference" if recipe.method in ONLINE else "preference.reference"
-    reference = _frozen(recipe, key, reference_folder(recipe), device, torch_device)
-    shard(reference, reference.layers(), device, world)
-    return reference
+    on_host = recipe.parallel.offload_reference
+    return _frozen(recipe, key, reference_folder(recipe), device, world, torch_device, on_host)
 
 
 def load_teacher(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Teacher:
     path = str(recipe.distill.teacher)
     refuse_other_tokenizer(recipe, "distill.teacher", path)
-    teacher = Teacher(_frozen(recipe, "distill.teacher", path, device, torch_device))
-    shard(teacher, teacher.layers(), device, world)
-    return teacher.eval()
+    on_host = recipe.parallel.offload_teacher
+    return Teacher(_frozen(recipe, "distill.teacher", path, device, world, torch_device, on_host)).eval()
 
 
-def _frozen(recipe: Recipe, key: str, path: str, device: Device, torch_device: torch.device) -> Policy:
+def _frozen(
+    recipe: Recipe, key: str, path: str, device: Device, world: World, torch_device: torch.device, on_host: bool
+) -> Policy:
     settings = recipe.model.model_copy(update={"path": path, "lora": None})
-    policy = load_policy(settings, torch_device, device.attention, recipe.run.seed, scoring_of(recipe))
     _refuse_other_vocabulary(recipe, key, path)
-    policy.requires_grad_(False)
+    sharding = sharding_of(recipe.parallel, device, world, on_host=on_host)
+    seed, scoring = recipe.run.seed, scoring_of(recipe)
+    policy = load_policy(settings, torch_device, device.attention, seed, scoring, sharding, frozen=True)
+    if on_host and sharding is None:
+        keep_on_host(policy, torch_device)
     return policy
 
 

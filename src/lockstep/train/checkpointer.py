@@ -1,15 +1,19 @@
-"""Checkpoints of a run: go on from the newest, save, export. Gathering weights is a collective of all ranks."""
+"""Checkpoints of a run: go on from the newest, save, export. One process writes whole tensors, several their slices."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep.model.weights import restore_weights, trained_weights
+from lockstep.model.weights import held_weights, restore_weights
+from lockstep.parallel.shard import let_go
 from lockstep.recipe.load import resolved
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.sharded_checkpoint import ShardedWriter
 from lockstep.train.export import write_export
 from lockstep.train.models import Models
 from lockstep.train.optim import LossScale
@@ -30,6 +34,9 @@ class Checkpointer:
         self.run, self.models = run, models
         self.folder = run.folder.checkpoints
         self.saved_at: int | None = None
+        self._writer = ShardedWriter(self.folder, run.world, self._landed) if run.world.size > 1 else None
+        self._unsaid: list[tuple[Callable[[str], None], str]] = []
+        """What the thread that writes has to say, and how."""
 
     def resume(self) -> Position:
         """The newest whole checkpoint brought back; without one, the start."""
@@ -54,6 +61,8 @@ class Checkpointer:
 
     def _restore(self, found: checkpoints.Checkpoint) -> None:
         learner, critic = self.models.trained, self.models.critic
+        for one in self.models.learners:
+            let_go(one.module)
         restore_weights(_stored(learner.module), found.weights, str(found.path))
         learner.optimizer.restore(found.optimizer)
         learner.skipped = found.state.skipped
@@ -80,42 +89,76 @@ class Checkpointer:
         return [learner.scale for learner in self.models.learners if learner.scale is not None]
 
     def save(self, position: Position, rows_seen: int, val_loss: float | None) -> None:
-        """A checkpoint of the step just finished."""
-        with self.run.world.stage(f"checkpoint of step {position.step}"):
-            self._save(position, rows_seen, val_loss)
-
-    def _save(self, position: Position, rows_seen: int, val_loss: float | None) -> None:
+        """A checkpoint of the step just finished; of several processes it may be whole only when `settle` returns."""
         run, world = self.run, self.run.world
-        learner, critic = self.models.trained, self.models.critic
-        optimizer = learner.optimizer.tensors()
-        tensors = {checkpoints.MODEL: trained_weights(_stored(learner.module)), checkpoints.OPTIMIZER: optimizer}
-        if critic is not None:
-            tensors[checkpoints.CRITIC] = trained_weights(critic.module)
-            tensors[checkpoints.CRITIC_OPTIMIZER] = critic.optimizer.tensors()
-        states = world.gather((torch.get_rng_state(), run.device.rng_state()))
-        if world.main:
-            for rank, (host, own) in enumerate(states):
-                optimizer |= {f"rng/host/{rank}": host, f"rng/device/{rank}": own.cpu()}
-            state = checkpoints.State(
-                step=position.step,
-                rows_seen=rows_seen,
-                recipe=resolved(run.recipe),
-                data=run.prepared.fingerprints,
-                world_size=world.size,
-                val_loss=val_loss,
-                loss_scale=[number for scale in self._scales() for number in (scale.value, float(scale.quiet))],
-                skipped=learner.skipped,
-                end_tokens=run.prepared.end_tokens,
-                carried=position.carried,
-            )
-            path = checkpoints.save(self.folder, state, tensors)
-            settings = run.recipe.checkpoint
-            checkpoints.prune(
-                self.folder, keep_last=settings.keep_last, keep_best=settings.keep_best, warn=run.console.warn
-            )
-            run.console.say(f"saved {path}")
+        with world.stage(f"checkpoint of step {position.step}"):
+            state, tensors = self._state(position, rows_seen, val_loss), self._tensors()
+            if self._writer is None:
+                self._landed(checkpoints.save(self.folder, state, tensors))
+                self.tell()
+            else:
+                self._writer.begin(state, tensors)
+                if not run.recipe.checkpoint.asynchronous:
+                    self.settle()
         self.saved_at = position.step
-        world.barrier()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        if self._writer is not None:
+            with self.run.world.stage("the checkpoint that is being written"):
+                self._writer.settle()
+        self.tell()
+
+    def tell(self) -> None:
+        """Say which checkpoints have become whole since."""
+        while self._unsaid:
+            how, text = self._unsaid.pop(0)
+            how(text)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self.tell()
+
+    def _state(self, position: Position, rows_seen: int, val_loss: float | None) -> checkpoints.State:
+        run = self.run
+        return checkpoints.State(
+            step=position.step,
+            rows_seen=rows_seen,
+            recipe=resolved(run.recipe),
+            data=run.prepared.fingerprints,
+            world_size=run.world.size,
+            val_loss=val_loss,
+            loss_scale=[number for scale in self._scales() for number in (scale.value, float(scale.quiet))],
+            skipped=self.models.trained.skipped,
+            end_tokens=run.prepared.end_tokens,
+            carried=dict(position.carried),
+        )
+
+    def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """By part, as this rank holds them; each rank adds its own random states."""
+        learner, critic, rank = self.models.trained, self.models.critic, self.run.world.rank
+        for one in self.models.learners:
+            let_go(one.module)
+        random = {f"rng/host/{rank}": torch.get_rng_state(), f"rng/device/{rank}": self.run.device.rng_state().cpu()}
+        tensors = {
+            checkpoints.MODEL: held_weights(_stored(learner.module)),
+            checkpoints.OPTIMIZER: {**learner.optimizer.held(), **random},
+        }
+        if critic is not None:
+            tensors[checkpoints.CRITIC] = held_weights(critic.module)
+            tensors[checkpoints.CRITIC_OPTIMIZER] = critic.optimizer.held()
+        return tensors
+
+    def _landed(self, path: Path) -> None:
+        """A checkpoint is whole: older ones may go."""
+        settings, console = self.run.recipe.checkpoint, self.run.console
+
+        def warn(text: str) -> None:
+            self._unsaid.append((console.warn, text))
+
+        checkpoints.prune(self.folder, keep_last=settings.keep_last, keep_best=settings.keep_best, warn=warn)
+        self._unsaid.append((console.say, f"saved {path}"))
 
     def export(self, step: int) -> None:
         """The model of a step as a Hugging Face folder in the run folder, where that step was saved."""

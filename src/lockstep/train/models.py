@@ -18,6 +18,7 @@ from lockstep.data.updates import Update, arrange
 from lockstep.device.transfer import fetched
 from lockstep.kernels.divergence import Likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
+from lockstep.parallel.offload import resident
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.train.logprob_cache import LogprobCache
@@ -132,7 +133,7 @@ def over_targets(
 ) -> torch.Tensor:
     """A number for each target: what `pick` finds in the module's output."""
     vector = torch.zeros(asked.targets)
-    with evaluating(module):
+    with resident(module), evaluating(module):
         said = [fetched(pick(module(to_device(batch, device)))) for batch in asked.batches]
     for batch, numbers in zip(asked.batches, said, strict=True):
         vector[batch.index_K] = numbers()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.parallel.shard import fill, whole
+from lockstep.parallel.shard import whole
+from lockstep.parallel.stored import fill_all
 from lockstep.recipe.schema import Optim
 
 
@@ -81,7 +82,7 @@ class Optimizer:
     ):
         self.parameters = dict(parameters)
         self.masters = masters
-        self._kernel = _kernel(kernel, list(self.parameters.values())) if masters else None
+        self._kernel = device_kernel(kernel, list(self.parameters.values())) if masters else None
         self._held: dict[str, torch.Tensor] = {}
         """With a kernel of the device: the gradients, in fp32 once there was a second micro-batch."""
         self._ready: Any = None
@@ -190,29 +191,33 @@ class Optimizer:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Full state by name, for a checkpoint (a collective when sharded)."""
-        state = {f"master/{name}": whole(master).cpu() for name, master in self.stepped.items()}
+    def held(self) -> dict[str, torch.Tensor]:
+        """State by name as this rank holds it: slices where the parameters are sharded."""
+        state = {f"master/{name}": master for name, master in self.stepped.items()}
         for name, parameter in self.trained.items():
             for key, value in self.adamw.state[parameter].items():
-                state[f"{key}/{name}"] = whole(value).cpu()
+                state[f"{key}/{name}"] = value
         return state
 
-    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        for name, master in self.stepped.items():
-            fill(master, tensors[f"master/{name}"])
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Whole state by name, on the host (a collective when sharded)."""
+        return {name: whole(value).cpu() for name, value in self.held().items()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on from such a state; of one that is stored each rank reads its own slices."""
+        targets = {f"master/{name}": master for name, master in self.stepped.items()}
         for name, parameter in self.trained.items():
             state = self.adamw.state[parameter]
             # AdamW makes its state at the first step; a restored one needs it before.
             # The fused kernel keeps its step count on the device.
-            step = tensors[f"step/{name}"].clone()
-            state["step"] = step.to(parameter.device) if self.adamw.defaults["fused"] else step
+            state["step"] = torch.zeros((), device=parameter.device if self.adamw.defaults["fused"] else None)
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter, requires_grad=False)
-                fill(state[key], tensors[f"{key}/{name}"])
+            targets |= {f"{key}/{name}": value for key, value in state.items()}
+        fill_all(targets, tensors)
 
 
-def _kernel(name: str, parameters: Sequence[torch.Tensor]) -> ModuleType | None:
+def device_kernel(name: str, parameters: Sequence[torch.Tensor]) -> ModuleType | None:
     """The device's own step with masters; None where torch's is used."""
     if name != "triton" or importlib.util.find_spec("triton") is None:
         return None

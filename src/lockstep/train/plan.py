@@ -17,6 +17,7 @@ from lockstep.errors import Refusal
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
 from lockstep.kernels.plain_modules import fused_feed_forwards
 from lockstep.model.load import DTYPES, load_config, with_lora
+from lockstep.parallel.mesh import grid_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
@@ -193,12 +194,13 @@ def plan_memory(
     masters = bool(recipe.model.master_weights)
     rows = min(recipe.batch.rows or rows, rows)
     tokens = min(recipe.batch.tokens or rows * longest, rows * longest)
-    # Shards are divided over the devices; a layer at a time is gathered, which the spare share covers.
-    weights = parameters * size // devices
-    moments = trained * 2 * (4 if masters else size) // devices
-    master_bytes = trained * 4 // devices if masters else 0
+    # Slices are divided over the devices of a copy; a layer at a time is gathered, which the spare share covers.
+    shards = grid_of(recipe.parallel, devices).shard
+    weights = parameters * size // shards
+    moments = trained * 2 * (4 if masters else size) // shards
+    master_bytes = trained * 4 // shards if masters else 0
     # bf16 gradients of a micro-batch grow while its activations go, so only the summed ones count beside them.
-    gradients = trained * (4 if masters else size) // devices
+    gradients = trained * (4 if masters else size) // shards
     lean = lean_layers and devices == 1 and recipe.model.lora is None and recipe.model.attention != "sdpa"
     lean = lean and fused_feed_forwards(model) == config.num_hidden_layers
     layers = activation_bytes(config, tokens, size, recipe.model.gradient_checkpointing, lean=lean)
@@ -212,13 +214,13 @@ def plan_memory(
     )
     state = size + 2 * (4 if masters else size) + (4 if masters else 0)
     plan = MemoryPlan(parameters, trained, phases, trained * state)
-    plan = _with_frozen(plan, recipe, devices)
+    plan = _with_frozen(plan, recipe, shards)
     if recipe.method not in ONLINE:
         return plan
-    return _with_online_parts(plan, recipe, config, devices, longest, prefill_tokens)
+    return _with_online_parts(plan, recipe, config, shards, longest, prefill_tokens)
 
 
-def _with_frozen(plan: MemoryPlan, recipe: Recipe, devices: int) -> MemoryPlan:
+def _with_frozen(plan: MemoryPlan, recipe: Recipe, shards: int) -> MemoryPlan:
     """A reference or a teacher beside what is trained."""
     size = DTYPES[recipe.model.dtype].itemsize
     parameters = 0
@@ -228,12 +230,12 @@ def _with_frozen(plan: MemoryPlan, recipe: Recipe, devices: int) -> MemoryPlan:
         with torch.device("meta"):
             teacher = AutoModelForCausalLM.from_config(load_config(recipe.distill.teacher), trust_remote_code=False)
         parameters = sum(p.numel() for p in teacher.parameters())
-    weights = parameters * size // devices
+    weights = parameters * size // shards
     return replace(plan, phases=tuple(replace(phase, weights=phase.weights + weights) for phase in plan.phases))
 
 
 def _with_online_parts(
-    plan: MemoryPlan, recipe: Recipe, config: Any, devices: int, longest: int, prefill_tokens: int
+    plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, longest: int, prefill_tokens: int
 ) -> MemoryPlan:
     """What else stands beside the policy in an online run: a critic with its optimizer, the cache, a prefill pass."""
     size = DTYPES[recipe.model.dtype].itemsize
@@ -242,8 +244,8 @@ def _with_online_parts(
     has_critic = estimator_row(recipe.algorithm.advantage).critic
     # With an adapter the critic trains one too, and its head.
     trained = (plan.trained + config.hidden_size * int(lora is not None)) * int(has_critic)
-    weights = plan.parameters * int(has_critic) * size // devices
-    state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // devices
+    weights = plan.parameters * int(has_critic) * size // shards
+    state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
     cached = (
         min(recipe.rollout.max_sequences, recipe.batch.prompts * recipe.rollout.n) * longest * kv_bytes(config, size)
     )
@@ -253,7 +255,7 @@ def _with_online_parts(
     )
     standing = phases[-1]
     # The policy's weights are gathered whole to generate; what stands beside them stays divided.
-    beside = standing.weights - plan.parameters * size // devices
+    beside = standing.weights - plan.parameters * size // shards
     prompts = recipe.batch.prompts * max(0, longest - recipe.rollout.max_tokens)
     passes = prefill_bytes(config.get_text_config(), min(prefill_tokens, prompts), size)
     generation = Phase("generation", plan.parameters * size + beside, 0, standing.optimizer, cache + passes)

@@ -21,6 +21,7 @@ from lockstep.methods import METHODS
 from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.placeholders import refuse_placeholders
+from lockstep.parallel.mesh import grid_of, refuse_offload
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.rows import ENGINES
@@ -138,6 +139,8 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     """Find and check everything; `must_fit` also refuses what the device's memory cannot hold."""
     collect = Collector()
     tokenizer, config, questions = _common(recipe, device, collect)
+    collect(lambda: grid_of(recipe.parallel, devices))
+    collect(lambda: refuse_offload(recipe.parallel, devices))
     limit = collect(lambda: row_limit(recipe, config)) or 0
     train = collect(lambda: _read(recipe, recipe.data.train, tokenizer, limit, console, "training"))
     val = None
@@ -216,6 +219,8 @@ def prepare_online(
     """As `prepare`, for prompts."""
     collect = Collector()
     tokenizer, config, questions = _common(recipe, device, collect)
+    collect(lambda: grid_of(recipe.parallel, devices))
+    collect(lambda: refuse_offload(recipe.parallel, devices))
     limit = collect(lambda: prompt_limit(recipe, config)) or 0
     train = collect(lambda: _read_prompts(recipe, tokenizer, limit, console)) if limit else None
     if train is not None:

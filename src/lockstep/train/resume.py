@@ -21,7 +21,9 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 
 def refuse_changed_recipe(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Refuse a recipe that would train something else; returns the harmless changes as sentences."""
-    old, new = flatten(before), flatten(now)
+    # A harmless group of keys that the version which wrote the checkpoint did not have is no change.
+    unknown = {name: group for name, group in now.items() if name not in before and facts_of(name).resumable}
+    old, new = flatten({**unknown, **before}), flatten(now)
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     harmful = [key for key in changed if not facts_of(key).resumable]
     if harmful:

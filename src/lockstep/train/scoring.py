@@ -17,7 +17,8 @@ def open_scorer(prepared: PreparedOnline, runtime: Runtime) -> Iterator[Scorer]:
     sources = {*prepared.train.data_sources, *(question.data_source for question in prepared.questions)}
     output = folder_of(prepared).reward_output(runtime.world.rank)
     device = runtime.device.torch_device(runtime.world.local_rank)
-    with Scorer.open(prepared.recipe.reward, sorted(sources), device, output=output) as scorer:
+    recipe, offload = prepared.recipe, prepared.recipe.parallel.offload_reward
+    with Scorer.open(recipe.reward, sorted(sources), device, output=output, offload=offload) as scorer:
         _try_rewards(scorer, prepared, runtime.console)
         yield scorer
 

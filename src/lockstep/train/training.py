@@ -101,6 +101,9 @@ class Training:
             rows_seen = prepared.rows_seen(step, self.carried)
             self.tape.flush()
             self.checkpointer.save(self.position, rows_seen, metrics.get("val/loss"))
+            if last or stopping:
+                self.checkpointer.settle()
+        self.checkpointer.tell()
         self.tape.leave(step)
         if stopping and not last:
             raise Interrupted(f"stopped after step {step}, saved; the same command goes on from there")
@@ -117,6 +120,7 @@ class Training:
     def close(self, *, ok: bool) -> None:
         if self._generator is not None:
             self._generator.close()
+        self.checkpointer.close()
         # Of a run that failed the first error is the one to tell.
         with nullcontext() if ok else suppress(Refusal):
             self.tape.close()

@@ -1,0 +1,41 @@
+"""Keys of the processes: how many, and who holds which part of a model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lockstep.recipe.section import Field, Section
+
+Offload = Literal["none", "optimizer", "params", "all"]
+
+
+class Parallel(Section):
+    devices: int | None = Field(
+        None,
+        ge=1,
+        description="Processes that `lockstep train` starts on this machine, one a device. Default: none; it runs by "
+        "itself, or is one of those that torchrun or `srun` started.",
+    )
+    shard: int | None = Field(
+        None,
+        ge=1,
+        description="Processes that hold one copy of a model together, a slice each. Default: all of them, or what "
+        "`parallel.replicate` leaves.",
+    )
+    replicate: int | None = Field(
+        None,
+        ge=1,
+        description="Copies of a model; `shard` x `replicate` is the number of processes. Default: 1, or what "
+        "`parallel.shard` leaves.",
+    )
+    offload: Offload = Field(
+        "none",
+        description="What of the trained model lives on the host: `optimizer` its moments and master weights, `params` "
+        "its weights and gradients (several processes), `all` both. Slower; the numbers are the same.",
+    )
+    offload_critic: Offload = Field("none", description="The same of the critic.")
+    offload_reference: bool = Field(
+        False, description="The reference's weights are on the device during its passes only."
+    )
+    offload_teacher: bool = Field(False, description="The same of the teacher.")
+    offload_reward: bool = Field(False, description="The same of `reward.model` and `reward.process`.")

@@ -1,0 +1,100 @@
+"""A checkpoint that several ranks write together, each its own slices, while training goes on.
+
+What is written is copied first, so the next step may change it. No rank holds more than its share. The files are
+written and checksummed by a thread of each rank, which meets the others on a group of its own; when all are done, that
+of rank 0 gives the folder its name. A kill before that leaves the checkpoints that were there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import async_save
+
+from lockstep.errors import first_line
+from lockstep.parallel.stored import files_of, writer_of
+from lockstep.parallel.world import World
+from lockstep.run.checkpoint import (
+    SHARDED_VERSION,
+    SHARDS,
+    STATE,
+    State,
+    bytes_of,
+    folder_of,
+    part_prefix,
+    require_disk,
+    told_of,
+    unwritten_checkpoint,
+    write_manifest,
+)
+from lockstep.run.files import aside_of, cleared_aside, take_name
+
+
+class ShardedWriter:
+    """Writes the checkpoints of a run, one at a time; made by all ranks together. `landed` is called by rank 0's thread
+    when a checkpoint has its name."""
+
+    def __init__(self, checkpoints: Path, world: World, landed: Callable[[Path], None]):
+        self.checkpoints, self.world, self.landed = checkpoints, world, landed
+        self._group = world.apart()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def begin(self, state: State, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Copy this rank's slices (tensors by part) and start to write them, once the checkpoint before is written."""
+        self.settle()
+        target = folder_of(self.checkpoints, state.step)
+        parts = {part_prefix(part) + name: one for part, content in tensors.items() for name, one in content.items()}
+        state.version = SHARDED_VERSION
+        folder = aside_of(target)
+        if self.world.main:
+            require_disk(self.checkpoints, bytes_of(parts), "a checkpoint")
+            (cleared_aside(target) / SHARDS).mkdir(parents=True)
+        every = self.world.gather({name: bytes_of({name: one}) for name, one in parts.items()})
+        writer = writer_of(folder / SHARDS, {name: size for share in every for name, size in share.items()}, len(every))
+        saving: Any = async_save(parts, storage_writer=writer, process_group=self._group)
+        self._writing = self._thread.submit(self._finish, saving, state, folder, target)
+
+    def settle(self) -> None:
+        """Wait until the checkpoint that was begun is whole, or say why it is not."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """After an error: what was begun is finished if it can be."""
+        if self._writing is not None:
+            self._writing.exception()
+        self._thread.shutdown()
+
+    def _finish(self, saving: Future[Any], state: State, folder: Path, target: Path) -> None:
+        told: dict[str, Any] | str
+        try:
+            saving.result()
+            told = told_of(folder, files_of(folder / SHARDS, self.world.rank))
+        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks wait to hear of it
+            told = first_line(error) or type(error).__name__
+        every: list[Any] = [None] * self.world.size
+        dist.all_gather_object(every, told, group=self._group)
+        failed = [f"rank {rank}: {one}" for rank, one in enumerate(every) if isinstance(one, str)]
+        if failed:
+            raise unwritten_checkpoint(target, failed[0])
+        if self.world.main:
+            try:
+                self._land(state, folder, target, every)
+            except OSError as error:
+                raise unwritten_checkpoint(target, str(error)) from error
+
+    def _land(self, state: State, folder: Path, target: Path, every: list[dict[str, Any]]) -> None:
+        (folder / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
+        manifest = {name: facts for told in every for name, facts in told.items()}
+        write_manifest(folder, {**manifest, **told_of(folder, [folder / STATE])})
+        take_name(folder, target)
+        self.landed(target)

@@ -1,0 +1,121 @@
+"""What lives on the host: the same updates, written back; a frozen model that comes and goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import write_sft_recipe
+from lockstep.errors import Refusal
+from lockstep.parallel.offload import keep_on_host, resident
+from lockstep.recipe import load_recipe
+from lockstep.recipe.schema import Optim
+from lockstep.run.progress import Console
+from lockstep.train import host_optim
+from lockstep.train.host_optim import HostOptimizer
+from lockstep.train.offline import train_offline
+from lockstep.train.optim import Optimizer
+from runs import facts, stored
+
+CPU = torch.device("cpu")
+
+
+def network(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).to(dtype)
+
+
+def trained(kind: str, dtype: torch.dtype, steps: int, state: dict[str, torch.Tensor] | None = None) -> tuple:
+    """Weights, state and norms after some updates of two micro-batches each, with a clip that bites."""
+    model, masters = network(dtype), dtype != torch.float32
+    settings, how = Optim(lr=1e-2, clip=0.3, weight_decay=0.1), {"masters": masters, "fused": True, "kernel": "torch"}
+    optimizer: Optimizer
+    if kind == "device":
+        optimizer = Optimizer(model.named_parameters(), settings, **how)
+    else:
+        place = {"device": CPU, "state_on_host": kind == "host"}
+        optimizer = HostOptimizer(model.named_parameters(), settings, **how, **place)
+    if state is not None:
+        optimizer.restore(state)
+    draw, norms = torch.Generator().manual_seed(1), []
+    for step in range(steps):
+        for _ in range(2):
+            model(torch.randn(4, 5, generator=draw).to(dtype)).float().square().sum().backward()
+            optimizer.collect()
+        norms.append(optimizer.gradient_norm(2.0))
+        optimizer.step(1e-2 / (step + 1), norms[-1])
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, optimizer.tensors(), norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["host", "only weights there"])
+@pytest.mark.parametrize("together", [2**27, 20])
+def test_the_update_is_bit_for_bit_that_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, together: int
+) -> None:
+    monkeypatch.setattr(host_optim, "TOGETHER", together)
+    weights, state, norms = trained("device", dtype, 3)
+    again = trained(kind, dtype, 3)
+    assert again[1].keys() == state.keys()
+    for mine, theirs in ((again[0], weights), (again[1], state)):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert again[2] == norms
+    # And from a stored state.
+    further, wanted = (trained(one, dtype, 2, state)[1] for one in (kind, "device"))
+    assert all(torch.equal(further[name], wanted[name]) for name in wanted)
+    assert not all(torch.equal(further[name], state[name]) for name in state)
+
+
+def test_a_frozen_model_is_there_during_its_passes_only() -> None:
+    model = network(torch.float32).requires_grad_(False)
+    model[2].weight = nn.Parameter(model[2].weight.detach(), requires_grad=False)
+    rows = torch.randn(3, 5)
+    before = model(rows)
+    keep_on_host(model, CPU)
+    home = [p.data_ptr() for p in model.parameters()]
+    with resident(model):
+        inside = [p.data_ptr() for p in model.parameters()]
+        with resident(model):
+            assert torch.equal(model(rows), before)
+        # The inner pass was not the last.
+        assert [p.data_ptr() for p in model.parameters()] == inside
+        kept = model[2].weight.detach()
+    assert not set(inside) & set(home)
+    assert [p.data_ptr() for p in model.parameters()] == home
+    assert torch.equal(kept, model[2].weight)
+
+
+def test_a_run_with_its_optimizer_on_the_host_is_the_same_run(tmp_path: Path, tiny_folder: Path) -> None:
+    recipe = write_sft_recipe(tmp_path, tiny_folder)
+    words = ["model.dtype=bf16", "run.steps=4", "checkpoint.every=2", "checkpoint.keep_last=9"]
+    for name, more in (("device", []), ("host", ["parallel.offload=optimizer"])):
+        train_offline(load_recipe(str(recipe), [f"run.name={name}", *words, *more]), Console.silent())
+    runs = tmp_path / "runs"
+    assert facts(runs / "host") == facts(runs / "device")
+    for part in ("weights", "optimizer"):
+        mine, theirs = stored(runs / "host", 4, part), stored(runs / "device", 4, part)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    # It may be switched on in the middle: the state is the same.
+    more = ["run.name=device", "parallel.offload=optimizer", "run.steps=5"]
+    train_offline(load_recipe(str(recipe), [*words, *more]), Console.silent())
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "why"),
+    [
+        (["parallel.offload=params"], "parallel.offload", "params needs several processes, and there is one"),
+        (["parallel.offload_reference=true"], "parallel.offload_reference", "the run has no reference of its own"),
+        (["parallel.offload_critic=optimizer"], "parallel.offload_critic", "the run has no critic of its own"),
+        (["parallel.offload=optimizer", "tape=true"], "parallel.offload", "a tape cannot be recorded"),
+        (["parallel.shard=2"], "parallel.shard", "2 does not divide 1 processes"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_training(recipe_file: Path, words: list[str], where: str, why: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        train_offline(load_recipe(str(recipe_file), words), Console.silent())
+    assert [problem.where for problem in caught.value.problems] == [where]
+    assert why in caught.value.problems[0].why

@@ -1,0 +1,138 @@
+"""Loading slice by slice: what a rank holds at its peak, and the weights of what transformers loads."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from lockstep.model.decoder import decoder_layers
+from lockstep.model.load import load_config, load_transformers, stream_transformers, with_lora
+from lockstep.parallel.shard import Sharding
+from lockstep.recipe.schema import Lora
+
+RANKS = 4
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def sharding() -> Iterator[Sharding]:
+    """Of rank 1 of four; nothing is exchanged, so one process does."""
+    dist.init_process_group("fake", rank=1, world_size=RANKS, store=FakeStore())
+    try:
+        yield Sharding(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",)), CPU)
+    finally:
+        dist.destroy_process_group()
+
+
+class Held(TorchDispatchMode):
+    """Bytes of the storages that operators made and that still live, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+
+def loaded(path: Path, sharding: Sharding, dtype: str = "fp32", lora: Lora | None = None) -> torch.nn.Module:
+    source = stream_transformers(AutoModelForCausalLM, str(path), dtype)
+    assert source is not None
+    model = with_lora(source.model, lora, seed=3)
+    source.shard(model, decoder_layers(source.model), sharding)
+    return model
+
+
+def slice_of(whole: torch.Tensor) -> torch.Tensor:
+    """What rank 1 of four holds, by hand: its rows of equal runs of rows."""
+    each = -(-len(whole) // RANKS)
+    return whole[each : 2 * each]
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_rank_holds_its_slices_of_what_transformers_loads(tiny_folder: Path, sharding: Sharding, dtype: str) -> None:
+    mine = loaded(tiny_folder, sharding, dtype)
+    whole, _ = load_transformers(AutoModelForCausalLM, str(tiny_folder), dtype)
+    theirs = dict(whole.named_parameters())
+    assert dict(mine.named_parameters()).keys() == theirs.keys()
+    for name, parameter in mine.named_parameters():
+        assert torch.equal(local(parameter), slice_of(theirs[name].detach())), name
+    buffers = dict(mine.named_buffers())
+    assert buffers
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+    assert mine.lm_head.weight is mine.model.embed_tokens.weight
+    assert mine.generation_config.to_dict() == whole.generation_config.to_dict()
+
+
+def test_a_fresh_adapter_starts_as_in_one_process(tiny_folder: Path, sharding: Sharding) -> None:
+    lora = Lora(rank=4, alpha=8.0)
+    mine = dict(loaded(tiny_folder, sharding, lora=lora).named_parameters())
+    whole, _ = load_transformers(AutoModelForCausalLM, str(tiny_folder), "fp32")
+    theirs = dict(with_lora(whole, lora, seed=3).named_parameters())
+    assert mine.keys() == theirs.keys()
+    assert any("lora_A" in name and bool(value.any()) for name, value in theirs.items())
+    for name, parameter in mine.items():
+        assert torch.equal(local(parameter), slice_of(theirs[name].detach())), name
+        assert parameter.requires_grad == theirs[name].requires_grad
+
+
+def test_no_more_than_a_share_and_one_tensor_is_held(tiny_folder: Path, sharding: Sharding) -> None:
+    sizes = {name: tensor.nbytes for name, tensor in load_file(tiny_folder / "model.safetensors").items()}
+    with Held() as held:
+        model = loaded(tiny_folder, sharding)
+    share = sum(local(parameter).nbytes for parameter in model.parameters())
+    allowed = share + max(sizes.values()) + 4096  # and the buffers
+    assert share < sum(sizes.values()) / RANKS * 1.1
+    assert share + max(sizes.values()) <= held.peak <= allowed  # what is read from a file is seen too
+    with Held() as whole:
+        AutoModelForCausalLM.from_config(load_config(str(tiny_folder)))
+    assert whole.peak > allowed  # the measure sees a whole model
+
+
+def test_other_names_or_shapes_are_left_to_transformers(tiny_folder: Path, tmp_path: Path) -> None:
+    for file in tiny_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tiny_folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    moved = {("transformer." if key == name else "") + key: value for key, value in tensors.items()}
+    save_file(moved, tmp_path / "model.safetensors", {"format": "pt"})
+    assert stream_transformers(AutoModelForCausalLM, str(tmp_path), "fp32") is None
+    save_file({**tensors, name: tensors[name][:-1].clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert stream_transformers(AutoModelForCausalLM, str(tmp_path), "fp32") is None
