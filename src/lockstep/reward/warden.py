@@ -18,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.reward.descendants import adopt_orphans, die_with_parent, end_descendants
+from lockstep.parallel.orphans import adopt_orphans, die_with_parent
+from lockstep.reward.descendants import end_descendants
 from lockstep.reward.output_tail import OutputTail
 from lockstep.reward.worker import serve
 
