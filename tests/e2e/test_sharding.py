@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import HERE, changed_lockstep, lockstep, torchrun
-from conftest import write_sft_recipe
+from conftest import write_online_recipe, write_sft_recipe
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.folder import RunFolder
 from runs import close, facts, stored
@@ -133,3 +133,30 @@ def test_a_damaged_slice_is_passed_over_aloud(alone: Path, four: Path, tmp_path:
     said = " ".join((done.stdout + done.stderr).split())
     assert f"step_6 is damaged ({file.name} has another checksum" in said
     assert "after step 3" in done.stdout
+
+
+def test_everything_on_the_host_changes_no_number(alone: Path, tmp_path: Path, tiny_folder: Path) -> None:
+    """Weights, gradients and optimizer of two ranks; then of a policy and a critic, and the weights of a reference."""
+    done = torchrun("train", alone, "run.name=host", *COMMON, "parallel.offload=all")
+    assert done.returncode == 0, done.stderr
+    assert_same(alone.parent / "runs" / "host", alone.parent / "runs" / "one")
+
+    recipe = write_online_recipe(tmp_path, tiny_folder)
+    words = [
+        "method=ppo",
+        "rollout.n=1",
+        "run.steps=2",
+        "critic.lr=1e-3",
+        "algorithm.kl.where=reward",
+        "log.samples=99",
+    ]
+    assert lockstep("train", recipe, "run.name=one", *words).returncode == 0
+    keys = ["parallel.offload=params", "parallel.offload_critic=optimizer", "parallel.offload_reference=true"]
+    done = torchrun("train", recipe, "run.name=host", *words, *keys)
+    assert done.returncode == 0, done.stderr
+    one, host = tmp_path / "runs" / "one", tmp_path / "runs" / "host"
+    assert (one / "samples.jsonl").read_text().count("\n") > 2
+    said = [[json.loads(line)["response"] for line in (run / "samples.jsonl").open()] for run in (one, host)]
+    assert said[0] == said[1]
+    for part in ("weights", "critic"):
+        assert close(stored(host, 2, part), stored(one, 2, part)), part

@@ -10,14 +10,20 @@ from torch import nn
 
 from conftest import write_sft_recipe
 from lockstep.errors import Refusal
-from lockstep.parallel.offload import keep_on_host, resident
+from lockstep.model.export import export_value_model
+from lockstep.model.heads import load_value_model
+from lockstep.model.tiny import write_tiny
+from lockstep.model.weights import trained_weights
+from lockstep.parallel.offload import HOME, keep_on_host, resident
 from lockstep.recipe import load_recipe
-from lockstep.recipe.schema import Optim
+from lockstep.recipe.schema import Model, Optim
+from lockstep.reward.model import ModelPart
 from lockstep.run.progress import Console
 from lockstep.train import host_optim
 from lockstep.train.host_optim import HostOptimizer
 from lockstep.train.offline import train_offline
 from lockstep.train.optim import Optimizer
+from preference_rows import write_recipe
 from runs import facts, stored
 
 CPU = torch.device("cpu")
@@ -102,6 +108,33 @@ def test_a_run_with_its_optimizer_on_the_host_is_the_same_run(tmp_path: Path, ti
     # It may be switched on in the middle: the state is the same.
     more = ["run.name=device", "parallel.offload=optimizer", "run.steps=5"]
     train_offline(load_recipe(str(recipe), [*words, *more]), Console.silent())
+
+
+@pytest.mark.parametrize(("method", "key"), [("dpo", "offload_reference"), ("distill", "offload_teacher")])
+def test_a_frozen_model_on_the_host_says_the_same(tmp_path: Path, tiny_folder: Path, method: str, key: str) -> None:
+    recipe = write_recipe(tmp_path, tiny_folder, method)
+    write_tiny(tmp_path / "teacher", hidden=64, layers=2, seed=5)
+    words = ["run.steps=2", *([f"distill.teacher={tmp_path / 'teacher'}"] if method == "distill" else [])]
+    for name, more in (("device", []), ("host", [f"parallel.{key}=true"])):
+        train_offline(load_recipe(str(recipe), [f"run.name={name}", *words, *more]), Console.silent())
+    assert len(facts(tmp_path / "runs" / "host")) == 2
+    assert facts(tmp_path / "runs" / "host") == facts(tmp_path / "runs" / "device")
+
+
+def test_a_reward_model_on_the_host_scores_the_same(tmp_path: Path, tiny_folder: Path) -> None:
+    settings = Model(path=str(tiny_folder))
+    module = load_value_model(settings, str(tiny_folder), CPU, "sdpa", seed=0, key="model.path")
+    torch.manual_seed(2)
+    nn.init.normal_(module.head.weight)
+    export_value_model(settings, trained_weights(module.stored), tmp_path / "judge", where="test")
+    device = ModelPart(str(tmp_path / "judge"), CPU)
+    host = ModelPart(str(tmp_path / "judge"), CPU, offload=True)
+    rows = [[5, 6, 7], [9, 8, 7, 6, 5]]
+    found = host._reward_model.score(rows)
+    assert found == device._reward_model.score(rows)
+    assert len(set(found)) == 2
+    assert vars(host._reward_model.model)[HOME].visits == 0
+    assert HOME not in vars(device._reward_model.model)
 
 
 @pytest.mark.parametrize(

@@ -265,3 +265,66 @@ def test_no_room_for_a_prompt_is_refused(config: Any, keys: dict[str, Any], said
 def test_a_model_without_a_context_has_no_limit_of_its_own() -> None:
     recipe = recipe_of(batch__rows=2, data__max_prompt_tokens=None)
     assert prompt_limit(recipe, object()) == 2**31
+
+
+# -- what lives on the host -------------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_on_the_host_is_on_the_device_for_its_step_only() -> None:
+    keys = {"method": "dr_grpo", "rollout__n": 3}
+    kept, moved = memory(**keys), memory(**keys, parallel__offload="optimizer")
+    for one, two in zip(kept.phases, moved.phases, strict=True):
+        gone = 0 if one.name in ("load", "optimizer step") else 2 * 4 * PARAMETERS
+        assert (one.weights, one.gradients, one.activations) == (two.weights, two.gradients, two.activations)
+        assert one.optimizer - two.optimizer == gone, one.name
+    # A small model's state is brought whole.
+    assert phase(moved, "optimizer step").optimizer == 2 * 4 * PARAMETERS
+    (told,) = [freed for freed in kept.freed if freed.setting == "parallel.offload=optimizer"]
+    assert (told.bytes, told.chosen) == (2 * 4 * PARAMETERS, False)
+    assert [freed.setting for freed in moved.freed if freed.chosen] == ["parallel.offload=optimizer"]
+
+
+def test_weights_on_the_host_leave_a_layer_on_the_device() -> None:
+    keys = {"method": "sft", "batch__rows_per_update": 4}
+    kept, moved = (
+        plan_memory(recipe_of(**keys, batch__tokens=400, parallel__offload=one), CONFIG, 2, LONGEST, ROWS)
+        for one in ("none", "all")
+    )
+    layer, share = 4 * PARAMETERS // 2, 4 * PARAMETERS // 2
+    assert phase(kept, "forward and backward").weights == share
+    # Two layers: the one that is gathered is as large as the share of two devices.
+    assert phase(moved, "forward and backward").weights == share - (share - layer) == layer
+    assert phase(moved, "forward and backward").gradients == 0
+    assert phase(moved, "forward and backward").optimizer == 0
+    assert phase(moved, "optimizer step").gradients == 4 * PARAMETERS // 2
+    assert {freed.setting: freed.bytes for freed in kept.freed} == {
+        "parallel.offload=optimizer": 2 * 4 * PARAMETERS // 2,
+        "parallel.offload=params": share + 4 * PARAMETERS // 2 - layer,
+        "parallel.offload=all": 2 * 4 * PARAMETERS // 2 + share + 4 * PARAMETERS // 2 - layer,
+    }
+
+
+def test_a_reference_on_the_host_comes_for_its_own_pass() -> None:
+    keys = {"method": "grpo", "rollout__n": 3}
+    kept, moved = memory(**keys), memory(**keys, parallel__offload_reference=True)
+    assert [one.name for one in moved.phases] == [*(one.name for one in kept.phases), "reference"]
+    for one in kept.phases:
+        gone = 0 if one.name == "load" else 4 * PARAMETERS
+        assert one.weights - phase(moved, one.name).weights == gone, one.name
+    assert phase(moved, "reference").weights == phase(kept, "validation").weights
+    assert [freed.bytes for freed in kept.freed if freed.setting == "parallel.offload_reference=true"] == [
+        4 * PARAMETERS
+    ]
+
+
+def test_a_critics_optimizer_on_the_host() -> None:
+    keys = {"method": "ppo", "rollout__n": 1}
+    kept, moved = memory(**keys), memory(**keys, parallel__offload_critic="optimizer")
+    assert phase(kept, "generation").optimizer - phase(moved, "generation").optimizer == 2 * 4 * PARAMETERS
+    assert phase(kept, "optimizer step").optimizer == phase(moved, "optimizer step").optimizer
+
+
+def test_slices_are_those_of_one_copy() -> None:
+    whole, copies = memory(4, method="dr_grpo"), memory(4, method="dr_grpo", parallel__shard=2)
+    assert phase(whole, "optimizer step").weights == 4 * PARAMETERS // 4
+    assert phase(copies, "optimizer step").weights == 4 * PARAMETERS // 2

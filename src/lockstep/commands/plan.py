@@ -33,6 +33,8 @@ def show_plan(recipe: Recipe, devices: int) -> None:
         ],
     )
     Screen.on_stdout().print(_memory_table(prepared.memory))
+    for freed in prepared.memory.freed:
+        console.say(freed.line())
     available = device.memory().total
     refuse_misfit(prepared.memory, available, device.name)
     console.say(f"fits: {device.name} has {available / 2**30:.1f} GiB")

@@ -19,11 +19,12 @@ from transformers.utils import logging as transformers_logging
 
 from lockstep.errors import Refusal, unwritten
 from lockstep.model.heads import load_value_model, merge_adapters
-from lockstep.model.load import DTYPES, load_config, load_tokenizer, with_lora
+from lockstep.model.load import DTYPES, load_config, load_tokenizer, stream_transformers, with_lora
 from lockstep.model.pretrained import pretrained
-from lockstep.model.weights import restore_weights
+from lockstep.model.weights import refuse_other_weights, restore_weights
 from lockstep.recipe.schema import Model
 from lockstep.run.files import written_aside
+from lockstep.run.tensor_file import write_model
 
 
 def export_model(
@@ -41,6 +42,14 @@ def export_model(
     if adapter and settings.lora is None:
         raise Refusal.at("--adapter", "the run trained all weights, so it has no adapter", "export without --adapter")
     _refuse_taken(out, replace)
+    if settings.lora is None:
+        source = stream_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
+        if source is not None:
+            with _written(settings, out) as aside:
+                _write_by_tensor(source.model, settings, weights, aside, where, end_tokens)
+                for name, content in files.items():
+                    (aside / name).write_text(content, encoding="utf-8")
+            return
     where_from = f"model.path {settings.path}"
     dtype = _working(settings, adapter)
     base = pretrained(AutoModelForCausalLM, settings.path, where_from, "its weights", dtype=dtype)
@@ -56,6 +65,26 @@ def export_model(
             merged.save_pretrained(aside)
         for name, content in files.items():
             (aside / name).write_text(content, encoding="utf-8")
+
+
+def _write_by_tensor(
+    model: PreTrainedModel,
+    settings: Model,
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    where: str,
+    end_tokens: Sequence[int],
+) -> None:
+    """What `save_pretrained` would write, of a model without storage and weights that are read one by one."""
+    parameters = refuse_other_weights(model, weights, where)
+    model.config.dtype = str(DTYPES[settings.dtype]).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    _stop_at(model, end_tokens)
+    folder.mkdir(parents=True)
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    write_model(folder, shapes, DTYPES[settings.dtype], weights.__getitem__)
 
 
 def export_value_model(

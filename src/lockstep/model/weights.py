@@ -24,6 +24,11 @@ def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def restore_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], where: str) -> None:
     """Put trained weights back; every name must be there on both sides."""
+    fill_all(refuse_other_weights(model, weights, where), weights)
+
+
+def refuse_other_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], where: str) -> dict[str, nn.Parameter]:
+    """The trained parameters by name, where the weights are theirs."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name in sorted(parameters.keys() ^ weights.keys()):
         side = "the checkpoint" if name not in weights else "the model"
@@ -34,4 +39,4 @@ def restore_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], where
             raise Refusal.at(
                 where, f"{name} is {tuple(shapes[name])} in the checkpoint and {tuple(parameter.shape)} in the model"
             )
-    fill_all(parameters, weights)
+    return parameters

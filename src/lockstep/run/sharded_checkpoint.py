@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import async_save
+from torch.distributed.checkpoint import CheckpointException, async_save
 
 from lockstep.errors import first_line
 from lockstep.parallel.stored import files_of, writer_of
@@ -79,8 +79,8 @@ class ShardedWriter:
         try:
             saving.result()
             told = told_of(folder, files_of(folder / SHARDS, self.world.rank))
-        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks wait to hear of it
-            told = first_line(error) or type(error).__name__
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  # whatever it is, the others wait for it
+            told = _reason(error)
         every: list[Any] = [None] * self.world.size
         dist.all_gather_object(every, told, group=self._group)
         failed = [f"rank {rank}: {one}" for rank, one in enumerate(every) if isinstance(one, str)]
@@ -98,3 +98,10 @@ class ShardedWriter:
         write_manifest(folder, {**manifest, **told_of(folder, [folder / STATE])})
         take_name(folder, target)
         self.landed(target)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong first; torch tells every rank of the errors of all."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return first_line(error) or type(error).__name__

@@ -20,8 +20,10 @@ from lockstep.model.load import DTYPES, load_config, with_lora
 from lockstep.parallel.mesh import grid_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_kind
+from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.rows import estimator_row
 from lockstep.rollout.native.prefill import prefill_bytes
+from lockstep.train.plan_offload import Freed, Part, freed_by, without, without_frozen
 from lockstep.types import Prompt
 
 # Updates whose packing is tried out for the plan; the rest look alike.
@@ -165,6 +167,8 @@ class MemoryPlan:
     trained: int
     phases: tuple[Phase, ...]
     checkpoint_bytes: int
+    freed: tuple[Freed, ...] = ()
+    """What could be kept on the host, or is."""
 
     @property
     def peak(self) -> Phase:
@@ -214,23 +218,43 @@ def plan_memory(
     )
     state = size + 2 * (4 if masters else size) + (4 if masters else 0)
     plan = MemoryPlan(parameters, trained, phases, trained * state)
-    plan = _with_frozen(plan, recipe, shards)
-    if recipe.method not in ONLINE:
-        return plan
-    return _with_online_parts(plan, recipe, config, shards, longest, prefill_tokens)
+    frozen = {name: bytes_ // shards for name, bytes_ in _frozen(plan, recipe).items()}
+    plan = _with_weights(plan, sum(frozen.values()))
+    layer = parameters * size // max(1, config.num_hidden_layers)
+    policy, critic = Part(moments + master_bytes, weights, gradients, layer), None
+    if recipe.method in ONLINE:
+        before = plan.phases[-1]
+        plan = _with_online_parts(plan, recipe, config, shards, longest, prefill_tokens)
+        after = plan.phases[len(phases) - 1]
+        if after.weights > before.weights:
+            critic = Part(after.optimizer - before.optimizer, after.weights - before.weights, 0, layer)
+    return _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
 
 
-def _with_frozen(plan: MemoryPlan, recipe: Recipe, shards: int) -> MemoryPlan:
-    """A reference or a teacher beside what is trained."""
+def _with_offload(
+    plan: MemoryPlan, settings: Parallel, devices: int, policy: Part, critic: Part | None, frozen: dict[str, int]
+) -> MemoryPlan:
+    """What lives on the host is on a device only where a phase needs it there."""
+    phases = tuple(without(one, settings.offload, policy, gathered=one.name == "generation") for one in plan.phases)
+    if critic is not None:
+        phases = tuple(without(one, settings.offload_critic, critic) for one in phases)
+    phases = without_frozen(phases, settings, frozen)
+    return replace(plan, phases=phases, freed=tuple(freed_by(settings, devices, policy, critic, frozen)))
+
+
+def _frozen(plan: MemoryPlan, recipe: Recipe) -> dict[str, int]:
+    """Bytes of a reference or a teacher beside what is trained, by the key that keeps it on the host."""
     size = DTYPES[recipe.model.dtype].itemsize
-    parameters = 0
     if reference_kind(recipe) == "model":
-        parameters = plan.parameters - (plan.trained if recipe.model.lora is not None else 0)
-    elif recipe.distill.teacher is not None and recipe.distill.top_k is None:
+        return {"offload_reference": size * (plan.parameters - (plan.trained if recipe.model.lora is not None else 0))}
+    if recipe.distill.teacher is not None and recipe.distill.top_k is None:
         with torch.device("meta"):
             teacher = AutoModelForCausalLM.from_config(load_config(recipe.distill.teacher), trust_remote_code=False)
-        parameters = sum(p.numel() for p in teacher.parameters())
-    weights = parameters * size // shards
+        return {"offload_teacher": size * sum(p.numel() for p in teacher.parameters())}
+    return {}
+
+
+def _with_weights(plan: MemoryPlan, weights: int) -> MemoryPlan:
     return replace(plan, phases=tuple(replace(phase, weights=phase.weights + weights) for phase in plan.phases))
 
 
@@ -304,5 +328,6 @@ def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
             f"{peak.name} needs about {peak.total / 2**30:.1f} GiB on each device, "
             f"and {device} has {available / 2**30:.1f} GiB",
             "lower batch.tokens, set model.gradient_checkpointing, train a LoRA adapter (model.lora.rank), "
-            "use model.dtype=bf16, or shard over more devices with torchrun",
+            "use model.dtype=bf16, keep the optimizer on the host (parallel.offload=optimizer), or shard over more "
+            "devices (parallel.devices, torchrun)",
         )

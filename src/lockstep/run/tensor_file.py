@@ -1,0 +1,61 @@
+"""Safetensors files that are written a tensor at a time: none but the one being written is in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# Of one file of a model; what is larger is spread over several.
+FILE_BYTES = 5 * 10**9
+ALONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def write_model(
+    folder: Path, shapes: Mapping[str, torch.Size], dtype: torch.dtype, read: Callable[[str], torch.Tensor]
+) -> None:
+    """The weights of a Hugging Face folder: one file, or several and an index. `read` gives a tensor by its name."""
+    files: list[list[str]] = [[]]
+    room = FILE_BYTES
+    for name, shape in shapes.items():
+        size = shape.numel() * dtype.itemsize
+        if files[-1] and size > room:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(name)
+        room -= size
+    places = {}
+    for number, names in enumerate(files, 1):
+        file = ALONE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        _write(folder / file, names, shapes, dtype, read)
+        places.update(dict.fromkeys(names, file))
+    if len(files) > 1:
+        total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(
+    path: Path,
+    names: Sequence[str],
+    shapes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    read: Callable[[str], torch.Tensor],
+) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + shapes[name].numel() * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shapes[name]), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            tensor = read(name).detach().to("cpu", dtype).contiguous()
+            assert tensor.shape == shapes[name], name
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            del tensor

@@ -1,0 +1,86 @@
+"""What `parallel.offload` and its kin take off a device, and what stays for the passes that need it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lockstep.recipe.parallel import Offload, Parallel
+from lockstep.train.host_optim import TOGETHER
+
+if TYPE_CHECKING:
+    from lockstep.train.plan import Phase
+
+# Master, moments and gradient in fp32, of the parameters that an update brings to the device together.
+UPDATED_BYTES = 16 * TOGETHER
+STEP = "optimizer step"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes on one device of a model that is trained: its state, and its weights and gradients. `layer` are those of
+    the weights that are gathered at a time."""
+
+    state: int
+    weights: int
+    gradients: int
+    layer: int
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What a key takes off each device, whether the recipe has set it or not."""
+
+    setting: str
+    bytes: int
+    chosen: bool
+
+    def line(self) -> str:
+        return f"{self.setting} {'frees' if self.chosen else 'would free'} {self.bytes / 2**20:,.1f} MiB of each device"
+
+
+def freed_by(settings: Parallel, ranks: int, policy: Part, critic: Part | None, frozen: dict[str, int]) -> list[Freed]:
+    """`frozen` are the weights of reference, teacher and reward models by the key that moves them."""
+    found = []
+    for key, chosen, part in (
+        ("offload", settings.offload, policy),
+        ("offload_critic", settings.offload_critic, critic),
+    ):
+        if part is None:
+            continue
+        sizes: dict[Offload, int] = {"optimizer": part.state}
+        if ranks > 1:
+            params = max(0, part.weights + part.gradients - part.layer)
+            sizes |= {"params": params, "all": part.state + params}
+        found += [Freed(f"parallel.{key}={kind}", size, chosen == kind) for kind, size in sizes.items()]
+    found += [Freed(f"parallel.{key}=true", size, bool(getattr(settings, key))) for key, size in frozen.items() if size]
+    return found
+
+
+def without(phase: Phase, offload: Offload, part: Part, *, gathered: bool = False) -> Phase:
+    """A phase of a model that lives on the host in part. `gathered`: its weights are whole on the device in it."""
+    if phase.name == "load":
+        return phase  # everything comes to the device first
+    if offload in ("optimizer", "all"):
+        stays = min(part.state, UPDATED_BYTES) if phase.name == STEP else 0
+        phase = replace(phase, optimizer=phase.optimizer - part.state + stays)
+    if offload in ("params", "all"):
+        gone = 0 if gathered else max(0, part.weights - part.layer)
+        gradients = phase.gradients if phase.name == STEP else max(0, phase.gradients - part.gradients)
+        phase = replace(phase, weights=phase.weights - gone, gradients=gradients)
+    return phase
+
+
+def without_frozen(phases: tuple[Phase, ...], settings: Parallel, frozen: dict[str, int]) -> tuple[Phase, ...]:
+    """A reference is on the device for its own pass, without anything that is kept for a backward pass; a teacher
+    answers in the middle of the student's."""
+    reference = frozen.get("offload_reference", 0) * int(settings.offload_reference)
+    teacher = frozen.get("offload_teacher", 0) * int(settings.offload_teacher)
+    validation = next(phase for phase in phases if phase.name == "validation")
+    found = []
+    for phase in phases:
+        gone = 0 if phase.name == "load" else reference
+        if phase.name in (STEP, "generation"):
+            gone += teacher
+        found.append(replace(phase, weights=phase.weights - gone))
+    return (*found, replace(validation, name="reference")) if reference else tuple(found)
