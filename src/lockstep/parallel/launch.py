@@ -49,17 +49,10 @@ def refuse_unread(settings: Parallel) -> None:
     """Keys of the process that starts the ranks are not read where another one has started them."""
     if LAUNCHER in os.environ:
         return
+    why = "is for ranks that `lockstep train` starts, and it did not start this one"
     remedy = "remove it; torchrun has --max-restarts" if is_rank() else "use the command `lockstep train`"
     asked = {"launcher": settings.launcher == "ray", "max_restarts": settings.max_restarts > 0}
-    refuse_all(
-        [
-            Problem(
-                f"parallel.{key}", "is for ranks that `lockstep train` starts, and it did not start this one", remedy
-            )
-            for key, wanted in asked.items()
-            if wanted
-        ]
-    )
+    refuse_all([Problem(f"parallel.{key}", why, remedy) for key, wanted in asked.items() if wanted])
 
 
 def starts_ranks(settings: Parallel) -> bool:

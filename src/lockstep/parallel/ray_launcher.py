@@ -16,8 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from lockstep.device.select import DEVICES, select
 from lockstep.errors import Refusal, first_line, missing_extra
-from lockstep.parallel.ray_rank import Heard, RankProcess
+from lockstep.parallel.ray_rank import Heard, Place, RankProcess
 from lockstep.parallel.restarts import worst
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ class Cluster:
     def __init__(self, recipe: Recipe, ray: Any):
         self.ray, self.recipe = ray, recipe
         self.folder = self._working_folder()
-        self.device, self.resource = self._device()
+        self.device = self._device()
+        self.resource = DEVICES[self.device].ray_resource or "CPU"
+        self.visible = DEVICES[self.device].visible_variable
 
     def _working_folder(self) -> str | None:
         """Where the ranks run: here, in a folder that all nodes have; None in their own copy of a job's files."""
@@ -84,17 +87,14 @@ class Cluster:
             )
         return None
 
-    def _device(self) -> tuple[str, str]:
-        """The device of the ranks, which the driver's machine need not have, and what Ray calls it."""
-        from lockstep.device.select import DEVICES, select
-
-        known = {name: kind.ray_resource or "CPU" for name, kind in DEVICES.items()}
+    def _device(self) -> str:
+        """The device of the ranks, which the driver's machine need not have."""
         if self.recipe.device == "auto":
             there = self.ray.cluster_resources()
-            return next((name, resource) for name, resource in known.items() if there.get(resource, 0) >= 1)
-        if self.recipe.device not in known:
+            return next(name for name, kind in DEVICES.items() if there.get(kind.ray_resource or "CPU", 0) >= 1)
+        if self.recipe.device not in DEVICES:
             select(self.recipe.device)  # which says what there is
-        return self.recipe.device, known[self.recipe.device]
+        return self.recipe.device
 
     def run(self, words: Sequence[str], turn: int) -> int:
         """All ranks once; `turn` counts restarts."""
@@ -153,8 +153,8 @@ class Cluster:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
                 )
                 actors.append(options.remote())
-            machines = self.ray.get([actor.machine.remote() for actor in actors])
-            yield [actor for _, actor in sorted(zip(machines, actors, strict=True), key=lambda pair: pair[0])]
+            nodes = [place.node for place in self.ray.get([actor.place.remote() for actor in actors])]
+            yield [actor for _, actor in sorted(zip(nodes, actors, strict=True), key=lambda pair: pair[0])]
         finally:
             for actor in actors:
                 self.ray.kill(actor)
@@ -162,21 +162,23 @@ class Cluster:
 
     def _environments(self, actors: list[Any]) -> list[dict[str, str]]:
         """What torchrun would tell each rank."""
-        machines = self.ray.get([actor.machine.remote() for actor in actors])
-        address = machines[0][1]
+        places: list[Place] = self.ray.get([actor.place.remote() for actor in actors])
+        nodes, address = [place.node for place in places], places[0].address
         port = self.ray.get(actors[0].hold_store.remote(address))
         passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
         found = []
-        for rank, machine in enumerate(machines):
-            # Ray shows an actor its own accelerator and no other one.
-            local = 0 if self.resource != "CPU" else machines[:rank].count(machine)
+        for rank, place in enumerate(places):
+            # A rank sees its own accelerator and no other one, also where Ray was told not to see to it.
+            seen = {self.visible: ",".join(place.devices)} if self.visible else {}
+            local = 0 if self.visible else nodes[:rank].count(place.node)
             found.append(
                 {
                     **passed,
+                    **seen,
                     "RANK": str(rank),
                     "WORLD_SIZE": str(len(actors)),
                     "LOCAL_RANK": str(local),
-                    "LOCAL_WORLD_SIZE": str(machines.count(machine)),
+                    "LOCAL_WORLD_SIZE": str(nodes.count(place.node)),
                     "MASTER_ADDR": address,
                     "MASTER_PORT": str(port),
                     "TORCHELASTIC_USE_AGENT_STORE": "True",

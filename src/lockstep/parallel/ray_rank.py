@@ -1,7 +1,7 @@
 """One rank under Ray: an actor on the rank's machine that runs it as a process of its own, and hands on what it says.
 
-A process beside the actor's: what kills or stops the rank leaves somebody who can tell, the rank has its main thread and
-its signals to itself, and its exit status is its own.
+A process beside the actor's: what kills or stops the rank leaves somebody who can tell, the rank has its main thread
+and its signals to itself, and its exit status is its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from lockstep.errors import Refusal
 from lockstep.parallel.launch import LAUNCHER
@@ -34,6 +34,14 @@ class Heard:
     status: int | None
 
 
+class Place(NamedTuple):
+    """Ray's name of a node, its address, and the numbers of the accelerators there that are this actor's."""
+
+    node: str
+    address: str
+    devices: list[str]
+
+
 class RankProcess:
     """The actor. Its methods run beside each other: one waits for output while another sends a signal."""
 
@@ -43,11 +51,12 @@ class RankProcess:
         self._readers: list[threading.Thread] = []
         self._store: Any = None
 
-    def machine(self) -> tuple[str, str]:
-        """Ray's name of this node, and its address."""
+    def place(self) -> Place:
         import ray
 
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        context = ray.get_runtime_context()
+        devices = [one for ids in context.get_accelerator_ids().values() for one in ids]
+        return Place(context.get_node_id(), ray.util.get_node_ip_address(), devices)
 
     def hold_store(self, address: str) -> int:
         """Hold the store where the ranks meet, so that it outlives each of them; the port."""

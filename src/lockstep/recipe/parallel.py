@@ -24,8 +24,8 @@ class Parallel(Section):
         None,
         gt=0,
         description="A run in which no process makes progress for so long says where each of them is, leaves their "
-        "stacks in the run folder and ends. Longer than the longest stage of a step. Default: a collective waits for 30 "
-        "minutes.",
+        "stacks in the run folder and ends; choose more than the longest stage of a step takes. Default: never, but a "
+        "collective gives up after 30 minutes.",
     )
     max_restarts: int = Field(
         0,

@@ -1,0 +1,157 @@
+"""Two nodes of a Ray cluster on this machine, a rank on each: the numbers of one process, whatever falls over."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands import cold_lockstep, lockstep
+from conftest import write_sft_recipe
+from hang import HANG
+from kills import lines
+from ranks import assert_none_left, ranks_of
+from runs import close, facts, stored
+from struck import struck
+
+pytest.importorskip("ray", reason="Ray is not installed; `make test-ray` installs it")
+pytestmark = [pytest.mark.ray, pytest.mark.torchrun]
+RAY = [
+    *("parallel.launcher=ray", "parallel.devices=2", "checkpoint.every=2", "checkpoint.asynchronous=false"),
+    *("run.export=false", "run.steps=4", "optim.eps=1e-4"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head and a node, each with one processor."""
+    from ray.cluster_utils import Cluster
+
+    found: Any = None
+    for left in (2, 1, 0):
+        try:
+            found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+            found.add_node(num_cpus=1)
+            break
+        except Exception:
+            # A raylet that does not start in 30 s is given up by Ray; on a busy machine that happens.
+            if found is not None:
+                found.shutdown()
+            if not left:
+                raise
+    os.environ["RAY_ADDRESS"] = found.address
+    yield found
+    del os.environ["RAY_ADDRESS"]
+    found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    return write_sft_recipe(tmp_path_factory.mktemp("ray"), tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Any, recipe: Path) -> Path:
+    """The undisturbed run of two actors."""
+    runs = recipe.parent / "whole"
+    done = cold_lockstep("train", recipe, f"run.folder={runs}", *RAY)
+    assert done.returncode == 0, done.stderr
+    # Rank 0 as it is, the others by name.
+    assert "\nstep 4/4  loss" in done.stdout
+    assert "on each of 2 device(s)" in done.stdout
+    assert not re.search(r"rank 0: |rank 1: step", done.stdout)
+    assert_none_left(runs)
+    return runs / "run"
+
+
+def assert_equal(run: Path, whole: Path) -> None:
+    assert facts(run) == facts(whole)
+    weights, wanted = stored(run, 4), stored(whole, 4)
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+def test_two_actors_train_what_one_process_does(whole: Path, recipe: Path) -> None:
+    alone = [word for word in RAY if not word.startswith("parallel.")]
+    assert lockstep("train", recipe, "run.name=one", *alone).returncode == 0
+    one = recipe.parent / "runs" / "one"
+    for name in ("train/loss", "train/grad_norm", "train/trained_tokens"):
+        wanted = [told[name] for _, told in facts(one)]
+        assert [told[name] for _, told in facts(whole)] == pytest.approx(wanted, rel=1e-5)
+    assert close(stored(whole, 4), stored(one, 4))
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(whole: Path, recipe: Path, tmp_path: Path) -> None:
+    environment, once = struck(
+        tmp_path / "blow", 1, signal.SIGKILL, lines(tmp_path / "runs" / "run" / "metrics.jsonl", 3)
+    )
+    words = ["train", recipe, f"run.folder={tmp_path / 'runs'}", *RAY, "parallel.max_restarts=1"]
+    done = cold_lockstep(*words, **environment)
+    assert once.exists(), done.stdout
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was ended by SIGKILL" in done.stderr
+    assert done.stderr.count("restart 1 of 1") == 1
+    assert "run after step 2" in " ".join(done.stdout.split())  # lines may be broken
+    assert_equal(tmp_path / "runs" / "run", whole)
+    assert_none_left(tmp_path / "runs")
+
+
+def test_a_stopped_rank_is_named_and_the_run_ends(whole: Path, recipe: Path, tmp_path: Path) -> None:
+    """Rank 0, in whose place nobody would know anything if it held the store. The same command goes on afterwards."""
+    environment, once = struck(
+        tmp_path / "blow", 0, signal.SIGSTOP, lines(tmp_path / "runs" / "run" / "metrics.jsonl", 3)
+    )
+    words = ["train", recipe, f"run.folder={tmp_path / 'runs'}", *RAY, "parallel.stall_seconds=8"]
+    done = cold_lockstep(*words, **environment)
+    assert once.exists(), done.stdout
+    assert done.returncode == 75, done.stderr
+    assert re.search(r"rank 1: +rank 0 gives no sign of life for \d+ s; it was last seen at .*step \d", done.stderr)
+    for rank in (0, 1):
+        found = (tmp_path / "runs" / "run" / "stacks" / f"rank_{rank}.txt").read_text()
+        assert re.search(r'File ".*lockstep/train/.*", line \d+ in ', found), found
+    assert_none_left(tmp_path / "runs")
+    done = cold_lockstep(*words)
+    assert done.returncode == 0, done.stderr
+    assert_equal(tmp_path / "runs" / "run", whole)
+
+
+def test_more_than_the_cluster_has_is_refused(cluster: Any, recipe: Path) -> None:
+    done = cold_lockstep("train", recipe, *RAY, "parallel.devices=3")
+    assert done.returncode == 2
+    assert "have 2 CPU together" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_lost_node_is_done_without(cluster: Any, whole: Path, recipe: Path, tmp_path: Path) -> None:
+    """Rank 0 or 1 was on it; one is left, and trains the same."""
+    runs = tmp_path / "runs"
+    words = ["train", str(recipe), f"run.folder={runs}", *RAY, "run.steps=400", "optim.schedule=constant"]
+    words += ["parallel.max_restarts=1", "parallel.elastic=true", "checkpoint.keep_last=1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        given_up = time.monotonic() + HANG
+        while not list(runs.glob("run/checkpoints/step_*")):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < given_up
+            time.sleep(0.05)
+        cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+        said, _ = process.communicate(timeout=HANG)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, said
+    assert "is lost with its actor" in said
+    assert "the run goes on with 1" in said
+    assert [step for step, _ in facts(runs / "run")] == list(range(1, 401))
+    assert not ranks_of(runs)
