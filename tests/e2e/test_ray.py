@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,35 @@ def assert_equal(run: Path, whole: Path) -> None:
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
+def begun(words: list[str], **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment},
+        # A shell ignores Ctrl-C for what it runs in the background, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait_for(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
+    given_up = time.monotonic() + HANG
+    while not moment():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < given_up
+        time.sleep(0.05)
+
+
+def told(environ: Path, variables: dict[str, str]) -> bool:
+    """Whether a living process was given these."""
+    try:
+        there = environ.read_text(errors="replace").split("\0")
+    except OSError:
+        return False
+    return all(f"{name}={value}" in there for name, value in variables.items())
+
+
 def test_two_actors_train_what_one_process_does(whole: Path, recipe: Path) -> None:
     alone = [word for word in RAY if not word.startswith("parallel.")]
     assert lockstep("train", recipe, "run.name=one", *alone).returncode == 0
@@ -124,6 +153,28 @@ def test_a_stopped_rank_is_named_and_the_run_ends(whole: Path, recipe: Path, tmp
     assert_equal(tmp_path / "runs" / "run", whole)
 
 
+def test_ctrl_c_saves_and_a_cluster_of_its_own_ends_with_the_run(recipe: Path, tmp_path: Path) -> None:
+    """Nothing of Ray is left either."""
+    runs = tmp_path / "runs"
+    words = ["train", str(recipe), f"run.folder={runs}", *RAY, "run.steps=100000", "checkpoint.every=100000"]
+    own = {"RAY_ADDRESS": "local", "LOCKSTEP_TEST": str(tmp_path)}
+    process = begun(words, **own)
+    try:
+        wait_for(process, lambda: lines(runs / "run" / "metrics.jsonl", 3).has_come())
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=HANG)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130, said
+    assert "the same command goes on from there" in said
+    assert len(list((runs / "run" / "checkpoints").glob("step_*"))) == 1
+    given_up = time.monotonic() + HANG
+    while left := [file.parent.name for file in Path("/proc").glob("[0-9]*/environ") if told(file, own)]:
+        assert time.monotonic() < given_up, left
+        time.sleep(0.1)
+
+
 def test_more_than_the_cluster_has_is_refused(cluster: Any, recipe: Path) -> None:
     done = cold_lockstep("train", recipe, *RAY, "parallel.devices=3")
     assert done.returncode == 2
@@ -131,20 +182,14 @@ def test_more_than_the_cluster_has_is_refused(cluster: Any, recipe: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
-def test_a_lost_node_is_done_without(cluster: Any, whole: Path, recipe: Path, tmp_path: Path) -> None:
+def test_a_lost_node_is_done_without(cluster: Any, recipe: Path, tmp_path: Path) -> None:
     """Rank 0 or 1 was on it; one is left, and trains the same."""
     runs = tmp_path / "runs"
-    words = ["train", str(recipe), f"run.folder={runs}", *RAY, "run.steps=400", "optim.schedule=constant"]
-    words += ["parallel.max_restarts=1", "parallel.elastic=true", "checkpoint.keep_last=1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    long = ["run.steps=60", "optim.schedule=constant"]
+    elastic = ["parallel.max_restarts=1", "parallel.elastic=true"]
+    process = begun(["train", str(recipe), f"run.folder={runs}", *RAY, *long, *elastic])
     try:
-        given_up = time.monotonic() + HANG
-        while not list(runs.glob("run/checkpoints/step_*")):
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < given_up
-            time.sleep(0.05)
+        wait_for(process, lambda: bool(list(runs.glob("run/checkpoints/step_*"))))
         cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
         said, _ = process.communicate(timeout=HANG)
     finally:
@@ -153,5 +198,9 @@ def test_a_lost_node_is_done_without(cluster: Any, whole: Path, recipe: Path, tm
     assert process.returncode == 0, said
     assert "is lost with its actor" in said
     assert "the run goes on with 1" in said
-    assert [step for step, _ in facts(runs / "run")] == list(range(1, 401))
     assert not ranks_of(runs)
+    alone = [word for word in RAY if not word.startswith("parallel.")]
+    assert lockstep("train", recipe, "run.name=long", *alone, *long).returncode == 0
+    told, wanted = facts(runs / "run"), facts(recipe.parent / "runs" / "long")
+    assert [step for step, _ in told] == list(range(1, 61))
+    assert [one["train/loss"] for _, one in told] == pytest.approx([one["train/loss"] for _, one in wanted], rel=1e-4)

@@ -35,14 +35,15 @@ _BEAT_SECONDS = 1.0
 # After the first rank has failed, for the others to say what they saw.
 _GRACE_SECONDS = 5.0
 # For a cluster to put what it has where it is asked for, and after a failure to come back as it was.
-_PLACE_SECONDS, _RETURN_SECONDS = 120.0, 300.0
+_TRY_SECONDS, _PLACE_SECONDS, _RETURN_SECONDS = 10.0, 120.0, 300.0
 
 Start = Callable[[Sequence[str], int], int]
 
 
 @contextmanager
 def ray_cluster(recipe: Recipe) -> Iterator[Start]:
-    """Connected to the cluster that RAY_ADDRESS names or that runs on this machine; else one for this run is started.
+    """Connected to the cluster that RAY_ADDRESS names or that `ray start` has started on this machine; else one for
+    this run is started.
 
     Yields the function that runs `lockstep` with given words in all ranks, and returns the exit status.
     """
@@ -53,12 +54,15 @@ def ray_cluster(recipe: Recipe) -> Iterator[Start]:
     devices = recipe.parallel.devices or 1
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     try:
-        ray.init(address="auto", **quiet)
-    except ConnectionError as error:
-        if os.environ.get("RAY_ADDRESS"):
-            raise Refusal.at("RAY_ADDRESS", first_line(error), "start the cluster, or unset the variable") from error
-        processors = max(devices, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=processors, include_dashboard=False, **quiet)
+        try:
+            # More ranks than processors are slow and no error, as with the other launchers.
+            ray.init(num_cpus=max(devices, os.cpu_count() or 1), include_dashboard=False, **quiet)
+        except ValueError:
+            ray.init(**quiet)  # there is a cluster, which knows what it has
+    except (ConnectionError, RuntimeError) as error:
+        where = f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}" if os.environ.get("RAY_ADDRESS") else "the Ray cluster"
+        remedy = "start it (`ray start --head`), or unset RAY_ADDRESS and `ray stop` for one that the run starts itself"
+        raise Refusal.at(where, first_line(error), remedy) from error
     try:
         yield Cluster(recipe, ray).run
     finally:
@@ -98,56 +102,66 @@ class Cluster:
 
     def run(self, words: Sequence[str], turn: int) -> int:
         """All ranks once; `turn` counts restarts."""
-        devices = self._devices(turn)
-        told = [*words, f"device={self.device}", f"parallel.devices={devices}"]
-        with self._actors(devices) as actors:
-            return Ranks(self.ray, actors, self.recipe.parallel.stall_seconds).run(
-                told, self._environments(actors), self.folder
-            )
+        from ray.exceptions import RayActorError
 
-    def _devices(self, turn: int) -> int:
-        """As many as asked for; after a failure fewer, where that is allowed and some are gone."""
-        asked = self.recipe.parallel.devices or 1
-        given_up = time.monotonic() + (_RETURN_SECONDS if turn else 0)
-        while (there := int(self.ray.cluster_resources().get(self.resource, 0))) < asked:
-            if turn and there and self.recipe.parallel.elastic:
-                _say(f"the cluster has {there} {self.resource} left of {asked}: the run goes on with {there}")
-                return there
-            if time.monotonic() >= given_up:
-                raise Refusal.at(
-                    "parallel.devices",
-                    f"is {asked}, and the nodes of the Ray cluster have {there} {self.resource} together",
-                    "start more nodes (`ray start --address=...`), or ask for fewer",
-                )
-            time.sleep(_BEAT_SECONDS)
-        return asked
+        with self._placed(turn) as (group, devices):
+            told = [*words, f"device={self.device}", f"parallel.devices={devices}"]
+            try:
+                with self._actors(group, devices) as actors:
+                    ranks = Ranks(self.ray, actors, self.recipe.parallel.stall_seconds)
+                    return ranks.run(told, self._environments(actors), self.folder)
+            except RayActorError as error:
+                _say(f"an actor is lost before its rank began: {first_line(error)}")
+                return _KILLED
 
     @contextmanager
-    def _actors(self, devices: int) -> Iterator[list[Any]]:
-        """An actor on each device, those of a node side by side."""
+    def _placed(self, turn: int) -> Iterator[tuple[Any, int]]:
+        """A placement group and its number of devices: as many as asked for; after a failure fewer, where that is
+        allowed and some are gone."""
         from ray.util.placement_group import placement_group, remove_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        need = {"CPU": 1.0, self.resource: 1.0}
-        name = self.recipe.run.name
-        group = placement_group([need] * devices, strategy="PACK", name=name)
-        actors: list[Any] = []
-        try:
-            if not group.wait(_PLACE_SECONDS):
+        asked, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic
+        given_up = time.monotonic() + (_RETURN_SECONDS if turn else _PLACE_SECONDS)
+        while True:
+            there = int(self.ray.cluster_resources().get(self.resource, 0))
+            devices = min(asked, there) if elastic else asked
+            if 0 < devices <= there:
+                bundles = [{"CPU": 1.0, self.resource: 1.0}] * devices
+                group = placement_group(bundles, strategy="PACK", name=self.recipe.run.name)
+                try:
+                    if group.wait(_TRY_SECONDS):
+                        if devices < asked:
+                            _say(f"the cluster has {there} {self.resource} of {asked}: the run goes on with {devices}")
+                        yield group, devices
+                        return
+                finally:
+                    remove_placement_group(group)
+            elif turn == 0:
+                given_up = 0
+            if time.monotonic() >= given_up:
+                free = int(self.ray.available_resources().get(self.resource, 0))
                 raise Refusal.at(
                     "parallel.devices",
-                    f"{devices} x {need} did not become free in {_PLACE_SECONDS:.0f} s; of the whole cluster there is "
-                    f"free: {self.ray.available_resources()}",
-                    "wait for what else runs there, or ask for fewer",
+                    f"is {asked}, and the nodes of the Ray cluster have {there} {self.resource} together, {free} free",
+                    "start more nodes (`ray start --address=...`), wait for what else runs there, or ask for fewer",
                 )
-            kind = self.ray.remote(RankProcess)
-            others = {resource: amount for resource, amount in need.items() if resource not in ("CPU", "GPU")}
+            # The cluster notices a lost node after a while, and another one may come in its place.
+            time.sleep(_BEAT_SECONDS)
+
+    @contextmanager
+    def _actors(self, group: Any, devices: int) -> Iterator[list[Any]]:
+        """An actor on each device, those of a node side by side."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        kind = self.ray.remote(RankProcess)
+        actors: list[Any] = []
+        try:
             for index in range(devices):
                 options = kind.options(
-                    name=f"{name}-{index}",
+                    name=f"{self.recipe.run.name}-{index}",
                     num_cpus=1,
-                    num_gpus=need.get("GPU", 0),
-                    resources=others,
+                    num_gpus=1 if self.resource == "GPU" else 0,
+                    resources={} if self.resource in ("CPU", "GPU") else {self.resource: 1},
                     max_concurrency=4,
                     max_restarts=0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
@@ -158,7 +172,6 @@ class Cluster:
         finally:
             for actor in actors:
                 self.ray.kill(actor)
-            remove_placement_group(group)
 
     def _environments(self, actors: list[Any]) -> list[dict[str, str]]:
         """What torchrun would tell each rank."""
@@ -199,10 +212,12 @@ class Ranks:
 
     def run(self, words: list[str], environments: list[dict[str, str]], folder: str | None) -> int:
         with _signals(self.asked):
-            # One by one: of a refusal there is one to tell.
-            for actor, environment in zip(self.actors, environments, strict=True):
-                self.ray.get(actor.start.remote(words, environment, folder))
             try:
+                # One by one: of a refusal there is one to tell.
+                for actor, environment in zip(self.actors, environments, strict=True):
+                    problem = self.ray.get(actor.start.remote(words, environment, folder))
+                    if problem is not None:
+                        raise Refusal([problem])
                 return self._follow()
             finally:
                 self._end()

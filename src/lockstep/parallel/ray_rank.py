@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from lockstep.errors import Refusal
+from lockstep.errors import Problem
 from lockstep.parallel.launch import LAUNCHER
 from lockstep.parallel.restarts import status_of
 
@@ -65,10 +65,11 @@ class RankProcess:
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
-    def start(self, words: list[str], environment: dict[str, str], folder: str | None) -> None:
-        """Run `lockstep` with these words in a folder; None is that of the job's working directory."""
+    def start(self, words: list[str], environment: dict[str, str], folder: str | None) -> Problem | None:
+        """Run `lockstep` with these words in a folder; None is that of the job's working directory. What is in the way
+        is returned: an exception would come to the driver as another one."""
         if folder is not None and not Path(folder).is_dir():
-            raise Refusal.at(
+            return Problem(
                 f"folder {folder}",
                 f"the run was started there, and node {os.uname().nodename} does not have it",
                 "start it in a folder that all nodes share",
@@ -90,6 +91,7 @@ class RankProcess:
             reader = threading.Thread(target=self._pump, args=(number, pipe), daemon=True)
             reader.start()
             self._readers.append(reader)
+        return None
 
     def _pump(self, number: int, pipe: IO[bytes]) -> None:
         for line in pipe:
