@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from commands import cold_lockstep, lockstep
 from conftest import write_sft_recipe
-from hang import HANG
+from hang import HANG, wait_until
 from kills import lines
 from ranks import assert_none_left, ranks_of
 from runs import close, facts, stored
@@ -93,11 +92,8 @@ def begun(words: list[str], **environment: str) -> subprocess.Popen[str]:
 
 
 def wait_for(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
-    given_up = time.monotonic() + HANG
-    while not moment():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < given_up
-        time.sleep(0.05)
+    wait_until(lambda: moment() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[0]
 
 
 def told(environ: Path, variables: dict[str, str]) -> bool:
@@ -169,10 +165,7 @@ def test_ctrl_c_saves_and_a_cluster_of_its_own_ends_with_the_run(recipe: Path, t
     assert process.returncode == 130, said
     assert "the same command goes on from there" in said
     assert len(list((runs / "run" / "checkpoints").glob("step_*"))) == 1
-    given_up = time.monotonic() + HANG
-    while left := [file.parent.name for file in Path("/proc").glob("[0-9]*/environ") if told(file, own)]:
-        assert time.monotonic() < given_up, left
-        time.sleep(0.1)
+    wait_until(lambda: not [file for file in Path("/proc").glob("[0-9]*/environ") if told(file, own)])
 
 
 def test_more_than_the_cluster_has_is_refused(cluster: Any, recipe: Path) -> None:

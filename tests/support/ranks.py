@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
-from hang import HANG
+from hang import wait_until
 
 
 def ranks_of(run: Path) -> dict[int, int]:
@@ -23,8 +22,5 @@ def ranks_of(run: Path) -> dict[int, int]:
     return found
 
 
-def assert_none_left(runs: Path) -> None:
-    given_up = time.monotonic() + HANG
-    while ranks_of(runs):
-        assert time.monotonic() < given_up
-        time.sleep(0.05)
+def assert_none_left(run: Path) -> None:
+    wait_until(lambda: not ranks_of(run))

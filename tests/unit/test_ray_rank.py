@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.parallel.ray_rank import Heard, RankProcess
+from hang import wait_until
 from ranks import assert_none_left, ranks_of
 
 
@@ -40,7 +41,7 @@ def test_a_stopped_rank_can_be_ended(tmp_path: Path) -> None:
     rank = RankProcess()
     rank.start(["recipes", f"run.folder={tmp_path}"], {"RANK": "0"}, None)
     rank.send(signal.SIGSTOP)
-    assert ranks_of(tmp_path).keys() == {0}
+    wait_until(lambda: ranks_of(tmp_path).keys() == {0})
     assert rank.read(0.2).status is None
     rank.end()
     assert rank.read(0).status == 128 + signal.SIGKILL

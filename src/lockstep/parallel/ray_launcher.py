@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 # What the ranks are told of the driver's environment; all of it would be that of another machine.
 PASSED_ON = (
     *("LOCKSTEP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "OMP_", "PYTHONPATH", "TRITON_"),
-    *("NCCL_", "HCCL_", "GLOO_", "ASCEND_GLOBAL_", "WANDB_", "MLFLOW_", "SWANLAB_"),
+    *("WANDB_", "MLFLOW_", "SWANLAB_"),
+    *(f"{kind.collective.upper()}_" for kind in DEVICES.values()),
 )
 _KILLED = 128 + signal.SIGKILL
 # An actor answers that often, with or without news.

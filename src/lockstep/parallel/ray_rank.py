@@ -76,15 +76,20 @@ class RankProcess:
             )
         # By lines also where the rank is killed.
         own = {"PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **environment, **own},
-            cwd=folder,
-            start_new_session=True,  # Ctrl-C comes from the driver, once
-        )
+        # Ray blocks Ctrl-C in its workers, and a child has the mask of the thread that makes it.
+        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lockstep", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **environment, **own},
+                cwd=folder,
+                start_new_session=True,  # Ctrl-C comes from the driver, once
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         for number, pipe in ((1, self._process.stdout), (2, self._process.stderr)):
