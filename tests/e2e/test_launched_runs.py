@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from commands import cold_lockstep, lockstep
-from hang import HANG
+from hang import HANG, wait_until
+from kills import lines
 from ranks import assert_none_left, ranks_of
 from runs import facts
 
@@ -39,18 +39,17 @@ def training(recipe_file: Path, runs: Path) -> Iterator[subprocess.Popen[str]]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        metrics, given_up = runs / "run" / "metrics.jsonl", time.monotonic() + HANG
-        while not metrics.is_file() or metrics.read_text().count("\n") < 3:
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < given_up
-            time.sleep(0.05)
+        past = lines(runs / "run" / "metrics.jsonl", 3)
+        wait_until(lambda: past.has_come() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[0]
         assert ranks_of(runs).keys() == {0, 1}
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
         for pid in ranks_of(runs).values():
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)  # before the end of their output is waited for
+        process.communicate()
 
 
 def test_a_refusal_is_told_once_and_keeps_its_exit_status(recipe_file: Path) -> None:
