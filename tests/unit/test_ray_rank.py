@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.parallel.ray_rank import Heard, RankProcess
 from hang import wait_until
+from lockstep.parallel.ray_rank import Heard, RankProcess
 from ranks import assert_none_left, ranks_of
 
 
