@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -166,6 +167,41 @@ def test_ctrl_c_saves_and_a_cluster_of_its_own_ends_with_the_run(recipe: Path, t
     assert "the same command goes on from there" in said
     assert len(list((runs / "run" / "checkpoints").glob("step_*"))) == 1
     wait_until(lambda: not [file for file in Path("/proc").glob("[0-9]*/environ") if told(file, own)])
+
+
+BUNDLES = """
+import json, sys
+import ray
+from lockstep.parallel.ray_launcher import Cluster
+from lockstep.recipe import load_recipe
+
+quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+ray.init(num_cpus=2, num_gpus=2, resources={"NPU": 2}, **quiet)
+found = {}
+for device in ("cuda", "npu", "cpu", "auto"):
+    words = [f"device={device}", "parallel.launcher=ray", "parallel.devices=2"]
+    cluster = Cluster(load_recipe(sys.argv[1], words), ray)
+    with cluster._placed(0) as (group, devices), cluster._actors(group, devices) as actors:
+        environments = cluster._environments(actors)
+    told = [[one.get(name) for name in sys.argv[2:]] for one in environments]
+    found[device] = [cluster.device, sorted(group.bundle_specs[0]), told]
+print(json.dumps(found))
+"""
+
+
+def test_every_rank_is_given_its_own_accelerator(recipe: Path) -> None:
+    """A node that only says it has accelerators: Ray hands them out, and nobody uses them."""
+    names = ["RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"]
+    command = [sys.executable, "-c", BUNDLES, str(recipe), *names]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "RAY_ADDRESS": "local"})
+    assert done.returncode == 0, done.stderr
+    npu = ["npu", ["CPU", "NPU"], [["0", "0", None, "0"], ["1", "0", None, "1"]]]
+    assert json.loads(done.stdout) == {
+        "cuda": ["cuda", ["CPU", "GPU"], [["0", "0", "0", None], ["1", "0", "1", None]]],
+        "npu": npu,
+        "cpu": ["cpu", ["CPU"], [["0", "0", None, None], ["1", "1", None, None]]],
+        "auto": npu,
+    }
 
 
 def test_more_than_the_cluster_has_is_refused(cluster: Any, recipe: Path) -> None:
