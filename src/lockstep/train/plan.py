@@ -23,7 +23,7 @@ from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.rows import estimator_row
 from lockstep.rollout.native.prefill import prefill_bytes
-from lockstep.train.plan_offload import Freed, Part, freed_by, without, without_frozen
+from lockstep.train.plan_offload import Freed, TrainedBytes, freed_by, without, without_frozen
 from lockstep.types import Prompt
 
 # Updates whose packing is tried out for the plan; the rest look alike.
@@ -221,18 +221,23 @@ def plan_memory(
     frozen = {name: bytes_ // shards for name, bytes_ in _frozen(plan, recipe).items()}
     plan = _with_weights(plan, sum(frozen.values()))
     layer = parameters * size // max(1, config.num_hidden_layers)
-    policy, critic = Part(moments + master_bytes, weights, gradients, layer), None
+    policy, critic = TrainedBytes(moments + master_bytes, weights, gradients, layer), None
     if recipe.method in ONLINE:
         before = plan.phases[-1]
         plan = _with_online_parts(plan, recipe, config, shards, longest, prefill_tokens)
         after = plan.phases[len(phases) - 1]
         if after.weights > before.weights:
-            critic = Part(after.optimizer - before.optimizer, after.weights - before.weights, 0, layer)
+            critic = TrainedBytes(after.optimizer - before.optimizer, after.weights - before.weights, 0, layer)
     return _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
 
 
 def _with_offload(
-    plan: MemoryPlan, settings: Parallel, devices: int, policy: Part, critic: Part | None, frozen: dict[str, int]
+    plan: MemoryPlan,
+    settings: Parallel,
+    devices: int,
+    policy: TrainedBytes,
+    critic: TrainedBytes | None,
+    frozen: dict[str, int],
 ) -> MemoryPlan:
     """What lives on the host is on a device only where a phase needs it there."""
     phases = tuple(without(one, settings.offload, policy, gathered=one.name == "generation") for one in plan.phases)

@@ -17,7 +17,7 @@ STEP = "optimizer step"
 
 
 @dataclass(frozen=True)
-class Part:
+class TrainedBytes:
     """Bytes on one device of a model that is trained: its state, and its weights and gradients. `layer` are those of
     the weights that are gathered at a time."""
 
@@ -39,7 +39,9 @@ class Freed:
         return f"{self.setting} {'frees' if self.chosen else 'would free'} {self.bytes / 2**20:,.1f} MiB of each device"
 
 
-def freed_by(settings: Parallel, ranks: int, policy: Part, critic: Part | None, frozen: dict[str, int]) -> list[Freed]:
+def freed_by(
+    settings: Parallel, ranks: int, policy: TrainedBytes, critic: TrainedBytes | None, frozen: dict[str, int]
+) -> list[Freed]:
     """`frozen` are the weights of reference, teacher and reward models by the key that moves them."""
     found = []
     for key, chosen, part in (
@@ -57,7 +59,7 @@ def freed_by(settings: Parallel, ranks: int, policy: Part, critic: Part | None, 
     return found
 
 
-def without(phase: Phase, offload: Offload, part: Part, *, gathered: bool = False) -> Phase:
+def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: bool = False) -> Phase:
     """A phase of a model that lives on the host in part. `gathered`: its weights are whole on the device in it."""
     if phase.name == "load":
         return phase  # everything comes to the device first
