@@ -41,9 +41,11 @@ def test_a_stopped_rank_can_be_ended(tmp_path: Path) -> None:
     rank = RankProcess()
     rank.start(["recipes", f"run.folder={tmp_path}"], {"RANK": "0"}, None)
     rank.send(signal.SIGSTOP)
-    wait_until(lambda: ranks_of(tmp_path).keys() == {0})
-    assert rank.read(0.2).status is None
-    rank.end()
+    try:
+        wait_until(lambda: ranks_of(tmp_path).keys() == {0})
+        assert rank.read(0.2).status is None
+    finally:
+        rank.end()
     assert rank.read(0).status == 128 + signal.SIGKILL
     assert_none_left(tmp_path)
 
