@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: quickstart test browser test-ascend test-slow lint format docs models bench clean
+.PHONY: quickstart test browser test-ascend test-ray test-slow lint format docs models bench clean
 
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
@@ -31,6 +31,10 @@ browser:
 # In an environment of its own, which is why it is not a part of the run above.
 test-ascend: $(VENV)/.test
 	@VENV="$(VENV)" WORKERS="$(WORKERS)" sh tools/test_ascend.sh
+
+# Not in the run above: a cluster and its actors take a minute of processor time at each start.
+test-ray: $(VENV)/.ray
+	$(BIN)/python -m pytest -m ray
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
@@ -73,6 +77,10 @@ $(VENV)/.core: $(BIN)/pip pyproject.toml constraints.txt
 $(VENV)/.test: $(BIN)/pip pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e ".[test,interpret]"
 	@touch $@ $(VENV)/.core
+
+$(VENV)/.ray: $(VENV)/.test
+	$(PIP_INSTALL) -e ".[ray]"
+	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test
 	$(PIP_INSTALL) -e ".[bench]"

@@ -36,11 +36,11 @@ def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
     checked = load_recipe(recipe, overrides or [])
 
-    from lockstep.parallel.launch import follow_launcher, is_rank, launch
+    from lockstep.parallel.launch import follow_launcher, is_rank, start_ranks, starts_ranks
 
     follow_launcher()
-    if (checked.parallel.devices or 1) > 1 and not is_rank():
-        raise typer.Exit(launch(checked.parallel.devices or 1, ["train", recipe, *(overrides or [])]))
+    if starts_ranks(checked.parallel) and not is_rank():
+        raise typer.Exit(start_ranks(checked, ["train", recipe, *(overrides or [])]))
 
     from lockstep.train.start import run_recipe
 

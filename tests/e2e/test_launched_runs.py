@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from commands import cold_lockstep, lockstep
-from hang import HANG
+from hang import HANG, wait_until
+from kills import lines
+from ranks import assert_none_left, ranks_of
 from runs import facts
 
 pytestmark = [
@@ -23,21 +24,6 @@ pytestmark = [
 ]
 SAME = ["optim.eps=1e-4", "optim.schedule=constant"]
 LONG = [*SAME, "run.steps=100000", "checkpoint.every=100000", "run.export=false", "parallel.devices=2"]
-
-
-def ranks_of(run: Path) -> dict[int, int]:
-    """Processes of a run by rank: those that were told its folder and a rank."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().decode().split("\0")
-            told = dict(one.split("=", 1) for one in (folder / "environ").read_text().split("\0") if "=" in one)
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, UnicodeDecodeError):
-            continue
-        if f"run.folder={run}" in words and "RANK" in told and state != "Z":
-            found[int(told["RANK"])] = int(folder.name)
-    return found
 
 
 @contextmanager
@@ -53,11 +39,9 @@ def training(recipe_file: Path, runs: Path) -> Iterator[subprocess.Popen[str]]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        metrics, given_up = runs / "run" / "metrics.jsonl", time.monotonic() + HANG
-        while not metrics.is_file() or metrics.read_text().count("\n") < 3:
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < given_up
-            time.sleep(0.05)
+        past = lines(runs / "run" / "metrics.jsonl", 3)
+        wait_until(lambda: past.has_come() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[0]
         assert ranks_of(runs).keys() == {0, 1}
         yield process
     finally:
@@ -66,13 +50,6 @@ def training(recipe_file: Path, runs: Path) -> Iterator[subprocess.Popen[str]]:
         for pid in ranks_of(runs).values():
             os.kill(pid, signal.SIGKILL)  # before the end of their output is waited for
         process.communicate()
-
-
-def assert_none_left(runs: Path) -> None:
-    given_up = time.monotonic() + HANG
-    while ranks_of(runs):
-        assert time.monotonic() < given_up
-        time.sleep(0.05)
 
 
 def test_a_refusal_is_told_once_and_keeps_its_exit_status(recipe_file: Path) -> None:

@@ -346,7 +346,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("run/trackers/tensorboard.py", "parity/compare/logs/tensorboard.py"),
     "datasets": ("data/read.py",),
     "gguf": ("model/gguf.py",),
-    "ray": ("parallel/launch.py", "parallel/ray.py"),
+    "ray": ("parallel/ray_*.py",),
     "vllm": ("rollout/vllm.py",),
     "sglang": ("rollout/sglang.py",),
     "torch_npu": ("device/npu.py", "kernels/npu_*.py"),

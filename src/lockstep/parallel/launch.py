@@ -12,9 +12,15 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import Refusal
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.parallel.orphans import die_with_parent
+from lockstep.parallel.restarts import STALLED, status_of, with_restarts
+
+if TYPE_CHECKING:
+    from lockstep.recipe import Recipe
+    from lockstep.recipe.parallel import Parallel
 
 # Says to a rank which process started it.
 LAUNCHER = "LOCKSTEP_LAUNCHER"
@@ -37,6 +43,36 @@ def refuse_other_count(devices: int | None) -> None:
         if not is_rank():
             remedy = "from Python start the processes with torchrun, or use the command `lockstep train`"
         raise Refusal.at("parallel.devices", f"is {devices}, and there are {ranks} processes", remedy)
+
+
+def refuse_unread(settings: Parallel) -> None:
+    """Keys of the process that starts the ranks are not read where another one has started them."""
+    if LAUNCHER in os.environ:
+        return
+    why = "is for ranks that `lockstep train` starts, and it did not start this one"
+    remedy = "remove it; torchrun has --max-restarts" if is_rank() else "use the command `lockstep train`"
+    asked = {"launcher": settings.launcher == "ray", "max_restarts": settings.max_restarts > 0}
+    refuse_all([Problem(f"parallel.{key}", why, remedy) for key, wanted in asked.items() if wanted])
+
+
+def starts_ranks(settings: Parallel) -> bool:
+    """Whether `lockstep train` runs in processes that it starts; a single one too, if it is to be started again."""
+    return (settings.devices or 1) > 1 or settings.max_restarts > 0 or settings.launcher == "ray"
+
+
+def start_ranks(recipe: Recipe, words: Sequence[str]) -> int:
+    """Run `lockstep` with these words in the processes that the recipe asks for, until they end well or have been
+    started again as often as it allows; the exit status."""
+    settings = recipe.parallel
+    # A restart finds the folder of the run, and a checkpoint or none.
+    again = [] if recipe.run.resume == "auto" else ["run.resume=auto"]
+    if settings.launcher == "ray":
+        from lockstep.parallel.ray_launcher import ray_cluster
+
+        with ray_cluster(recipe) as start:
+            return with_restarts(lambda turn: start([*words, *(again if turn else [])], turn), settings.max_restarts)
+    devices = settings.devices or 1
+    return with_restarts(lambda turn: launch(devices, [*words, *(again if turn else [])]), settings.max_restarts)
 
 
 def launch(devices: int, words: Sequence[str]) -> int:
@@ -71,19 +107,16 @@ def launch(devices: int, words: Sequence[str]) -> int:
         try:
             elastic_launch(config, sys.executable)("-m", "lockstep", *words)
         except ChildFailedError as error:
+            if STALLED in [failure.exitcode for failure in error.failures.values()]:
+                return STALLED  # and those that could not be woken were killed
             rank, failure = error.get_first_failure()
             if failure.exitcode < 0:
                 name = signal.Signals(-failure.exitcode).name
                 print(f"rank {rank} was ended by {name}; the other ranks were stopped", file=sys.stderr, flush=True)
-            return _status(failure.exitcode)
+            return status_of(failure.exitcode)
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
     return 0
-
-
-def _status(code: int) -> int:
-    """As a shell tells it: a signal as 128 and its number."""
-    return code if code >= 0 else 128 - code
 
 
 def follow_launcher() -> None:
@@ -91,6 +124,9 @@ def follow_launcher() -> None:
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or not is_rank():
         return
+
+    # Also one that is stopped, which cannot look for itself.
+    die_with_parent()
 
     def watch() -> None:
         while os.getppid() == int(launcher):

@@ -4,6 +4,9 @@ looks like a run that thinks.
 The thread that trains only notes where it is, in memory. Threads beside it tell the store that the ranks met at, four
 times in the time after which a wait is told, that this process lives and where it is; only a rank that has not moved
 for a quarter of it reads what the others told. So a collective costs nothing more, whatever the device.
+
+With a time after which a run counts as stalled (`parallel.stall_seconds`), the ranks end together when none of them has
+made progress for so long; `stall.py` says how.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -23,6 +26,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lockstep.errors import Refusal
+from lockstep.parallel.stacks import answering
+from lockstep.parallel.stall import Ending, Stall, Verdict, end_alone, pronounce, pronounced, tell_address
 
 VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
@@ -31,12 +36,13 @@ _sessions = count()
 
 class Moment(NamedTuple):
     """Where a rank is: how many stages and collectives it has come and gone by, the last one's name, whether it stands
-    in a collective of `World`, and since when."""
+    in a collective of `World`, since when, and what it has got done there, which other ranks need not do too."""
 
     passed: int
     where: str
     inside: bool
     since: float
+    done: int = 0
 
 
 @dataclass
@@ -45,13 +51,30 @@ class HeardRank:
 
     told: str
     at: float
+    progress: list[int]
+    moved: float
+
+    def words(self) -> Told:
+        return Told(*json.loads(self.told))
+
+
+class Told(NamedTuple):
+    """What a rank says of itself. A beat more each time: it lives."""
+
+    beat: int
+    passed: int
+    done: int
+    where: str
+    inside: bool
 
 
 class Watch:
     """The watch of one rank. `after` is how long a wait may be before it is told."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, after: float):
+    def __init__(self, store: dist.Store, rank: int, size: int, after: float, stall: Stall | None = None):
         self.rank, self.size, self.after = rank, size, after
+        self._stall, self._ending = stall, False
+        self._pace = (after if stall is None else min(after, stall.seconds)) / 4
         self._store = store
         self._stages = ["the start of the run"]
         self._moment = Moment(0, self._stages[-1], inside=False, since=time.monotonic())
@@ -83,6 +106,11 @@ class Watch:
             self._stages.pop()
             self._move(self._stages[-1])
 
+    def progress(self, next_part: str = "") -> None:
+        """Something is done of what this rank is at, which may take long as a whole."""
+        where = f"{self._stages[-1]}, {next_part}" if next_part else self._stages[-1]
+        self._moment = self._moment._replace(where=where, since=time.monotonic(), done=self._moment.done + 1)
+
     def _move(self, where: str, inside: bool = False) -> None:
         self._moment = Moment(self._moment.passed + 1, where, inside, time.monotonic())
 
@@ -94,16 +122,23 @@ class Watch:
     # -- what this rank tells, and hears
 
     def _tell(self) -> None:
+        before = time.monotonic()
         for beat in count():
             try:
-                moment = self._moment
-                self._store.set(str(self.rank), json.dumps([beat, moment.passed, moment.where]))
-                if time.monotonic() - moment.since >= self.after / 4:
+                now, moment = time.monotonic(), self._moment
+                if slept := now - before > 4 * self._pace:
+                    self._awake = now
+                before = now
+                told = Told(beat, moment.passed, moment.done, moment.where, moment.inside)
+                self._store.set(str(self.rank), json.dumps(told))
+                if slept or now - moment.since >= self._pace:
                     self._listen()
+                    if self._stall is not None:
+                        self._end_if_stalled(self._stall, moment)
                 self._answered = time.monotonic()
             except RuntimeError:
                 return  # the store is gone: `_look` says so if anybody still waits by then
-            if self._stop.wait(self.after / 4):
+            if self._stop.wait(self._pace):
                 return
 
     def _listen(self) -> None:
@@ -111,12 +146,54 @@ class Watch:
         # Asking for a name that is not there would wait for it.
         known = others if self._store.check([str(r) for r in others]) else [r for r in others if self._has(r)]
         for rank, value in zip(known, self._store.multi_get([str(r) for r in known]), strict=True):
-            told = value.decode()
-            if rank not in self._heard or self._heard[rank].told != told:
-                self._heard[rank] = HeardRank(told, time.monotonic())
+            told, now, last = value.decode(), time.monotonic(), self._heard.get(rank)
+            words = Told(*json.loads(told))
+            progress = [words.passed, words.done]
+            if last is None or last.told != told:
+                moved = last.moved if last is not None and last.progress == progress else now
+                self._heard[rank] = HeardRank(told, now, progress, moved)
 
     def _has(self, rank: int) -> bool:
         return bool(self._store.check([str(rank)]))
+
+    # -- what ends it
+
+    def _end_if_stalled(self, stall: Stall, moment: Moment) -> None:
+        verdict = pronounced(self._store)
+        if verdict is None and (own := self.stalled(stall, moment)) is not None:
+            pronounce(self._store, own)
+            verdict = pronounced(self._store)
+        if verdict is None:
+            return
+        self._ending = True
+        try:
+            Ending(self._store, self.rank, self.size, stall, verdict).run()
+        except RuntimeError:
+            end_alone(self.rank, stall, verdict.lines)
+
+    def stalled(self, stall: Stall, moment: Moment) -> Verdict | None:
+        """What is to be said where no rank has made progress for so long; None where one has."""
+        now = time.monotonic()
+        idle = now - max(moment.since, self._awake)
+        if idle < stall.seconds or any(now - heard.moved < stall.seconds for heard in self._heard.values()):
+            return None
+        lines, living = [_headline(idle, stall)], []
+        for rank in range(self.size):
+            heard = self._heard.get(rank)
+            if rank == self.rank:
+                living.append(rank)
+                lines.append(f"  rank {rank} {_state(moment.inside)} {idle:.0f} s at {moment.where}")
+            elif heard is None:
+                lines.append(f"  rank {rank} has never been seen")
+            elif (silent := now - max(heard.at, self._awake)) >= stall.seconds / 2:
+                lines.append(
+                    f"  rank {rank} gives no sign of life for {silent:.0f} s; it was last seen at {heard.words().where}"
+                )
+            else:
+                living.append(rank)
+                words = heard.words()
+                lines.append(f"  rank {rank} {_state(words.inside)} {now - heard.moved:.0f} s at {words.where}")
+        return Verdict(self.rank, living, lines)
 
     # -- what is said
 
@@ -125,9 +202,9 @@ class Watch:
         stopped = False
         while not stopped:
             # One more look after the end: a short run may be done before the wait that was told of is seen to be over.
-            stopped = self._stop.wait(self.after / 4)
+            stopped = self._stop.wait(self._pace)
             now, moment = time.monotonic(), self._moment
-            if now - before > self.after:
+            if now - before > 4 * self._pace:
                 self._awake = now  # this process was stopped itself, and what it heard is old
             before = now
             idle = now - max(moment.since, self._awake)
@@ -135,11 +212,20 @@ class Watch:
                 _say(f"rank {self.rank}: the wait of {waited:.0f} s is over")
                 next_at, waited = self.after, 0.0
             if not stopped and idle >= next_at and (missed := self.missed(moment)):
-                state = "has waited" if moment.inside else "has been"
-                _say(f"rank {self.rank} {state} {idle:.0f} s at {moment.where}: {'; '.join(missed)}")
+                _say(f"rank {self.rank} {_state(moment.inside)} {idle:.0f} s at {moment.where}: {'; '.join(missed)}")
                 next_at, waited = 2 * idle, idle
             elif waited:
                 waited = idle
+            if self._stall is not None and not stopped:
+                self._end_without_store(self._stall, moment, idle)
+
+    def _end_without_store(self, stall: Stall, moment: Moment, idle: float) -> None:
+        """The thread that asks the store would wait for it for ever. It has half the time again to end the run."""
+        unanswered = time.monotonic() - max(self._answered, self._awake)
+        if idle >= stall.seconds and unanswered >= 1.5 * stall.seconds and not self._ending:
+            own = f"  rank {self.rank} {_state(moment.inside)} {idle:.0f} s at {moment.where}"
+            store = f"  the store where the ranks meet has not answered for {unanswered:.0f} s"
+            end_alone(self.rank, stall, [_headline(idle, stall), own, store])
 
     def missed(self, moment: Moment) -> list[str]:
         """A sentence for each rank that is waited for; none where a rank before this one says it."""
@@ -153,7 +239,7 @@ class Watch:
             if heard is None:
                 found[rank] = f"rank {rank} has not come, and has never been seen"
                 continue
-            _, passed, where = json.loads(heard.told)
+            passed, where = heard.words().passed, heard.words().where
             silent = now - max(heard.at, self._awake)
             if silent >= self.after / 2:
                 found[rank] = f"rank {rank} gives no sign of life for {silent:.0f} s; it was last seen at {where}"
@@ -162,6 +248,14 @@ class Watch:
                 found[rank] = f"rank {rank} {'has not come' if moment.inside else 'is behind'}; it is at {where}"
         reporter = min(rank for rank in range(self.size) if rank not in found)
         return list(found.values()) if reporter == self.rank else []
+
+
+def _state(inside: bool) -> str:
+    return "has waited" if inside else "has been"
+
+
+def _headline(idle: float, stall: Stall) -> str:
+    return f"the run has stalled: no progress for {idle:.0f} s (parallel.stall_seconds={stall.seconds:g})"
 
 
 def _say(text: str) -> None:
@@ -180,15 +274,23 @@ def seconds_before_a_wait_is_told() -> float:
 
 
 @contextmanager
-def watching(rank: int, size: int) -> Iterator[Watch]:
+def watching(rank: int, size: int, stall: Stall | None = None) -> Iterator[Watch]:
     """A watch that asks the store by a connection of its own: one that waits would hold up the others on it."""
     after = seconds_before_a_wait_is_told()
+    with ExitStack() as stack:
+        store = _store(size)
+        if stall is not None:
+            tell_address(store, rank, stack.enter_context(answering()))
+        watch = Watch(store, rank, size, after, stall)
+        stack.callback(watch.close)
+        yield watch
+
+
+def _store(size: int) -> dist.Store:
+    if size == 1:
+        return dist.HashStore()
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
     # A restart, and a second run in the same processes, find what the one before has told.
     turn = f"lockstep/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_sessions)}"
-    watch = Watch(dist.PrefixStore(turn, store), rank, size, after)
-    try:
-        yield watch
-    finally:
-        watch.close()
+    return dist.PrefixStore(turn, store)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.device.base import Device
+from lockstep.parallel.stall import Stall
 from lockstep.parallel.watch import Watch, watching
 
 if TYPE_CHECKING:
@@ -91,30 +92,39 @@ class World:
         """What the ranks do inside: told by the others when this rank is waited for."""
         return nullcontext() if self.watch is None else self.watch.stage(name)
 
+    def progress(self, next_part: str = "") -> None:
+        """A part of a long stage is done, so the run has not stalled; the next one by name, where it has one."""
+        if self.watch is not None:
+            self.watch.progress(next_part)
+
     def _meeting(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.watch is None else self.watch.collective(name)
 
 
 @contextmanager
-def joined(device: Device) -> Iterator[World]:
-    """The world that torchrun's environment describes; a lone process without it."""
+def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
+    """The world that torchrun's environment describes; a lone process without it.
+
+    `stall`: when a run counts as stalled, and is ended; None where it never does.
+    """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     with device.explained(), ExitStack() as stack:
         device.use(local_rank)
         if size == 1:
-            yield World(rank, size, local_rank)
+            watch = None if stall is None else stack.enter_context(watching(rank, size, stall))
+            yield World(rank, size, local_rank, watch)
             return
         own = f"{device.name}:{device.collective}"
         backend = HOST if own == HOST else f"{HOST},{own}"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # The launcher holds the store, so that the first meeting can be watched too.
-            watch = stack.enter_context(watching(rank, size))
+            watch = stack.enter_context(watching(rank, size, stall))
             with watch.collective("joining"):
                 dist.init_process_group(backend, timeout=TIMEOUT)
         else:
             dist.init_process_group(backend, timeout=TIMEOUT)
-            watch = stack.enter_context(watching(rank, size))
+            watch = stack.enter_context(watching(rank, size, stall))
         try:
             yield World(rank, size, local_rank, watch)
         finally:

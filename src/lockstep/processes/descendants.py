@@ -7,10 +7,8 @@ drops its environment and whose adoptive parent was killed leaves neither. Witho
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,26 +17,8 @@ MARK = "LOCKSTEP_FUNCTION_PROCESS"
 # In place of a process that is gone, whose number may be another's now.
 NOBODY = -1
 _PROC = Path("/proc")
-# From linux/prctl.h.
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 # A killed process may take a moment to go; one that hangs in the kernel may take for ever.
 _PASSES, _PAUSE = 500, 0.01
-
-
-def adopt_orphans() -> None:
-    """From now on a descendant whose parent ends becomes a child of this process, not of the system's first."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent() -> None:
-    """Get this process killed when the thread that made it ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def end_descendants(root: int, mark: str) -> bool:

@@ -19,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.processes.descendants import adopt_orphans, die_with_parent, end_descendants
+from lockstep.parallel.orphans import adopt_orphans, die_with_parent
+from lockstep.processes.descendants import end_descendants
 from lockstep.processes.output_tail import OutputTail
 
 # What is printed is written to its file when there is a pause, and at times when there is none.

@@ -99,6 +99,8 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
                 )
 
     yield from _prompt_format_problems(data)
+    if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
+        yield Problem("parallel.devices", "a cluster may have any number of devices", "say how many the run takes")
     yield from _offload_problems(recipe)
     yield from _unread_sections(recipe)
     yield from (_online_problems(recipe) if recipe.method in ONLINE else _offline_problems(recipe))

@@ -14,8 +14,30 @@ class Parallel(Section):
     devices: int | None = Field(
         None,
         ge=1,
-        description="Processes that `lockstep train` starts on this machine, one a device. Default: none; it runs by "
-        "itself, or is one of those that torchrun or `srun` started.",
+        description="Processes that `lockstep train` starts, one a device. Default: none; it runs by itself, or is one "
+        "of those that torchrun or `srun` started.",
+    )
+    launcher: Literal["local", "ray"] = Field(
+        "local",
+        description="Where `lockstep train` starts them: `local` on this machine, `ray` on a Ray cluster.",
+    )
+    stall_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="A run in which no process makes progress for so long says where each of them is, leaves their "
+        "stacks in the run folder and ends; choose more than the longest stage of a step takes. Default: never, but a "
+        "collective gives up after 30 minutes.",
+    )
+    max_restarts: int = Field(
+        0,
+        ge=0,
+        description="How often `lockstep train` starts the processes again, from the last checkpoint, when one of them "
+        "fails, is killed, is lost with its machine, or has stalled.",
+    )
+    elastic: bool = Field(
+        False,
+        description="Ray: a restart takes fewer devices where the cluster has lost some, and does not wait for them.",
+        read_where=("parallel.launcher", ("ray",)),
     )
     shard: int | None = Field(
         None,

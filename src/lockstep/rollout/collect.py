@@ -70,9 +70,13 @@ def collect(
             }
             judged.append((made, judge.submit(prompts[index].question, text)))
             advance(1)
+            world.progress()
     with phases("reward"):
         judge.flush()
-        done = [_judged(made, score.result(), decode) for made, score in judged]
+        done = []
+        for made, score in judged:
+            world.progress(f"the score of sample {made['sample']} of prompt {made['prompt_index']} of the step")
+            done.append(_judged(made, score.result(), decode))
         everyone = [made for share in world.gather(done) for made in share]
     everyone.sort(key=lambda made: (made["prompt_index"], made["sample"]))
     return [Rollout(prompt=prompts[made["prompt_index"]], **made) for made in everyone]

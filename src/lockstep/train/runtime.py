@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.device.base import Device
 from lockstep.device.select import explain
 from lockstep.parallel.context import with_context
+from lockstep.parallel.stall import Stall
 from lockstep.parallel.world import World, joined
 from lockstep.recipe import Recipe
 from lockstep.run.progress import Console
@@ -30,7 +32,9 @@ def open_runtime(recipe: Recipe, console: Console) -> Iterator[Runtime]:
     device, sentence = explain(recipe.device)
     # Before the first tensor and the first collective: libraries read these switches once.
     switches = device.deterministic(True) if recipe.run.deterministic else {}
-    with joined(device) as world:
+    seconds = recipe.parallel.stall_seconds
+    stall = None if seconds is None else Stall(seconds, Path(recipe.run.folder) / recipe.run.name)
+    with joined(device, stall) as world:
         console = console if world.main else Console.silent()
         console.say(sentence)
         world = with_context(world, device, recipe.parallel.context, recipe.parallel.context_layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lockstep.parallel.launch import refuse_other_count
+from lockstep.parallel.launch import refuse_other_count, refuse_unread
 from lockstep.recipe import Recipe
 from lockstep.recipe.load import recipe_with
 from lockstep.recipe.methods import ONLINE
@@ -25,6 +25,7 @@ def train(recipe: str | Path | Recipe, **overrides: Any) -> Path:
 def run_recipe(recipe: Recipe) -> Path:
     """Train a checked recipe with the loop of its method."""
     refuse_other_count(recipe.parallel.devices)
+    refuse_unread(recipe.parallel)
     if recipe.method in ONLINE:
         from lockstep.train.online import train_online
         from lockstep.train.online_async import train_online_async

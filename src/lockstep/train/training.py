@@ -80,6 +80,10 @@ class Training:
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log, validate and save as the recipe asks; stop here if the user asked."""
+        with self.run.world.stage(f"the end of step {step}"):
+            self._finish_step(step, metrics)
+
+    def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
         run, recipe, prepared = self.run, self.run.recipe, self.run.prepared
         metrics |= run.performance(metrics[prepared.tokens_metric])
         if step == 1:

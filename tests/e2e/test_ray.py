@@ -1,0 +1,235 @@
+"""Two nodes of a Ray cluster on this machine, a rank on each: the numbers of one process, whatever falls over."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands import cold_lockstep, lockstep
+from conftest import write_sft_recipe
+from hang import HANG, wait_until
+from kills import lines
+from ranks import assert_none_left, ranks_of
+from runs import close, facts, stored
+from struck import struck
+
+pytest.importorskip("ray", reason="Ray is not installed; `make test-ray` installs it")
+pytestmark = [pytest.mark.ray, pytest.mark.torchrun]
+RAY = [
+    *("parallel.launcher=ray", "parallel.devices=2", "checkpoint.every=2", "checkpoint.asynchronous=false"),
+    *("run.export=false", "run.steps=4", "optim.eps=1e-4"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head and a node, each with one processor."""
+    from ray.cluster_utils import Cluster
+
+    found: Any = None
+    for left in (2, 1, 0):
+        try:
+            found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+            found.add_node(num_cpus=1)
+            break
+        except Exception:
+            # A raylet that does not start in 30 s is given up by Ray; on a busy machine that happens.
+            if found is not None:
+                found.shutdown()
+            if not left:
+                raise
+    os.environ["RAY_ADDRESS"] = found.address
+    yield found
+    del os.environ["RAY_ADDRESS"]
+    found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    return write_sft_recipe(tmp_path_factory.mktemp("ray"), tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Any, recipe: Path) -> Path:
+    """The undisturbed run of two actors."""
+    runs = recipe.parent / "whole"
+    done = cold_lockstep("train", recipe, f"run.folder={runs}", *RAY)
+    assert done.returncode == 0, done.stderr
+    # Rank 0 as it is, the others by name.
+    assert "\nstep 4/4  loss" in done.stdout
+    assert "on each of 2 device(s)" in done.stdout
+    assert not re.search(r"rank 0: |rank 1: step", done.stdout)
+    assert_none_left(runs)
+    return runs / "run"
+
+
+def assert_equal(run: Path, whole: Path) -> None:
+    assert facts(run) == facts(whole)
+    weights, wanted = stored(run, 4), stored(whole, 4)
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+def begun(words: list[str], **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment},
+        # A shell ignores Ctrl-C for what it runs in the background, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait_for(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
+    wait_until(lambda: moment() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[0]
+
+
+def told(environ: Path, variables: dict[str, str]) -> bool:
+    """Whether a living process was given these."""
+    try:
+        there = environ.read_text(errors="replace").split("\0")
+    except OSError:
+        return False
+    return all(f"{name}={value}" in there for name, value in variables.items())
+
+
+def test_two_actors_train_what_one_process_does(whole: Path, recipe: Path) -> None:
+    alone = [word for word in RAY if not word.startswith("parallel.")]
+    assert lockstep("train", recipe, "run.name=one", *alone).returncode == 0
+    one = recipe.parent / "runs" / "one"
+    for name in ("train/loss", "train/grad_norm", "train/trained_tokens"):
+        wanted = [told[name] for _, told in facts(one)]
+        assert [told[name] for _, told in facts(whole)] == pytest.approx(wanted, rel=1e-5)
+    assert close(stored(whole, 4), stored(one, 4))
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(whole: Path, recipe: Path, tmp_path: Path) -> None:
+    environment, once = struck(
+        tmp_path / "blow", 1, signal.SIGKILL, lines(tmp_path / "runs" / "run" / "metrics.jsonl", 3)
+    )
+    words = ["train", recipe, f"run.folder={tmp_path / 'runs'}", *RAY, "parallel.max_restarts=1"]
+    done = cold_lockstep(*words, **environment)
+    assert once.exists(), done.stdout
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was ended by SIGKILL" in done.stderr
+    assert done.stderr.count("restart 1 of 1") == 1
+    assert "run after step 2" in " ".join(done.stdout.split())  # lines may be broken
+    assert_equal(tmp_path / "runs" / "run", whole)
+    assert_none_left(tmp_path / "runs")
+
+
+def test_a_stopped_rank_is_named_and_the_run_ends(whole: Path, recipe: Path, tmp_path: Path) -> None:
+    """Rank 0, in whose place nobody would know anything if it held the store. The same command goes on afterwards."""
+    environment, once = struck(
+        tmp_path / "blow", 0, signal.SIGSTOP, lines(tmp_path / "runs" / "run" / "metrics.jsonl", 3)
+    )
+    words = ["train", recipe, f"run.folder={tmp_path / 'runs'}", *RAY, "parallel.stall_seconds=8"]
+    done = cold_lockstep(*words, **environment)
+    assert once.exists(), done.stdout
+    assert done.returncode == 75, done.stderr
+    assert re.search(r"rank 1: +rank 0 gives no sign of life for \d+ s; it was last seen at .*step \d", done.stderr)
+    for rank in (0, 1):
+        found = (tmp_path / "runs" / "run" / "stacks" / f"rank_{rank}.txt").read_text()
+        assert re.search(r'File ".*lockstep/train/.*", line \d+ in ', found), found
+    assert_none_left(tmp_path / "runs")
+    done = cold_lockstep(*words)
+    assert done.returncode == 0, done.stderr
+    assert_equal(tmp_path / "runs" / "run", whole)
+
+
+def test_ctrl_c_saves_and_a_cluster_of_its_own_ends_with_the_run(recipe: Path, tmp_path: Path) -> None:
+    """Nothing of Ray is left either."""
+    runs = tmp_path / "runs"
+    words = ["train", str(recipe), f"run.folder={runs}", *RAY, "run.steps=100000", "checkpoint.every=100000"]
+    own = {"RAY_ADDRESS": "local", "LOCKSTEP_TEST": str(tmp_path)}
+    process = begun(words, **own)
+    try:
+        wait_for(process, lambda: lines(runs / "run" / "metrics.jsonl", 3).has_come())
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=HANG)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130, said
+    assert "the same command goes on from there" in said
+    assert len(list((runs / "run" / "checkpoints").glob("step_*"))) == 1
+    wait_until(lambda: not [file for file in Path("/proc").glob("[0-9]*/environ") if told(file, own)])
+
+
+BUNDLES = """
+import json, sys
+import ray
+from lockstep.parallel.ray_launcher import Cluster
+from lockstep.recipe import load_recipe
+
+quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+ray.init(num_cpus=2, num_gpus=2, resources={"NPU": 2}, **quiet)
+found = {}
+for device in ("cuda", "npu", "cpu", "auto"):
+    words = [f"device={device}", "parallel.launcher=ray", "parallel.devices=2"]
+    cluster = Cluster(load_recipe(sys.argv[1], words), ray)
+    with cluster._placed(0) as (group, devices), cluster._actors(group, devices) as actors:
+        environments = cluster._environments(actors)
+    told = [[one.get(name) for name in sys.argv[2:]] for one in environments]
+    found[device] = [cluster.device, sorted(group.bundle_specs[0]), told]
+print(json.dumps(found))
+"""
+
+
+def test_every_rank_is_given_its_own_accelerator(recipe: Path) -> None:
+    """A node that only says it has accelerators: Ray hands them out, and nobody uses them."""
+    names = ["RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"]
+    command = [sys.executable, "-c", BUNDLES, str(recipe), *names]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "RAY_ADDRESS": "local"})
+    assert done.returncode == 0, done.stderr
+    npu = ["npu", ["CPU", "NPU"], [["0", "0", None, "0"], ["1", "0", None, "1"]]]
+    assert json.loads(done.stdout) == {
+        "cuda": ["cuda", ["CPU", "GPU"], [["0", "0", "0", None], ["1", "0", "1", None]]],
+        "npu": npu,
+        "cpu": ["cpu", ["CPU"], [["0", "0", None, None], ["1", "1", None, None]]],
+        "auto": npu,
+    }
+
+
+def test_more_than_the_cluster_has_is_refused(cluster: Any, recipe: Path) -> None:
+    done = cold_lockstep("train", recipe, *RAY, "parallel.devices=3")
+    assert done.returncode == 2
+    assert "have 2 CPU together" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_lost_node_is_done_without(cluster: Any, recipe: Path, tmp_path: Path) -> None:
+    """Rank 0 or 1 was on it; one is left, and trains the same."""
+    runs = tmp_path / "runs"
+    long = ["run.steps=60", "optim.schedule=constant"]
+    elastic = ["parallel.max_restarts=1", "parallel.elastic=true"]
+    process = begun(["train", str(recipe), f"run.folder={runs}", *RAY, *long, *elastic])
+    try:
+        wait_for(process, lambda: bool(list(runs.glob("run/checkpoints/step_*"))))
+        cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+        said, _ = process.communicate(timeout=HANG)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, said
+    assert "is lost with its actor" in said
+    assert "the run goes on with 1" in said
+    assert not ranks_of(runs)
+    alone = [word for word in RAY if not word.startswith("parallel.")]
+    assert lockstep("train", recipe, "run.name=long", *alone, *long).returncode == 0
+    told, wanted = facts(runs / "run"), facts(recipe.parent / "runs" / "long")
+    assert [step for step, _ in told] == list(range(1, 61))
+    assert [one["train/loss"] for _, one in told] == pytest.approx([one["train/loss"] for _, one in wanted], rel=1e-4)
