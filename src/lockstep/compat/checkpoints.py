@@ -189,9 +189,9 @@ def check_weights(weights: Weights, model: Path, where: Path) -> None:
 
     if any("lora_" in name for name in weights):
         raise Refusal.at(where, "holds an adapter", "merge it there, and convert the merged model")
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     with torch.device("meta"):
-        expected = AutoModelForCausalLM.from_config(config).state_dict()
+        expected = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
     problems = [
         Problem(str(where), f"lacks {name}")
         for name in expected

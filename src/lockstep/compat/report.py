@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from lockstep.compat.table import Conversion, Fate, Told
+from lockstep.compat.table import Conversion, Fate, KeyTold
 from lockstep.recipe.load import value_text
 
 _TITLES: dict[Fate, str] = {
@@ -44,7 +44,7 @@ def start(done: Conversion, recipe: str = "RECIPE.yaml") -> str:
     return f"torchrun --nproc-per-node {devices}{more} -m lockstep train {recipe}"
 
 
-def _told(told: Told, done: Conversion) -> Iterator[str]:
+def _told(told: KeyTold, done: Conversion) -> Iterator[str]:
     place = f"{told.given.where}: " if told.given.where else ""
     to = ", ".join(f"{key}: {value_text(done.recipe[key].value)}" for key in told.to)
     arrow = f" -> {to}" if to and told.fate in ("taken", "changed") else ""

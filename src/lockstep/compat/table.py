@@ -72,7 +72,7 @@ class WrittenKey:
 
 
 @dataclass(frozen=True)
-class Told:
+class KeyTold:
     """A line of the report about one key that the command sets."""
 
     key: str
@@ -88,7 +88,7 @@ class Conversion:
 
     settings: Settings
     recipe: dict[str, WrittenKey] = field(default_factory=dict)
-    told: list[Told] = field(default_factory=list)
+    told: list[KeyTold] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     """What holds for the whole run and for no key alone."""
@@ -181,7 +181,7 @@ def _leave_out_defaults(done: Conversion, own: Mapping[str, Any]) -> None:
             del done.recipe[key]
 
 
-def _told(key: str, row: KeyRow | None, done: Conversion) -> Told:
+def _told(key: str, row: KeyRow | None, done: Conversion) -> KeyTold:
     given = done.settings.given[key]
     fate, note = done.fates.get(key, (row.fate, row.note) if row else ("refused", "no such key"))
     if fate == "refused" and key not in done.fates:
@@ -189,7 +189,7 @@ def _told(key: str, row: KeyRow | None, done: Conversion) -> Told:
     to = tuple(name for name, written in done.recipe.items() if key in written.sources)
     if fate in ("taken", "changed") and not to:
         fate, note = "idle", note or "what it would set does not hold here"
-    return Told(key, given, fate, to, note)
+    return KeyTold(key, given, fate, to, note)
 
 
 def _nearest(key: str, rows: Sequence[KeyRow]) -> str:

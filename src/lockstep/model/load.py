@@ -104,8 +104,8 @@ def stream_transformers(kind: Any, path: str, dtype: str) -> Streamed | None:
     register_attention()
     prepare_products(DTYPES[dtype])
     config = load_config(path)
-    how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION, "trust_remote_code": False}
-    return streamed(lambda: kind.from_config(config, **how), path)
+    how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION}
+    return streamed(lambda: kind.from_config(config, trust_remote_code=False, **how), path)
 
 
 def lora_config(settings: Lora, task: str | None) -> Any:

@@ -58,8 +58,9 @@ def streamed(build: Callable[[], PreTrainedModel], path: str) -> Streamed | None
     names = _names(model, stored)
     if names is None or _beyond_copying(model):
         return None
-    if model.can_generate() and (Path(path) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    generation = Path(path) / "generation_config.json"
+    if model.can_generate() and generation.is_file():
+        model.generation_config = GenerationConfig.from_dict(json.loads(generation.read_text(encoding="utf-8")))
     return Streamed(model, stored, names)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.device.select import DEVICES, select
 from lockstep.errors import Refusal, first_line, missing_extra
-from lockstep.parallel.ray_rank import Heard, Place, RankProcess
+from lockstep.parallel.ray_rank import Heard, RankProcess, Seat
 from lockstep.parallel.restarts import worst
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Cluster:
 
     def _environments(self, actors: list[Any]) -> list[dict[str, str]]:
         """What torchrun would tell each rank."""
-        places: list[Place] = self.ray.get([actor.place.remote() for actor in actors])
+        places: list[Seat] = self.ray.get([actor.place.remote() for actor in actors])
         nodes, address = [place.node for place in places], places[0].address
         port = self.ray.get(actors[0].hold_store.remote(address))
         passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}

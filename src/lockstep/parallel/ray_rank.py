@@ -34,7 +34,7 @@ class Heard:
     status: int | None
 
 
-class Place(NamedTuple):
+class Seat(NamedTuple):
     """Ray's name of a node, its address, and the numbers of the accelerators there that are this actor's."""
 
     node: str
@@ -51,12 +51,12 @@ class RankProcess:
         self._readers: list[threading.Thread] = []
         self._store: Any = None
 
-    def place(self) -> Place:
+    def place(self) -> Seat:
         import ray
 
         context = ray.get_runtime_context()
         devices = [one for ids in context.get_accelerator_ids().values() for one in ids]
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), devices)
+        return Seat(context.get_node_id(), ray.util.get_node_ip_address(), devices)
 
     def hold_store(self, address: str) -> int:
         """Hold the store where the ranks meet, so that it outlives each of them; the port."""

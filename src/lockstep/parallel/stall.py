@@ -35,19 +35,19 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StallVerdict:
     author: int
     living: list[int]
     lines: list[str]
 
 
-def pronounce(store: dist.Store, verdict: Verdict) -> None:
+def pronounce(store: dist.Store, verdict: StallVerdict) -> None:
     """The first verdict holds."""
     store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
 
 
-def pronounced(store: dist.Store) -> Verdict | None:
-    return Verdict(**json.loads(store.get(_VERDICT))) if store.check([_VERDICT]) else None
+def pronounced(store: dist.Store) -> StallVerdict | None:
+    return StallVerdict(**json.loads(store.get(_VERDICT))) if store.check([_VERDICT]) else None
 
 
 def tell_address(store: dist.Store, rank: int, address: stacks.Address) -> None:
@@ -57,7 +57,7 @@ def tell_address(store: dist.Store, rank: int, address: stacks.Address) -> None:
 class Ending:
     """The last deeds of one rank."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, stall: Stall, verdict: Verdict):
+    def __init__(self, store: dist.Store, rank: int, size: int, stall: Stall, verdict: StallVerdict):
         self.store, self.rank, self.stall, self.verdict = store, rank, stall, verdict
         self.silent = [other for other in range(size) if other not in verdict.living]
         # Each rank reads the verdict at its next beat, a quarter of the time from now at the latest.

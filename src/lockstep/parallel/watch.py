@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from lockstep.errors import Refusal
 from lockstep.parallel.stacks import answering
-from lockstep.parallel.stall import Ending, Stall, Verdict, end_alone, pronounce, pronounced, tell_address
+from lockstep.parallel.stall import Ending, Stall, StallVerdict, end_alone, pronounce, pronounced, tell_address
 
 VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
@@ -171,7 +171,7 @@ class Watch:
         except RuntimeError:
             end_alone(self.rank, stall, verdict.lines)
 
-    def stalled(self, stall: Stall, moment: Moment) -> Verdict | None:
+    def stalled(self, stall: Stall, moment: Moment) -> StallVerdict | None:
         """What is to be said where no rank has made progress for so long; None where one has."""
         now = time.monotonic()
         idle = now - max(moment.since, self._awake)
@@ -193,7 +193,7 @@ class Watch:
                 living.append(rank)
                 words = heard.words()
                 lines.append(f"  rank {rank} {_state(words.inside)} {now - heard.moved:.0f} s at {words.where}")
-        return Verdict(self.rank, living, lines)
+        return StallVerdict(self.rank, living, lines)
 
     # -- what is said
 
