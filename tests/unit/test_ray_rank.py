@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from hang import wait_until
-from lockstep.parallel.ray_rank import Heard, RankProcess
+from lockstep.parallel.ray_rank import RankHeard, RankProcess
 from ranks import assert_none_left, ranks_of
 
 
-def all_of(rank: RankProcess) -> Heard:
+def all_of(rank: RankProcess) -> RankHeard:
     lines = []
     while True:
         heard = rank.read(1)
         lines += heard.lines
         if heard.status is not None:
-            return Heard(lines, heard.status)
+            return RankHeard(lines, heard.status)
 
 
 def test_what_a_rank_says_and_how_it_ends(tmp_path: Path) -> None:

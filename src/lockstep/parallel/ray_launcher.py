@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.device.select import DEVICES, select
 from lockstep.errors import Refusal, first_line, missing_extra
-from lockstep.parallel.ray_rank import Heard, RankProcess, Seat
+from lockstep.parallel.ray_rank import RankHeard, RankProcess, RankSeat
 from lockstep.parallel.restarts import worst
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Cluster:
 
     def _environments(self, actors: list[Any]) -> list[dict[str, str]]:
         """What torchrun would tell each rank."""
-        places: list[Seat] = self.ray.get([actor.place.remote() for actor in actors])
+        places: list[RankSeat] = self.ray.get([actor.place.remote() for actor in actors])
         nodes, address = [place.node for place in places], places[0].address
         port = self.ray.get(actors[0].hold_store.remote(address))
         passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
@@ -258,19 +258,19 @@ class Ranks:
                 failed_at = time.monotonic()
         return worst(self.status.values())
 
-    def _heard(self, rank: int, reference: Any) -> Heard:
+    def _heard(self, rank: int, reference: Any) -> RankHeard:
         from ray.exceptions import RayActorError
 
         try:
-            heard: Heard = self.ray.get(reference)
+            heard: RankHeard = self.ray.get(reference)
         except RayActorError as error:
             _say(f"rank {rank} is lost with its actor: {first_line(error)}")
-            return Heard([], _KILLED)
+            return RankHeard([], _KILLED)
         if heard.status is not None and heard.status > 128 and heard.status - 128 in list(signal.Signals):
             _say(f"rank {rank} was ended by {signal.Signals(heard.status - 128).name}")
         return heard
 
-    def _show(self, rank: int, heard: Heard) -> None:
+    def _show(self, rank: int, heard: RankHeard) -> None:
         """Rank 0 as it is; of the others each line begins with the rank."""
         for number, line in heard.lines:
             stream = sys.stdout if number == 1 else sys.stderr

@@ -27,14 +27,14 @@ _DRAIN_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Heard:
+class RankHeard:
     """What a rank wrote (1 is stdout, 2 is stderr), and the status it ended with; None while it runs."""
 
     lines: list[tuple[int, bytes]]
     status: int | None
 
 
-class Seat(NamedTuple):
+class RankSeat(NamedTuple):
     """Ray's name of a node, its address, and the numbers of the accelerators there that are this actor's."""
 
     node: str
@@ -51,12 +51,12 @@ class RankProcess:
         self._readers: list[threading.Thread] = []
         self._store: Any = None
 
-    def place(self) -> Seat:
+    def place(self) -> RankSeat:
         import ray
 
         context = ray.get_runtime_context()
         devices = [one for ids in context.get_accelerator_ids().values() for one in ids]
-        return Seat(context.get_node_id(), ray.util.get_node_ip_address(), devices)
+        return RankSeat(context.get_node_id(), ray.util.get_node_ip_address(), devices)
 
     def hold_store(self, address: str) -> int:
         """Hold the store where the ranks meet, so that it outlives each of them; the port."""
@@ -102,7 +102,7 @@ class RankProcess:
         for line in pipe:
             self._lines.put((number, line))
 
-    def read(self, seconds: float) -> Heard:
+    def read(self, seconds: float) -> RankHeard:
         """What has come since the last time; waits so long where nothing has."""
         assert self._process is not None
         given_up, status = time.monotonic() + seconds, self._process.poll()
@@ -117,7 +117,7 @@ class RankProcess:
         with suppress(queue.Empty):
             while True:
                 lines.append(self._lines.get_nowait())
-        return Heard(lines, None if status is None else status_of(status))
+        return RankHeard(lines, None if status is None else status_of(status))
 
     def send(self, number: int) -> None:
         if self._process is not None and self._process.poll() is None:
