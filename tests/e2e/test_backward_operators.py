@@ -125,6 +125,7 @@ FAULTS: dict[str, tuple[Inject, str, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.xdist_group("backward operators")
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_operator_of_a_wrong_way_back_is_named(name: str, run: Path) -> None:
     inject, module, operators = FAULTS[name]

@@ -55,7 +55,7 @@ def same_metrics(one: Path, several: Path) -> None:
     ("processes", "layout", "words"),
     [
         (2, "zigzag", ["val.every=3"]),
-        (4, "gather", ["batch.rows_per_update=3"]),
+        pytest.param(*(4, "gather", ["batch.rows_per_update=3"]), marks=pytest.mark.slow),
         (2, "ulysses", ["batch.tokens=null", "batch.rows=3", "model.gradient_checkpointing=true"]),
         pytest.param(
             *(2, "zigzag", ["model.lora.rank=4", "optim.lr=1e-2", "model.gradient_checkpointing=true"]),
@@ -101,7 +101,9 @@ def samples(run: Path) -> list[tuple[str, float]]:
     return [(sample["response"], sample["score"]) for sample in stored]
 
 
-@pytest.mark.parametrize(("method", "layout"), [("grpo", "zigzag"), ("ppo", "gather")])
+@pytest.mark.parametrize(
+    ("method", "layout"), [("grpo", "zigzag"), pytest.param("ppo", "gather", marks=pytest.mark.slow)]
+)
 def test_online_methods(tiny_folder: Path, tmp_path: Path, method: str, layout: str) -> None:
     """Both with several updates a step, so that old log-probs, and values, are asked for too."""
     recipe = write_online_recipe(tmp_path, tiny_folder)
@@ -115,6 +117,7 @@ def test_online_methods(tiny_folder: Path, tmp_path: Path, method: str, layout: 
         assert close(weights(several, "critic"), weights(one, "critic"))
 
 
+@pytest.mark.slow
 def test_a_row_longer_than_one_device_holds(tiny_folder: Path, tmp_path: Path) -> None:
     """The budget of tokens counts for each of the devices that divide a line: this is what they do it for."""
     recipe = write_sft_recipe(tmp_path, tiny_folder)

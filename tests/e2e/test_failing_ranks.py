@@ -22,6 +22,7 @@ pytestmark = [
 TWO = ["parallel.devices=2", "checkpoint.every=2", "checkpoint.asynchronous=false", "run.export=false"]
 
 
+@pytest.mark.slow
 def test_a_killed_and_a_stopped_rank_cost_the_steps_since_the_last_checkpoint(
     recipe_file: Path, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_two_ranks_train_what_one_process_does_and_ctrl_c_saves(recipe_file: Pat
         assert [told[name] for _, told in two[:3]] == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_a_killed_launcher_leaves_none(recipe_file: Path, tmp_path: Path) -> None:
     with training(recipe_file, tmp_path / "rank") as process:
         os.kill(ranks_of(tmp_path / "rank")[1], signal.SIGKILL)

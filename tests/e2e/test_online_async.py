@@ -40,7 +40,14 @@ def without_async(run: Path) -> list[tuple[int, dict[str, float]]]:
     return told
 
 
-@pytest.mark.parametrize("words", [[], ["method=remax", "rollout.n=1"], ["method=dapo"]], ids=["grpo", "remax", "dapo"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([], id="grpo"),
+        pytest.param(["method=remax", "rollout.n=1"], id="remax", marks=pytest.mark.slow),
+        pytest.param(["method=dapo"], id="dapo", marks=pytest.mark.slow),
+    ],
+)
 def test_staleness_0_is_the_synchronous_loop_bit_for_bit(online_file: Path, tmp_path: Path, words: list[str]) -> None:
     common = [*words, "run.steps=3", "run.export=false"]
     for name, own in {"turns": [], "beside": ["rollout.max_staleness=0"]}.items():
@@ -93,7 +100,7 @@ def test_a_run_goes_on_from_its_checkpoint(online_file: Path, tmp_path: Path) ->
     assert [told[step]["training/epoch"] for step in (1, 2, 3, 4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
 
 
-@pytest.mark.parametrize("how", ["killed", "interrupted"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("interrupted", marks=pytest.mark.slow)])
 def test_a_run_that_is_ended_leaves_no_worker(online_file: Path, tmp_path: Path, how: str) -> None:
     run = tmp_path / "runs" / "run"
     words = ["train", online_file, "run.steps=1000", "rollout.max_staleness=1", "run.export=false"]

@@ -28,9 +28,11 @@ def _runs() -> bool:
 needs_interpreter = pytest.mark.skipif(not _runs(), reason="no Triton, or a numpy that its interpreter cannot use")
 
 
-def interpreted(script: str) -> None:
-    """In a process of its own, which must know before it imports Triton; it finds what stands beside this file."""
+def interpreted(script: str) -> str:
+    """What it prints, in a process of its own, which must know before it imports Triton; it finds what stands beside
+    this file."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+    return done.stdout
