@@ -44,21 +44,39 @@ OFFLINE_ROWS = {
 
 
 def combination_problems(recipe: Recipe) -> Iterator[Problem]:
-    run, data, batch, optim, val = recipe.run, recipe.data, recipe.batch, recipe.optim, recipe.val
+    run = recipe.run
     if run.epochs is not None and run.steps is not None:
         yield Problem("run.steps", "set together with run.epochs; only one can end the run", "remove one of the two")
+    yield from _tape_problems(recipe)
+    yield from _batch_problems(recipe)
+    yield from _optim_problems(recipe)
+    yield from _validation_problems(recipe)
+    yield from _adapter_problems(recipe)
+    yield from _prompt_format_problems(recipe.data)
+    if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
+        yield Problem("parallel.devices", "a cluster may have any number of devices", "say how many the run takes")
+    yield from _offload_problems(recipe)
+    yield from _unread_sections(recipe)
+    yield from (_online_problems(recipe) if recipe.method in ONLINE else _offline_problems(recipe))
+
+
+def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.tape.record and recipe.model.lora is not None and recipe.model.lora.dropout:
         yield Problem(
             "tape", "a replay cannot draw the same dropout on another device", "set model.lora.dropout=0 for a tape"
         )
-    if batch.tokens is not None and batch.rows is not None:
-        yield Problem("batch.rows", "set together with batch.tokens", "keep tokens (packed) or rows (padded), not both")
     if recipe.tape.record and recipe.parallel.context > 1:
         yield Problem(
             "tape",
             f"holds micro-batches that one device ran, and parallel.context={recipe.parallel.context} divides them",
             "record with parallel.context=1",
         )
+
+
+def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
+    data, batch = recipe.data, recipe.batch
+    if batch.tokens is not None and batch.rows is not None:
+        yield Problem("batch.rows", "set together with batch.tokens", "keep tokens (packed) or rows (padded), not both")
     if data.max_tokens and recipe.line_tokens and data.max_tokens > recipe.line_tokens:
         context = recipe.parallel.context
         yield Problem(
@@ -74,18 +92,29 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
         if any(weighted) and not all(weighted):
             bare = sources[weighted.index(False)].path
             yield Problem(f"data.{key}", f"{bare} has no weight but others have", "give every source a weight, or none")
+
+
+def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
+    run, optim = recipe.run, recipe.optim
     if isinstance(optim.warmup, float) and optim.warmup >= 1 and not optim.warmup.is_integer():
         yield Problem("optim.warmup", f"{optim.warmup} is neither a share below 1 nor a whole number of steps")
     if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:
         yield Problem("optim.warmup", f"{optim.warmup} warm-up steps of {run.steps} steps leave nothing to train")
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Problem("optim.betas", f"{optim.betas} are not in [0, 1)")
+
+
+def _validation_problems(recipe: Recipe) -> Iterator[Problem]:
+    data, val = recipe.data, recipe.val
     if val.every and not (data.val or val.questions):
         yield Problem("val.every", "nothing to validate on", "set data.val or val.questions")
     if val.at_start and not (data.val or val.questions):
         yield Problem("val.at_start", "nothing to validate on", "set data.val or val.questions")
     if val.question_rows and not val.questions:
         yield Problem("val.question_rows", "val.questions is not set", "set val.questions, or remove it")
+
+
+def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
     lora = recipe.model.lora
     if lora and isinstance(lora.targets, list):
         if not lora.targets:
@@ -97,13 +126,6 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
                     f"{name} cannot carry an adapter: the output head is run in chunks",
                     f"remove {name}",
                 )
-
-    yield from _prompt_format_problems(data)
-    if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
-        yield Problem("parallel.devices", "a cluster may have any number of devices", "say how many the run takes")
-    yield from _offload_problems(recipe)
-    yield from _unread_sections(recipe)
-    yield from (_online_problems(recipe) if recipe.method in ONLINE else _offline_problems(recipe))
 
 
 def _prompt_format_problems(data: Data) -> Iterator[Problem]:

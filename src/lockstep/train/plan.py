@@ -205,12 +205,8 @@ def plan_memory(
         model = with_lora(AutoModelForCausalLM.from_config(config, trust_remote_code=False), recipe.model.lora, seed=0)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    size = DTYPES[recipe.model.dtype].itemsize
-    masters = bool(recipe.model.master_weights)
-    rows = min(recipe.batch.rows or rows, rows)
-    # Those of one device, where several divide a micro-batch.
-    tokens = min(recipe.line_tokens or rows * longest, rows * longest)
-    tokens = -(-tokens // recipe.parallel.context)
+    size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
+    tokens = _micro_batch_tokens(recipe, rows, longest)
     # Slices are divided over the devices of a copy; a layer at a time is gathered, which the spare share covers.
     shards = grid_of(recipe.parallel, devices).shard
     weights = parameters * size // shards
@@ -218,8 +214,7 @@ def plan_memory(
     master_bytes = trained * 4 // shards if masters else 0
     # bf16 gradients of a micro-batch grow while its activations go, so only the summed ones count beside them.
     gradients = trained * (4 if masters else size) // shards
-    lean = lean_layers and devices == 1 and recipe.model.lora is None and recipe.model.attention != "sdpa"
-    lean = lean and fused_feed_forwards(model) == config.num_hidden_layers
+    lean = lean_layers and devices == 1 and _all_fused(recipe, model, config)
     layers = activation_bytes(config, tokens, size, recipe.model.gradient_checkpointing, lean=lean)
     head = head_bytes(config, tokens, recipe.model.lora is None)
     kept = Phase("", weights, 0, moments + master_bytes)
@@ -236,12 +231,22 @@ def plan_memory(
     layer = parameters * size // max(1, config.num_hidden_layers)
     policy, critic = TrainedBytes(moments + master_bytes, weights, gradients, layer), None
     if recipe.method in ONLINE:
-        before = plan.phases[-1]
-        plan = _with_online_parts(plan, recipe, config, shards, longest, prefill_tokens)
+        before, plan = plan.phases[-1], _with_online_parts(plan, recipe, config, shards, longest, prefill_tokens)
         after = plan.phases[len(phases) - 1]
         if after.weights > before.weights:
             critic = TrainedBytes(after.optimizer - before.optimizer, after.weights - before.weights, 0, layer)
     return _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
+
+
+def _micro_batch_tokens(recipe: Recipe, rows: int, longest: int) -> int:
+    """Of the largest micro-batch: those of one device, where several divide it."""
+    most = min(recipe.batch.rows or rows, rows) * longest
+    return -(-min(recipe.line_tokens or most, most) // recipe.parallel.context)
+
+
+def _all_fused(recipe: Recipe, model: Any, config: Any) -> bool:
+    plain = recipe.model.lora is not None or recipe.model.attention == "sdpa"
+    return not plain and fused_feed_forwards(model) == config.num_hidden_layers
 
 
 def _with_offload(
