@@ -80,7 +80,7 @@ def test_supervised_fine_tuning(
         pytest.param(*("rm", 2, "gather", []), marks=pytest.mark.slow),
         pytest.param(*("kto", 2, "zigzag", []), marks=pytest.mark.slow),
         pytest.param(*("distill", 2, "zigzag", ["distill.top_k=6"]), marks=pytest.mark.slow),
-        ("distill", 2, "gather", []),
+        pytest.param(*("distill", 2, "gather", []), marks=pytest.mark.slow),
     ],
 )
 def test_methods_that_compare_and_judge(
@@ -132,6 +132,7 @@ def test_a_row_longer_than_one_device_holds(tiny_folder: Path, tmp_path: Path) -
     assert close(weights(tmp_path / "runs" / "small"), weights(several))
 
 
+@pytest.mark.slow
 def test_a_divided_run_goes_on_alone(tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_sft_recipe(tmp_path, tiny_folder)
     common = ["optim.eps=1e-4", "optim.schedule=constant", "run.export=false"]

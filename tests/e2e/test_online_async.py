@@ -149,6 +149,7 @@ def test_importance_sampling_is_a_default_and_no_more(online_file: Path) -> None
     assert weight("rollout.max_staleness=1", "algorithm.correction.weight=sequence") == "sequence"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [["model.lora.rank=4", "model.dtype=bf16"], ["rollout.engine=hf"]], ids=["an adapter in bf16", "hf"]
 )
