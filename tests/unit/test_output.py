@@ -174,7 +174,10 @@ def test_a_stream_of_another_encoding_ends_nothing(monkeypatch: pytest.MonkeyPat
 
 # The door itself; doctor/ stands below it and speaks of the machine; parallel/ too, and names ranks, stages and rows by
 # their numbers, or passes on what ranks printed through their own doors; a function's time limit names the function.
-MAY_PRINT = ("run/output.py", "run/screen.py", "doctor/", "parallel/", "functions/time_limit.py")
+MAY_PRINT = (
+    *("run/output.py", "run/screen.py", "doctor/", "functions/time_limit.py"),
+    *(f"parallel/{name}.py" for name in ("watch", "stall", "launch", "restarts", "ray_launcher")),
+)
 
 
 def printing(tree: ast.Module) -> list[str]:
