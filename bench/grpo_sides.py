@@ -175,7 +175,8 @@ def _recipe(work: Work, folder: Path) -> Recipe:
     values = {
         "method": "grpo",
         "device": work.device.name,
-        "run": {"name": "bench", "folder": str(folder), "steps": ENDLESS, "seed": work.seed},
+        "run": {"name": "bench", "folder": str(folder), "steps": ENDLESS, "seed": work.seed}
+        | {"deterministic": work.deterministic},
         "model": {"path": work.model, "dtype": work.dtype, "master_weights": work.masters},
         "data": {"train": work.questions, "shuffle": False},
         "batch": {"prompts": work.prompts, "tokens": work.tokens},

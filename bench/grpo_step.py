@@ -213,6 +213,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--beta", type=float, default=0.001, help="weight of the divergence; 0 needs no reference")
     parser.add_argument("--tflops", type=float, help="matrix TFLOP/s that count as the peak; default: the maker's")
     parser.add_argument("--steps", type=int, default=2, help="steps of one pass")
+    parser.add_argument("--deterministic", action="store_true", help="our side with run.deterministic=true")
     parser.add_argument("--warm", type=int, default=1, help="untimed passes of each side after the first step")
     parser.add_argument(
         "--sides", nargs="+", choices=list(SIDES), default=[name for name in SIDES if name != "trl-continuous"]

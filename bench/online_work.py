@@ -47,6 +47,8 @@ class Work:
     beta: float
     optim: Optim
     seed: int
+    deterministic: bool = False
+    """Our side with `run.deterministic`."""
 
     @property
     def sequences(self) -> int:
@@ -104,6 +106,7 @@ def make_work(
         beta=beta,
         optim=Optim(lr=1e-6, schedule="constant"),
         seed=args.seed,
+        deterministic=getattr(args, "deterministic", False),
     )
 
 

@@ -1,7 +1,9 @@
-"""Tokens per second of our rollout engine beside transformers' `generate` and TRL's, in one run.
+"""Tokens per second of our rollout engine beside transformers' `generate`, TRL's and vLLM's, in one run.
 
     python bench/rollout.py                              # the embedded tiny model, both cases
     python bench/rollout.py --shape half-billion --dtype bf16 --case mixed --out result.json
+    python bench/rollout.py --shape half-billion --dtype bf16 --case equal --prompts 256 --n 1 --prompt-tokens 256 \
+        --max-tokens 256 --sequences 256 --sides lockstep vllm     # where vLLM is importable
 
 Every side samples `--n` responses to each prompt from the same weights at temperature 1. The weights themselves end a
 response at random (see `random_lengths.py`), so nothing is hooked into any side, and all draw from one distribution of
@@ -28,6 +30,7 @@ from online_work import Work, add_arguments, make_work, settle, temporary_folder
 from report import differ, machine, spread, summary
 from rollout_sides import SIDES, Ours, Side
 from sides import Seconds, Stopwatch, has_trl
+from vllm_side import has_vllm
 
 # Share of responses that our two engines must give alike from the same noise in fp32: rounding decides near-ties.
 ALIKE = 0.9
@@ -53,9 +56,13 @@ def main() -> None:
         print(f"written to {args.out}")
 
 
+def installed(side: str) -> bool:
+    return (has_trl() or not side.startswith("trl")) and (has_vllm() or side != "vllm")
+
+
 def run_case(case: str, work: Work, args: argparse.Namespace) -> dict[str, Any]:
     usual = [name for name in SIDES if name != "trl-continuous"]
-    names = args.sides or [name for name in usual if has_trl() or not name.startswith("trl")]
+    names = args.sides or [name for name in usual if installed(name)]
     print(f"\n{case}: {work.prompts} prompts x {work.n} responses of at most {work.max_tokens} tokens, {work.dtype}")
     sides: dict[str, Side] = {name: SIDES[name](work) for name in names}
     checks = check_equal_work(sides, work)

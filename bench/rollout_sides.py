@@ -1,4 +1,4 @@
-"""The sides of `bench/rollout.py`: responses to the same prompts by our engines, by transformers and by TRL.
+"""The sides of `bench/rollout.py`: responses to the same prompts by our engines, by transformers, TRL and vLLM.
 
 Each holds its own copy of the model. `generate` gives the responses in the order of prompts and samples.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from lockstep.data.batching import micro_batch, plan_micro_batches, to_device
 from lockstep.model.load import load_policy
@@ -19,6 +19,7 @@ from lockstep.rollout.hf import HfEngine
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.types import Example, Origin, Request, Sampling
 from online_work import Work, make_trainer, temporary_folder
+from vllm_side import Vllm
 
 Response = list[int]
 
@@ -121,7 +122,23 @@ class Trl:
         return made
 
 
-Side = Ours | Plain | Trl
+class ByVllm:
+    """vLLM in this process; see `vllm_side.py`."""
+
+    name = "vLLM"
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.vllm = Vllm(work.model, work.dtype, work.sequences, work.longest())
+        self.about = self.vllm.about
+        self.prompts = [list(prompt.ids) for prompt in work.encoded()]
+        self.end = AutoConfig.from_pretrained(work.model).eos_token_id
+
+    def generate(self) -> list[Response]:
+        return self.vllm.generate(self.prompts, self.work.n, self.work.max_tokens, self.end)
+
+
+Side = Ours | Plain | Trl | ByVllm
 
 SIDES: dict[str, Callable[[Work], Side]] = {
     "lockstep": Ours,
@@ -130,6 +147,7 @@ SIDES: dict[str, Callable[[Work], Side]] = {
     "trl-padded": lambda work: Trl(work, "padded"),
     "trl-parts": lambda work: Trl(work, "parts"),
     "trl-continuous": lambda work: Trl(work, "continuous"),
+    "vllm": ByVllm,
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lockstep.device.select import select
+from lockstep.kernels.invariant import products_by_row
 from lockstep.kernels.noise import sequence_keys
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.recipe import load_recipe
@@ -193,6 +194,29 @@ def test_online_bf16_engine_and_trainer_agree(online_file: Path, tmp_path: Path)
     train_online(load_recipe(str(online_file), words), Console.silent())
     for _, metrics in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl"):
         assert metrics["training/rollout_probs_diff_mean"] < 0.01
+
+
+WORDS: list[list[str]] = [
+    [],
+    ["rollout.temperature=0.7", "rollout.top_k=20", "rollout.truncated=mask"],
+    ["method=ppo", "rollout.n=1"],
+    ["model.lora.r=4"],
+]
+
+
+@pytest.mark.parametrize("more", WORDS, ids=lambda words: "-".join(words) or "plain")
+def test_a_deterministic_run_generates_and_trains_on_the_same_bits(
+    online_file: Path, tmp_path: Path, more: list[str]
+) -> None:
+    words = ["device=cuda", "model.dtype=bf16", "run.steps=3", "run.deterministic=true", *more]
+    try:
+        train_online(load_recipe(str(online_file), words), Console.silent())
+    finally:
+        select("cuda").deterministic(False)
+        products_by_row(False)
+    found = [metrics for _, metrics in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")]
+    assert len(found) == 3
+    assert [metrics["training/rollout_probs_diff_max"] for metrics in found] == [0.0, 0.0, 0.0]
 
 
 def test_memory_that_torch_holds_for_nobody_is_free() -> None:

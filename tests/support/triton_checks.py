@@ -458,6 +458,89 @@ def shared_beginnings(device: str) -> None:
             assert torch.equal(made[0][2][left], out[left])
 
 
+def _half(device: str) -> torch.dtype:
+    """The interpreter multiplies the bits of bf16 numbers as if they were whole numbers."""
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def _same_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """On a device; the interpreter's products are the host library's, which looks at the shape of a tile."""
+    if found.is_cuda:
+        assert torch.equal(found, wanted)
+    else:
+        agree(found, wanted)
+
+
+def row_products(device: str) -> None:
+    """A row's product is the same bit by bit whatever stands beside it, for as many inputs as tiles hold or not."""
+    from lockstep.kernels.triton_invariant import product
+
+    torch.manual_seed(0)
+    dtype = _half(device)
+    # More rows than those that share a program of a small batch; on the host no more than it takes.
+    rows, sizes = (530, [(72, 70)]) if device == "cpu" else (5000, [(128, 72), (200, 136), (64, 2100), (896, 896)])
+    for inputs, outputs in sizes:
+        x = drawn(rows, inputs, device=device, dtype=dtype)
+        weight = drawn(outputs, inputs, device=device, dtype=dtype)
+        for bias in (None, drawn(outputs, device=device, dtype=dtype)):
+            whole = product(x, weight, bias)
+            wanted = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+            agree(whole, wanted.to(dtype), 2e-6)
+            for first, last in ((0, 1), (3, 67), (10, 500)):
+                # Also where rows do not lie behind one another.
+                wide = torch.cat([x, x], 1)[first:last, :inputs]
+                _same_bits(product(wide, weight, bias), whole[first:last])
+
+
+def row_attention(device: str) -> None:
+    """A token's attention is the same bit by bit on a line, alone over a cache in blocks, and as a part of a chunk; and
+    it is what plain torch computes."""
+    from lockstep.kernels.layout import make_layout
+    from lockstep.kernels.triton_invariant import Keys, Queries, attend
+    from lockstep.kernels.varlen import varlen_attention
+
+    torch.manual_seed(0)
+    dtype = _half(device)
+    lengths = [1, 70] if device == "cpu" else [1, 64, 65, 700, 1300]
+    block = 16
+    for heads, groups, size in ((7, 1, 64), (4, 4, 40), (6, 2, 128))[: 1 if device == "cpu" else 3]:
+        shapes = ((sum(lengths), count, size) for count in (heads, groups, groups))
+        query, key, value = (drawn(*shape, device=device, dtype=dtype) for shape in shapes)
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        firsts, counts = bounds[:-1], bounds.diff()
+        for window in (None, 40):
+            queries = Queries(query, firsts, counts, counts, max(lengths))
+            line, lse = attend(queries, Keys(key, value, firsts), size**-0.5, window)
+            wide = (part.float() for part in (query, key, value))
+            layout = make_layout(lengths, torch.device(device), "sdpa")
+            agree(line, varlen_attention(*wide, layout, scale=size**-0.5, window=window).to(dtype), 2e-6)
+            for back in (0, 5):
+                # The token `back` before each sequence's end (or its first), over blocks of a cache in any order.
+                seen = (counts - back).clamp(min=1)
+                width = -(-max(lengths) // block)
+                table = torch.randperm(len(lengths) * width).view(-1, width).to(device)
+                cached = []
+                for part in (key, value):
+                    slots = torch.full(((table.max() + 1) * block, groups, size), 9.0, device=device, dtype=part.dtype)
+                    for row, (first, length) in enumerate(zip(firsts.tolist(), lengths, strict=True)):
+                        at = torch.arange(length, device=device)
+                        slots[table[row, at // block] * block + at % block] = part[first : first + length]
+                    cached.append(slots)
+                places = (firsts + seen - 1).long()
+                every = torch.arange(len(lengths), dtype=torch.int32, device=device)
+                alone = Queries(query[places], every, torch.ones_like(every), seen.long(), 1)
+                where = Keys(*cached, table=table, block=block)
+                found, found_lse = attend(alone, where, size**-0.5, window)
+                _same_bits(found, line[places])
+                _same_bits(found_lse, lse[:, places])
+            # The last sequence from its 11th token on.
+            first, length = int(firsts[-1]), lengths[-1]
+            zero, count, whole = (torch.tensor([n], dtype=torch.int32, device=device) for n in (0, length - 10, length))
+            chunk = Queries(query[first + 10 :], zero, count, whole, length - 10)
+            found = attend(chunk, Keys(key[first:], value[first:], zero), size**-0.5, window)[0]
+            _same_bits(found, line[first + 10 :])
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -474,5 +557,7 @@ CHECKS = {
         generating_models,
         generating_engine,
         shared_beginnings,
+        row_products,
+        row_attention,
     )
 }

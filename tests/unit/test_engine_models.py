@@ -27,14 +27,15 @@ from transformers import (
 
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.model.load import load_tokenizer
+from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.world import World
 from lockstep.recipe.online import RolloutSettings
-from lockstep.recipe.schema import Lora
+from lockstep.recipe.schema import Lora, Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.hf import HfEngine
+from lockstep.rollout.native.engine import NativeEngine
 from lockstep.types import Completion, Request, Sampling
 
 CPU = torch.device("cpu")
@@ -67,8 +68,8 @@ SUPPORTED: dict[str, Any] = {
 
 def greedy_of_transformers(model: Any, ids: list[int], tokens: int) -> list[int]:
     made = model.generate(
-        input_ids=torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        input_ids=torch.tensor([ids], device=model.device),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
         max_new_tokens=tokens,
         min_new_tokens=tokens,
         do_sample=False,
@@ -93,6 +94,22 @@ def test_greedy_is_that_of_generate(name: str, tmp_path: Path, tiny_folder: Path
     # The check is about the model, whatever the run scores.
     policy.scoring = Scoring(temperature=0.5)
     check_engine(chunked, policy, CPU, str(folder), paged_on=chunked.device)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA device")
+@pytest.mark.parametrize("name", ["llama", "qwen2-half-windowed", "qwen3", "mistral-windowed", "granite"])
+def test_greedy_on_an_nvidia_device_is_that_of_generate(name: str, tmp_path: Path, tiny_folder: Path) -> None:
+    """With recorded passes, kernels and all."""
+    folder = write_model(tmp_path / "model", SUPPORTED[name], tiny_folder)
+    device = select("cuda")
+    policy = load_policy(Model(path=str(folder)), device.torch_device(), device.attention, 0)
+    asked = prompts(24, seed=2)
+    engine = NativeEngine(policy, device, RolloutSettings(max_sequences=16, block_tokens=4), str)
+    made = run(engine, [Request(ids, key) for key, ids in enumerate(asked)], Sampling(max_tokens=20, temperature=0))
+    with policy.generating() as model:
+        theirs = [greedy_of_transformers(model, ids, 20) for ids in asked]
+    assert [c.ids for c in made] == theirs
 
 
 def refused(folder: Path) -> str:

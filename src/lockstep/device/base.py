@@ -42,14 +42,16 @@ class Device(ABC):
     lean_layers: ClassVar[bool] = False
     """Whether its fused norms and feed-forwards (`kernels/fused.py`) keep only what `train/plan.py` counts for them."""
     graph_capture: ClassVar[bool]
-    attention: ClassVar[str]
+    attention: str
     """Name of the attention kernel for packed rows; `kernels/varlen.py` maps it to a function."""
-    paged_attention: ClassVar[str] = "gather"
+    paged_attention: str = "gather"
     """Name of the attention kernel for one token of each of many cached sequences; see `kernels/paged.py`."""
     sampler: ClassVar[str] = "plain"
     """Name of the kernel that draws tokens from logits; see `rollout/native/sampler.py`."""
-    generating_layers: ClassVar[str] = "modules"
+    generating_layers: str = "modules"
     """Name of what runs the decoder layers when the engine generates; see `kernels/generating.py`."""
+    scored_by: str = "sampler"
+    """Whether a drawn token's log-probability comes from the sampler on its way, or from the trainer's own kernel."""
     generates_beside: ClassVar[bool] = False
     """Whether a second process may generate on it while the run trains on it."""
     prefill_tokens: ClassVar[int] = 8192

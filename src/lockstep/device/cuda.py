@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -128,6 +129,11 @@ class Cuda(Accelerator):
             # Trying kernels out picks by time, so differently from run to run.
             torch.backends.cudnn.benchmark = False
             switches["torch.backends.cudnn.benchmark"] = "False"
+        if on and importlib.util.find_spec("triton") is not None:
+            # Kernels that give a token the same bits whatever stands beside it: while generating as while training.
+            self.attention = self.paged_attention = "invariant"
+            self.generating_layers, self.scored_by = "modules", "trainer"
+            switches["kernels"] = "invariant"
         return switches
 
     def versions(self) -> dict[str, str | None]:

@@ -134,6 +134,34 @@ class _FlashWithSinks(torch.autograd.Function):
         return *back, sink_gradient(upstream, out, lse_HT, sinks_H), None, None, None
 
 
+def flash_line_backward(
+    upstream_THD: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a forward pass that another kernel ran."""
+    state = torch.zeros(2, dtype=torch.int64, device=query_THD.device).view(torch.uint64)
+    return torch.ops.aten._flash_attention_backward(
+        upstream_THD,
+        query_THD,
+        key_TGD,
+        value_TGD,
+        out_THD,
+        lse_HT,
+        *_sequences(layout),
+        state,
+        state[:0],
+        scale=scale,
+        **_window(window),
+    )
+
+
 def flash_part_fits(query_THD: torch.Tensor, value_SGE: torch.Tensor) -> bool:
     half = query_THD.dtype in (torch.float16, torch.bfloat16)
     size = query_THD.shape[-1]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import nn
 
 from lockstep.kernels.fused_modules import plug_in
+from lockstep.kernels.invariant import products_by_row
 
 # Packages that bring kernels of their own, where they are installed.
 KERNEL_PACKAGES = ("triton", "torch_npu")
@@ -32,7 +33,13 @@ def _by_triton(model: nn.Module) -> list[str]:
     return plug_in(model, triton_modules.KERNELS) if runs_on(first) else []
 
 
-FUSED: dict[str, Callable[[nn.Module], list[str]]] = {"npu_fusion": _by_npu, "flash_varlen": _by_triton}
+# Where every token gets the same bits whatever stands beside it; the other kernels of its row look at one row anyway.
+BY_ROW = "invariant"
+FUSED: dict[str, Callable[[nn.Module], list[str]]] = {
+    "npu_fusion": _by_npu,
+    "flash_varlen": _by_triton,
+    BY_ROW: _by_triton,
+}
 
 
 # Where on a model stands what was replaced in it.
@@ -41,6 +48,7 @@ REPLACED = "lockstep_fused"
 
 def fuse(model: nn.Module, kernel: str) -> None:
     """Put in what the device has; `replaced` tells what that was."""
+    products_by_row(kernel == BY_ROW)
     setattr(model, REPLACED, FUSED[kernel](model) if kernel in FUSED else [])
 
 

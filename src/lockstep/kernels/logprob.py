@@ -35,7 +35,13 @@ class Head(NamedTuple):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """In the dtype of the states where the projection is all there is, else in fp32."""
-        logits = torch.nn.functional.linear(hidden, self.weight_VH, self.bias_V)
+        return self.shaped(self.projected(hidden))
+
+    def projected(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, self.weight_VH, self.bias_V)
+
+    def shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the projection gives, scaled and capped."""
         if self.scale != 1.0:
             logits = logits.float() * self.scale
         return logits if self.softcap is None else (logits.float() / self.softcap).tanh() * self.softcap
@@ -98,6 +104,20 @@ def token_scores(
         entropy,
     )
     return Scores(logprobs, entropies)
+
+
+def projected_logprobs_(
+    projected_RV: torch.Tensor,
+    head: Head,
+    targets_R: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+) -> torch.Tensor:
+    """What `token_scores` gives for rows that `head` has projected already, to the last bit; they are used up."""
+    temperature, softcap = _folded(head, temperature)
+    logits = _left_of(projected_RV, targets_R, temperature, softcap, truncation)
+    return _rows(logits)[0](logits, targets_R, temperature, False, softcap)[1]
 
 
 def foreseen_token_scores(
@@ -440,7 +460,17 @@ def _logits(
 
     The soft cap and the temperature do not change their order, but they do change shares of probability.
     """
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return _left_of(torch.nn.functional.linear(hidden, weight, bias), targets, temperature, softcap, truncation)
+
+
+def _left_of(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    softcap: float | None,
+    truncation: Truncation | None,
+) -> torch.Tensor:
+    """In place."""
     if truncation is None or not truncation.active:
         return logits
     left_out = truncate_(_capped(logits, softcap) / temperature, truncation, targets) == LEFT_OUT

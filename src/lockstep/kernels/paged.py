@@ -12,6 +12,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.kernels.explicit import causal_attention, masked_attention
+from lockstep.kernels.flash import LARGEST_HEAD
+from lockstep.kernels.invariant import HALVES, invariant_chunk, invariant_decode
 from lockstep.kernels.layout import Layout
 from lockstep.kernels.npu_attention import infer_decode, infer_fits
 from lockstep.kernels.varlen import varlen_attention
@@ -55,6 +57,7 @@ class PrefillPass:
     cache: KVCache
     slots_T: torch.Tensor
     where: Layout | tuple[Chunk, ...]
+    kernel: str = "gather"
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,9 @@ def cached_attention(
         return varlen_attention(
             query_THD, key_TGD, value_TGD, step.where, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
         )
+    if step.kernel == "invariant" and _row_by_row(query_THD, softcap, sinks_H):
+        chunks = (invariant_chunk(query_THD, keys, values, chunk, scale, window) for chunk in step.where)
+        return torch.cat(list(chunks))
     chunks = (_chunk_attention(query_THD, keys, values, chunk, scale, window, softcap, sinks_H) for chunk in step.where)
     return torch.cat(list(chunks))
 
@@ -148,7 +154,9 @@ def decode_attention(
     """
     plain = softcap is None and sinks_H is None
     block = step.cache.block
-    if step.kernel == "triton" and query_BHD.is_cuda:
+    if step.kernel == "invariant" and _row_by_row(query_BHD, softcap, sinks_H):
+        return invariant_decode(query_BHD, keys, values, step, scale, window)
+    if step.kernel in ("triton", "invariant") and query_BHD.is_cuda:
         from lockstep.kernels.triton_paged import paged_decode
 
         blocks = step.table_BM, step.lengths_B, block
@@ -159,6 +167,12 @@ def decode_attention(
         return infer_decode(query_BHD, keys, values, step.table_BM, step.lengths(), block, scale)
     mask = step.mask(window, query_BHD.dtype)
     return _masked_decode(query_BHD, keys, values, step.table_BM, block, scale, mask, softcap, sinks_H)
+
+
+def _row_by_row(query_THD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None) -> bool:
+    """Whether there is a kernel for this that does not look at other rows; the line's attention asks the same."""
+    fits = query_THD.is_cuda and query_THD.dtype in HALVES and query_THD.shape[-1] % 8 == 0
+    return fits and query_THD.shape[-1] <= LARGEST_HEAD and softcap is None and sinks_H is None
 
 
 def gathered_decode(

@@ -66,7 +66,7 @@ def merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, more_THE: torch.Tensor, m
 
 def partial_kernel(name: str, query_THD: torch.Tensor, value_SGE: torch.Tensor) -> PartialKernel:
     """The kernel of the device whose `attention` is called `name`, where it takes these numbers; else plain torch."""
-    if name == "flash_varlen" and flash_part_fits(query_THD, value_SGE):
+    if name in ("flash_varlen", "invariant") and flash_part_fits(query_THD, value_SGE):
         return PartialKernel(flash_part, flash_part_backward)
     return PLAIN
 

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.kernels.explicit import causal_attention
 from lockstep.kernels.flash import flash_fits, flash_shared, flash_varlen, flash_with_sinks
+from lockstep.kernels.invariant import invariant_fits, invariant_varlen
 from lockstep.kernels.layout import Bucket, Layout, Sharing
 from lockstep.kernels.npu_attention import fusion_attention, fusion_fits
 
@@ -103,6 +104,7 @@ class Fused(NamedTuple):
 KERNELS: dict[str, Fused | None] = {
     "sdpa": None,
     "flash_varlen": Fused(flash_varlen, flash_fits, flash_with_sinks, flash_shared),
+    "invariant": Fused(invariant_varlen, invariant_fits),
     "npu_fusion": Fused(fusion_attention, fusion_fits),
 }
 

@@ -56,7 +56,8 @@ class RunSettings(Section):
     )
     deterministic: bool = Field(
         False,
-        description="Switch the device's deterministic kernels on.",
+        description="Switch the device's deterministic kernels on. On an NVIDIA device in bf16 or fp16 a token then "
+        "has the same bits while it is generated and while it is trained on.",
         effect=Effect("matters", "kernels without a fixed order add noise from run to run"),
     )
     plugins: list[str] = Field(

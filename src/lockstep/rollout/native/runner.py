@@ -15,12 +15,13 @@ from lockstep.device.transfer import fetched, sent
 from lockstep.errors import first_line
 from lockstep.kernels.generating import GeneratingLayers
 from lockstep.kernels.layout import make_layout
+from lockstep.kernels.logprob import projected_logprobs_
 from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.output_head import output_head
 from lockstep.model.policy import Policy
 from lockstep.rollout.native.board import DecodeBoard, DecodeState
-from lockstep.rollout.native.sampler import choose
+from lockstep.rollout.native.sampler import choose, truncation_of
 from lockstep.rollout.native.sequence import Sample, Stretch
 from lockstep.types import Sampling
 
@@ -87,7 +88,7 @@ class Runner:
         lengths = [stop for _, stop in work]
         where = make_layout(lengths, self.torch_device, self.policy.kernel) if whole else self._chunks(work)
         ids, at, to = (sent(torch.from_numpy(numbers), self.torch_device) for numbers in (tokens, positions, slots))
-        step = PrefillPass(self.cache, to, where)
+        step = PrefillPass(self.cache, to, where, self.device.paged_attention)
         if self.layers is not None:
             self.layers.prefill(ids, at, step)
         else:
@@ -144,9 +145,18 @@ class Runner:
         layout = DecodePass(self.cache, kernel, slots, state.table_BM, lengths)
         run = self._hidden if self.layers is None else self.layers.decode
         hidden = run(state.tokens_B, state.positions_B, layout)
-        logits = output_head(self.model).logits(hidden)
+        head = output_head(self.model)
+        projected = head.projected(hidden)
         places = lengths - state.prompts_B
-        tokens, logprobs = choose(logits, self.sampling, state.keys_B2, places, seen_BV, self.sampler)
+        tokens, logprobs = choose(head.shaped(projected), self.sampling, state.keys_B2, places, seen_BV, self.sampler)
+        if self.device.scored_by == "trainer":
+            logprobs = projected_logprobs_(
+                projected,
+                head,
+                tokens,
+                temperature=self.sampling.temperature or 1.0,
+                truncation=truncation_of(self.sampling) if self.sampling.score_truncated else None,
+            )
         state.tokens_B.copy_(tokens)
         state.logprobs_B.copy_(logprobs)
         ended = (tokens[:, None] == self.stops).any(1) | (lengths + 1 >= state.limits_B)

@@ -31,7 +31,7 @@ def choose(
         own = own / sampling.temperature
     # The penalty scales logits as the temperature does, so their order makes no difference.
     offered = own if seen_BV is None else _penalised(own, seen_BV, sampling.repetition_penalty)
-    truncation = _truncation(sampling)
+    truncation = truncation_of(sampling)
     left = truncate_(offered.clone(), truncation) if truncation.active else offered
     if sampling.temperature:
         tokens = (left + gumbel_noise(keys_B2, positions_B, own.shape[-1])).argmax(-1)
@@ -47,7 +47,7 @@ def _fused(
     """The same tokens from one pass over the logits, or over what a truncation leaves of them."""
     from lockstep.kernels.triton_sampler import draw
 
-    truncation, temperature = _truncation(sampling), sampling.temperature
+    truncation, temperature = truncation_of(sampling), sampling.temperature
     if not truncation.active:
         return draw(logits_BV, keys_B2, positions_B, temperature)
     own = logits_BV.float()
@@ -57,7 +57,7 @@ def _fused(
     return draw(left, keys_B2, positions_B, 1.0 if temperature else 0.0, None if sampling.score_truncated else own)
 
 
-def _truncation(sampling: Sampling) -> Truncation:
+def truncation_of(sampling: Sampling) -> Truncation:
     return Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
 
 

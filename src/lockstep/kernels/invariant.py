@@ -1,0 +1,161 @@
+"""Runs that repeat bit by bit: the same token has the same numbers while it is generated and while it is trained on.
+
+Three things depend on the rows beside a row in usual kernels: products with a weight, attention, and the sum over the
+vocabulary. The first two are `triton_invariant.py`; the third is taken by the trainer's kernel while generating too
+(`logprob.py`). All else in a layer looks at one row, and is the same function in both. Backward passes are the usual
+ones: nobody generates backwards.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.kernels.flash import flash_fits, flash_line_backward
+from lockstep.kernels.layout import Layout
+
+if TYPE_CHECKING:
+    from lockstep.kernels.paged import Chunk, DecodePass
+
+HALVES = (torch.bfloat16, torch.float16)
+# Kept for as long as products go row by row.
+_installed: list[torch.library.Library] = []
+
+
+def products_by_row(on: bool) -> bool:
+    """Products of rows with a weight on an NVIDIA device: by our kernel, or as torch has them. False where there is no
+    kernel to be had. For the whole process: a product is written in many places."""
+    if not on:
+        for library in _installed:
+            library._destroy()
+        _installed.clear()
+        return True
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if not _installed:
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            library.impl("mm", _mm, "CUDA", allow_override=True)
+            library.impl("addmm", _addmm, "CUDA", allow_override=True)
+        _installed.append(library)
+    return True
+
+
+def _mm(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    if not _forward(rows, columns):
+        out = rows.new_empty(len(rows), columns.shape[1])
+        return torch.ops.aten.mm.out(rows, columns, out=out)
+    from lockstep.kernels.triton_invariant import product
+
+    return product(_laid(rows), columns.t(), None)
+
+
+def _addmm(
+    bias: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    if bias.dim() != 1 or beta != 1 or alpha != 1 or not bias.is_contiguous() or not _forward(rows, columns):
+        out = rows.new_empty(len(rows), columns.shape[1])
+        return torch.ops.aten.addmm.out(bias, rows, columns, beta=beta, alpha=alpha, out=out)
+    from lockstep.kernels.triton_invariant import product
+
+    return product(_laid(rows), columns.t(), bias)
+
+
+def _forward(rows: torch.Tensor, columns: torch.Tensor) -> bool:
+    """Whether this is a product with a weight as a linear layer holds it: what it is multiplied with is transposed.
+    Gradients are products with tensors as they lie."""
+    inputs, outputs = columns.shape
+    transposed = columns.stride(0) == 1 and columns.stride(1) >= inputs and outputs > 1 and inputs > 1
+    return transposed and rows.dtype in HALVES and columns.dtype == rows.dtype
+
+
+def _laid(rows: torch.Tensor) -> torch.Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def invariant_varlen(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention inside each sequence of a line."""
+    return _Attention.apply(query_THD, key_TGD, value_TGD, layout, scale, window)
+
+
+invariant_fits: Callable[[torch.Tensor, Layout, float], bool] = flash_fits
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: Layout,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        from lockstep.kernels.triton_invariant import Keys, Queries, attend
+
+        firsts = layout.bounds[:-1]
+        lengths = layout.bounds[1:] - firsts
+        queries = Queries(query, firsts, lengths, lengths, layout.longest)
+        out, lse_HT = attend(queries, Keys(key, value, firsts), scale, window)
+        ctx.save_for_backward(query, key, value, out, lse_HT)
+        ctx.layout, ctx.scale, ctx.window = layout, scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, lse_HT = ctx.saved_tensors
+        back = flash_line_backward(
+            grads[0].contiguous(), query, key, value, out, lse_HT, ctx.layout, ctx.scale, ctx.window
+        )
+        return *back, None, None, None
+
+
+def invariant_decode(
+    query_BHD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: DecodePass,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """One token of each sequence to what the cache holds of it, itself included."""
+    from lockstep.kernels.triton_invariant import Keys, Queries, attend
+
+    batch = len(query_BHD)
+    firsts = torch.arange(batch, dtype=torch.int32, device=query_BHD.device)
+    queries = Queries(query_BHD, firsts, torch.ones_like(firsts), step.lengths_B, 1)
+    where = Keys(keys, values, table=step.table_BM, block=step.cache.block)
+    return attend(queries, where, scale, window)[0]
+
+
+def invariant_chunk(
+    query_THD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chunk: Chunk,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """A stretch of one sequence to what the cache holds of it."""
+    from lockstep.kernels.triton_invariant import Keys, Queries, attend
+
+    count = chunk.stop - chunk.start
+    query = query_THD[chunk.first : chunk.first + count]
+    whole = Keys(keys.index_select(0, chunk.slots), values.index_select(0, chunk.slots))
+    first, counts, lengths = (
+        torch.tensor([number], dtype=torch.int32, device=query.device) for number in (0, count, chunk.stop)
+    )
+    return attend(Queries(query, first, counts, lengths, count), whole._replace(firsts=first), scale, window)[0]
