@@ -154,7 +154,8 @@ class Trl:
 
     Its sampler, collator, callbacks and metrics are in the time, its set-up is not. `variant` is one of its own
     settings: `padded` (its default), `grouped` (`train_sampling_strategy="group_by_length"`), `single` (a row a
-    micro-batch, so nothing is padded) or `packed` (`packing=True`, which is padding-free).
+    micro-batch, so nothing is padded), `packed` (`packing=True`, which is padding-free) or `liger` (padded, with
+    `use_liger_kernel=True`).
     """
 
     def __init__(self, work: Work, variant: str):
@@ -174,6 +175,7 @@ class Trl:
             train_sampling_strategy="group_by_length" if variant == "grouped" else "sequential",
             packing=variant == "packed",
             max_length=work.tokens,
+            use_liger_kernel=variant == "liger",
             **trainer_settings(work, at_once),
         )
         self.clock = make_clock(work.device)
@@ -278,6 +280,7 @@ SIDES = {
     "trl-grouped": lambda work: Trl(work, "grouped"),
     "trl-single": lambda work: Trl(work, "single"),
     "trl-packed": lambda work: Trl(work, "packed"),
+    "trl-liger": lambda work: Trl(work, "liger"),
     "plain-padded": lambda work: Plain(work, "padded"),
     "plain-grouped": lambda work: Plain(work, "grouped"),
     "plain-single": lambda work: Plain(work, "single"),
@@ -289,7 +292,10 @@ def sides_for(case: str) -> list[str]:
     peer = "trl" if has_trl() else "plain"
     if case == "equal":
         return ["lockstep", f"{peer}-padded"]
-    return [name for name in SIDES if name == "lockstep" or name.startswith(peer)]
+    liger = find_spec("liger_kernel") is not None
+    return [
+        name for name in SIDES if name == "lockstep" or (name.startswith(peer) and (liger or name != "trl-liger"))
+    ]
 
 
 @dataclass(frozen=True)
