@@ -293,9 +293,7 @@ def sides_for(case: str) -> list[str]:
     if case == "equal":
         return ["lockstep", f"{peer}-padded"]
     liger = find_spec("liger_kernel") is not None
-    return [
-        name for name in SIDES if name == "lockstep" or (name.startswith(peer) and (liger or name != "trl-liger"))
-    ]
+    return [name for name in SIDES if name == "lockstep" or (name.startswith(peer) and (liger or name != "trl-liger"))]
 
 
 @dataclass(frozen=True)
