@@ -228,7 +228,7 @@ def going_on(limits: list[int], blocks: int, rows: int = 8) -> tuple[list[int], 
     """Who goes on after a round of 8 passes, how many blocks each then has, and how many are free."""
     played = pretend([Job(1, [limit], limit) for limit in limits], blocks=blocks, block=4, rows=rows, budget=100)
     assert len(played.scheduler.next(8).decode) == min(rows, len(limits))
-    staying = [sample.request for sample in played.scheduler.go_on(8)]
+    staying = [sample.request for sample in played.scheduler.go_on(8).decode]
     return staying, [len(sample.blocks) for sample in played.samples], played.scheduler.pool.free
 
 
@@ -239,8 +239,20 @@ def test_who_goes_on_before_a_round_is_read() -> None:
     assert going_on([9, 5], blocks=20) == ([], [2, 1], 17)
 
 
+def test_who_waits_takes_the_row_of_one_who_is_known_to_end() -> None:
+    # Nobody ends: nobody comes.
+    assert going_on([40, 40], blocks=20, rows=1) == ([0], [4, 0], 16)
+    # The first ends with the round; the second feeds 8 tokens in its first round, on two blocks.
+    assert going_on([9, 40, 40], blocks=20, rows=1) == ([1], [2, 2, 0], 16)
+    # One block is left to each who runs; without it nobody comes, and the others go on.
+    assert going_on([40, 9, 40], blocks=8, rows=2) == ([0], [4, 2, 0], 2)
+
+
 def test_nobody_goes_on_where_a_look_may_change_who_runs() -> None:
-    assert going_on([40, 40], blocks=20, rows=1)[:2] == ([], [2, 0])
+    # The second's prompt of two tokens is not computed: its row is free, and it cannot come.
+    played = pretend([Job(1, [9], 9), Job(2, [9], 9)], blocks=20, block=4, rows=1, budget=100)
+    assert len(played.scheduler.next(8).decode) == 1
+    assert played.scheduler.go_on(8).decode == []
     # Two blocks each and two more each: eight, and there are seven.
     assert going_on([40, 40], blocks=7) == ([], [2, 2], 3)
     assert going_on([40, 40], blocks=8) == ([0, 1], [4, 4], 0)

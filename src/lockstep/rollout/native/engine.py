@@ -101,7 +101,10 @@ class NativeEngine(SharedWeights):
                 continue
             # Where nothing depends on the round's tokens, the device begins the next one while the host reads them.
             # Who turns out to have ended stays in it for nothing: its blocks are not written by others before it.
-            ahead = runner.go_on(now, scheduler.go_on(runner.passes))
+            work = scheduler.go_on(runner.passes)
+            if work.copies:
+                runner.cache.copy_blocks(work.copies)
+            ahead = runner.go_on(now, work.decode)
             for sample, tokens, logprobs in zip(now.samples, *now.read(), strict=True):
                 if sample.stop:
                     continue

@@ -81,21 +81,30 @@ class Scheduler:
         assert work.prefill or work.decode, "the cache holds one whole sample, so somebody can always go on"
         return work
 
-    def go_on(self, tokens: int) -> list[Sample]:
-        """Those who run on after a round of `tokens` that is under way, with blocks for another such round.
-
-        None of them where a look at the round may change who runs: somebody waits, or blocks may run out.
+    def go_on(self, tokens: int) -> Work:
+        """A round behind one of `tokens` that is under way: those who run on, and newcomers on the rows that are known
+        to be free after it. Empty where a look at the round may change who runs: a prompt must be computed before
+        somebody can come, or blocks may run out.
         """
-        if tokens == 1 or self.waiting or not all(sample.ready for sample in self.running):
-            return []
+        work = Work(0)
+        if tokens == 1 or not all(sample.ready for sample in self.running):
+            return work
         staying = [sample for sample in self.running if len(sample.tokens) + tokens < sample.limit]
         stops = [self._reach(sample, 2 * tokens) for sample in staying]
         missing = (-(-stop // self.block) - len(sample.blocks) for sample, stop in zip(staying, stops, strict=True))
         if sum(max(0, blocks) for blocks in missing) > self.pool.free:
-            return []
+            return work
+        newcomers = self.waiting[: self.rows - len(staying)]
+        # Who lost its place comes back with tokens of its own to compute.
+        if not all(self.prefixes[one.request].ready and len(one.tokens) == one.prompt for one in newcomers):
+            return work
         for sample, stop in zip(staying, stops, strict=True):
             self._grow(sample, stop)
-        return staying
+        work.decode = staying
+        for sample in newcomers:
+            if not self._start(sample, self.prefixes[sample.request], work, tokens):
+                break
+        return work
 
     def finish(self, sample: Sample) -> None:
         """The sample is done: its blocks are free, and those of a prompt with its last sample."""
