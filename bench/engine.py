@@ -84,7 +84,7 @@ class Times:
 
 @contextmanager
 def timed(device: Device) -> Iterator[Times]:
-    times, prefill, read, schedule = Times(), Runner.prefill, Round.read, Scheduler.next
+    times, prefill, read, schedule, behind = Times(), Runner.prefill, Round.read, Scheduler.next, Scheduler.go_on
 
     def timed_prefill(self: Runner, work: Any) -> None:
         device.synchronise()
@@ -106,13 +106,20 @@ def timed(device: Device) -> Iterator[Times]:
         times.waiting = len(self.waiting)
         return found
 
-    Runner.prefill, Round.read, Scheduler.next = timed_prefill, timed_read, counted_next  # type: ignore[method-assign]
+    def counted_go_on(self: Scheduler, tokens: int) -> Work:
+        found = behind(self, tokens)
+        times.waiting = len(self.waiting)
+        return found
+
+    Runner.prefill, Round.read = timed_prefill, timed_read  # type: ignore[method-assign]
+    Scheduler.next, Scheduler.go_on = counted_next, counted_go_on  # type: ignore[method-assign]
     start = time.perf_counter()
     try:
         yield times
     finally:
         times.seconds = time.perf_counter() - start
-        Runner.prefill, Round.read, Scheduler.next = prefill, read, schedule  # type: ignore[method-assign]
+        Runner.prefill, Round.read = prefill, read  # type: ignore[method-assign]
+        Scheduler.next, Scheduler.go_on = schedule, behind  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -200,7 +200,7 @@ WORDS: list[list[str]] = [
     [],
     ["rollout.temperature=0.7", "rollout.top_k=20", "rollout.truncated=mask"],
     ["method=ppo", "rollout.n=1"],
-    ["model.lora.r=4"],
+    ["model.lora.rank=4"],
 ]
 
 

@@ -496,7 +496,7 @@ def row_attention(device: str) -> None:
     """A token's attention is the same bit by bit on a line, alone over a cache in blocks, and as a part of a chunk; and
     it is what plain torch computes."""
     from lockstep.kernels.layout import make_layout
-    from lockstep.kernels.triton_invariant import Keys, Queries, attend
+    from lockstep.kernels.triton_invariant import Keys, Queries, attend, store
     from lockstep.kernels.varlen import varlen_attention
 
     torch.manual_seed(0)
@@ -526,6 +526,13 @@ def row_attention(device: str) -> None:
                         at = torch.arange(length, device=device)
                         slots[table[row, at // block] * block + at % block] = part[first : first + length]
                     cached.append(slots)
+                again = [torch.full_like(part, 9.0) for part in cached]
+                slots_of = [
+                    table[row, at // block] * block + at % block
+                    for row, at in enumerate(torch.arange(length, device=device) for length in lengths)
+                ]
+                store(key, value, *again, torch.cat(slots_of))
+                assert all(torch.equal(one, other) for one, other in zip(again, cached, strict=True))
                 places = (firsts + seen - 1).long()
                 every = torch.arange(len(lengths), dtype=torch.int32, device=device)
                 alone = Queries(query[places], every, torch.ones_like(every), seen.long(), 1)

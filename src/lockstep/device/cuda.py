@@ -125,10 +125,14 @@ class Cuda(Accelerator):
 
     def deterministic(self, on: bool) -> dict[str, str]:
         switches = super().deterministic(on)
+        torch.utils.deterministic.fill_uninitialized_memory = not on
         if on:
             # Trying kernels out picks by time, so differently from run to run.
             torch.backends.cudnn.benchmark = False
             switches["torch.backends.cudnn.benchmark"] = "False"
+            # Every new tensor would be filled with NaN first, to show who reads what nobody wrote: a pass of its own
+            # for each of them. Our tests look for that instead.
+            switches["torch.utils.deterministic.fill_uninitialized_memory"] = "False"
         if on and importlib.util.find_spec("triton") is not None:
             # Kernels that give a token the same bits whatever stands beside it: while generating as while training.
             self.attention = self.paged_attention = "invariant"

@@ -141,6 +141,14 @@ def invariant_decode(
     return attend(queries, where, scale, window)[0]
 
 
+def invariant_store(
+    key_TGD: torch.Tensor, value_TGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots_T: torch.Tensor
+) -> None:
+    from lockstep.kernels.triton_invariant import store
+
+    store(key_TGD, value_TGD, keys, values, slots_T)
+
+
 def invariant_chunk(
     query_THD: torch.Tensor,
     keys: torch.Tensor,

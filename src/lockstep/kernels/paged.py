@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.kernels.explicit import causal_attention, masked_attention
 from lockstep.kernels.flash import LARGEST_HEAD
-from lockstep.kernels.invariant import HALVES, invariant_chunk, invariant_decode
+from lockstep.kernels.invariant import HALVES, invariant_chunk, invariant_decode, invariant_store
 from lockstep.kernels.layout import Layout
 from lockstep.kernels.npu_attention import infer_decode, infer_fits
 from lockstep.kernels.varlen import varlen_attention
@@ -103,8 +103,11 @@ def paged_attention(
     if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda:
         new = key_TGD, value_TGD
         return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H, new)
-    keys.index_copy_(0, step.slots_T, key_TGD)
-    values.index_copy_(0, step.slots_T, value_TGD)
+    if step.kernel == "invariant" and _row_by_row(query_THD, softcap, sinks_H):
+        invariant_store(key_TGD, value_TGD, keys, values, step.slots_T)
+    else:
+        keys.index_copy_(0, step.slots_T, key_TGD)
+        values.index_copy_(0, step.slots_T, value_TGD)
     return cached_attention(
         query_THD, key_TGD, value_TGD, step, layer, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
     )

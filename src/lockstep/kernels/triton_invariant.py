@@ -100,6 +100,57 @@ def product(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | 
     return out
 
 
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    key,
+    value,
+    keys,
+    values,
+    slots,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    numbers = tl.arange(0, PADDED)
+    inside = numbers < HEADS * SIZE
+    head, column = numbers // SIZE, numbers % SIZE
+    to = slot * HEADS * SIZE + numbers
+    found = tl.load(key + token * key_stride + head * key_head_stride + column, mask=inside)
+    tl.store(keys + to, found, mask=inside)
+    found = tl.load(value + token * value_stride + head * value_head_stride + column, mask=inside)
+    tl.store(values + to, found, mask=inside)
+
+
+def store(
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    """Keys and values to their slots, no slot named twice but for rows of nobody. Torch's own way would sort the slots
+    first, to be deterministic where one is named twice."""
+    tokens, heads, size = key_TGD.shape
+    _store[(tokens,)](
+        key_TGD,
+        value_TGD,
+        keys,
+        values,
+        slots_T,
+        *key_TGD.stride()[:2],
+        *value_TGD.stride()[:2],
+        HEADS=heads,
+        SIZE=size,
+        PADDED=triton.next_power_of_2(heads * size),
+    )
+
+
 class Keys(NamedTuple):
     """Where a sequence's keys and values lie: along a line from `firsts` on, or in the blocks that `table` names."""
 
