@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from lockstep.device.transfer import sent
 from lockstep.kernels.explicit import causal_attention, masked_attention
 from lockstep.kernels.flash import LARGEST_HEAD
 from lockstep.kernels.invariant import HALVES, invariant_chunk, invariant_decode, invariant_store
@@ -33,7 +34,8 @@ class KVCache:
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), in every layer."""
-        source, target = (torch.tensor(side, device=self.slots.device) for side in zip(*pairs, strict=True))
+        # Sent without waiting: the device may be a round behind.
+        source, target = (sent(torch.tensor(side), self.slots.device) for side in zip(*pairs, strict=True))
         blocks = self.slots.unflatten(2, (self.blocks + 1, self.block))
         blocks[:, :, target] = blocks[:, :, source]
 
