@@ -42,10 +42,14 @@ class WarmServer:
                 start_new_session=True,  # Ctrl-C is for the clients
             )
         own = Path(sys.executable).parent
-        for name, words in {"python": [], "lockstep": [str(own / "lockstep")]}.items():
-            (self.programs / name).parent.mkdir(exist_ok=True)
-            (self.programs / name).write_text(f'#!/bin/sh\nexec {shlex.join([*self.python, *words])} "$@"\n')
-            (self.programs / name).chmod(0o755)
+        started = {"python": [], "lockstep": [str(own / "lockstep")], "torchrun": ["-m", "torch.distributed.run"]}
+        for name, words in started.items():
+            program = self.programs / name
+            program.parent.mkdir(exist_ok=True)
+            # Ranks of torchrun are warm too.
+            ranks = f"export PYTHON_EXEC={shlex.quote(str(self.programs / 'python'))}\n" if name == "torchrun" else ""
+            program.write_text(f'#!/bin/sh\n{ranks}exec {shlex.join([*self.python, *words])} "$@"\n')
+            program.chmod(0o755)
 
     @property
     def python(self) -> list[str]:
@@ -54,7 +58,7 @@ class WarmServer:
 
     @property
     def programs(self) -> Path:
-        """A folder with `lockstep` and `python`, to come first on a PATH."""
+        """A folder with `lockstep`, `python` and `torchrun`, to come first on a PATH."""
         return self.folder / "bin"
 
     def end(self) -> None:
@@ -79,7 +83,7 @@ def warm_python() -> list[str]:
 
 
 def search_path() -> str:
-    """A PATH on which `lockstep` and `python` are those of this environment, warm."""
+    """A PATH on which `lockstep`, `python` and `torchrun` are those of this environment, warm."""
     programs = [str(warm_server().programs)] if FORKS else []
     return os.pathsep.join([*programs, str(Path(sys.executable).parent), os.environ["PATH"]])
 
@@ -112,10 +116,8 @@ def warm_torchrun(*words: object, program: Path | None = None, processes: int = 
 def torchrun(
     *words: object, program: Path | None = None, processes: int = 2, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The real command in several processes, started by the real launcher.
-
-    As a user types it, all interpreters from their very start, it is run where docs/several-processes.md is tested.
-    """
+    """The real command in several processes, started by the real launcher. From the very start of all interpreters
+    e2e/test_launched_runs.py starts ranks."""
     return completed(warm_torchrun(*words, program=program, processes=processes), HANG, environment)
 
 
