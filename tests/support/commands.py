@@ -25,15 +25,16 @@ FORKS = sys.platform == "linux" and hasattr(os, "pidfd_open")
 class WarmServer:
     """`warm_server.py` as this process's own, in a folder with its socket and with commands for a PATH."""
 
-    def __init__(self, **environment: str) -> None:
-        """`environment`: what it imports and runs in, besides what is in this one."""
+    def __init__(self, *modules: str, **environment: str) -> None:
+        """`modules`: what it imports, in the place of everything. `environment`: what it imports and runs in, besides
+        what is in this one."""
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-warm-"))
         self.address = self.folder / "socket"
         with socket.socket(socket.AF_UNIX) as listener, (self.folder / "server.log").open("wb") as log:
             listener.bind(str(self.address))
             listener.listen(64)  # clients that come while it imports wait here
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "warm_server.py"), str(listener.fileno())],
+                [sys.executable, str(HERE / "warm_server.py"), str(listener.fileno()), *modules],
                 stdin=subprocess.PIPE,  # which ends when this process does, however it does
                 stdout=log,
                 stderr=log,

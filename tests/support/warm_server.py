@@ -4,7 +4,7 @@ The child is a process of its own: with the working folder, environment, argumen
 it ends as any interpreter does. Only the imports, 6 s of a processor, were done before. Nothing else was: no thread
 is running and no model has run when the fork happens.
 
-    python warm_server.py LISTENER_FD        # and a pipe from its owner as standard input
+    python warm_server.py LISTENER_FD [MODULES...]        # and a pipe from its owner as standard input
 
 A client (`warm_client.py`) sends one request, then bytes that are numbers of signals for its process; it is told
 `started`, then how it ended. It is told `cold` where its environment differs from this process's in more than what
@@ -147,8 +147,10 @@ class Server:
         sys.stderr = sys.__stderr__ = standard_stream(2, "w", sys.stderr, unbuffered=unbuffered)
         tempfile.tempdir = None  # another TMPDIR would be another folder
         # Python's own random numbers see to it themselves.
-        importlib.import_module("numpy").random.seed()
-        importlib.import_module("torch").default_generator.seed()
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()
+        if "torch" in sys.modules:
+            sys.modules["torch"].default_generator.seed()
 
     def pass_on(self, child: Child) -> None:
         if child.pid not in self.children:
@@ -186,12 +188,14 @@ class Server:
 def main() -> None:
     own = dict(os.environ)
     listener = socket.socket(fileno=int(sys.argv[1]))
-    for module in MODULES:
+    for module in sys.argv[2:] or MODULES:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
-    job = Server(listener, own).serve()
-    run(job)
+    server = Server(listener, own)
+    # In a child it is kept too: its descriptors are closed there, and what takes it apart would close others' of the
+    # same numbers.
+    run(server.serve())
 
 
 def run(job: dict[str, Any]) -> None:
