@@ -139,7 +139,7 @@ def together(processes: int, recipe_file: Path, words: list[str]) -> None:
     [
         ("dpo", 2, []),
         pytest.param(*("dpo", 2, ["model.lora.rank=4", "optim.lr=3e-3"]), marks=pytest.mark.slow),
-        ("kto", 2, []),
+        pytest.param(*("kto", 2, []), marks=pytest.mark.slow),  # in three processes below
         ("rm", 2, []),
         ("distill", 2, []),
         ("dpo", 2, ["preference.precompute=true"]),
