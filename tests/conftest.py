@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -27,6 +28,12 @@ os.environ.setdefault("LOCKSTEP_CACHE", tempfile.mkdtemp(prefix="lockstep-cache-
 UNASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("unhurried", deadline=None, suppress_health_check=UNASKED)
 settings.load_profile("unhurried")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection need look at it again, and no process that a test forks copy it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

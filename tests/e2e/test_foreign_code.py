@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import lockstep
+from commands import warm_python
 from conftest import question_rows, run, write_jsonl
+from hang import HANG
 
 HOUSE = Path(lockstep.__file__).parent
 
@@ -62,13 +63,10 @@ def change(file: Path, **values: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **values}), encoding="utf-8")
 
 
-def answering_yes(*words: object, home: Path) -> subprocess.CompletedProcess[str]:
-    """The command with `y` on its stdin, as often as it asks; transformers copies such code to its cache first."""
-    command = [sys.executable, "-m", "lockstep", *map(str, words)]
-    environment = {**os.environ, "HF_HOME": str(home / "hub")}
-    return subprocess.run(
-        command, input="y\n" * 50, capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
+def answering_yes(*words: object) -> subprocess.CompletedProcess[str]:
+    """The command with `y` on its stdin, as often as it asks."""
+    command = [*warm_python(), "-m", "lockstep", *map(str, words)]
+    return subprocess.run(command, input="y\n" * 50, capture_output=True, text=True, timeout=HANG, check=False)
 
 
 @pytest.fixture
@@ -104,9 +102,9 @@ def assert_refused(code: int, output: str, mark: Path, where: str) -> None:
     assert "[y/N]" not in output
 
 
-def test_a_folder_with_code_is_refused_though_yes_is_piped(theirs: Path, tmp_path: Path, mark: Path) -> None:
+def test_a_folder_with_code_is_refused_though_yes_is_piped(theirs: Path, mark: Path) -> None:
     """In a process of its own, with a real pipe."""
-    done = answering_yes("generate", theirs, "hello", home=tmp_path)
+    done = answering_yes("generate", theirs, "hello")
     assert_refused(done.returncode, done.stdout + done.stderr, mark, str(theirs))
 
 

@@ -92,9 +92,13 @@ RESUMED = {
     "prm": [],
     "distill": ["distill.top_k=6"],
 }
+# These carry nothing from step to step but what every method does.
+PLAIN = ("kto", "prm")
 
 
-@pytest.mark.parametrize("method", RESUMED)
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=pytest.mark.slow if method in PLAIN else ()) for method in RESUMED]
+)
 def test_a_killed_run_ends_bit_identical(tiny_folder: Path, tmp_path: Path, teacher: Path, method: str) -> None:
     recipe_file = write_recipe(tmp_path, tiny_folder, method)
     words = ["run.steps=7", "checkpoint.every=3", "val.every=4", *RESUMED[method], *taught(method, teacher)]
@@ -134,8 +138,8 @@ def together(processes: int, recipe_file: Path, words: list[str]) -> None:
     ("method", "processes", "words"),
     [
         ("dpo", 2, []),
-        ("dpo", 2, ["model.lora.rank=4", "optim.lr=3e-3"]),
-        ("kto", 2, []),
+        pytest.param(*("dpo", 2, ["model.lora.rank=4", "optim.lr=3e-3"]), marks=pytest.mark.slow),
+        pytest.param(*("kto", 2, []), marks=pytest.mark.slow),  # in three processes below
         ("rm", 2, []),
         ("distill", 2, []),
         ("dpo", 2, ["preference.precompute=true"]),
@@ -143,9 +147,9 @@ def together(processes: int, recipe_file: Path, words: list[str]) -> None:
         # Fewer rows than processes: somebody's share is empty.
         ("kto", 3, ["batch.rows_per_update=2"]),
         ("rm", 2, ["batch.rows_per_update=1", "rm.ranking=plackett_luce"]),
-        ("dpo", 2, ["batch.rows_per_update=1"]),
+        pytest.param(*("dpo", 2, ["batch.rows_per_update=1"]), marks=pytest.mark.slow),
         ("prm", 2, ["batch.rows_per_update=1"]),
-        ("distill", 2, ["batch.rows_per_update=1"]),
+        pytest.param(*("distill", 2, ["batch.rows_per_update=1"]), marks=pytest.mark.slow),
     ],
 )
 def test_several_processes_train_what_one_does(
@@ -171,8 +175,17 @@ def test_several_processes_train_what_one_does(
     assert all((mine[name] - other[name]).abs().max() <= 1e-5 for name in mine)
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", "prm", "distill"])
-@pytest.mark.parametrize("lora", [False, True])
+# For every day each method once, and both ways; of supervised fine-tuning both are in test_export.py.
+@pytest.mark.parametrize(
+    ("method", "lora"),
+    [
+        *(("dpo", True), ("kto", False), ("prm", True), ("distill", False)),
+        *(
+            pytest.param(method, lora, marks=pytest.mark.slow)
+            for method, lora in (("dpo", False), ("kto", True), ("prm", False), ("distill", True))
+        ),
+    ],
+)
 def test_the_export_is_what_was_trained(
     tiny_folder: Path, tmp_path: Path, teacher: Path, method: str, lora: bool
 ) -> None:

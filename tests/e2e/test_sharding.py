@@ -14,7 +14,7 @@ from lockstep.run import checkpoint as checkpoints
 from lockstep.run.folder import RunFolder
 from runs import close, facts, stored
 
-pytestmark = pytest.mark.torchrun
+pytestmark = [pytest.mark.torchrun, pytest.mark.xdist_group("sharding")]
 # eps above the gradients' noise: Adam's first steps would blow a rounding difference up to a whole step.
 COMMON = ["optim.eps=1e-4", "val.every=3", "checkpoint.every=3", "checkpoint.keep_last=9"]
 METRICS = ("train/loss", "train/grad_norm", "val/loss", "train/tokens", "train/trained_tokens")

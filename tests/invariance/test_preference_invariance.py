@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,14 +59,27 @@ def run(recipe_file: Path, name: str, *overrides: str) -> tuple[list[dict[str, f
     return history, load_file(folder / "checkpoints" / "step_4" / "model.safetensors")
 
 
+# For every day: one cut of either kind is held against the first. The others are slow.
+DAILY = ("packed, everything at once", "packed, small budget", "padded, four rows a micro-batch")
+SLOW = ("packed, everything at once", "padded, one row a micro-batch")
 # The adapter runs beside one method of each way to compare, with the smallest micro-batches of either kind.
 CUT_FOR_LORA = ("packed, small budget", "padded, one row a micro-batch")
-WITH_LORA = ("dpo", "orpo", "kto", "rm", "rm of several", "prm", "distill")
+WITH_LORA = ("dpo", "kto", "rm")
+SLOW_WITH_LORA = ("orpo", "rm of several", "prm", "distill")
 
 
-@pytest.mark.parametrize(("kind", "lora"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in WITH_LORA)])
+def _cases() -> Iterator[object]:
+    for kind in KINDS:
+        yield pytest.param(kind, False, DAILY, id=kind)
+        yield pytest.param(kind, False, SLOW, id=f"{kind}, row by row", marks=pytest.mark.slow)
+    for kind in (*WITH_LORA, *SLOW_WITH_LORA):
+        marks = pytest.mark.slow if kind in SLOW_WITH_LORA else ()
+        yield pytest.param(kind, True, CUT_FOR_LORA, id=f"{kind} with an adapter", marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "lora", "cuts"), _cases())
 def test_the_same_run_however_it_is_cut(
-    tiny_folder: Path, tmp_path: Path, teacher: Path, kind: str, lora: bool
+    tiny_folder: Path, tmp_path: Path, teacher: Path, kind: str, lora: bool, cuts: tuple[str, ...]
 ) -> None:
     method = kind.split()[0]
     recipe_file = write_recipe(tmp_path, tiny_folder, method, ranking_rows(24) if "several" in kind else None)
@@ -73,7 +87,7 @@ def test_the_same_run_however_it_is_cut(
     if method == "distill":
         common.append(f"distill.teacher={teacher}")
     # Every cut is held against the first.
-    reference, *others = CUT_FOR_LORA if lora else VARIANTS
+    reference, *others = cuts
     history, weights = run(recipe_file, "reference", *common, *VARIANTS[reference])
     if kind == "dpo from disk":
         # The table was made in other micro-batches: what should be a tie in the first update is decided by rounding.

@@ -25,15 +25,16 @@ FORKS = sys.platform == "linux" and hasattr(os, "pidfd_open")
 class WarmServer:
     """`warm_server.py` as this process's own, in a folder with its socket and with commands for a PATH."""
 
-    def __init__(self, **environment: str) -> None:
-        """`environment`: what it imports and runs in, besides what is in this one."""
+    def __init__(self, *modules: str, **environment: str) -> None:
+        """`modules`: what it imports, in the place of everything. `environment`: what it imports and runs in, besides
+        what is in this one."""
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-warm-"))
         self.address = self.folder / "socket"
         with socket.socket(socket.AF_UNIX) as listener, (self.folder / "server.log").open("wb") as log:
             listener.bind(str(self.address))
             listener.listen(64)  # clients that come while it imports wait here
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "warm_server.py"), str(listener.fileno())],
+                [sys.executable, str(HERE / "warm_server.py"), str(listener.fileno()), *modules],
                 stdin=subprocess.PIPE,  # which ends when this process does, however it does
                 stdout=log,
                 stderr=log,
@@ -42,10 +43,14 @@ class WarmServer:
                 start_new_session=True,  # Ctrl-C is for the clients
             )
         own = Path(sys.executable).parent
-        for name, words in {"python": [], "lockstep": [str(own / "lockstep")]}.items():
-            (self.programs / name).parent.mkdir(exist_ok=True)
-            (self.programs / name).write_text(f'#!/bin/sh\nexec {shlex.join([*self.python, *words])} "$@"\n')
-            (self.programs / name).chmod(0o755)
+        started = {"python": [], "lockstep": [str(own / "lockstep")], "torchrun": ["-m", "torch.distributed.run"]}
+        for name, words in started.items():
+            program = self.programs / name
+            program.parent.mkdir(exist_ok=True)
+            # Ranks of torchrun are warm too.
+            ranks = f"export PYTHON_EXEC={shlex.quote(str(self.programs / 'python'))}\n" if name == "torchrun" else ""
+            program.write_text(f'#!/bin/sh\n{ranks}exec {shlex.join([*self.python, *words])} "$@"\n')
+            program.chmod(0o755)
 
     @property
     def python(self) -> list[str]:
@@ -54,7 +59,7 @@ class WarmServer:
 
     @property
     def programs(self) -> Path:
-        """A folder with `lockstep` and `python`, to come first on a PATH."""
+        """A folder with `lockstep`, `python` and `torchrun`, to come first on a PATH."""
         return self.folder / "bin"
 
     def end(self) -> None:
@@ -79,7 +84,7 @@ def warm_python() -> list[str]:
 
 
 def search_path() -> str:
-    """A PATH on which `lockstep` and `python` are those of this environment, warm."""
+    """A PATH on which `lockstep`, `python` and `torchrun` are those of this environment, warm."""
     programs = [str(warm_server().programs)] if FORKS else []
     return os.pathsep.join([*programs, str(Path(sys.executable).parent), os.environ["PATH"]])
 
@@ -112,10 +117,8 @@ def warm_torchrun(*words: object, program: Path | None = None, processes: int = 
 def torchrun(
     *words: object, program: Path | None = None, processes: int = 2, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The real command in several processes, started by the real launcher.
-
-    As a user types it, all interpreters from their very start, it is run where docs/several-processes.md is tested.
-    """
+    """The real command in several processes, started by the real launcher. From the very start of all interpreters
+    e2e/test_launched_runs.py starts ranks."""
     return completed(warm_torchrun(*words, program=program, processes=processes), HANG, environment)
 
 

@@ -1,6 +1,6 @@
 """Runs a Python command in a process forked by `warm_server.py`, and is to its caller what that process is.
 
-    python -IS warm_client.py SOCKET PYTHON [-m MODULE | -c CODE | FILE] WORDS...
+    python -IS warm_client.py SOCKET PYTHON [-u] [-m MODULE | -c CODE | FILE] WORDS...
 
 Nothing but the standard library is imported, and no site packages. Where the server will not have it, PYTHON is run
 with these words instead of this process.
@@ -40,7 +40,8 @@ def server_is_gone(address: str) -> None:
 
 
 def main() -> None:
-    address, python, *words = sys.argv[1:]
+    address, python, *typed = sys.argv[1:]
+    words = typed[1:] if typed[:1] == ["-u"] else typed
     module = code = None
     if words[:1] == ["-m"]:
         module, given = words[1], ["-m", *words[2:]]
@@ -49,7 +50,7 @@ def main() -> None:
     elif words and not words[0].startswith("-") and os.path.isfile(words[0]):
         given = words
     else:
-        os.execv(python, [python, *words])
+        os.execv(python, [python, *typed])
     ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
     umask = os.umask(0)
     os.umask(umask)
@@ -57,6 +58,7 @@ def main() -> None:
         "module": module,
         "code": code,
         "words": given,
+        "unbuffered": len(typed) > len(words),
         "folder": os.getcwd(),
         "umask": umask,
         "ignored": ignored,
@@ -78,7 +80,7 @@ def main() -> None:
     told = server.makefile("rb")
     answer = line(told)
     if answer == b"cold\n":
-        os.execv(python, [python, *words])
+        os.execv(python, [python, *typed])
     status = line(told) if answer else b""
     if not status:
         server_is_gone(address)

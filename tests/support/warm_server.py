@@ -4,7 +4,7 @@ The child is a process of its own: with the working folder, environment, argumen
 it ends as any interpreter does. Only the imports, 6 s of a processor, were done before. Nothing else was: no thread
 is running and no model has run when the fork happens.
 
-    python warm_server.py LISTENER_FD        # and a pipe from its owner as standard input
+    python warm_server.py LISTENER_FD [MODULES...]        # and a pipe from its owner as standard input
 
 A client (`warm_client.py`) sends one request, then bytes that are numbers of signals for its process; it is told
 `started`, then how it ended. It is told `cold` where its environment differs from this process's in more than what
@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -43,6 +44,7 @@ HARMLESS = {
     # What torchrun says to its processes, besides its own TORCHELASTIC_...
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    "PYTHON_EXEC",  # what it starts them with
 }
 """Variables that are read by a command when it runs. Any other one may have had its effect while importing."""
 
@@ -73,8 +75,11 @@ def differs(environment: dict[str, str], own: dict[str, str]) -> bool:
     return any(not name.startswith("TORCHELASTIC_") for name in names)
 
 
-def standard_stream(number: int, mode: str, like: Any) -> Any:
+def standard_stream(number: int, mode: str, like: Any, *, unbuffered: bool = False) -> Any:
     """A standard stream as the interpreter opens it."""
+    if unbuffered:
+        raw = io.FileIO(number, mode, closefd=False)
+        return io.TextIOWrapper(raw, encoding=like.encoding, errors=like.errors, write_through=True)
     buffering = 1 if number == 2 or os.isatty(number) else -1
     return open(number, mode, buffering, encoding=like.encoding, errors=like.errors, closefd=False)
 
@@ -137,12 +142,15 @@ class Server:
             signal.signal(number, signal.SIG_IGN)
         # The ones there are know of their files only what was true before. What holds them still writes to the streams.
         sys.stdin = sys.__stdin__ = standard_stream(0, "r", sys.stdin)
-        sys.stdout = sys.__stdout__ = standard_stream(1, "w", sys.stdout)
-        sys.stderr = sys.__stderr__ = standard_stream(2, "w", sys.stderr)
+        unbuffered = job["unbuffered"]
+        sys.stdout = sys.__stdout__ = standard_stream(1, "w", sys.stdout, unbuffered=unbuffered)
+        sys.stderr = sys.__stderr__ = standard_stream(2, "w", sys.stderr, unbuffered=unbuffered)
         tempfile.tempdir = None  # another TMPDIR would be another folder
         # Python's own random numbers see to it themselves.
-        importlib.import_module("numpy").random.seed()
-        importlib.import_module("torch").default_generator.seed()
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()
+        if "torch" in sys.modules:
+            sys.modules["torch"].default_generator.seed()
 
     def pass_on(self, child: Child) -> None:
         if child.pid not in self.children:
@@ -180,12 +188,14 @@ class Server:
 def main() -> None:
     own = dict(os.environ)
     listener = socket.socket(fileno=int(sys.argv[1]))
-    for module in MODULES:
+    for module in sys.argv[2:] or MODULES:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
-    job = Server(listener, own).serve()
-    run(job)
+    server = Server(listener, own)
+    # In a child it is kept too: its descriptors are closed there, and what takes it apart would close others' of the
+    # same numbers.
+    run(server.serve())
 
 
 def run(job: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -315,11 +315,11 @@ def test_the_layer_rule_can_fail(tmp_path: Path, files: dict[str, str], hits: li
 HEAVY = ("torch", "transformers", "pydantic")
 
 
-def heavy_imports(module: str, search: Path) -> list[str]:
+def heavy_imports(module: str, search: Path, heavy: Sequence[str] = HEAVY) -> list[str]:
     """Which of the heavy packages `import module` brings in, in a fresh interpreter."""
     code = f"import sys; sys.path.insert(0, {str(search)!r}); import {module}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return sorted({name.split(".")[0] for name in done.stdout.split()} & set(HEAVY))
+    return sorted({name.split(".")[0] for name in done.stdout.split()} & set(heavy))
 
 
 @pytest.mark.parametrize("module", ["lockstep", "lockstep.device", "lockstep.cli"])
@@ -327,6 +327,14 @@ def test_importing_the_command_line_is_light(module: str) -> None:
     if module == "lockstep.cli" and not (HOUSE / "cli.py").exists():
         pytest.skip("no cli.py yet")
     assert heavy_imports(module, HOUSE.parent) == []
+
+
+def test_a_process_that_calls_functions_starts_in_a_moment() -> None:
+    """Every run that rewards by a function starts some of them, and what they import is imported by each."""
+    brought = heavy_imports(
+        "lockstep.processes.warden, lockstep.reward.worker", HOUSE.parent, (*HEAVY, "numpy", "asyncio", "yaml")
+    )
+    assert brought == []
 
 
 def test_the_light_import_rule_can_fail(tmp_path: Path) -> None:

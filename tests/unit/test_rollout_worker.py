@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
+from conftest import write_online_recipe
 from hang import wait_until
 from lockstep.data.batching import micro_batch
 from lockstep.device.cpu import Cpu
@@ -27,22 +30,41 @@ SAMPLING = Sampling(max_tokens=200, seed=3)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def recipe(online_file: Path) -> Recipe:
+pytestmark = pytest.mark.xdist_group("rollout worker")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Recipe:
+    online_file = write_online_recipe(tmp_path_factory.mktemp("online"), tiny_folder)
     return load_recipe(str(online_file), ["rollout.max_staleness=1"])
 
 
-@pytest.fixture
-def policy(recipe: Recipe) -> Policy:
+def policy_of(recipe: Recipe) -> Policy:
     return load_policy(recipe.model, CPU, Cpu().attention, seed=0)
 
 
+@pytest.fixture(scope="module")
+def started() -> Iterator[list[WorkerEngine]]:
+    """The workers of all tests. They are closed at the end, in whatever state they were left."""
+    engines: list[WorkerEngine] = []
+    yield engines
+    for engine in engines:
+        engine.close()
+        assert living(engine) == []
+
+
 @pytest.fixture
-def worker(policy: Policy, recipe: Recipe, tmp_path: Path) -> Iterator[WorkerEngine]:
-    engine = WorkerEngine(policy, CPU, recipe, (), tmp_path / "rollout" / "worker.log")
-    yield engine
-    engine.close()
-    assert living(engine) == []
+def worker(recipe: Recipe, started: list[WorkerEngine], tmp_path: Path) -> WorkerEngine:
+    """The one of the test before where that is alive: its imports take longer than what is asked of it here. So a test
+    hands over weights of its own numbers, and asks prompts of its own keys."""
+    if not started or not started[-1].process.alive:
+        log = tmp_path / "rollout" / "worker.log"
+        started.append(WorkerEngine(policy_of(recipe), CPU, recipe, (), log))
+    return started[-1]
+
+
+VERSIONS = count()
+"""Of the weights, over all tests: they are handed over in a rising order."""
 
 
 def living(engine: WorkerEngine) -> list[int]:
@@ -65,39 +87,38 @@ def scored(policy: Policy, prompt: list[int], response: list[int]) -> torch.Tens
         return policy(micro_batch([row], packed=True, pad_id=0)).logprobs_K
 
 
-def test_a_response_goes_on_under_new_weights_and_every_token_names_its_own(
-    worker: WorkerEngine, policy: Policy, recipe: Recipe
-) -> None:
+def test_a_response_goes_on_under_new_weights_and_every_token_names_its_own(worker: WorkerEngine) -> None:
+    policy, old, new = worker.policy, next(VERSIONS), next(VERSIONS)
     short, long = Request([5, 6, 7], 1, 1, max_tokens=4), Request([8, 9], 2, 8)
-    worker.hand_over(0, [short, long], SAMPLING)
+    worker.hand_over(old, [short, long], SAMPLING)
     (first,) = worker.generate([short], SAMPLING)
     mine = living(worker)
     for one in mine:
         os.kill(one, signal.SIGSTOP)  # what follows takes its time on a loaded machine
-    assert list(first.versions) == [0] * 4
+    assert list(first.versions) == [old] * 4
     torch.testing.assert_close(scored(policy, [5, 6, 7], first.ids), torch.tensor(first.logprobs), rtol=0, atol=1e-4)
-    before = load_policy(recipe.model, CPU, Cpu().attention, seed=0)
+    before = copy.deepcopy(policy)
     move(policy)
     # The long ones run in the batch of the short one, so they have begun; and they have far to go.
     for one in mine:
         os.kill(one, signal.SIGCONT)
-    worker.hand_over(1, [], SAMPLING)
+    worker.hand_over(new, [], SAMPLING)
     done = list(worker.generate([long], SAMPLING))
     assert sorted(one.sample for one in done) == list(range(8))
     for one in done:
         assert len(one.ids) == len(one.versions) == len(one.logprobs) == 200
         assert list(one.versions) == sorted(one.versions)
-        assert one.versions[0] == 0
-        assert one.versions[-1] == 1
+        assert one.versions[0] == old
+        assert one.versions[-1] == new
         own = torch.where(
-            torch.tensor(one.versions) == 0, scored(before, [8, 9], one.ids), scored(policy, [8, 9], one.ids)
+            torch.tensor(one.versions) == old, scored(before, [8, 9], one.ids), scored(policy, [8, 9], one.ids)
         )
         torch.testing.assert_close(own, torch.tensor(one.logprobs), rtol=0, atol=1e-4)
 
 
 def test_what_was_asked_ahead_and_what_was_not_come_together(worker: WorkerEngine) -> None:
-    ahead, now = Request([5, 6, 7], 1, 2, max_tokens=5), Request([5, 6], 9, 1, max_tokens=3)
-    worker.hand_over(0, [ahead], SAMPLING)
+    ahead, now = Request([5, 6, 7], 3, 2, max_tokens=5), Request([5, 6], 9, 1, max_tokens=3)
+    worker.hand_over(next(VERSIONS), [ahead], SAMPLING)
     done = list(worker.generate([now, ahead], SAMPLING))
     assert sorted((one.request, one.sample, len(one.ids)) for one in done) == [(0, 0, 3), (1, 0, 5), (1, 1, 5)]
     again = list(worker.generate([ahead], SAMPLING))
@@ -114,49 +135,56 @@ def corrupted(write: Callable[..., None], memory: WeightMemory) -> Callable[...,
 
 
 def test_a_corrupted_hand_over_is_caught_by_the_probe(worker: WorkerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker.hand_over(0, [], SAMPLING)
+    worker.hand_over(next(VERSIONS), [], SAMPLING)
     monkeypatch.setattr(worker.memory, "write", corrupted(worker.memory.write, worker.memory))
-    with pytest.raises(Refusal, match=r"(?s)after 1 updates.*differs by up to .* in the worker, .* in the trainer"):
-        worker.hand_over(1, [], SAMPLING)
+    wrong = next(VERSIONS)
+    said = rf"(?s)after {wrong} updates.*differs by up to .* in the worker, .* in the trainer"
+    with pytest.raises(Refusal, match=said):
+        worker.hand_over(wrong, [], SAMPLING)
 
 
 def test_weights_that_were_not_handed_over_are_caught_however_small_the_update(
-    worker: WorkerEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+    worker: WorkerEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker.hand_over(0, [], SAMPLING)
+    worker.hand_over(next(VERSIONS), [], SAMPLING)
     monkeypatch.setattr(worker.memory, "write", lambda parameters: None)
     with torch.no_grad():
-        for _, parameter in policy.trainable():
+        for _, parameter in worker.policy.trainable():
             parameter *= 1 + 1e-6
     with pytest.raises(Refusal, match="that of the weights before the last update"):
-        worker.hand_over(1, [], SAMPLING)
+        worker.hand_over(next(VERSIONS), [], SAMPLING)
+
+
+def child_of(worker: WorkerEngine) -> int:
+    """The process that generates, below its warden."""
+    warden = worker.process._process.pid
+    (child,) = (pid for pid in living(worker) if pid != warden)
+    return child
 
 
 def test_a_killed_worker_ends_the_run_with_a_message_and_leaves_nobody(worker: WorkerEngine) -> None:
-    long = Request([8, 9], 2, 8)
-    worker.hand_over(0, [long], SAMPLING)
-    warden = worker.process._process.pid
-    (child,) = (pid for pid in living(worker) if pid != warden)
-    os.kill(child, signal.SIGKILL)
+    long = Request([8, 9], 4, 8)
+    worker.hand_over(next(VERSIONS), [long], SAMPLING)
+    os.kill(child_of(worker), signal.SIGKILL)
     with pytest.raises(Refusal, match=r"the process that generates was killed \(SIGKILL\)"):
         list(worker.generate([long], SAMPLING))
     assert living(worker) == []
 
 
 def test_a_worker_that_hangs_is_not_waited_for(worker: WorkerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = Request([8, 9], 2, 8)
-    worker.hand_over(0, [long], SAMPLING)
-    warden = worker.process._process.pid
-    (child,) = (pid for pid in living(worker) if pid != warden)
-    os.kill(child, signal.SIGSTOP)
+    long = Request([8, 9], 5, 8)
+    worker.hand_over(next(VERSIONS), [long], SAMPLING)
+    os.kill(child_of(worker), signal.SIGSTOP)
     monkeypatch.setattr(engine_module, "SILENT_SECONDS", 0.5)
     with pytest.raises(Refusal, match=r"has said nothing for 0\.5 s"):
         list(worker.generate([long], SAMPLING))
+    worker.process.kill()
+    assert living(worker) == []
 
 
-def test_a_worker_that_cannot_load_says_why(policy: Policy, recipe: Recipe, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_load_says_why(recipe: Recipe, tmp_path: Path) -> None:
     gone = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path / "gone")})})
-    engine = WorkerEngine(policy, CPU, gone, (), tmp_path / "rollout" / "worker.log")
+    engine = WorkerEngine(policy_of(recipe), CPU, gone, (), tmp_path / "rollout" / "worker.log")
     try:
         with pytest.raises(Refusal, match="gone"):
             engine.hand_over(0, [], SAMPLING)
@@ -164,7 +192,8 @@ def test_a_worker_that_cannot_load_says_why(policy: Policy, recipe: Recipe, tmp_
         engine.close()
 
 
-def test_the_memory_of_a_closed_worker_is_free(policy: Policy) -> None:
+def test_the_memory_of_a_closed_worker_is_free(recipe: Recipe) -> None:
+    policy = policy_of(recipe)
     memory = WeightMemory.of(policy.trainable())
     memory.write(policy.trainable())
     names = [name for name, _ in policy.trainable()]

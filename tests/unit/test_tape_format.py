@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import warm_python
 from lockstep.errors import Refusal
 from lockstep.tape.format import VERSION, StepRecord, TapeFolder
 from lockstep.tape.rows import fed_examples, fed_tensors, item_rows, items_of, rollout_rows, rollouts_of
@@ -289,7 +290,7 @@ for write in (
 def test_a_disk_that_takes_no_more_is_refused_and_nothing_half_stays(tape: TapeFolder) -> None:
     """A limit on the size of files stands in for a full disk."""
     before = tape.manifest_file.read_bytes()
-    done = subprocess.run([sys.executable, "-c", FULL, tape.path], capture_output=True, text=True, check=False)
+    done = subprocess.run([*warm_python(), "-c", FULL, tape.path], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["free some disk, or lower tape.steps or tape.modules"] * 4, done.stderr
     assert [file.name for file in tape.path.iterdir()] == ["tape.json"]
     assert tape.manifest_file.read_bytes() == before

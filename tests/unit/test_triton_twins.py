@@ -1,4 +1,4 @@
-"""The Triton kernels of training against their twins: by Triton's interpreter on the host, and on an NVIDIA device."""
+"""The Triton kernels against their twins: by Triton's interpreter on the host, and on an NVIDIA device."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import pytest
 import torch
 
 import triton_checks
+import triton_host_checks
 from interpreter import interpreted, needs_interpreter
 
 ALL = """
 import json, traceback
-import triton_checks
+import triton_checks, triton_host_checks
 
-for name, check in triton_checks.CHECKS.items():
+everywhere = {name: lambda check=check: check("cpu") for name, check in triton_checks.CHECKS.items()}
+for name, check in (everywhere | triton_host_checks.CHECKS).items():
     try:
-        check("cpu")
+        check()
         why = ""
     except Exception:
         why = traceback.format_exc()
@@ -32,7 +34,7 @@ def found() -> dict[str, str]:
 
 @needs_interpreter
 @pytest.mark.xdist_group("interpreter")
-@pytest.mark.parametrize("check", triton_checks.CHECKS)
+@pytest.mark.parametrize("check", [*triton_checks.CHECKS, *triton_host_checks.CHECKS])
 def test_twins_by_the_interpreter(check: str, found: dict[str, str]) -> None:
     assert found[check] == ""
 

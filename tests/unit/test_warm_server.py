@@ -89,7 +89,7 @@ def wait_end(process: int) -> None:
 
 def test_it_ends_with_its_client_and_all_end_with_the_owner(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, time\nprint(os.getpid(), flush=True)\nwhile True: time.sleep(1)\n")
-    server = WarmServer()
+    server = WarmServer("json")  # how it ends has nothing to do with what it imports
     command = [*server.python, str(tmp_path / "script.py")]
     first, second = (subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2))
     children = []
@@ -139,3 +139,13 @@ def test_programs_of_the_search_path() -> None:
     said = "lockstep --help | head -n 1; python -c 'print(1 + 1)'; python -m lockstep trian 2> /dev/null; echo $?"
     done = subprocess.run(["sh", "-c", said], env=given, capture_output=True, text=True, check=True)
     assert done.stdout == "Usage: lockstep [OPTIONS] COMMAND [ARGS]...\n2\n2\n"
+
+
+def test_ranks_of_torchrun_need_not_import_either(tmp_path: Path) -> None:
+    """By a program that says so before it could have imported anything, and leaves its output in a buffer."""
+    code = "import os, sys; print(os.environ['RANK'], 'torch' in sys.modules); os._exit(0)"
+    (tmp_path / "rank.py").write_text(code)
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", str(tmp_path / "rank.py")]
+    given = {**os.environ, "PATH": search_path()}
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=True, timeout=HANG)
+    assert sorted(done.stdout.splitlines()) == ["0 True", "1 True"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.types import Message
+from lockstep.reward.awaited import awaited
+
+if TYPE_CHECKING:
+    from lockstep.types import Message
 
 BATCH_CALL = ("queries", "prompts", "labels")
 
@@ -22,9 +23,7 @@ class BatchFunction:
         self._function = function
 
     def __call__(self, prompt: str, solution_str: str, ground_truth: str, **unread: Any) -> dict[str, Any]:
-        value = self._function(queries=[prompt + solution_str], prompts=[prompt], labels=[ground_truth])
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
+        value = awaited(self._function(queries=[prompt + solution_str], prompts=[prompt], labels=[ground_truth]))
         if not isinstance(value, dict):
             return {"score": _only(value)}
         if "rewards" not in value:
@@ -47,7 +46,3 @@ def _only(value: Any) -> Any:
             raise ValueError(f"gave {len(entries)} rewards for one response")
         entries = entries[0]
     return entries
-
-
-async def _awaited(value: Any) -> Any:
-    return await value

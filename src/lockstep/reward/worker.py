@@ -6,8 +6,6 @@ says whether the function could be loaded.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import os
 import pickle
 import queue
@@ -24,6 +22,7 @@ from typing import Any
 from lockstep.functions import LONGEST_WHY, Unloadable, load, told
 from lockstep.processes.memory_limit import limit_memory
 from lockstep.reward.answers import LOADING, Given, Loaded, Raised, Unusable, line_of, number
+from lockstep.reward.awaited import awaited
 from lockstep.reward.batch_function import BATCH_CALL, BatchFunction
 
 CALL = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -91,10 +90,7 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Rais
     if not isinstance(function, BatchFunction):
         arguments.pop("prompt", None)
     try:
-        value = function(**arguments)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
-        return checked(value)
+        return checked(awaited(function(**arguments)))
     except MemoryError as error:
         why = told(error, path)
         # What the call had gathered must go before anything else can be done.
@@ -102,10 +98,6 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Rais
         return Raised(f"{why}: over reward.memory_limit_gb", spent=True)
     except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the reason
         return Raised(told(error, path))
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def checked(value: Any) -> Given | Raised:
