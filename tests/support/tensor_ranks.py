@@ -1,0 +1,131 @@
+"""What each rank of test_tensor_runs.py does beside whole runs: divided models against whole ones.
+
+Started by torchrun. A rank that finds a difference ends with an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from lockstep.device.cpu import Cpu
+from lockstep.model import tensor_trial
+from lockstep.model.check import Unfit, build_miniature
+from lockstep.model.decoder import inner_decoder
+from lockstep.model.tensor_plan import styles_of
+from lockstep.model.tensor_trial import try_division
+from lockstep.parallel.mesh import sharding_of
+from lockstep.parallel.shard import shard, total_norm, whole
+from lockstep.parallel.tensor import Style, TensorGroup, divide, with_tensor
+from lockstep.parallel.world import World, joined
+from lockstep.recipe.parallel import Parallel
+
+CPU = torch.device("cpu")
+# Biases before and after attention, norms of heads, soft caps, windows, three feed-forwards, tied heads.
+MODELS: Mapping[str, PreTrainedConfig] = {
+    "qwen2": Qwen2Config(tie_word_embeddings=True),
+    "llama with biases": LlamaConfig(attention_bias=True, mlp_bias=True),
+    "qwen3": Qwen3Config(num_key_value_heads=8),
+    "mistral": MistralConfig(sliding_window=64),
+    "gemma2": Gemma2Config(),
+    "gemma3": Gemma3TextConfig(num_attention_heads=8, num_key_value_heads=4),
+}
+
+
+def refusal(config: PreTrainedConfig, group: TensorGroup) -> str:
+    try:
+        try_division(config, "sdpa", CPU, group)
+    except Unfit as unfit:
+        return str(unfit)
+    raise AssertionError("nothing was refused")
+
+
+def check_models(group: TensorGroup) -> None:
+    for name, config in MODELS.items():
+        print(name, flush=True)
+        try_division(config, "sdpa", CPU, group)
+
+
+def check_that_faults_show(group: TensorGroup) -> None:
+    """A plan that forgets something, and sums that are not taken."""
+
+    def without(part: str) -> None:
+        def styles(model: nn.Module, size: int) -> dict[str, Style]:
+            return {name: style for name, style in styles_of(model, size).items() if part not in name}
+
+        tensor_trial.styles_of = styles
+
+    for part, wanted in (("q_norm", r"the gradient of .*q_norm.weight is off"), ("down_proj", "cannot be run divided")):
+        without(part)
+        assert re.search(wanted, refusal(MODELS["qwen3"], group)), part
+    tensor_trial.styles_of = styles_of
+    own = TensorGroup.sum_
+    TensorGroup.sum_ = lambda self, tensor: tensor  # type: ignore[method-assign]
+    assert "log-probs differ" in refusal(MODELS["llama with biases"], group)
+    TensorGroup.sum_ = own  # type: ignore[method-assign]
+
+
+def check_sharded(world: World, settings: Parallel) -> None:
+    """Slices of divided parameters: each number counts once in the norm, and the whole is what it was."""
+    sharding = sharding_of(settings, Cpu(), world)
+    assert sharding is not None
+    assert sharding.tensor is not None
+    policy = build_miniature(MODELS["qwen3"], "sdpa", CPU, sharding.tensor.size).policy
+    known = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    divide(
+        policy.model, inner_decoder(policy.model), styles_of(policy.causal_lm, sharding.tensor.size), sharding.tensor
+    )
+    shard(policy, policy.layers(), sharding)
+    found = dict(policy.named_parameters())
+    norm = torch.linalg.vector_norm(torch.stack([one.double().norm() for one in known.values()]))
+    torch.testing.assert_close(total_norm(found.values()).double(), norm, rtol=1e-6, atol=0)
+    for name, parameter in found.items():
+        torch.testing.assert_close(whole(parameter), known[name], rtol=0, atol=0, msg=name)
+    # The same parameter is the same number of bytes on every rank, and the large ones are divided by all.
+    embedding = next(parameter for name, parameter in found.items() if "embed_tokens" in name)
+    held = sum(parameter.to_local().numel() for parameter in found.values())
+    every = torch.tensor([held, embedding.to_local().numel()])
+    dist.all_reduce(every)
+    shards = world.size // (settings.replicate or 1)
+    assert int(every[1]) == known["model.model.embed_tokens.weight"].numel() * (settings.replicate or 1)
+    assert held < 1.1 * sum(one.numel() for one in known.values()) / shards
+
+
+def check_groups(world: World) -> None:
+    divided = with_tensor(world, 2)
+    assert (divided.share, divided.shares, divided.engine, divided.engines) == (world.rank // 2, world.size // 2) * 2
+    assert divided.speaks == (world.rank % 2 == 0)
+    assert divided.sum([1.0 + divided.share]) == [sum(1.0 + share for share in range(divided.shares))]
+    group = TensorGroup(sharding_of(Parallel(tensor=2), Cpu(), world).tensor.mesh)  # type: ignore[union-attr]
+    assert group.least(7 + world.rank, CPU) == 7 + world.rank // 2 * 2
+    number = torch.tensor([float(world.rank)])
+    group.as_first_(number)
+    assert number.item() == world.rank // 2 * 2
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with joined(Cpu()) as here:
+        check_groups(here)
+        check_sharded(here, Parallel(tensor=2))
+        if here.size > 2:
+            check_sharded(here, Parallel(tensor=2, replicate=here.size // 2))
+            check_sharded(here, Parallel(tensor=here.size))
+        every = sharding_of(Parallel(tensor=here.size), Cpu(), here)
+        assert every is not None
+        assert every.tensor is not None
+        check_models(every.tensor)
+        check_that_faults_show(every.tensor)
