@@ -16,9 +16,11 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from lockstep.device.cpu import Cpu
@@ -42,6 +44,8 @@ MODELS: Mapping[str, PreTrainedConfig] = {
     "mistral": MistralConfig(sliding_window=64),
     "gemma2": Gemma2Config(),
     "gemma3": Gemma3TextConfig(num_attention_heads=8, num_key_value_heads=4),
+    "mixtral": MixtralConfig(),
+    "qwen3_moe": Qwen3MoeConfig(num_attention_heads=8, num_key_value_heads=4, decoder_sparse_step=2),
 }
 
 

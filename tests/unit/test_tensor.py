@@ -10,6 +10,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -40,7 +41,8 @@ SIZES = {
         (Qwen2Config(**SIZES | {"intermediate_size": 97}), 2, r"mlp\.gate_proj has 97 outputs, not divisible by 2"),
         (GPT2Config(n_embd=64, n_head=4, n_layer=1), 2, "transformers has no plan for its tensor parallelism"),
         (Phi3Config(**SIZES, pad_token_id=0), 2, "'colwise_gather_output', which is not supported"),
-        (MixtralConfig(**SIZES), 2, "experts.* is '.*', which is not supported: mixtures of experts are not divided"),
+        (MixtralConfig(**SIZES, num_local_experts=3), 2, r"mlp\.experts has 3 experts, not divisible by 2"),
+        (PhimoeConfig(**SIZES), 2, "transformers' plan for its tensor parallelism leaves its attention whole"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused_by_name(config: PreTrainedConfig, size: int, why: str) -> None:

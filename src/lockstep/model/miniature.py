@@ -24,6 +24,7 @@ POSITIONS = 8 * ORIGINAL_LENGTH
 WIDTH = HEADS * HEAD_SIZE
 # Of a feed-forward.
 INNER = 96
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # What a size becomes where the configuration has it and it is larger.
 SIZES: dict[str, int] = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "ffn_hidden_size"), INNER),
@@ -41,7 +42,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), HEAD_SIZE // 2),
     "qk_head_dim": HEAD_SIZE + HEAD_SIZE // 2,
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "laurel_rank", "hc_lowrank", "gated_norm_rank"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(EXPERTS, 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "zero_expert_num"), 1),
@@ -125,7 +126,7 @@ def _shrink(data: dict[str, Any]) -> None:
 
 
 def _widen(data: dict[str, Any], divisor: int) -> None:
-    """More heads of the same size, and wider feed-forwards, until the divisor divides them."""
+    """More heads of the same size, more experts and wider feed-forwards, until the divisor divides them."""
     counts = [data[name] for name in (*KEY_VALUE_HEADS, *ATTENTION_HEADS) if isinstance(data.get(name), int)]
     times = math.lcm(*(divisor // math.gcd(divisor, count) for count in counts))
     for name, value in data.items():
@@ -133,7 +134,7 @@ def _widen(data: dict[str, Any], divisor: int) -> None:
             _widen(value, divisor)
         elif name in (*KEY_VALUE_HEADS, *ATTENTION_HEADS, *WIDTHS) and isinstance(value, int):
             data[name] = value * times
-        elif SIZES.get(name) == INNER and isinstance(value, int):
+        elif (SIZES.get(name) == INNER or name in EXPERTS) and isinstance(value, int):
             data[name] = value * (divisor // math.gcd(divisor, value))
 
 

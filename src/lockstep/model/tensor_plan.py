@@ -1,7 +1,8 @@
 """Which parts of a model the ranks of a tensor group divide, as transformers' own plan for it says; and what it cannot.
 
-The plan is `base_model_tp_plan` of the configuration. Embedding and output head are not divided (they are sharded, over
-all ranks): every rank scores whole vocabularies, so log-probs, losses and samples need no other rank.
+The plan is `base_model_tp_plan` of the configuration. Where that has a `base_model_ep_plan` too, each rank holds whole
+experts (expert parallelism) and computes what the tokens want of these. Embedding and output head are not divided (they
+are sharded, over all ranks): every rank scores whole vocabularies, so log-probs, losses and samples need no other rank.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.parallel.tensor import Style, divided_dimensions
 
 # transformers' names for what we do, and those of parts that we leave whole.
+EXPERTS = "moe_tp_experts"
 STYLES: dict[str, Style] = {"colwise": "columns", "rowwise": "rows", "replicated_with_grad_allreduce": "shared"}
 LEFT_WHOLE = ("embed_tokens",)
 KEY = "parallel.tensor"
@@ -52,15 +54,19 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
     plan: dict[str, str] = getattr(decoder.config, "base_model_tp_plan", None) or {}
     if not plan:
         raise Indivisible("transformers has no plan for its tensor parallelism")
-    unknown = {name: how for name, how in plan.items() if how not in STYLES and name not in LEFT_WHOLE}
+    experts = [name for name, how in plan.items() if how == EXPERTS and name in _expert_plan(decoder.config)]
+    # Experts are divided as wholes, not inside.
+    plan = {name: how for name, how in plan.items() if not name.startswith(tuple(f"{one}." for one in experts))}
+    styles = {**STYLES, **({EXPERTS: "experts"} if experts else {})}
+    unknown = {name: how for name, how in plan.items() if how not in styles and name not in LEFT_WHOLE}
     if unknown:
         name, how = next(iter(unknown.items()))
-        more = ": mixtures of experts are not divided" if "expert" in name else ""
+        more = ", and it has no plan for dividing the experts" if "expert" in name and not experts else ""
         raise Indivisible(f"transformers' plan for {name} is {how!r}, which is not supported{more}")
     layers = decoder_layers(model)
     found: dict[str, Style] = {}
     for name, module in decoder.named_modules():
-        style = next((STYLES.get(how) for pattern, how in plan.items() if _matches(pattern, name)), None)
+        style = next((styles.get(how) for pattern, how in plan.items() if _matches(pattern, name)), None)
         if style is None:
             continue
         if not any(module is part for layer in layers for part in layer.modules()):
@@ -68,8 +74,13 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
         _refuse_module(name, module, style, size)
         found[name] = style
     if "rows" not in found.values():
-        raise Indivisible("transformers' plan for its tensor parallelism names no module of it")
+        raise Indivisible("transformers' plan for its tensor parallelism leaves its attention whole")
     return found
+
+
+def _expert_plan(config: Any) -> dict[str, str]:
+    """By which whole experts are given to processes."""
+    return getattr(config, "base_model_ep_plan", None) or {}
 
 
 def divided_parameters(model: PreTrainedModel, size: int) -> int:
@@ -89,6 +100,13 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _refuse_module(name: str, module: nn.Module, style: Style, size: int) -> None:
     if style == "shared":
+        return
+    if style == "experts":
+        count = vars(module).get("num_experts")
+        if not isinstance(count, int) or any(len(parameter) != count for parameter in module.parameters()):
+            raise Indivisible(f"{name} does not hold its experts one behind another")
+        if count % size:
+            raise Indivisible(f"{name} has {count} experts, not divisible by {size}")
         return
     if not isinstance(module, nn.Linear):
         raise Indivisible(f"{name} is a {type(module).__name__}, no plain projection")

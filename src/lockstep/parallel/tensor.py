@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from lockstep.errors import Refusal
 from lockstep.parallel.world import HOST_COLLECTIVE, TIMEOUT, World
 
-# What a group does with a module: its outputs or its inputs are divided, or it is whole and sees a part of the heads.
-Style = Literal["columns", "rows", "shared"]
+# What a group does with a module: its outputs, its inputs or its experts are divided, or it is whole and sees a part of
+# the heads.
+Style = Literal["columns", "rows", "experts", "shared"]
 # Where on a model stands the group that divides it.
 GROUP = "lockstep_tensor_group"
 
@@ -53,7 +54,7 @@ class TensorGroup:
 
     def least(self, number: int, device: torch.device) -> int:
         """The smallest number that a rank says."""
-        told = torch.tensor([number], dtype=torch.int64, device=device)
+        told = torch.tensor([number], dtype=torch.int32, device=device)
         dist.all_reduce(told, op=dist.ReduceOp.MIN, group=self.group)
         return int(told.item())
 
@@ -70,8 +71,13 @@ class TensorGroup:
             last, before = (one() for one in self._entered)
             if last is tensor and before is not None:
                 return before
-        entered: torch.Tensor = _Entered.apply(tensor, self)
+        entered = self.enter_apart(tensor)
         self._entered[:] = [ref(tensor), ref(entered)]
+        return entered
+
+    def enter_apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same of an input that one module takes, or of a parameter."""
+        entered: torch.Tensor = _Entered.apply(tensor, self)
         return entered
 
 
@@ -112,6 +118,9 @@ def divide(
             sliced = distribute_tensor(whole.detach(), group.mesh, [Shard(dimension)], src_data_rank=None)
             divided[whole] = nn.Parameter(sliced, whole.requires_grad)
             module.register_parameter(part, divided[whole])
+        if style == "experts":
+            # As transformers tells its modules that they have a part of the experts.
+            vars(module).update(num_experts=vars(module)["num_experts"] // group.size, _is_expert_parallel=True)
         before, after = HOOKS[style]
         module.register_forward_pre_hook(lambda module, inputs, hook=before: hook(module, inputs, group))
         module.register_forward_hook(
@@ -128,8 +137,8 @@ def group_of(model: nn.Module) -> TensorGroup | None:
 
 
 def divided_dimensions(module: nn.Module, style: Style) -> dict[str, int]:
-    """Of a projection (outputs, inputs), by which dimension each parameter is divided."""
-    if style == "columns":
+    """By which dimension each parameter is divided, of a projection (outputs, inputs) or of experts (experts, ...)."""
+    if style in ("columns", "experts"):
         return {name: 0 for name, parameter in module._parameters.items() if parameter is not None}
     return {"weight": 1} if style == "rows" else {}
 
@@ -176,12 +185,31 @@ def _before_shared(module: nn.Module, inputs: tuple[Any, ...], group: TensorGrou
     """Of a norm of single heads: each rank's heads give a part of its gradient."""
     known = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if torch.is_grad_enabled():
-        _show(module, **{name: _Entered.apply(one, group) for name, one in known.items() if one.requires_grad})
+        _show(module, **{name: group.enter_apart(one) for name, one in known.items() if one.requires_grad})
+
+
+def _before_experts(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> tuple[Any, ...]:
+    """The experts that each token has chosen: those of other ranks become the number behind the last of this rank's,
+    which modules of transformers pass over, with a weight of 0 for those that compute them all the same."""
+    known = {name: _local(parameter) for name, parameter in module._parameters.items()}
+    own = next(len(part) for part in known.values() if part is not None)
+    _show(module, **known)
+    states, chosen, weights = inputs
+    index = chosen - own * group.mesh.get_local_rank()
+    here = (index >= 0) & (index < own)
+    weights = group.enter_apart(weights).masked_fill(~here, 0)
+    return group.enter(states), index.masked_fill(~here, own), weights
+
+
+def _after_experts(module: nn.Module, output: Any, group: TensorGroup) -> torch.Tensor | None:
+    _hide(module)
+    return None if output is None else _Summed.apply(output, group)
 
 
 HOOKS: dict[Style, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "columns": (_before_columns, _after_columns),
     "rows": (_before_rows, _after_rows),
+    "experts": (_before_experts, _after_experts),
     "shared": (_before_shared, _after_columns),
 }
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import Problem
 from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.rows import ENGINES
 
 if TYPE_CHECKING:
     from lockstep.recipe.schema import Recipe
@@ -33,7 +34,7 @@ def tensor_problems(recipe: Recipe) -> Iterator[Problem]:
             "tape", "holds what one device computed, and modules are divided", "record with parallel.tensor=1"
         )
     if recipe.method in ONLINE or recipe.val.questions:
-        if recipe.rollout.engine != "native":
+        if not ENGINES[recipe.rollout.engine].divided:
             why = f"{recipe.rollout.engine} generates from a whole model"
             yield Problem("rollout.engine", why, f"use native, {alone}")
         if recipe.rollout.function is not None:
