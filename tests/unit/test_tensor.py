@@ -16,10 +16,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from conftest import write_online_recipe, write_sft_recipe
+from conftest import run, write_online_recipe, write_sft_recipe
 from lockstep.errors import Refusal
 from lockstep.model.miniature import miniature_config
 from lockstep.model.tensor_plan import refuse_indivisible
+from lockstep.model.tiny import write_tiny
 from lockstep.recipe.load import load_recipe
 from lockstep.train.plan import plan_memory
 
@@ -102,6 +103,20 @@ def test_who_does_not_generate_together_is_refused(
     with pytest.raises(Refusal) as caught:
         load_recipe(write_online_recipe(tmp_path, tiny_folder), [*words, "parallel.tensor=2"])
     assert where in {problem.where for problem in caught.value.problems}
+
+
+def test_the_plan_refuses_what_cannot_be_divided(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tiny model of the tests has one head of keys and values, one of the other size two."""
+    words = ["plan", recipe_file, "--devices", 4, "parallel.tensor=2"]
+    assert run(*words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "parallel.tensor" in said
+    assert "its 1 key/value heads cannot be divided over 2 processes" in said
+    write_tiny(tmp_path / "larger", hidden=128, layers=1)
+    assert run(*words, f"model.path={tmp_path / 'larger'}") == 0
+    assert "on each of 2 group(s) of 2 devices" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_plan_counts_what_each_device_holds(tmp_path: Path, tiny_folder: Path) -> None:
