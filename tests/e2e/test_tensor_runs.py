@@ -89,6 +89,7 @@ def samples(run: Path) -> list[tuple[str, float]]:
         # Three groups for two prompts: one of them generates nothing.
         pytest.param("grpo", 6, (), ["batch.prompts=2", "batch.prompts_per_update=1"], marks=pytest.mark.slow),
         pytest.param("ppo", 4, ("parallel.replicate=2",), ["rollout.cache_gb=1e-4"], marks=pytest.mark.slow),
+        pytest.param("ppo", 2, (), ["model.lora.rank=4", "algorithm.kl.where=reward"], marks=pytest.mark.slow),
     ],
 )
 def test_online_methods(
@@ -113,6 +114,7 @@ def test_online_methods(
         (4, ("parallel.shard=2",), ["batch.rows_per_update=3", "val.every=3"]),
         (6, ("parallel.shard=3",), ["batch.tokens=null", "batch.rows=2"]),
         (8, ("parallel.shard=2", "parallel.replicate=2"), []),
+        (4, (), ["model.lora.rank=4", "optim.lr=1e-2", "model.gradient_checkpointing=true"]),
     ],
 )
 def test_supervised_fine_tuning(

@@ -31,7 +31,7 @@ from lockstep.model.decoder import inner_decoder
 from lockstep.model.tensor_plan import styles_of
 from lockstep.model.tensor_trial import try_division
 from lockstep.parallel.mesh import sharding_of
-from lockstep.parallel.shard import shard, total_norm, whole
+from lockstep.parallel.shard import by_mesh, shard, total_norm, whole
 from lockstep.parallel.tensor import Style, TensorGroup, divide, with_tensor
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.parallel import Parallel
@@ -97,6 +97,8 @@ def check_sharded(world: World, settings: Parallel) -> None:
     found = dict(policy.named_parameters())
     norm = torch.linalg.vector_norm(torch.stack([one.double().norm() for one in known.values()]))
     torch.testing.assert_close(total_norm(found.values()).double(), norm, rtol=1e-6, atol=0)
+    # Divided ones, those of the layers that are not, and what lies outside of the layers: an optimizer takes each at once.
+    assert len(by_mesh(found.values())) == 3
     for name, parameter in found.items():
         torch.testing.assert_close(whole(parameter), known[name], rtol=0, atol=0, msg=name)
     # The same parameter is the same number of bytes on every rank, and the large ones are divided by all.

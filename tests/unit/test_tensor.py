@@ -74,7 +74,6 @@ def test_the_miniature_can_be_divided(divisor: int) -> None:
     ("words", "where"),
     [
         (["parallel.context=2"], "parallel.tensor"),
-        (["model.lora.rank=4"], "model.lora"),
         (["parallel.offload=params"], "parallel.offload"),
         (["tape=true"], "tape"),
     ],

@@ -22,6 +22,7 @@ from lockstep.model.decoder import Decoder, decoder_layers
 from lockstep.model.load import (
     DTYPES,
     divide_model,
+    division_of,
     kernel_of,
     load_config,
     load_transformers,
@@ -105,9 +106,10 @@ def load_value_model(
             decoder.to(device)
             head.to(device)
             fuse(decoder, kernel)
-        divide_model(decoder, source, sharding)
+        styles = division_of(decoder, sharding)
         if settings.lora is not None:
             _inject(decoder, settings.lora, seed)
+        divide_model(decoder, styles, source, sharding)
         found = ValueModel(decoder if source is not None else decoder.to(device), head, kernel)
         spread(found, source, sharding, decoder, kernel)
     except RuntimeError as error:

@@ -18,11 +18,11 @@ from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.pretrained import pretrained
 from lockstep.model.streamed import Streamed, adapters_on_host, streamed
-from lockstep.model.tensor_plan import styles_of
+from lockstep.model.tensor_plan import styles_of, with_adapters
 from lockstep.model.tensor_trial import check_division
 from lockstep.model.tokenizer import tokenizer_of
 from lockstep.parallel.shard import Sharding, gathered, shard
-from lockstep.parallel.tensor import divide
+from lockstep.parallel.tensor import Style, divide
 from lockstep.recipe.schema import Lora, Model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,8 +62,10 @@ def load_policy(
         if source is None:
             model.to(device)
             fuse(model, kernel)
-        divide_model(model, source, sharding)
-        policy = Policy(with_lora(model, settings.lora, seed), kernel, scoring)
+        styles = division_of(model, sharding)
+        adapted = with_lora(model, settings.lora, seed)
+        divide_model(model, styles, source, sharding)
+        policy = Policy(adapted, kernel, scoring)
         if frozen:
             policy.requires_grad_(False)
         spread(policy, source, sharding, model, kernel)
@@ -90,12 +92,19 @@ def spread(root: Any, source: Streamed | None, sharding: Sharding | None, model:
             fuse(model, kernel)
 
 
-def divide_model(model: PreTrainedModel, source: Streamed | None, sharding: Sharding | None) -> None:
+def division_of(model: PreTrainedModel, sharding: Sharding | None) -> dict[str, Style]:
+    """What a tensor group does with which modules; read before adapters stand around them."""
+    return {} if sharding is None or sharding.tensor is None else styles_of(model, sharding.tensor.size)
+
+
+def divide_model(
+    model: PreTrainedModel, styles: dict[str, Style], source: Streamed | None, sharding: Sharding | None
+) -> None:
     """Over the ranks of a tensor group, before anything looks at its heads."""
     if sharding is None or sharding.tensor is None:
         return
-    group = sharding.tensor
-    replaced = divide(model, inner_decoder(model), styles_of(model, group.size), group)
+    decoder = inner_decoder(model)
+    replaced = divide(model, decoder, with_adapters(decoder, styles), sharding.tensor)
     if source is not None:
         source.replaced(replaced)
 

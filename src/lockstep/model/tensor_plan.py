@@ -78,6 +78,18 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
     return found
 
 
+def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
+    """The same where adapters stand around some of the modules: of an adapter's two matrices the one on the divided
+    side is divided with its projection. Where that takes or gives everything so does the adapter."""
+    sides: dict[Style, str] = {"columns": "lora_B", "rows": "lora_A"}
+    found: dict[str, Style] = {}
+    for name, style in styles.items():
+        adapters = getattr(decoder.get_submodule(name), "lora_A", None)
+        found[name if adapters is None else f"{name}.base_layer"] = style
+        found |= {f"{name}.{sides[style]}.{one}": style for one in adapters or ()}
+    return found
+
+
 def _expert_plan(config: Any) -> dict[str, str]:
     """By which whole experts are given to processes."""
     return getattr(config, "base_model_ep_plan", None) or {}

@@ -21,8 +21,6 @@ def tensor_problems(recipe: Recipe) -> Iterator[Problem]:
     if parallel.context > 1:
         why = f"{parallel.tensor} is set together with parallel.context={parallel.context}"
         yield Problem(key, why, "set one of the two to 1")
-    if recipe.model.lora is not None:
-        yield Problem("model.lora", "an adapter's modules are not divided", f"train all weights, {alone}")
     for name in ("offload", "offload_critic"):
         if getattr(parallel, name) in ("params", "all"):
             yield Problem(f"parallel.{name}", "divided weights stay on the device", f"use optimizer, {alone}")

@@ -204,17 +204,18 @@ def plan_memory(
     A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
     `prefill_tokens` are those of one pass of the engine over prompts, `lean_layers` is a fact of the device.
     """
+    grid = grid_of(recipe.parallel, devices)
+    shards, tensor = grid.shard * grid.tensor, grid.tensor
     with torch.device("meta"):
-        model = with_lora(AutoModelForCausalLM.from_config(config, trust_remote_code=False), recipe.model.lora, seed=0)
+        base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        # The norms, biases and adapters of a tensor group are too small to count apart.
+        divided = divided_parameters(base, tensor)
+        model = with_lora(base, recipe.model.lora, seed=0)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
     tokens = _micro_batch_tokens(recipe, rows, longest)
     # Slices are divided over the devices of a copy; a layer at a time is gathered, which the spare share covers.
-    grid = grid_of(recipe.parallel, devices)
-    shards, tensor = grid.shard * grid.tensor, grid.tensor
-    # The norms and biases that a tensor group does not divide are too small to count.
-    divided = divided_parameters(model, tensor)
     weights = parameters * size // shards
     moments = trained * 2 * (4 if masters else size) // shards
     master_bytes = trained * 4 // shards if masters else 0
