@@ -97,7 +97,7 @@ def check_sharded(world: World, settings: Parallel) -> None:
     found = dict(policy.named_parameters())
     norm = torch.linalg.vector_norm(torch.stack([one.double().norm() for one in known.values()]))
     torch.testing.assert_close(total_norm(found.values()).double(), norm, rtol=1e-6, atol=0)
-    # Divided ones, those of the layers that are not, and what lies outside of the layers: an optimizer takes each at once.
+    # Divided ones, those of the layers that are not, and what lies outside: an optimizer takes each of them at once.
     assert len(by_mesh(found.values())) == 3
     for name, parameter in found.items():
         torch.testing.assert_close(whole(parameter), known[name], rtol=0, atol=0, msg=name)

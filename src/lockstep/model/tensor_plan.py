@@ -20,8 +20,9 @@ from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.parallel.tensor import Style, divided_dimensions
 
 # transformers' names for what we do, and those of parts that we leave whole.
-EXPERTS = "moe_tp_experts"
 STYLES: dict[str, Style] = {"colwise": "columns", "rowwise": "rows", "replicated_with_grad_allreduce": "shared"}
+EXPERTS = "moe_tp_experts"
+DIVIDED_EXPERTS: dict[str, Style] = {EXPERTS: "experts"}
 LEFT_WHOLE = ("embed_tokens",)
 KEY = "parallel.tensor"
 REMEDY = "set parallel.tensor=1 and shard the model instead (parallel.shard), or use one of docs/several-processes.md"
@@ -57,7 +58,7 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
     experts = [name for name, how in plan.items() if how == EXPERTS and name in _expert_plan(decoder.config)]
     # Experts are divided as wholes, not inside.
     plan = {name: how for name, how in plan.items() if not name.startswith(tuple(f"{one}." for one in experts))}
-    styles = {**STYLES, **({EXPERTS: "experts"} if experts else {})}
+    styles = STYLES | DIVIDED_EXPERTS if experts else STYLES
     unknown = {name: how for name, how in plan.items() if how not in styles and name not in LEFT_WHOLE}
     if unknown:
         name, how = next(iter(unknown.items()))
