@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -24,17 +25,22 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from lockstep.device.base import Device, Memory
 from lockstep.device.cpu import Cpu
 from lockstep.model import tensor_trial
 from lockstep.model.check import Unfit, build_miniature
 from lockstep.model.decoder import inner_decoder
+from lockstep.model.policy import Policy
 from lockstep.model.tensor_plan import styles_of
 from lockstep.model.tensor_trial import try_division
 from lockstep.parallel.mesh import sharding_of
 from lockstep.parallel.shard import by_mesh, shard, total_norm, whole
 from lockstep.parallel.tensor import Style, TensorGroup, divide, with_tensor
 from lockstep.parallel.world import World, joined
+from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.parallel import Parallel
+from lockstep.rollout.native.engine import NativeEngine
+from lockstep.types import Completion, Request, Sampling
 
 CPU = torch.device("cpu")
 # Biases before and after attention, norms of heads, soft caps, windows, three feed-forwards, tied heads.
@@ -111,6 +117,36 @@ def check_sharded(world: World, settings: Parallel) -> None:
     assert held < 1.1 * sum(one.numel() for one in known.values()) / shards
 
 
+def generated(policy: Policy, device: Device) -> list[Completion]:
+    engine = NativeEngine(policy, device, RolloutSettings(), str)
+    requests = [Request([3 + number, 7, 11], number, 2) for number in range(5)]
+    made = engine.generate(requests, Sampling(max_tokens=12, seed=3))
+    return sorted(made, key=lambda one: (one.request, one.sample))
+
+
+def check_engine(config: PreTrainedConfig, device: Device, where: torch.device, group: TensorGroup) -> None:
+    """The same tokens, by half of the heads each."""
+    whole = build_miniature(config, device.attention, where, group.size).policy
+    model = build_miniature(config, device.attention, where, group.size).model
+    divide(model, inner_decoder(model), styles_of(model, group.size), group)
+    parts = Policy(model, device.attention).eval()
+    for ours, theirs in zip(generated(parts, device), generated(whole, device), strict=True):
+        assert ours.ids == theirs.ids
+        torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-3)
+    heads = whole.decoder.cached_shape()[1]
+    assert parts.decoder.cached_shape()[1] == heads // group.size
+
+
+class Uneven(Cpu):
+    """Its ranks have room for different numbers of blocks."""
+
+    def __init__(self, rank: int):
+        self.room = (8 + 3 * rank) * 2 * 2 * 16 * 16 * 4  # blocks of two layers, a head of 16 numbers each, 16 tokens
+
+    def memory(self) -> Memory:
+        return replace(super().memory(), free=2 * self.room)
+
+
 def check_groups(world: World) -> None:
     divided = with_tensor(world, 2)
     assert (divided.share, divided.shares, divided.engine, divided.engines) == (world.rank // 2, world.size // 2) * 2
@@ -136,3 +172,4 @@ if __name__ == "__main__":
         assert every.tensor is not None
         check_models(every.tensor, sys.argv[1:])
         check_that_faults_show(every.tensor)
+        check_engine(MODELS["qwen3"], Uneven(here.rank), CPU, every.tensor)
