@@ -265,7 +265,7 @@ def test_the_plan_counts_the_tokens_of_one_device(tmp_path: Path) -> None:
         settings = load_recipe(recipe, ["batch.tokens=1000", f"parallel.context={context}"])
         forward = next(p for p in plan_memory(settings, config, 2, 100, 8).phases if p.name == "forward and backward")
         assert forward.activations == activation_bytes(config, tokens, 4, False) + head_bytes(config, tokens, True)
-    groups = OnlinePlan(8, 4, 2, 4, 1, 2, devices=4, tokens=200, longest=100, context=2)
+    groups = OnlinePlan(8, 4, 2, 4, 1, 2, devices=4, tokens=200, longest=100, group=2)
     assert groups.lines()[2][1] == "1 a step of 8 sequences, at most 2 micro-batches on each of 2 group(s) of 2 devices"
 
 

@@ -69,12 +69,13 @@ class Miniature:
         return self.policy.causal_lm
 
 
-def build_miniature(config: Any, kernel: str, device: torch.device) -> Miniature:
-    """A random small model of the architecture, in fp32; `Unfit` where our attention cannot serve it."""
+def build_miniature(config: Any, kernel: str, device: torch.device, divisor: int = 1) -> Miniature:
+    """A random small model of the architecture, in fp32; `Unfit` where our attention cannot serve it. `divisor` divides
+    its heads and the width of its feed-forward."""
     register_attention()
     _refuse_other_kinds(config)
     try:
-        model = _build(config)
+        model = _build(config, divisor)
         randomise(model)
         model.to(device).eval()
         fuse(model, kernel)
@@ -97,11 +98,11 @@ def _refuse_other_kinds(config: Any) -> None:
         raise Unfit(f"its layers of kind {', '.join(others)} are not attention to all or to the last tokens")
 
 
-def _build(config: Any) -> Any:
+def _build(config: Any, divisor: int) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        small = miniature_config(config)
+        small = miniature_config(config, divisor)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return AutoModelForCausalLM.from_config(
@@ -124,12 +125,12 @@ def try_architecture(miniature: Miniature) -> None:
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         raise Unfit(f"transformers itself cannot run it on plain tokens: {first_line(error)}") from error
-    for kind, batch in (("packed", _line(sequences, device)), ("padded", _rows(sequences, device))):
+    for kind, batch in (("packed", line_of(sequences, device)), ("padded", _rows(sequences, device))):
         try:
             policy.zero_grad(set_to_none=True)
             with torch.enable_grad():
                 ours = policy(batch).logprobs_K
-                (ours * _weights(len(ours), device)).sum().backward()
+                (ours * weights_of(len(ours), device)).sum().backward()
         except RUN_ERRORS as error:
             refuse_trouble(error, device)
             raise Unfit(f"it cannot be run {kind}: {first_line(error)}") from error
@@ -175,14 +176,14 @@ def _own(
     try:
         with torch.enable_grad():
             theirs = torch.cat([own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences])
-            (theirs * _weights(len(theirs), device)).sum().backward()
+            (theirs * weights_of(len(theirs), device)).sum().backward()
     finally:
         model.set_attn_implementation(ATTENTION)
     found = {name: p.grad.clone() if p.grad is not None else None for name, p in model.named_parameters()}
     return theirs.detach(), found
 
 
-def _weights(count: int, device: torch.device) -> torch.Tensor:
+def weights_of(count: int, device: torch.device) -> torch.Tensor:
     """A loss in which every token has its own weight."""
     return torch.cos(torch.arange(count, dtype=torch.float32)).to(device)
 
@@ -248,7 +249,7 @@ def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     policy.to(dtype)
     try:
-        ours = policy(_line(sequences, device)).logprobs_K
+        ours = policy(line_of(sequences, device)).logprobs_K
         model.set_attn_implementation("eager")
         theirs = torch.cat([own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences])
     except RUN_ERRORS as error:
@@ -276,7 +277,7 @@ def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> N
     name = type(model).__name__
     policy.eval()
     try:
-        ours = _whole(policy, _line(sequences, device))
+        ours = _whole(policy, line_of(sequences, device))
         with root_gathered(policy), policy.generating():
             own = [own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences]
     except RUN_ERRORS as error:
@@ -288,7 +289,7 @@ def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> N
     if difference <= allowed:
         return
     why = f"packed log-probs differ from transformers' own by {difference:.3g}"
-    plain = (_plainly(policy, _line(sequences, device)) - wanted).abs().max().item()
+    plain = (_plainly(policy, line_of(sequences, device)) - wanted).abs().max().item()
     # Where plain torch is right it is no question of the model.
     found = why if plain > allowed else None
     problem = wrong_kernel(policy.kernel, device, f"{name}: {why}", lambda *_: found, lambda: math.nan)
@@ -300,7 +301,7 @@ def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> N
 @torch.no_grad()
 def enter(module: nn.Module, device: torch.device) -> None:
     """A sharded model must be entered by its root first."""
-    module(_line([tokens(2, 8)], device))
+    module(line_of([tokens(2, 8)], device))
 
 
 def unsupported(path: str, name: str, why: str) -> Refusal:
@@ -337,7 +338,7 @@ def tokens(length: int, vocabulary: int, first: int = 3) -> list[int]:
     return [((7 + first) * i + first + i * i // 5) % vocabulary for i in range(length)]
 
 
-def _line(sequences: Sequence[list[int]], device: torch.device) -> MicroBatch:
+def line_of(sequences: Sequence[list[int]], device: torch.device) -> MicroBatch:
     flat = [token for ids in sequences for token in ids]
     positions = [i for ids in sequences for i in range(len(ids))]
     return _micro_batch([flat], [positions], sequences, device, packed=True)

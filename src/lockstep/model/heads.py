@@ -21,6 +21,8 @@ from lockstep.model.check import check_architecture
 from lockstep.model.decoder import Decoder, decoder_layers
 from lockstep.model.load import (
     DTYPES,
+    divide_model,
+    division_of,
     kernel_of,
     load_config,
     load_transformers,
@@ -29,6 +31,7 @@ from lockstep.model.load import (
     stream_transformers,
 )
 from lockstep.model.streamed import Streamed, adapters_on_host
+from lockstep.model.tensor_trial import check_division
 from lockstep.parallel.shard import Sharding
 from lockstep.recipe.schema import Lora, Model
 from lockstep.types import MicroBatch
@@ -80,6 +83,7 @@ def load_value_model(
     """From a causal language model (the head starts at zero: every value is 0) or a reward model (with its head)."""
     config = load_config(path)
     check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
+    check_division(config, path, kernel_of(settings, kernel), device, sharding)
     architectures = config.architectures or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
         source, model, info = _loaded(AutoModelForSequenceClassification, path, settings.dtype, sharding)
@@ -102,8 +106,10 @@ def load_value_model(
             decoder.to(device)
             head.to(device)
             fuse(decoder, kernel)
+        styles = division_of(decoder, sharding)
         if settings.lora is not None:
             _inject(decoder, settings.lora, seed)
+        divide_model(decoder, styles, source, sharding)
         found = ValueModel(decoder if source is not None else decoder.to(device), head, kernel)
         spread(found, source, sharding, decoder, kernel)
     except RuntimeError as error:

@@ -14,11 +14,15 @@ from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import FUSED, fuse
 from lockstep.kernels.wide_products import prepare_products
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, enter, unsupported
+from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.pretrained import pretrained
 from lockstep.model.streamed import Streamed, adapters_on_host, streamed
+from lockstep.model.tensor_plan import styles_of, with_adapters
+from lockstep.model.tensor_trial import check_division
 from lockstep.model.tokenizer import tokenizer_of
 from lockstep.parallel.shard import Sharding, gathered, shard
+from lockstep.parallel.tensor import Style, divide
 from lockstep.recipe.schema import Lora, Model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,6 +51,7 @@ def load_policy(
     """The model as the recipe wants it, on `device` or sharded, checked against transformers' own forward."""
     kernel = kernel_of(settings, kernel)
     check_architecture(load_config(settings.path), settings.path, DTYPES[settings.dtype], kernel, device)
+    check_division(load_config(settings.path), settings.path, kernel, device, sharding)
     source = stream_transformers(AutoModelForCausalLM, settings.path, settings.dtype) if sharding is not None else None
     if source is None:
         model, info = load_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
@@ -57,7 +62,10 @@ def load_policy(
         if source is None:
             model.to(device)
             fuse(model, kernel)
-        policy = Policy(with_lora(model, settings.lora, seed), kernel, scoring)
+        styles = division_of(model, sharding)
+        adapted = with_lora(model, settings.lora, seed)
+        divide_model(model, styles, source, sharding)
+        policy = Policy(adapted, kernel, scoring)
         if frozen:
             policy.requires_grad_(False)
         spread(policy, source, sharding, model, kernel)
@@ -82,6 +90,23 @@ def spread(root: Any, source: Streamed | None, sharding: Sharding | None, model:
         # Operators are tried on the weights of each module.
         with gathered(root):
             fuse(model, kernel)
+
+
+def division_of(model: PreTrainedModel, sharding: Sharding | None) -> dict[str, Style]:
+    """What a tensor group does with which modules; read before adapters stand around them."""
+    return {} if sharding is None or sharding.tensor is None else styles_of(model, sharding.tensor.size)
+
+
+def divide_model(
+    model: PreTrainedModel, styles: dict[str, Style], source: Streamed | None, sharding: Sharding | None
+) -> None:
+    """Over the ranks of a tensor group, before anything looks at its heads."""
+    if sharding is None or sharding.tensor is None:
+        return
+    decoder = inner_decoder(model)
+    replaced = divide(model, decoder, with_adapters(decoder, styles), sharding.tensor)
+    if source is not None:
+        source.replaced(replaced)
 
 
 def kernel_of(settings: Model, kernel: str) -> str:

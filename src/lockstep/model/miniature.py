@@ -6,6 +6,7 @@ What an architecture computes past a window, a chunk or its original length show
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,12 +22,15 @@ ORIGINAL_LENGTH = 2 * LIMIT
 POSITIONS = 8 * ORIGINAL_LENGTH
 
 WIDTH = HEADS * HEAD_SIZE
+# Of a feed-forward.
+INNER = 96
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # What a size becomes where the configuration has it and it is larger.
 SIZES: dict[str, int] = {
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "ffn_hidden_size"), 96),
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"), 96),
-    **dict.fromkeys(("expert_ffn_hidden_size", "dense_intermediate_size", "dim_ff", "dff", "encoder_ffn_dim"), 96),
-    **dict.fromkeys(("decoder_ffn_dim", "moe_shared_expert_intermediate_size"), 96),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "ffn_hidden_size"), INNER),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"), INNER),
+    **dict.fromkeys(("expert_ffn_hidden_size", "dense_intermediate_size", "dim_ff", "dff", "encoder_ffn_dim"), INNER),
+    **dict.fromkeys(("decoder_ffn_dim", "moe_shared_expert_intermediate_size"), INNER),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
     **dict.fromkeys(("encoder_layers", "num_decoder_layers", "num_encoder_layers", "num_layers_per_stack"), LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads"), HEADS),
@@ -38,7 +42,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), HEAD_SIZE // 2),
     "qk_head_dim": HEAD_SIZE + HEAD_SIZE // 2,
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "laurel_rank", "hc_lowrank", "gated_norm_rank"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(EXPERTS, 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "zero_expert_num"), 1),
@@ -77,12 +81,14 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 BY_FREQUENCY = ("short_factor", "long_factor")
 
 
-def miniature_config(config: Any) -> Any:
-    """The configuration of a small model that computes what `config`'s does, limits within `LIMIT`."""
+def miniature_config(config: Any, divisor: int = 1) -> Any:
+    """The configuration of a small model that computes what `config`'s does, limits within `LIMIT`. `divisor` divides
+    its heads and the width of its feed-forward."""
     data = copy.deepcopy(config.to_dict())
     for name in ("_name_or_path", "quantization_config", "dtype", "torch_dtype"):
         data.pop(name, None)
     _shrink(data)
+    _widen(data, divisor)
     return type(config).from_dict(data)
 
 
@@ -117,6 +123,19 @@ def _shrink(data: dict[str, Any]) -> None:
         data["head_dim"] = data["qk_rope_head_dim"]
     for rope in ropes:
         _shrink_rope(rope, data)
+
+
+def _widen(data: dict[str, Any], divisor: int) -> None:
+    """More heads of the same size, more experts and wider feed-forwards, until the divisor divides them."""
+    counts = [data[name] for name in (*KEY_VALUE_HEADS, *ATTENTION_HEADS) if isinstance(data.get(name), int)]
+    times = math.lcm(*(divisor // math.gcd(divisor, count) for count in counts))
+    for name, value in data.items():
+        if isinstance(value, dict):
+            _widen(value, divisor)
+        elif name in (*KEY_VALUE_HEADS, *ATTENTION_HEADS, *WIDTHS) and isinstance(value, int):
+            data[name] = value * times
+        elif (SIZES.get(name) == INNER or name in EXPERTS) and isinstance(value, int):
+            data[name] = value * (divisor // math.gcd(divisor, value))
 
 
 def _kept_layers(data: Mapping[str, Any], total: int) -> list[int]:

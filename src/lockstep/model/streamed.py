@@ -34,6 +34,12 @@ class Streamed:
     stored: StoredTensors
     names: dict[nn.Parameter, str]
 
+    def replaced(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
+        """Parameters of the model that others stand for now."""
+        for before, now in others.items():
+            if before in self.names:
+                self.names[now] = self.names.pop(before)
+
     def shard(self, root: nn.Module, layers: list[nn.Module], sharding: Sharding) -> None:
         """Shard `root` and fill it; what is no part of the model keeps its values."""
         # Sharded parameters are other objects.

@@ -20,7 +20,7 @@ from lockstep.device.select import DEVICES
 from lockstep.kernels.fused import KERNEL_PACKAGES
 
 # The folders whose code decides what a model computes.
-CODE = ("device", "kernels", "model", "rollout")
+CODE = ("device", "kernels", "model", "parallel", "rollout")
 
 
 def fingerprint(config: Any, *more: str) -> str:

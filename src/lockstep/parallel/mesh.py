@@ -1,45 +1,54 @@
-"""The ranks as a grid: a row of it holds one copy of a model, sliced over the row; the rows hold the same slices."""
+"""The ranks as a grid: a row of it holds one copy of a model, sliced over the row; the rows hold the same slices.
+
+With tensor parallelism every place of the grid is a group of neighbouring ranks that divide the modules between them.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.parallel.shard import Sharding
+from lockstep.parallel.tensor import TensorGroup, refuse_groups
 from lockstep.parallel.world import World
 from lockstep.recipe.parallel import Parallel
 
 
 class Grid(NamedTuple):
-    """`replicate` copies of a model, each in `shard` slices."""
+    """`replicate` copies of a model, each in `shard` slices, each of which `tensor` ranks divide."""
 
     replicate: int
     shard: int
+    tensor: int = 1
 
 
 def grid_of(settings: Parallel, ranks: int) -> Grid:
     """How the recipe lays that many ranks out; refused where they do not come out even."""
-    shard, replicate = settings.shard, settings.replicate
+    shard, replicate, tensor = settings.shard, settings.replicate, settings.tensor
+    refuse_groups(tensor, ranks)
+    every, ranks = ranks, ranks // tensor
+    groups = "processes" if tensor == 1 else f"groups of {tensor} processes (parallel.tensor={tensor} of {every})"
     key, asked = ("shard", shard) if shard is not None else ("replicate", replicate)
     if asked is None:
-        return Grid(1, ranks)
+        return Grid(1, ranks, tensor)
     if shard is not None and replicate is not None:
         if shard * replicate != ranks:
             raise Refusal.at(
                 "parallel.shard",
-                f"{shard} x parallel.replicate={replicate} is {shard * replicate}, and there are {ranks} processes",
+                f"{shard} x parallel.replicate={replicate} is {shard * replicate}, and there are {ranks} {groups}",
                 "remove one of the two, which is then found from the other, or start as many processes",
             )
-        return Grid(replicate, shard)
+        return Grid(replicate, shard, tensor)
     if ranks % asked:
         fitting = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
         raise Refusal.at(
-            f"parallel.{key}", f"{asked} does not divide {ranks} processes", f"use {' or '.join(fitting)}, or remove it"
+            f"parallel.{key}", f"{asked} does not divide {ranks} {groups}", f"use {' or '.join(fitting)}, or remove it"
         )
-    return Grid(ranks // asked, asked) if shard is not None else Grid(asked, ranks // asked)
+    found = (ranks // asked, asked) if shard is not None else (asked, ranks // asked)
+    return Grid(*found, tensor)
 
 
 def refuse_offload(settings: Parallel, ranks: int) -> None:
@@ -58,8 +67,16 @@ def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bo
     if world.size == 1:
         return None
     grid = grid_of(settings, world.size)
-    if grid.replicate == 1:
-        mesh = init_device_mesh(device.name, (world.size,), mesh_dim_names=("shard",))
-    else:
-        mesh = init_device_mesh(device.name, tuple(grid), mesh_dim_names=("replicate", "shard"))
-    return Sharding(mesh, device.torch_device(world.local_rank), on_host)
+    own = device.torch_device(world.local_rank)
+    copies = () if grid.replicate == 1 else ("replicate",)
+    sizes = grid._asdict()
+    if grid.tensor == 1:
+        return Sharding(_mesh(device, sizes, (*copies, "shard")), own, on_host)
+    mesh = _mesh(device, sizes, (*copies, "shard", "tensor"))
+    # What the ranks of a tensor group have all of is sliced over them too.
+    every = _mesh(device, sizes | {"shard": grid.shard * grid.tensor}, (*copies, "shard"))
+    return Sharding(mesh[(*copies, "shard")], own, on_host, TensorGroup(mesh["tensor"]), every)
+
+
+def _mesh(device: Device, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh(device.name, tuple(sizes[name] for name in names), mesh_dim_names=names)

@@ -123,9 +123,11 @@ class Cluster:
 
         asked, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic
         given_up = time.monotonic() + (_RETURN_SECONDS if turn else _PLACE_SECONDS)
+        together = self.recipe.parallel.group
         while True:
             there = int(self.ray.cluster_resources().get(self.resource, 0))
-            devices = min(asked, there) if elastic else asked
+            # Whole groups of those that work together.
+            devices = min(asked, there) // together * together if elastic else asked
             if 0 < devices <= there:
                 bundles = [{"CPU": 1.0, self.resource: 1.0}] * devices
                 group = placement_group(bundles, strategy="PACK", name=self.recipe.run.name)

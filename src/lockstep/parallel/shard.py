@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+if TYPE_CHECKING:
+    from lockstep.parallel.tensor import TensorGroup
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,10 @@ class Sharding:
     mesh: DeviceMesh
     device: torch.device
     on_host: bool = False
+    tensor: TensorGroup | None = None
+    """The ranks that divide the modules of a layer; `mesh` has one rank of each such group."""
+    every: DeviceMesh | None = None
+    """With a tensor group: a mesh of all ranks, for what is not divided."""
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | None) -> None:
@@ -32,11 +41,14 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | Non
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     # Pinned, so that copies do not hold up the device.
     place = CPUOffloadPolicy(pin_memory=sharding.device.type != "cpu") if sharding.on_host else OffloadPolicy()
-    for part in (*layers, root):
+    for part in layers:
         fully_shard(part, mesh=sharding.mesh, mp_policy=policy, offload_policy=place)
+    fully_shard(root, mesh=sharding.every or sharding.mesh, mp_policy=policy, offload_policy=place)
     for module in _sharded(root):
-        # The loss is already divided by the global count: gradients are summed over ranks, not averaged.
-        module.set_gradient_divide_factor(1.0)
+        # The loss is already divided by the global count: gradients are summed over ranks, not averaged. But each rank
+        # of a tensor group has the same gradient of what lies outside of the layers.
+        told = sharding.tensor.size if module is root and sharding.tensor is not None else 1
+        module.set_gradient_divide_factor(float(told))
         module.set_force_sum_reduction_for_comms(True)
 
 
@@ -92,6 +104,40 @@ def let_go(root: nn.Module) -> None:
     """Drop whole parameters that a forward pass left at the root: they would hide what is written into the shards."""
     for module in _sharded(root):
         module.reshard()
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors that one operator may take together: those of one mesh, sliced along the same dimensions of it."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.device_mesh, _sliced_along(tensor)) if isinstance(tensor, DTensor) else None
+        groups.setdefault(key, []).append(tensor)
+    return list(groups.values())
+
+
+def _sliced_along(tensor: DTensor) -> tuple[int, ...]:
+    """Dimensions of the mesh along which ranks have different slices."""
+    return tuple(index for index, place in enumerate(tensor.placements) if not place.is_replicate())
+
+
+def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The norm of all numbers of all tensors, each counted once (a collective when sharded)."""
+    groups = by_mesh(tensors)
+    if len(groups) <= 1:
+        return whole(torch.nn.utils.get_total_norm(groups[0] if groups else []))
+    return torch.linalg.vector_norm(torch.stack([_norm(group) for group in groups]))
+
+
+def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Of tensors of one mesh: the norm of this rank's slices, and those of the others squared and added."""
+    norm = torch.nn.utils.get_total_norm([one.to_local() if isinstance(one, DTensor) else one for one in tensors])
+    first = tensors[0]
+    if isinstance(first, DTensor):
+        square = norm.square()
+        for dimension in _sliced_along(first):
+            dist.all_reduce(square, group=first.device_mesh.get_group(dimension))
+        norm = square.sqrt()
+    return norm
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

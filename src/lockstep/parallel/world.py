@@ -30,8 +30,8 @@ HOST = f"cpu:{HOST_COLLECTIVE}"
 
 @dataclass(frozen=True)
 class World:
-    """All processes. The rows of an update are divided into `shares`; the ranks of a context group have one between
-    them, and each of them says the same of it."""
+    """All processes. The rows of an update are divided into `shares`; the ranks of a context or tensor group have one
+    between them, and each of them says the same of it."""
 
     rank: int = 0
     size: int = 1
@@ -39,17 +39,38 @@ class World:
     watch: Watch | None = field(default=None, compare=False, repr=False)
     context: ContextGroup | None = None
     """The ranks that divide every micro-batch with this one; None where this rank has its own alone."""
+    tensor: int = 1
+    """Neighbouring ranks that divide the modules of a model, and see the same micro-batches."""
     column: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """One rank of each context group, this one among them."""
+    """One rank of each context or tensor group, this one among them."""
+
+    @property
+    def _together(self) -> int:
+        return self.tensor * (self.context.size if self.context else 1)
 
     @property
     def shares(self) -> int:
-        return self.size // (self.context.size if self.context else 1)
+        return self.size // self._together
 
     @property
     def share(self) -> int:
         """The number of this rank's share."""
-        return self.rank // (self.context.size if self.context else 1)
+        return self.rank // self._together
+
+    @property
+    def engines(self) -> int:
+        """How many ranks, or groups that divide a model, generate by themselves."""
+        return self.size // self.tensor
+
+    @property
+    def engine(self) -> int:
+        """The number of this rank's."""
+        return self.rank // self.tensor
+
+    @property
+    def speaks(self) -> bool:
+        """Of the ranks that divide a model, which generate the same, one says what came of it."""
+        return self.rank % self.tensor == 0
 
     @property
     def main(self) -> bool:

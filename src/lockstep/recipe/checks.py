@@ -17,6 +17,7 @@ from lockstep.recipe.methods import (
 from lockstep.recipe.rows import estimator_row, loss_row
 from lockstep.recipe.schema import Data, Recipe
 from lockstep.recipe.section import Section
+from lockstep.recipe.tensor import tensor_problems
 
 DEFAULT_TOKENS = 4096
 # What every reward function gets by name.
@@ -56,6 +57,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
         yield Problem("parallel.devices", "a cluster may have any number of devices", "say how many the run takes")
     yield from _offload_problems(recipe)
+    yield from tensor_problems(recipe)
     yield from _unread_sections(recipe)
     yield from (_online_problems(recipe) if recipe.method in ONLINE else _offline_problems(recipe))
 

@@ -43,13 +43,13 @@ class Parallel(Section):
         None,
         ge=1,
         description="Processes that hold one copy of a model together, a slice each. Default: all of them, or what "
-        "`parallel.replicate` leaves.",
+        "`parallel.replicate` and `parallel.tensor` leave.",
     )
     replicate: int | None = Field(
         None,
         ge=1,
-        description="Copies of a model; `shard` x `replicate` is the number of processes. Default: 1, or what "
-        "`parallel.shard` leaves.",
+        description="Copies of a model; `shard` x `replicate` (x `tensor`) is the number of processes. Default: 1, or "
+        "what `parallel.shard` leaves.",
     )
     offload: Offload = Field(
         "none",
@@ -62,6 +62,12 @@ class Parallel(Section):
     )
     offload_teacher: bool = Field(False, description="The same of the teacher.")
     offload_reward: bool = Field(False, description="The same of `reward.model` and `reward.process`.")
+    tensor: int = Field(
+        1,
+        ge=1,
+        description="Processes that divide the modules of every layer between them, whole heads each, for training and "
+        "generation, where a model has a plan for it. `shard` x `replicate` x `tensor` is the number of processes.",
+    )
     context: int = Field(
         1,
         ge=1,
@@ -78,3 +84,8 @@ class Parallel(Section):
         effect=MICRO,
         resumable=True,
     )
+
+    @property
+    def group(self) -> int:
+        """Processes that have one share of the rows between them."""
+        return self.context * self.tensor

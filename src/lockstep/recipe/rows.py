@@ -43,6 +43,8 @@ class EngineRow:
     paged: bool = False
     """Keys and values stay in blocks of ours between tokens: its architecture is tried on a miniature, and
     models whose positions move with the length are refused past what can be cached."""
+    divided: bool = False
+    """Generates from a model whose modules several processes divide (`parallel.tensor`)."""
 
 
 _BOUNDS = {"low": "clip_low", "high": "clip_high"}
@@ -71,7 +73,7 @@ LOSSES: dict[str, LossRow] = {
     "policy_gradient": LossRow(ratio=False, tokenwise=True),
 }
 ENGINES: dict[str, EngineRow] = {
-    "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True),
+    "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True, divided=True),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
 }
 TRACKERS: dict[str, str] = {

@@ -50,8 +50,9 @@ def collect(
     """`n` responses to each prompt, in the order of prompts and samples, the same on every rank.
 
     A response is handed to the judge as soon as it is finished, so that judging overlaps with the decoding of the rest.
+    Of ranks that divide a model and generate together one judges, and the others take its word.
     """
-    mine = list(range(world.rank, len(prompts), world.size))
+    mine = list(range(world.engine, len(prompts), world.engines))
     requests = [Request(prompts[index].ids, keys[index], n, question=prompts[index].question) for index in mine]
     judged: list[tuple[dict[str, Any], Future[Score | Failure]]] = []
     with phases("gen"):
@@ -68,7 +69,8 @@ def collect(
                 "versions": completion.versions,
                 "text": text,
             }
-            judged.append((made, judge.submit(prompts[index].question, text)))
+            if world.speaks:
+                judged.append((made, judge.submit(prompts[index].question, text)))
             advance(1)
             world.progress()
     with phases("reward"):

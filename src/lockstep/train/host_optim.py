@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from lockstep.parallel.offload import on_device, on_host
-from lockstep.parallel.shard import whole
+from lockstep.parallel.shard import total_norm
 from lockstep.parallel.stored import fill_all
 from lockstep.recipe.schema import Optim
 from lockstep.train.optim import Optimizer, device_kernel
@@ -88,7 +88,7 @@ class HostOptimizer(Optimizer):
         if scale != 1.0:
             self._held = {name: gradient.div_(scale) for name, gradient in self._held.items()}
         if self._kernel is None:
-            return whole(torch.nn.utils.get_total_norm(list(self._held.values())))
+            return total_norm(self._held.values())
         if not self._held:
             return torch.zeros(())
         norms = torch._foreach_norm(list(self._held.values()), 2, dtype=torch.float32)

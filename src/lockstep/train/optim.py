@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.parallel.shard import whole
+from lockstep.parallel.shard import by_mesh, total_norm, whole
 from lockstep.parallel.stored import fill_all
 from lockstep.recipe.schema import Optim
 
@@ -91,10 +91,11 @@ class Optimizer:
         self.trained: dict[str, torch.Tensor] = dict(self.stepped) if masters else dict(self.parameters)
         decayed = [p for p in self.trained.values() if settings.decay_all or p.ndim >= 2]
         spared = [p for p in self.trained.values() if not settings.decay_all and p.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+        kinds = ((decayed, settings.weight_decay), (spared, 0.0))
+        groups = [{"params": some, "weight_decay": decay} for every, decay in kinds for some in by_mesh(every)]
         self.clip = settings.clip
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            groups,
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
             eps=settings.eps,
@@ -142,8 +143,9 @@ class Optimizer:
             return torch.linalg.vector_norm(torch.stack(norms))
         gradients = [p.grad for p in self.trained.values() if p.grad is not None]
         if scale != 1.0:
-            torch._foreach_div_(gradients, scale)
-        return whole(torch.nn.utils.get_total_norm(gradients))
+            for some in by_mesh(gradients):
+                torch._foreach_div_(some, scale)
+        return total_norm(gradients)
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
@@ -153,7 +155,8 @@ class Optimizer:
             self.forget()
             return
         if self.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(list(self.trained.values()), self.clip, norm)
+            for some in by_mesh(self.trained.values()):
+                torch.nn.utils.clip_grads_with_norm_(some, self.clip, norm)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()

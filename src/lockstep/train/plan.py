@@ -17,6 +17,7 @@ from lockstep.errors import Refusal
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
 from lockstep.kernels.plain_modules import fused_feed_forwards
 from lockstep.model.load import DTYPES, load_config, with_lora
+from lockstep.model.tensor_plan import divided_parameters
 from lockstep.parallel.mesh import grid_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_kind
@@ -41,7 +42,8 @@ class BatchPlan:
     fewest: int
     most: int
     fill: float
-    context: int = 1
+    group: int = 1
+    """Devices that have one share of the rows between them."""
 
     @property
     def steps_per_epoch(self) -> float:
@@ -57,7 +59,7 @@ class BatchPlan:
             ("updates", f"{self.steps:,} of {self.rows_per_update} rows ({self.steps_per_epoch:,.1f} an epoch)"),
             (
                 "micro-batches",
-                f"{each} an update on each of {_places(self.devices, self.context)}, {self.fill:.0%} full",
+                f"{each} an update on each of {_places(self.devices, self.group)}, {self.fill:.0%} full",
             ),
         ]
 
@@ -75,7 +77,8 @@ class OnlinePlan:
     devices: int
     tokens: int | None
     longest: int
-    context: int = 1
+    group: int = 1
+    """Devices that have one share of the rows between them."""
 
     @property
     def updates(self) -> int:
@@ -85,9 +88,9 @@ class OnlinePlan:
         sequences = self.prompts * self.samples
         each = self.prompts_per_update * self.samples
         # A sequence is never cut in two: as many of the longest as fit into one.
-        shares = self.devices // self.context
+        shares = self.devices // self.group
         most = -(-each // (self.tokens // self.longest * shares)) if self.tokens else None
-        places = _places(self.devices, self.context)
+        places = _places(self.devices, self.group)
         packed = "" if most is None else f", at most {most} micro-batches on each of {places}"
         return [
             ("steps", f"{self.steps:,} of {self.prompts} prompts ({self.rows / self.prompts:,.1f} an epoch)"),
@@ -96,8 +99,8 @@ class OnlinePlan:
         ]
 
 
-def _places(devices: int, context: int) -> str:
-    return f"{devices} device(s)" if context == 1 else f"{devices // context} group(s) of {context} devices"
+def _places(devices: int, group: int) -> str:
+    return f"{devices} device(s)" if group == 1 else f"{devices // group} group(s) of {group} devices"
 
 
 def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
@@ -107,24 +110,24 @@ def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
     per_update = batch.prompts_per_update or batch.prompts
     longest = prompts.counts.longest + rollout.max_tokens
     epochs = recipe.algorithm.epochs
-    tokens, context = recipe.line_tokens, recipe.parallel.context
-    return OnlinePlan(rows, batch.prompts, rollout.n, per_update, epochs, steps, devices, tokens, longest, context)
+    tokens, group = recipe.line_tokens, recipe.parallel.group
+    return OnlinePlan(rows, batch.prompts, rollout.n, per_update, epochs, steps, devices, tokens, longest, group)
 
 
 def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPlan:
-    batch, context = recipe.batch, recipe.parallel.context
+    batch, context, group = recipe.batch, recipe.parallel.context, recipe.parallel.group
     rows = sum(len(source) for source in dataset.sources)
     steps, total = _steps(recipe, rows, batch.rows_per_update)
     loader = make_loader(recipe, dataset)
     counts, used, room = [], 0, 0
     for step in range(min(steps, SAMPLED_UPDATES)):
         lengths = [row_size(item, packed=batch.tokens is not None, shared=context == 1) for item in loader.take(step)]
-        bins = plan_micro_batches(lengths, devices=devices // context, tokens=recipe.line_tokens, rows=batch.rows)
+        bins = plan_micro_batches(lengths, devices=devices // group, tokens=recipe.line_tokens, rows=batch.rows)
         counts.append(len(bins[0]))
         used += sum(lengths)
         room += sum(_room(members, lengths, recipe.line_tokens) for share in bins for members in share)
     most, fill = max(counts), used / room
-    return BatchPlan(rows, batch.rows_per_update, steps, total, devices, min(counts), most, fill, context)
+    return BatchPlan(rows, batch.rows_per_update, steps, total, devices, min(counts), most, fill, group)
 
 
 def make_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:
@@ -201,21 +204,26 @@ def plan_memory(
     A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
     `prefill_tokens` are those of one pass of the engine over prompts, `lean_layers` is a fact of the device.
     """
+    grid = grid_of(recipe.parallel, devices)
+    shards, tensor = grid.shard * grid.tensor, grid.tensor
     with torch.device("meta"):
-        model = with_lora(AutoModelForCausalLM.from_config(config, trust_remote_code=False), recipe.model.lora, seed=0)
+        base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        # The norms, biases and adapters of a tensor group are too small to count apart.
+        divided = divided_parameters(base, tensor)
+        model = with_lora(base, recipe.model.lora, seed=0)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
     tokens = _micro_batch_tokens(recipe, rows, longest)
     # Slices are divided over the devices of a copy; a layer at a time is gathered, which the spare share covers.
-    shards = grid_of(recipe.parallel, devices).shard
     weights = parameters * size // shards
     moments = trained * 2 * (4 if masters else size) // shards
     master_bytes = trained * 4 // shards if masters else 0
     # bf16 gradients of a micro-batch grow while its activations go, so only the summed ones count beside them.
     gradients = trained * (4 if masters else size) // shards
     lean = lean_layers and devices == 1 and _all_fused(recipe, model, config)
-    layers = activation_bytes(config, tokens, size, recipe.model.gradient_checkpointing, lean=lean)
+    checkpointing = recipe.model.gradient_checkpointing
+    layers = activation_bytes(config, tokens, size, checkpointing, lean=lean, tensor=tensor)
     head = head_bytes(config, tokens, recipe.model.lora is None)
     kept = Phase("", weights, 0, moments + master_bytes)
     phases = (
@@ -231,7 +239,9 @@ def plan_memory(
     layer = parameters * size // max(1, config.num_hidden_layers)
     policy, critic = TrainedBytes(moments + master_bytes, weights, gradients, layer), None
     if recipe.method in ONLINE:
-        before, plan = plan.phases[-1], _with_online_parts(plan, recipe, config, shards, longest, prefill_tokens)
+        gathered = parameters - divided + divided // tensor
+        parts = _with_online_parts(plan, recipe, config, shards, gathered, longest, prefill_tokens)
+        before, plan = plan.phases[-1], parts
         after = plan.phases[len(phases) - 1]
         if after.weights > before.weights:
             critic = TrainedBytes(after.optimizer - before.optimizer, after.weights - before.weights, 0, layer)
@@ -282,9 +292,12 @@ def _with_weights(plan: MemoryPlan, weights: int) -> MemoryPlan:
 
 
 def _with_online_parts(
-    plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, longest: int, prefill_tokens: int
+    plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, gathered: int, longest: int, prefill_tokens: int
 ) -> MemoryPlan:
-    """What else stands beside the policy in an online run: a critic with its optimizer, the cache, a prefill pass."""
+    """What else stands beside the policy in an online run: a critic with its optimizer, the cache, a prefill pass.
+
+    `gathered` are the parameters that a device has while it generates.
+    """
     size = DTYPES[recipe.model.dtype].itemsize
     masters = bool(recipe.model.master_weights)
     lora = recipe.model.lora
@@ -293,19 +306,18 @@ def _with_online_parts(
     trained = (plan.trained + config.hidden_size * int(lora is not None)) * int(has_critic)
     weights = plan.parameters * int(has_critic) * size // shards
     state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
-    cached = (
-        min(recipe.rollout.max_sequences, recipe.batch.prompts * recipe.rollout.n) * longest * kv_bytes(config, size)
-    )
+    sequences = min(recipe.rollout.max_sequences, recipe.batch.prompts * recipe.rollout.n)
+    cached = sequences * longest * kv_bytes(config, size) // recipe.parallel.tensor
     cache = min(cached, int(recipe.rollout.cache_gb * 1e9)) if recipe.rollout.cache_gb else cached
     phases = tuple(
         replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state) for phase in plan.phases
     )
     standing = phases[-1]
-    # The policy's weights are gathered whole to generate; what stands beside them stays divided.
+    # The policy's weights are gathered to generate; what stands beside them stays divided.
     beside = standing.weights - plan.parameters * size // shards
     prompts = recipe.batch.prompts * max(0, longest - recipe.rollout.max_tokens)
     passes = prefill_bytes(config.get_text_config(), min(prefill_tokens, prompts), size)
-    generation = Phase("generation", plan.parameters * size + beside, 0, standing.optimizer, cache + passes)
+    generation = Phase("generation", gathered * size + beside, 0, standing.optimizer, cache + passes)
     own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
     return MemoryPlan(plan.parameters, plan.trained, (*phases, generation), plan.checkpoint_bytes + own)
 
@@ -317,7 +329,9 @@ def kv_bytes(config: Any, size: int) -> int:
     return 2 * config.num_hidden_layers * heads * head_size * size
 
 
-def activation_bytes(config: Any, tokens: int, size: int, checkpointing: bool, *, lean: bool = False) -> int:
+def activation_bytes(
+    config: Any, tokens: int, size: int, checkpointing: bool, *, lean: bool = False, tensor: int = 1
+) -> int:
     """What the decoder layers keep for the backward pass, counted over the tensors of a Llama-like layer.
 
     Per token: the inputs of two norms and of the projections, queries, keys, values, the attention's output, and
@@ -330,7 +344,8 @@ def activation_bytes(config: Any, tokens: int, size: int, checkpointing: bool, *
     head_size = getattr(config, "head_dim", None) or hidden // heads
     attention = (1 if lean else 3) * (heads + 2 * key_heads) * head_size + heads * head_size
     copies = 0 if lean else 2 * 2 * 4 * hidden
-    layer = tokens * (size * (4 * hidden + attention + (2 if lean else 4) * inner) + copies)
+    # Heads and feed-forward are divided over a tensor group, the stream between them is not.
+    layer = tokens * (size * (4 * hidden + (attention + (2 if lean else 4) * inner) // tensor) + copies)
     if checkpointing:
         return config.num_hidden_layers * tokens * hidden * size + layer
     return config.num_hidden_layers * layer

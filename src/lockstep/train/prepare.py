@@ -43,7 +43,7 @@ from lockstep.train.plan import (
     plan_online,
     refuse_misfit,
 )
-from lockstep.train.trained import refuse_routers
+from lockstep.train.trained import refuse_indivisible_models, refuse_routers
 from lockstep.types import Question
 
 T = TypeVar("T")
@@ -145,6 +145,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     tokenizer, config, questions = _common(recipe, device, collect)
     collect(lambda: grid_of(recipe.parallel, devices))
     collect(lambda: refuse_offload(recipe.parallel, devices))
+    collect.problems += refuse_indivisible_models(recipe)
     limit = collect(lambda: row_limit(recipe, config)) or 0
     train = collect(lambda: _read(recipe, recipe.data.train, tokenizer, limit, console, "training"))
     val = None
@@ -232,6 +233,7 @@ def prepare_online(
     tokenizer, config, questions = _common(recipe, device, collect)
     collect(lambda: grid_of(recipe.parallel, devices))
     collect(lambda: refuse_offload(recipe.parallel, devices))
+    collect.problems += refuse_indivisible_models(recipe)
     limit = collect(lambda: prompt_limit(recipe, config)) or 0
     train = collect(lambda: _read_prompts(recipe, tokenizer, limit, console)) if limit else None
     if train is not None:

@@ -11,6 +11,7 @@ from lockstep.device.base import Device
 from lockstep.device.select import explain
 from lockstep.parallel.context import with_context
 from lockstep.parallel.stall import Stall
+from lockstep.parallel.tensor import with_tensor
 from lockstep.parallel.world import World, joined
 from lockstep.recipe import Recipe
 from lockstep.run.progress import Console
@@ -38,4 +39,5 @@ def open_runtime(recipe: Recipe, console: Console) -> Iterator[Runtime]:
         console = console if world.main else Console.silent()
         console.say(sentence)
         world = with_context(world, device, recipe.parallel.context, recipe.parallel.context_layout)
+        world = with_tensor(world, recipe.parallel.tensor)
         yield Runtime(device, world, console, switches)

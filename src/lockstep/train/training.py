@@ -157,8 +157,8 @@ def open_training(
 def _started(run: Run, judge: Examiner, interrupt: list[int], switches: dict[str, str], *, keeps: bool) -> Training:
     recipe, prepared, world = run.recipe, run.prepared, run.world
     models = load_models(run)
-    # Each rank draws its own dropout; nothing else in a step is random.
-    run.device.seed(recipe.run.seed + world.rank)
+    # Each rank draws its own dropout; nothing else in a step is random. Those that divide a model see the same tokens.
+    run.device.seed(recipe.run.seed + world.engine)
     generator = None
     if isinstance(prepared, PreparedOnline) or prepared.questions:
         assert isinstance(models.module, Policy)

@@ -18,6 +18,7 @@ from lockstep.kernels.noise import sequence_keys
 from lockstep.kernels.paged import KVCache
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy
+from lockstep.parallel.tensor import group_of
 from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.ending import why_ended
 from lockstep.rollout.engine import SharedWeights
@@ -44,6 +45,7 @@ class NativeEngine(SharedWeights):
         self.pause: Callable[[], bool] = lambda: False
         """Asked between rounds; where it says yes, what is unfinished comes out as it stands, and `generate` ends."""
         self.preempted = 0
+        self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None
         self._runners: dict[Sampling, Runner] = {}
         self._weights: tuple[int, ...] = ()
@@ -84,6 +86,8 @@ class NativeEngine(SharedWeights):
         self._runners.clear()
 
     def _gives_back(self) -> bool:
+        if self._group is not None:
+            return True
         if self.settings.free_cache is not None:
             return self.settings.free_cache
         held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
@@ -143,7 +147,8 @@ class NativeEngine(SharedWeights):
         """A kept runner, with its captured passes, where the cache is still large enough and the weights lie where
         they lay; a new one otherwise."""
         layers = self._generating_layers()
-        where = tuple(parameter.data_ptr() for parameter in self.policy.parameters())
+        # Ranks that divide a model make a cache for each call, of one size for all of them.
+        where = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
         kept = self._cache_kept
         if kept is None or where != self._weights or kept.blocks < self._blocks(samples, longest)[0]:
             kept = None
@@ -163,7 +168,7 @@ class NativeEngine(SharedWeights):
     def _generating_layers(self) -> GeneratingLayers | None:
         """What the device has in the place of the decoder's modules; their weights are where they want them."""
         # A policy with another attention than its device's is one that was asked to be plain.
-        if not self._tried and self.policy.kernel == self.device.attention:
+        if not self._tried and self.policy.kernel == self.device.attention and self._group is None:
             decoder = inner_decoder(self.policy.causal_lm)
             self._layers = generating_layers(decoder, self.device.generating_layers)
         self._tried = True
@@ -189,6 +194,9 @@ class NativeEngine(SharedWeights):
             step = 1 << max(0, useful.bit_length() - 4)
             useful = -(-useful // step) * step
         blocks = min(useful, int(room // block_bytes))
+        if self._group is not None:
+            # The ranks of a group run one schedule.
+            blocks = self._group.least(blocks, like.device)
         least = Scheduler.least_blocks(longest, block)
         if blocks < least:
             raise Refusal.at(

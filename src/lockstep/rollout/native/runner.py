@@ -20,6 +20,7 @@ from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.output_head import output_head
 from lockstep.model.policy import Policy
+from lockstep.parallel.tensor import group_of
 from lockstep.rollout.native.board import DecodeBoard, DecodeState
 from lockstep.rollout.native.sampler import choose, truncation_of
 from lockstep.rollout.native.sequence import Sample, Stretch
@@ -66,7 +67,9 @@ class Runner:
         self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
         # A policy with another attention than its device's is one that was asked to be plain.
         self.sampler = device.sampler if policy.kernel == device.attention else "plain"
-        self.captures = device.graph_capture and sampling.repetition_penalty == 1
+        self.group = group_of(self.model)
+        # Collectives are not recorded.
+        self.captures = device.graph_capture and sampling.repetition_penalty == 1 and self.group is None
         self.passes = AHEAD if self.captures else 1
         width = max(LEAST_WIDTH, _power_of_two(-(-longest // cache.block)))
         self.board = DecodeBoard(_bucket(rows), width, cache.spare, self.torch_device) if self.captures else None
@@ -159,6 +162,11 @@ class Runner:
             )
         state.tokens_B.copy_(tokens)
         state.logprobs_B.copy_(logprobs)
+        if self.group is not None:
+            # They have drawn the same from the same states; were a rank to go its own way, all would hang.
+            self.group.as_first_(state.tokens_B)
+            self.group.as_first_(state.logprobs_B)
+            tokens = state.tokens_B
         ended = (tokens[:, None] == self.stops).any(1) | (lengths + 1 >= state.limits_B)
         state.done_B.logical_or_(ended)
         state.positions_B.add_(~state.done_B)

@@ -1,0 +1,145 @@
+"""Which parts of a model the ranks of a tensor group divide, as transformers' own plan for it says; and what it cannot.
+
+The plan is `base_model_tp_plan` of the configuration. Where that has a `base_model_ep_plan` too, each rank holds whole
+experts (expert parallelism) and computes what the tokens want of these. Embedding and output head are not divided (they
+are sharded, over all ranks): every rank scores whole vocabularies, so log-probs, losses and samples need no other rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lockstep.errors import Problem, Refusal
+from lockstep.model.decoder import decoder_layers, inner_decoder
+from lockstep.parallel.tensor import Style, divided_dimensions
+
+# transformers' names for what we do, and those of parts that we leave whole.
+STYLES: dict[str, Style] = {"colwise": "columns", "rowwise": "rows", "replicated_with_grad_allreduce": "shared"}
+EXPERTS = "moe_tp_experts"
+DIVIDED_EXPERTS: dict[str, Style] = {EXPERTS: "experts"}
+LEFT_WHOLE = ("embed_tokens",)
+KEY = "parallel.tensor"
+REMEDY = "set parallel.tensor=1 and shard the model instead (parallel.shard), or use one of docs/several-processes.md"
+
+
+class Indivisible(Exception):
+    """Why a model cannot be divided, and what to do about it."""
+
+    def __init__(self, why: str, remedy: str = REMEDY):
+        super().__init__(why)
+        self.remedy = remedy
+
+
+def refuse_indivisible(config: Any, path: str, size: int) -> None:
+    """From its configuration alone: no weight is loaded."""
+    if size == 1:
+        return
+    try:
+        _refuse_heads(config, size)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        styles_of(model, size)
+    except Indivisible as found:
+        raise Refusal([Problem(KEY, f"{path} ({config.model_type}): {found}", found.remedy)]) from found
+
+
+def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
+    """What is done with which modules of a model's decoder, by their names in it."""
+    decoder = inner_decoder(model)
+    plan: dict[str, str] = getattr(decoder.config, "base_model_tp_plan", None) or {}
+    if not plan:
+        raise Indivisible("transformers has no plan for its tensor parallelism")
+    experts = [name for name, how in plan.items() if how == EXPERTS and name in _expert_plan(decoder.config)]
+    # Experts are divided as wholes, not inside.
+    plan = {name: how for name, how in plan.items() if not name.startswith(tuple(f"{one}." for one in experts))}
+    styles = STYLES | DIVIDED_EXPERTS if experts else STYLES
+    unknown = {name: how for name, how in plan.items() if how not in styles and name not in LEFT_WHOLE}
+    if unknown:
+        name, how = next(iter(unknown.items()))
+        more = ", and it has no plan for dividing the experts" if "expert" in name and not experts else ""
+        raise Indivisible(f"transformers' plan for {name} is {how!r}, which is not supported{more}")
+    layers = decoder_layers(model)
+    found: dict[str, Style] = {}
+    for name, module in decoder.named_modules():
+        style = next((styles.get(how) for pattern, how in plan.items() if _matches(pattern, name)), None)
+        if style is None:
+            continue
+        if not any(module is part for layer in layers for part in layer.modules()):
+            raise Indivisible(f"transformers' plan divides {name}, which is no part of a layer")
+        _refuse_module(name, module, style, size)
+        found[name] = style
+    if "rows" not in found.values():
+        raise Indivisible("transformers' plan for its tensor parallelism leaves its attention whole")
+    return found
+
+
+def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
+    """The same where adapters stand around some of the modules: of an adapter's two matrices the one on the divided
+    side is divided with its projection. Where that takes or gives everything so does the adapter."""
+    sides: dict[Style, str] = {"columns": "lora_B", "rows": "lora_A"}
+    found: dict[str, Style] = {}
+    for name, style in styles.items():
+        adapters = getattr(decoder.get_submodule(name), "lora_A", None)
+        found[name if adapters is None else f"{name}.base_layer"] = style
+        found |= {f"{name}.{sides[style]}.{one}": style for one in adapters or ()}
+    return found
+
+
+def _expert_plan(config: Any) -> dict[str, str]:
+    """By which whole experts are given to processes."""
+    return getattr(config, "base_model_ep_plan", None) or {}
+
+
+def divided_parameters(model: PreTrainedModel, size: int) -> int:
+    """How many of its numbers the ranks of a group divide."""
+    if size == 1:
+        return 0
+    found = 0
+    for name, style in styles_of(model, size).items():
+        module = inner_decoder(model).get_submodule(name)
+        found += sum(module.get_parameter(part).numel() for part in divided_dimensions(module, style))
+    return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
+
+
+def _refuse_module(name: str, module: nn.Module, style: Style, size: int) -> None:
+    if style == "shared":
+        return
+    if style == "experts":
+        count = vars(module).get("num_experts")
+        if not isinstance(count, int) or any(len(parameter) != count for parameter in module.parameters()):
+            raise Indivisible(f"{name} does not hold its experts one behind another")
+        if count % size:
+            raise Indivisible(f"{name} has {count} experts, not divisible by {size}")
+        return
+    if not isinstance(module, nn.Linear):
+        raise Indivisible(f"{name} is a {type(module).__name__}, no plain projection")
+    side = module.out_features if style == "columns" else module.in_features
+    if side % size:
+        raise Indivisible(f"{name} has {side} {'outputs' if style == 'columns' else 'inputs'}, not divisible by {size}")
+
+
+def _refuse_heads(config: Any, size: int) -> None:
+    text = config.get_text_config(decoder=True)
+    query = getattr(text, "num_attention_heads", None)
+    heads = {"query": query, "key/value": getattr(text, "num_key_value_heads", None) or query}
+    for kind, count in heads.items():
+        if count is None:
+            raise Indivisible("its configuration does not say how many attention heads it has")
+        if count % size:
+            fitting = ", ".join(str(number) for number in _divisors(*(n for n in heads.values() if n)))
+            why = f"its {count} {kind} heads cannot be divided over {size} processes"
+            raise Indivisible(why, f"set parallel.tensor to one of {fitting}")
+
+
+def _divisors(*counts: int) -> Iterator[int]:
+    return (number for number in range(1, min(counts) + 1) if not any(count % number for count in counts))

@@ -1,0 +1,70 @@
+"""Does a model that several ranks divide compute what a whole one does? Tried on a small one before weights are loaded.
+
+The plan is transformers', and what a model's code does with a part of its heads is its own affair: so a small model of
+the architecture is run whole, and divided over the ranks that will divide the large one, with the same random weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.device.trouble import refuse_trouble
+from lockstep.errors import Refusal, first_line
+from lockstep.model.check import LENGTHS, RUN_ERRORS, Unfit, build_miniature, line_of, tokens, weights_of
+from lockstep.model.decoder import inner_decoder
+from lockstep.model.miniature import VOCABULARY
+from lockstep.model.policy import Policy
+from lockstep.model.tensor_plan import KEY, REMEDY, Indivisible, styles_of
+from lockstep.model.verified import fingerprint, hardware, is_verified, remember
+from lockstep.parallel.shard import Sharding, whole
+from lockstep.parallel.tensor import TensorGroup, divide
+
+# In fp32: log-probs absolutely, gradients beside the norm of the parameter's own, or of the largest one's thousandth.
+LOGPROB_ERROR, GRADIENT_ERROR, GRADIENT_FLOOR = 1e-4, 1e-3, 1e-3
+
+
+def check_division(config: Any, path: str, kernel: str, device: torch.device, sharding: Sharding | None) -> None:
+    """Refuse an architecture that the ranks of a tensor group would compute wrongly (a collective of theirs)."""
+    if sharding is None or sharding.tensor is None:
+        return
+    group = sharding.tensor
+    key = fingerprint(config, "tensor", str(group.size), kernel, *hardware(device))
+    if group.least(int(is_verified(key)), device):
+        return
+    try:
+        try_division(config, kernel, device, group)
+    except (Unfit, Indivisible) as unfit:
+        raise Refusal.at(KEY, f"{path} ({config.model_type}): {unfit}", REMEDY) from unfit
+    remember(key)
+
+
+def try_division(config: Any, kernel: str, device: torch.device, group: TensorGroup) -> None:
+    one = build_miniature(config, kernel, device, group.size).policy
+    model = build_miniature(config, kernel, device, group.size).model
+    line = line_of([tokens(length, VOCABULARY) for length in LENGTHS], device)
+    wanted, gradients = _run(one, line)
+    try:
+        divide(model, inner_decoder(model), styles_of(model, group.size), group)
+        found, divided = _run(Policy(model, kernel).eval(), line)
+    except RUN_ERRORS as error:
+        refuse_trouble(error, device)
+        raise Unfit(f"it cannot be run divided over {group.size} processes: {first_line(error)}") from error
+    difference = float((found - wanted).abs().max())
+    if not difference <= LOGPROB_ERROR:
+        raise Unfit(f"divided over {group.size} processes its log-probs differ by {difference:.2g}")
+    least = GRADIENT_FLOOR * max(float(gradient.norm()) for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        off = float((divided[name] - gradient).norm()) / max(float(gradient.norm()), least)
+        if not off <= GRADIENT_ERROR:
+            raise Unfit(f"divided over {group.size} processes the gradient of {name} is off by {off:.2g} of its norm")
+
+
+def _run(policy: Policy, line: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs, and the whole gradient of each parameter."""
+    with torch.enable_grad():
+        logprobs: torch.Tensor = policy(line).logprobs_K
+        (logprobs * weights_of(len(logprobs), logprobs.device)).sum().backward()
+    parameters = policy.causal_lm.named_parameters()
+    return logprobs.detach(), {name: whole(p.grad) for name, p in parameters if p.grad is not None}

@@ -1,0 +1,142 @@
+"""Tensor parallelism, as far as one process can tell: what is refused, and what the plan counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Phi3Config,
+    PhimoeConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from conftest import run, write_online_recipe, write_sft_recipe
+from lockstep.errors import Refusal
+from lockstep.model.miniature import miniature_config
+from lockstep.model.tensor_plan import refuse_indivisible
+from lockstep.model.tiny import write_tiny
+from lockstep.recipe.load import load_recipe
+from lockstep.train.plan import plan_memory
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "why"),
+    [
+        (LlamaConfig(**SIZES), 4, "its 2 key/value heads cannot be divided over 4 processes"),
+        (LlamaConfig(**SIZES), 3, "its 4 query heads cannot be divided over 3 processes"),
+        (Qwen2Config(**SIZES | {"intermediate_size": 97}), 2, r"mlp\.gate_proj has 97 outputs, not divisible by 2"),
+        (GPT2Config(n_embd=64, n_head=4, n_layer=1), 2, "transformers has no plan for its tensor parallelism"),
+        (Phi3Config(**SIZES, pad_token_id=0), 2, "'colwise_gather_output', which is not supported"),
+        (MixtralConfig(**SIZES, num_local_experts=3), 2, r"mlp\.experts has 3 experts, not divisible by 2"),
+        (PhimoeConfig(**SIZES), 2, "transformers' plan for its tensor parallelism leaves its attention whole"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused_by_name(config: PreTrainedConfig, size: int, why: str) -> None:
+    with pytest.raises(Refusal, match=why) as caught:
+        refuse_indivisible(config, "folder", size)
+    (problem,) = caught.value.problems
+    assert problem.where == "parallel.tensor"
+    assert "folder" in problem.why
+    assert problem.remedy
+    refuse_indivisible(config, "folder", 1)
+
+
+def test_heads_that_come_out_even_are_not_refused() -> None:
+    refuse_indivisible(LlamaConfig(**SIZES), "folder", 2)
+    refuse_indivisible(Qwen3Config(**SIZES), "folder", 2)
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 4, 8])
+def test_the_miniature_can_be_divided(divisor: int) -> None:
+    small = miniature_config(Qwen3Config(num_attention_heads=32, num_key_value_heads=8), divisor)
+    heads, key_heads = small.num_attention_heads, small.num_key_value_heads
+    assert not any(count % divisor for count in (heads, key_heads, small.intermediate_size))
+    assert heads // key_heads > 1
+    assert small.hidden_size == heads * small.head_dim
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["parallel.context=2"], "parallel.tensor"),
+        (["parallel.offload=params"], "parallel.offload"),
+        (["tape=true"], "tape"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path: Path, tiny_folder: Path, words: list[str], where: str) -> None:
+    recipe = write_sft_recipe(tmp_path, tiny_folder)
+    load_recipe(recipe, words)
+    with pytest.raises(Refusal) as caught:
+        load_recipe(recipe, [*words, "parallel.tensor=2"])
+    (problem,) = caught.value.problems
+    assert problem.where == where
+    assert "parallel.tensor=1" in problem.remedy or "to 1" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["rollout.engine=hf"], "rollout.engine"),
+        (["rollout.function=own.py:act"], "rollout.function"),
+        (["parallel.offload_reference=true", "algorithm.kl.where=loss"], "parallel.offload_reference"),
+    ],
+)
+def test_who_does_not_generate_together_is_refused(
+    tmp_path: Path, tiny_folder: Path, words: list[str], where: str
+) -> None:
+    with pytest.raises(Refusal) as caught:
+        load_recipe(write_online_recipe(tmp_path, tiny_folder), [*words, "parallel.tensor=2"])
+    assert where in {problem.where for problem in caught.value.problems}
+
+
+def test_the_plan_refuses_what_cannot_be_divided(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tiny model of the tests has one head of keys and values, one of the other size two."""
+    words = ["plan", recipe_file, "--devices", 4, "parallel.tensor=2"]
+    assert run(*words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "parallel.tensor" in said
+    assert "its 1 key/value heads cannot be divided over 2 processes" in said
+    write_tiny(tmp_path / "larger", hidden=128, layers=1)
+    assert run(*words, f"model.path={tmp_path / 'larger'}") == 0
+    assert "on each of 2 group(s) of 2 devices" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_plan_counts_what_each_device_holds(tmp_path: Path, tiny_folder: Path) -> None:
+    """Weights by hand: a Llama of one layer whose projections two devices divide; embedding and head are sliced."""
+    config = LlamaConfig(**SIZES | {"num_hidden_layers": 1})
+    embedding, attention = 100 * 64, 64 * 64 * 2 + 64 * 32 * 2
+    projections = attention + 3 * 64 * 96
+    norms = 3 * 64
+    parameters = 2 * embedding + projections + norms
+    path = write_online_recipe(tmp_path, tiny_folder)
+    plan, alone = (
+        plan_memory(
+            load_recipe(path, [f"parallel.tensor={size}", "rollout.n=2", "algorithm.kl.where=none"]), config, 4, 49, 8
+        )
+        for size in (2, 1)
+    )
+    phases = {phase.name: phase for phase in plan.phases}
+    assert plan.parameters == parameters
+    assert phases["optimizer step"].weights == parameters * 4 // 4
+    assert phases["optimizer step"].optimizer == parameters * 2 * 4 // 4
+    # The policy is gathered but for the projections. Of two heads of 16 numbers one has its keys and values here.
+    assert phases["generation"].weights == (2 * embedding + norms + projections // 2) * 4
+    whole = next(phase for phase in alone.phases if phase.name == "generation")
+    assert whole.activations - phases["generation"].activations == 8 * 49 * 2 * 16 * 4
