@@ -211,6 +211,11 @@ def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
     for key in known:
         if key not in preference_reads(recipe) and getattr(settings, key) != known[key].default:
             yield Problem(f"preference.{key}", f"{chosen} does not read it", "remove it")
+    if OFFLINE[recipe.method].preference is None:
+        if settings.loss == "exo_pair" and not settings.label_smoothing:
+            yield Problem("preference.label_smoothing", "exo_pair takes the logarithm of it", "set it, to 0.001 say")
+        if settings.divergence != "alpha" and settings.alpha != known["alpha"].default:
+            yield Problem("preference.alpha", f"divergence {settings.divergence} does not read it", "remove it")
 
 
 def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
