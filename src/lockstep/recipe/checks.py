@@ -116,6 +116,14 @@ def _validation_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
     lora = recipe.model.lora
+    if lora and lora.adapter is None and lora.rank is None:
+        yield Problem("model.lora.rank", "must be set", "8, say; or name an adapter to start from: model.lora.adapter")
+    if lora and lora.adapter is not None:
+        for key in ("dropout", "targets", "exclude"):
+            if getattr(lora, key) != type(lora).model_fields[key].default:
+                yield Problem(f"model.lora.{key}", "the adapter that training starts from says it", "remove it")
+        if recipe.method == "rm":
+            yield Problem("model.lora.adapter", "a reward model's decoder gets an adapter of its own", "remove it")
     if lora and isinstance(lora.targets, list):
         if not lora.targets:
             yield Problem("model.lora.targets", "is empty: nothing would be trained", "use all-linear")
@@ -399,7 +407,7 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
         batch = batch.model_copy(update={"prompts_per_update": batch.prompts})
     if model.master_weights is None:
         model = model.model_copy(update={"master_weights": model.dtype != "fp32"})
-    if model.lora and model.lora.alpha is None:
+    if model.lora and model.lora.alpha is None and model.lora.rank is not None:
         model = model.model_copy(update={"lora": model.lora.model_copy(update={"alpha": 2.0 * model.lora.rank})})
     algorithm = recipe.algorithm
     unsaid = "weight" not in algorithm.correction.model_fields_set and not algorithm.correction.bypass
