@@ -234,6 +234,7 @@ def test_the_two_versions_of_verls_sft_have_defaults_of_their_own() -> None:
                 "critic.path": "m",
             },
         ),
+        (["--reward_pretrain", "a,b"], {"reward.model": ["a", "b"], "critic.path": "a"}),
         (["--top_p", "0.9"], {"rollout.top_p": 0.9, "rollout.truncated": "ignore"}),
         (
             ["--lora_rank", "8", "--target_modules", "q_proj", "v_proj"],
@@ -301,7 +302,6 @@ def test_openrlhfs_dotted_flags(words: list[str], expected: dict[str, Any]) -> N
         ("train_prm", ["--pretrain", "m", "--dataset", "d.jsonl", "--placeholder_token", "ки"], "--reward_tokens"),
         ("train_kd", ["--pretrain", "m", "--dataset", "d.jsonl"], "--teacher_model"),
         ("train_ppo_ray", [*ONLINE, "--n_samples_per_prompt", "3"], "--train_batch_size"),
-        ("train_ppo_ray", [*ONLINE, "--reward_pretrain", "a,b"], "--reward_pretrain"),
         ("train_ppo_ray", [*ONLINE, "--async_train"], "--async_train"),
         ("train_dpo", ["--pretrain", "m", "--dataset", "d.jsonl", "--bata", "1"], "--bata"),
         ("serve_rm", [], "openrlhf serve_rm"),

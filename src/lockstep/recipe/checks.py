@@ -320,6 +320,11 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _gdpo_problems(recipe)
     if algorithm.dynamic_sampling.metric and algorithm.dynamic_sampling.rounds < 2:
         yield Problem("algorithm.dynamic_sampling.metric", "nothing is replaced in one round", "set rounds over 1")
+    models, weights = recipe.reward.model, recipe.reward.model_weights
+    if isinstance(models, list) and not models:
+        yield Problem("reward.model", "is an empty list", "name a folder, or remove it")
+    if weights and (not isinstance(models, list) or len(models) != len(weights)):
+        yield Problem("reward.model_weights", f"{len(weights)} weights are not one for each of reward.model", "as many")
     if recipe.reward.arguments and recipe.reward.function is None:
         yield Problem("reward.arguments", "there is no reward.function to give them to", "set it, or remove them")
     for name in recipe.reward.arguments.keys() & REWARD_CALL:

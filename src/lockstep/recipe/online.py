@@ -418,8 +418,13 @@ class Reward(Section):
         description="Arguments that `function` gets by name besides those of every reward function.",
         effect=REWARD,
     )
-    model: str | None = Field(
-        None, description="Folder of a reward model (sequence classification, one label).", effect=FOLDER
+    model: str | list[str] | None = Field(
+        None,
+        description="Folder of a reward model (sequence classification, one label); or several, whose scores are added.",
+        effect=FOLDER,
+    )
+    model_weights: list[float] = Field(
+        default_factory=list, description="With several of `model`: the weight of each. Default: 1.", effect=REWARD
     )
     process: str | None = Field(
         None,

@@ -201,7 +201,8 @@ def reward_rule(settings: Settings, done: Conversion) -> None:
     elif not model:
         done.refuse("reward_pretrain", "neither a reward model nor --remote_rm_url is set", "name one")
     elif "," in model:
-        done.refuse("reward_pretrain", "one reward model is used", "name one, or add them up in a reward.function")
+        models = [name.strip() for name in str(model).split(",") if name.strip()]
+        done.write("reward.model", models, "reward_pretrain", note="their scores are added up (reward.model_weights)")
     else:
         done.write("reward.model", model, "reward_pretrain")
     if settings["normalize_reward"]:
