@@ -254,7 +254,10 @@ def test_informative_groups():
     assert informative(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
 
 
-@pytest.mark.parametrize(("name", "what"), [("gae", "values"), ("remax", "greedy"), ("gdpo", "one by one"), ("optimal_token_baseline", "squared")])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("gae", "values"), ("remax", "greedy"), ("gdpo", "one by one"), ("optimal_token_baseline", "squared")],
+)
 def test_what_is_missing_is_named(name, what):
     with pytest.raises(Refusal, match=what):
         ESTIMATORS[name](step([1.0], [0], [2]), gamma=1.0, lam=1.0)

@@ -193,7 +193,9 @@ def test_weights_are_normalised_over_tokens_or_sequences():
 
 def test_a_product_of_many_ratios_does_not_overflow():
     many = torch.full((200,), 5.0)
-    found = correct(many, torch.zeros(200), torch.zeros(200, dtype=torch.long), 1, **OFF, reject=[Band("sum", "ratio", 2)])
+    found = correct(
+        many, torch.zeros(200), torch.zeros(200, dtype=torch.long), 1, **OFF, reject=[Band("sum", "ratio", 2)]
+    )
     assert found.keep_K.tolist() == [0] * 200
 
 

@@ -281,13 +281,14 @@ def test_preferences(kind: str, average: bool) -> None:
         tokens, sums, reference, lengths = responses(draw, 2 * count)
         known = (None, None) if kind in pair_losses.REFERENCE_FREE else (reference[0::2], reference[1::2])
         pairs = preference.Pairs(sums[0::2], sums[1::2], lengths[0::2], lengths[1::2], *known)
+        others = pair_losses.DIVERGENCES if kind in pair_losses.DIVERGENT else ("reverse_kl",)
         found = preference.preference_loss(
             pairs,
             kind=kind,
             beta=float(draw.of((0.01, 0.1, 2.0), 1)),
             label_smoothing=0.1 if kind in pair_losses.SMOOTHED else 0.0,
             gamma=1.0 if kind == "simpo" else 0.0,
-            divergence=pair_losses.DIVERGENCES[int(draw.whole(0, 3, 1))] if kind in pair_losses.DIVERGENT else "reverse_kl",
+            divergence=others[int(draw.whole(0, len(others) - 1, 1))],
             average=average,
             nll=1.0,
         )

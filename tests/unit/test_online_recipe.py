@@ -20,6 +20,7 @@ from lockstep.recipe import load_recipe, rows
 from lockstep.recipe.load import dump_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.online import Algorithm
+from lockstep.recipe.rows import estimator_row
 from loss_settings import SETTINGS
 from recipe_files import BASE, keys, refused, write
 
@@ -201,7 +202,7 @@ def test_no_best_checkpoint_without_a_loss(base: str) -> None:
     assert "online runs lack" in problem.why
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_pp_baseline", "gdpo"])
+@pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if estimator_row(name).groups])
 def test_group_estimators_need_a_group(base: str, advantage: str) -> None:
     (problem,) = refused(base, f"algorithm.advantage={advantage}", "rollout.n=1")
     assert problem.where == "rollout.n"

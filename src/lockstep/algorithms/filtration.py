@@ -19,8 +19,8 @@ LEAST = 1e-8
 def drawn_times(scores_S: torch.Tensor, method: str, power: float, generator: torch.Generator) -> torch.Tensor:
     """How often each response is drawn: S draws with replacement, by weight.
 
-    `pow` weighs |s|^power, `max_min` the step's best and worst scores 1 and others 0, `max_random` the best ones 0.4 and
-    others 0.1. Drawn on the generator's device: with generators of one seed every rank draws the same.
+    `pow` weighs |s|^power, `max_min` the step's best and worst scores 1 and others 0, `max_random` the best ones 0.4
+    and others 0.1. Drawn on the generator's device: with generators of one seed every rank draws the same.
     """
     scores_S = scores_S.double()
     if method == "pow":

@@ -148,9 +148,7 @@ def dppo_kl(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sum
     rest_K = log_rest(old_K) - log_rest(logprobs_K)
     divergence_K = old_K.exp() * (old_K - logprobs_K) + (1 - old_K.exp()) * rest_K
     risen_K, fallen_K = logprobs_K > old_K, logprobs_K < old_K
-    beyond_K = torch.where(
-        tokens.advantages_K > 0, (divergence_K > high) & risen_K, (divergence_K > low) & fallen_K
-    )
+    beyond_K = torch.where(tokens.advantages_K > 0, (divergence_K > high) & risen_K, (divergence_K > low) & fallen_K)
     return _within(tokens, beyond_K, cap)
 
 

@@ -125,9 +125,7 @@ def _settings(
     return settings
 
 
-def _scores(
-    pairs: Pairs, kind: str, average: bool, divergence: str, alpha: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scores(pairs: Pairs, kind: str, average: bool, divergence: str, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
     chosen_P, rejected_P = floored(pairs.chosen_P, LEAST_SUM), floored(pairs.rejected_P, LEAST_SUM)
     if kind not in REFERENCE_FREE:
         if pairs.reference_chosen_P is None or pairs.reference_rejected_P is None:

@@ -12,7 +12,10 @@ from lockstep.algorithms.pair_losses import Partners
 
 
 def paired(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, reference_chosen_P: torch.Tensor, reference_rejected_P: torch.Tensor
+    chosen_P: torch.Tensor,
+    rejected_P: torch.Tensor,
+    reference_chosen_P: torch.Tensor,
+    reference_rejected_P: torch.Tensor,
 ) -> Partners:
     """For `aot`: how far the reference's margin of the same rank is from the pair's own, by its two log-probabilities.
 

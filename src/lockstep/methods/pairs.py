@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -73,7 +74,7 @@ class Pairwise(Plain):
                 weighed_S = sum_by(_weighed(policy, weights_K[batch.index_K].to(policy)), local_K, len(sequences))
             lengths = _two(update.lengths_S[sequences].to(policy.device))
             known = (None, None) if reference_S is None else _two(reference_S[sequences].to(policy.device))
-            pairs = Pairs(*_two(weighed_S), *lengths, *known, likelihood_P=_two(plain_S)[0])
+            pairs = replace(Pairs(*_two(weighed_S), *lengths, *known), likelihood_P=_two(plain_S)[0])
             own = None if partners is None else _of(partners, sequences[0::2] // 2, policy.device)
             return preference_loss(pairs, kind=self.kind, partners=own, **self.keys)
 

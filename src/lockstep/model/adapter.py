@@ -56,7 +56,9 @@ def start_from(model: Any, folder: str) -> None:
     problems = [Problem(where, f"the adapter has no {name}") for name in sorted(own.keys() - weights.keys())]
     problems += [Problem(where, f"the model has no place for {name}") for name in sorted(weights.keys() - own.keys())]
     problems += [
-        Problem(where, f"{name} has the shape {tuple(weights[name].shape)}, and the model needs {tuple(own[name].shape)}")
+        Problem(
+            where, f"{name} has the shape {tuple(weights[name].shape)}, and the model needs {tuple(own[name].shape)}"
+        )
         for name in sorted(own.keys() & weights.keys())
         if own[name].shape != weights[name].shape
     ]

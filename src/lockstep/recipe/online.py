@@ -260,8 +260,8 @@ class DynamicSampling(Section):
 class Filtration(Section):
     method: Literal["none", "pow", "max_min", "max_random"] = Field(
         "none",
-        description="Learn from responses as often as they are drawn by their scores (PF-PPO): by a power of the score, "
-        "the best and worst of the step only, or the best four times as often as others.",
+        description="Learn from responses as often as they are drawn by their scores (PF-PPO): by a power of the "
+        "score, the best and worst of the step only, or the best four times as often as others.",
     )
     power: float = Field(
         2.0, gt=0, description="`pow`: the power.", read_where=("algorithm.filtration.method", ("pow",))
@@ -420,7 +420,7 @@ class Reward(Section):
     )
     model: str | list[str] | None = Field(
         None,
-        description="Folder of a reward model (sequence classification, one label); or several, whose scores are added.",
+        description="Folder of a reward model (sequence classification, one label); or several, which are added.",
         effect=FOLDER,
     )
     model_weights: list[float] = Field(

@@ -18,9 +18,7 @@ class ModelsPart(RewardPart):
 
     name = "model"
 
-    def __init__(
-        self, paths: Sequence[str], weights: Sequence[float], device: torch.device, *, offload: bool = False
-    ):
+    def __init__(self, paths: Sequence[str], weights: Sequence[float], device: torch.device, *, offload: bool = False):
         self._weights = list(weights) or [1.0] * len(paths)
         with ExitStack() as opened:
             self._parts: list[ModelPart] = []

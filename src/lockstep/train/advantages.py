@@ -98,9 +98,7 @@ def _corrected(experience: Experience, known: Annotated, settings: Correction) -
     assert trainer_K is not None
     keys = settings.model_dump(exclude={"bypass", "reject"})
     bands = [Band(**band.model_dump()) for band in settings.reject]
-    return correct(
-        trainer_K, experience.engine_K, experience.sequence_K, experience.sequences, **keys, reject=bands
-    )
+    return correct(trainer_K, experience.engine_K, experience.sequence_K, experience.sequences, **keys, reject=bands)
 
 
 def _energy(known: Annotated, importance_K: torch.Tensor) -> torch.Tensor | None:

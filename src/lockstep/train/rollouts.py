@@ -123,9 +123,12 @@ def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 def _teaches(group: Sequence[Rollout], settings: DynamicSampling) -> bool:
     """Scores that are not all equal, or whose mean is between two bounds."""
-    key, scored = "algorithm.dynamic_sampling.metric", [r for r in group if isinstance(r.score, Score)]
-    scores = torch.tensor([r.score.total if settings.metric is None else part_of(r, settings.metric, key) for r in scored])
+    scores = torch.tensor([_compared(r, r.score, settings.metric) for r in group if isinstance(r.score, Score)])
     if settings.between is not None:
         low, high = settings.between
         return len(scores) > 0 and low < float(scores.double().mean()) < high
     return bool(informative(scores, torch.zeros(len(scores), dtype=torch.long)).any())
+
+
+def _compared(rollout: Rollout, score: Score, metric: str | None) -> float:
+    return score.total if metric is None else part_of(rollout, metric, "algorithm.dynamic_sampling.metric")

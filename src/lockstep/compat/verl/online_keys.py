@@ -40,7 +40,9 @@ ROWS: list[KeyRow] = [
     part(correction.LOSS, "algorithm.loss", default="ppo_clip", note="with bypass_mode; reinforce: loss importance"),
     part("algorithm.filter_groups.enable", "algorithm.dynamic_sampling.rounds", default=False),
     part("algorithm.filter_groups.max_num_gen_batches", "algorithm.dynamic_sampling.rounds", default=0),
-    part("algorithm.filter_groups.metric", "algorithm.dynamic_sampling.metric", note="score and reward: the whole score"),
+    part(
+        "algorithm.filter_groups.metric", "algorithm.dynamic_sampling.metric", note="score and reward: the whole score"
+    ),
     part(f"{A}.policy_loss.loss_mode", "algorithm.loss", default="vanilla"),
     part(f"{A}.loss_agg_mode", "algorithm.aggregation", default="token-mean"),
     part(f"{A}.clip_ratio_low", "algorithm.clip_low", default=0.2),
