@@ -222,7 +222,8 @@ def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
     if OFFLINE[recipe.method].preference is None:
         if settings.loss == "exo_pair" and not settings.label_smoothing:
             yield Problem("preference.label_smoothing", "exo_pair takes the logarithm of it", "set it, to 0.001 say")
-        if settings.divergence != "alpha" and settings.alpha != known["alpha"].default:
+        reads_alpha = "alpha" in preference_reads(recipe)
+        if reads_alpha and settings.divergence != "alpha" and settings.alpha != known["alpha"].default:
             yield Problem("preference.alpha", f"divergence {settings.divergence} does not read it", "remove it")
 
 
