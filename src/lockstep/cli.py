@@ -197,7 +197,8 @@ def sample(
     top_k: Annotated[int, typer.Option(min=0, help="Sample from so many tokens; 0 is all.")] = 0,
     min_p: Annotated[float, typer.Option(min=0, max=1, help="Leave out tokens below this share of the best.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response in tokens.")] = 256,
-    rows: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Only so many rows.")] = None,
+    first: Annotated[int, typer.Option(min=0, help="Leave out so many rows before them: a slice.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Another seed draws other responses.")] = 0,
     reward_function: Annotated[str | None, typer.Option(metavar="FILE.py:NAME", help="A function of yours.")] = None,
     reward_model: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of a reward model.")] = None,
@@ -234,7 +235,7 @@ def sample(
         max_failures=max_failures,
     )
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, seed=seed)
-    sample_responses(Job(model, data, out, n, sampling, rewards, rows, system, dtype, chunk), device)
+    sample_responses(Job(model, data, out, n, sampling, rewards, rows, system, dtype, chunk, first), device)
 
 
 @app.command()
@@ -242,7 +243,11 @@ def pairs(
     samples: Annotated[str, typer.Argument(metavar="SAMPLES", help="What `lockstep sample` wrote: a file or a glob.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A .parquet or .jsonl file to write.")],
     kind: Annotated[
-        str, typer.Option(metavar="pairs|sft|kto", help="Best against worst, the best alone, or each with a label.")
+        str,
+        typer.Option(
+            metavar="pairs|sft|kto|conditional",
+            help="Best against worst, the best alone, each with a label, or each with its reward in the prompt.",
+        ),
     ],
     per_prompt: Annotated[int | None, typer.Option(min=1, help="pairs, sft: rows of a question at most [1].")] = None,
     min_margin: Annotated[float | None, typer.Option(min=0, help="pairs: least difference of rewards.")] = None,
@@ -255,12 +260,20 @@ def pairs(
         typer.Option(metavar="first|shortest", help="pairs, sft: which of equal rewards is taken [first]."),
     ] = None,
     keep_cut: Annotated[bool, typer.Option("--keep-cut", help="Use responses that met the length limit too.")] = False,
+    reward_template: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="conditional: the prompt with {input} and {reward}."),
+    ] = None,
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="conditional: rewards of mean 0 and deviation 1.")
+    ] = False,
 ) -> None:
     """Turn scored responses into rows that SFT, DPO or KTO train on."""
     from lockstep.data.prepare.pairs import choice_of, write_pairs
     from lockstep.run.progress import Console
 
-    choice = choice_of(kind, per_prompt, min_margin, min_reward, threshold, length_tie, keep_cut)
+    options = (per_prompt, min_margin, min_reward, threshold, length_tie, keep_cut, reward_template, normalize)
+    choice = choice_of(kind, *options)
     counts = write_pairs(samples, out, choice)
     console = Console.open()
     console.banner(f"{samples} as {kind}", counts.table())

@@ -84,6 +84,15 @@ def test_chunks_and_what_stands_beside_a_question_change_nothing(home: Path, tin
     assert [row["response"] for row in other] != [row["response"] for row in whole]
 
 
+def test_slices_are_answered_as_in_the_whole(home: Path, tiny_folder: Path) -> None:
+    whole = sampled(home, tiny_folder, "all.parquet")
+    parts = [sampled(home, tiny_folder, f"{first}.parquet", first=first, rows=6) for first in (0, 6)]
+    assert [len(part) for part in parts] == [18, 12]
+    assert [row for part in parts for row in part] == whole
+    with pytest.raises(Refusal, match="past the last of 10 rows"):
+        sampled(home, tiny_folder, "none.parquet", first=10)
+
+
 def test_the_rule_of_the_data_source_scores_without_options(home: Path, tiny_folder: Path) -> None:
     rows = sampled(home, tiny_folder, "rule.parquet", reward=Reward(), rows=2)
     assert all(json.loads(str(row["rewards"])) == {"rule": row["reward"]} for row in rows)

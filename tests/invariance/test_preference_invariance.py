@@ -37,6 +37,7 @@ KINDS = {
     "prm": [],
     "distill": ["distill.divergence=jsd", "distill.temperature=1.5"],
     "distill from disk": ["distill.top_k=5"],
+    "dpo by ranks of the update": ["preference.loss=aot_unpaired", "preference.ld_alpha=0.5"],
     "dpo from disk": ["preference.precompute=true"],
 }
 

@@ -10,5 +10,9 @@ SETTINGS = {
     "geo_mean": {"low": 0.4, "high": 0.3},
     "clip_cov": {"low": 0.2, "high": 0.28},
     "kl_cov": {"weight": 0.7},
+    "dppo_tv": {"low": 0.05, "high": 0.05, "cap": 3.0},
+    "dppo_kl": {"low": 0.02, "high": 0.01, "cap": 3.0},
+    "dro": {"beta": 0.6},
+    "importance": {"cap": 3.0, "of": "sequence"},
     "policy_gradient": {},
 }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.advantage import ESTIMATORS, Signals, informative, whitened
+from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, informative, whitened
 from lockstep.errors import Refusal
 from work import lines_run, operators_run
 
@@ -67,6 +68,45 @@ def test_reinforce_pp_baseline_is_whitened_over_tokens():
     assert estimate.advantages_K.tolist() == pytest.approx(expected, abs=1e-12)
 
 
+def test_flash_reinforce_takes_off_the_mean_of_the_step():
+    assert by_sequence("flash_reinforce", step(SCORES, GROUPS, LENGTHS)) == pytest.approx([-0.1, 1.9, -1.1, -0.6, -0.1])
+    # A sequence without a token has no part in the mean: 3 of 3.0, 1.0, 2.0.
+    found = by_sequence("flash_reinforce", step([3.0, 9.0, 1.0, 2.0], [0, 0, 1, 2], [1, 0, 2, 1]))
+    assert found == pytest.approx([1.0, None, -1.0, 0.0])
+    assert by_sequence("flash_reinforce", step([0.1] * 3, [0, 0, 1], [1, 2, 1])) == [0.0] * 3
+
+
+def test_gdpo_by_hand():
+    """A large reward 10, 0 | 0, 10 and a small one 0, 0.1 | 0, 0 at weight 2, in two groups of two.
+
+    A deviation of two numbers is their distance over sqrt(2), so each comes to +-1/sqrt(2); the small one of the second
+    group to 0.
+    """
+    one, two = 1 / math.sqrt(2), 2 / math.sqrt(2)
+    sums = [one - two, -one + two, -one, one]
+    rewards = (1.0, torch.tensor([10.0, 0.0, 0.0, 10.0])), (2.0, torch.tensor([0.0, 0.1, 0.0, 0.0]))
+    signals = step([10.0, 0.2, 0.0, 10.0], [0, 0, 1, 1], [1, 1, 1, 1], rewards=rewards)
+    expected = [x / math.sqrt(statistics.variance(sums) + 1e-8) for x in sums]  # their mean is 0
+    assert by_sequence("gdpo", signals) == pytest.approx(expected, rel=1e-4)
+    plain = ESTIMATORS["gdpo"](replace(signals, whitening=Whitening(over="none")), gamma=1.0, lam=1.0)
+    assert plain.advantages_K.tolist() == pytest.approx(sums, rel=1e-4)
+
+
+def test_optimal_token_baseline_by_hand():
+    """A group of three tokens and two; energies 1, 2, 1 | 3, 1, so 1, 3, 4 | 3, 4 up to each position.
+
+    Returns to go of the first 6, 5, 4 (rewards 1, 1, 4), of the second 2, 2. Baselines: (6 x 1 + 2 x 3) / 4 = 3,
+    (5 x 3 + 2 x 4) / 7 = 23/7, and 0 where one is left. A group of one gives 0.
+    """
+    sequence = torch.tensor([0, 0, 0, 1, 1, 2])
+    rewards = torch.tensor([1.0, 1.0, 4.0, 0.0, 2.0, 5.0], dtype=torch.float64)
+    energy = torch.tensor([1.0, 2.0, 1.0, 3.0, 1.0, 1.0], dtype=torch.float64)
+    signals = Signals(rewards, sequence, torch.tensor([4, 4, 1]), energy_K=energy)
+    estimate = ESTIMATORS["optimal_token_baseline"](signals, gamma=1.0, lam=1.0)
+    assert estimate.returns_K.tolist() == [6, 5, 4, 2, 2, 5]
+    assert estimate.advantages_K.tolist() == pytest.approx([6 - 3, 5 - 23 / 7, 4, 2 - 3, 2 - 23 / 7, 0])
+
+
 def test_gpg_makes_up_for_groups_without_a_gradient():
     # Groups: 1, 0 (differ); 1, 1 and 0, 0 (equal); a single. Seven sequences, two of them informative.
     signals = step([1, 0, 1, 1, 0, 0, 5], [0, 0, 1, 1, 2, 2, 3], [1] * 7)
@@ -114,7 +154,15 @@ def test_a_sequence_without_tokens_is_no_part_of_the_baseline(name):
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_no_tokens_at_all(name):
     none = torch.zeros(0)
-    signals = Signals(none, none.long(), torch.tensor([0, 0]), values_K=none, baseline_S=torch.zeros(2))
+    signals = Signals(
+        none,
+        none.long(),
+        torch.tensor([0, 0]),
+        values_K=none,
+        baseline_S=torch.zeros(2),
+        energy_K=none,
+        rewards=((1.0, torch.zeros(2)),),
+    )
     estimate = ESTIMATORS[name](signals, gamma=0.9, lam=0.9)
     assert len(estimate.advantages_K) == len(estimate.returns_K) == 0
 
@@ -206,7 +254,10 @@ def test_informative_groups():
     assert informative(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
 
 
-@pytest.mark.parametrize(("name", "what"), [("gae", "values"), ("remax", "greedy")])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("gae", "values"), ("remax", "greedy"), ("gdpo", "one by one"), ("optimal_token_baseline", "squared")],
+)
 def test_what_is_missing_is_named(name, what):
     with pytest.raises(Refusal, match=what):
         ESTIMATORS[name](step([1.0], [0], [2]), gamma=1.0, lam=1.0)
@@ -233,6 +284,8 @@ def test_no_loop_over_sequences_or_tokens(name):
             torch.arange(sequences) // 8,
             values_K=torch.randn(sequences * tokens, generator=draw),
             baseline_S=torch.zeros(sequences),
+            energy_K=torch.rand(sequences * tokens, generator=draw),
+            rewards=((1.0, torch.randn(sequences, generator=draw)),),
         )
 
         def estimate():
@@ -311,7 +364,8 @@ def test_opo_sums_to_zero_by_length(drawn):
 def test_nothing_is_ever_nan(name, drawn):
     scores, groups, lengths = split(drawn)
     tokens = sum(lengths)
-    signals = step(scores, groups, lengths, values_K=torch.ones(tokens), baseline_S=torch.ones(len(lengths)))
+    more = {"energy_K": torch.ones(tokens), "rewards": ((1.0, torch.tensor(scores)), (0.5, torch.ones(len(scores))))}
+    signals = step(scores, groups, lengths, values_K=torch.ones(tokens), baseline_S=torch.ones(len(lengths)), **more)
     estimate = ESTIMATORS[name](signals, gamma=0.9, lam=0.9)
     assert bool(estimate.advantages_K.isfinite().all())
     assert bool(estimate.returns_K.isfinite().all())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +15,15 @@ import torch
 
 from hand_rollouts import FAILED, recipe_of, rollout
 from lockstep.device.select import select
+from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
-from lockstep.train.advantages import estimate_advantages
-from lockstep.train.annotate import UpdatePlan, annotate, old_needed, plan_updates
+from lockstep.train.advantages import _energy, estimate_advantages
+from lockstep.train.annotate import Annotated, UpdatePlan, annotate, old_needed, plan_updates
 from lockstep.train.build import build_learner, build_reference
 from lockstep.train.experience import Experience, experience_of
 from lockstep.train.models import Models, Packing
-from lockstep.types import MicroBatch
+from lockstep.types import MicroBatch, Score
 
 # Two prompts, two responses each; K = 2 + 1 + 3 + 1 tokens.
 LENGTHS = (2, 1, 3, 1)
@@ -83,7 +85,8 @@ def annotated(beta: float = 0.1, *, old: Sequence[float] = OLD, **keys: Any) -> 
     """What the models said and what followed from it, in one."""
     recipe = recipe_of(**{"batch__prompts": 2, "rollout__n": 2, **keys})
     models, phases = FakeModels(critic=recipe.algorithm.advantage == "gae", old=old), Phases()
-    known = annotate(planned(made(), recipe), models, recipe, phases)  # type: ignore[arg-type]
+    plans, engine_K = planned(made(), recipe), made().engine_K
+    known = annotate(plans, models, recipe, phases, engine_K)  # type: ignore[arg-type]
     advantages = estimate_advantages(made(), known, recipe, beta)
     return SimpleNamespace(**vars(known), **vars(advantages)), models, phases
 
@@ -102,6 +105,8 @@ def annotated(beta: float = 0.1, *, old: Sequence[float] = OLD, **keys: Any) -> 
         (True, 1, {"algorithm__epochs": 2}),
         (True, 1, {"algorithm__correction__weight": "token"}),
         (True, 1, {"algorithm__correction__mask": "sequence"}),
+        (True, 1, {"algorithm__correction__reject": [{"by": "k2", "high": 1.0}]}),
+        (True, 1, {"algorithm__advantage": "optimal_token_baseline"}),
         (True, 1, {"algorithm__kl__where": "reward"}),
         (True, 1, {"method": "ppo"}),
         (True, 1, {"algorithm__loss": "clip_cov"}),
@@ -302,7 +307,7 @@ def test_a_real_policy_gives_its_tokens_in_the_order_of_the_responses(tiny_folde
     learner, packing = build_learner(recipe, *where), Packing.of(recipe, World(), 0)
     models = Models(learner.module, packing, where[2], learner, reference=build_reference(recipe, *where))
     parts = planned(experience, recipe)
-    known = annotate(parts, models, recipe, Phases())
+    known = annotate(parts, models, recipe, Phases(), torch.zeros(0))
     library = AutoModelForCausalLM.from_pretrained(tiny_folder)
     expected = []
     with torch.no_grad():
@@ -315,3 +320,96 @@ def test_a_real_policy_gives_its_tokens_in_the_order_of_the_responses(tiny_folde
     assert known.old_K.tolist() == pytest.approx(expected, abs=1e-4)
     assert torch.equal(known.old_K, known.reference_K)
     assert models.module.training
+
+
+# -- what is learned from ----------------------------------------------------------------------------------------------
+
+
+def test_bypass_takes_the_engines_logprobs_for_old_ones() -> None:
+    found, models, _ = annotated(algorithm__correction__bypass=True, algorithm__kl__where="none")
+    assert found.old_K.tolist() == ENGINE
+    assert models.asked == []  # no pass before the first update
+    band = [{"over": "token", "by": "ratio", "low": 0.9, "high": 1.2}]
+    found, models, _ = annotated(algorithm__correction__bypass=True, algorithm__correction__reject=band)
+    assert found.old_K.tolist() == ENGINE
+    assert found.trainer_K.tolist() == pytest.approx(OLD)
+    # The trainer's over the engine's: e^-0.1, 1, 1, e^0.5, 1, e^0.5, 1.
+    assert found.keep_K.tolist() == [1, 1, 1, 0, 1, 0, 1]
+    assert [name for name, _ in models.asked] == ["old", "reference"]
+
+
+def test_responses_that_met_the_limit_are_skipped_and_still_compared() -> None:
+    recipe = recipe_of(batch__prompts=2, rollout__n=2, algorithm__overlong__skip=True, algorithm__kl__where="none")
+    experience = made()
+    stops = [replace(r, stop="length" if i in (1, 2) else "token") for i, r in enumerate(experience.rollouts)]
+    cut = experience_of(stops)
+    found = estimate_advantages(cut, Annotated(None, None, None), recipe, 0.0)
+    whole = estimate_advantages(experience, Annotated(None, None, None), recipe, 0.0)
+    assert found.keep_K.tolist() == [1, 1, 0, 0, 0, 0, 1]
+    assert found.advantages_K.tolist() == whole.advantages_K.tolist()
+    assert found.metrics["response/skipped_ratio"] == 0.5
+
+
+def test_filtered_responses_count_as_often_as_they_are_drawn() -> None:
+    recipe = recipe_of(batch__prompts=2, rollout__n=2, algorithm__filtration__method="max_min")
+    known = Annotated(None, torch.tensor(REFERENCE), None)
+    found = estimate_advantages(made(), known, recipe, 0.1, (3, 1))
+    assert found.times_S is not None
+    assert found.times_S.sum() == 4
+    assert found.times_S[0] == 0  # its score of 1 is neither the best nor the worst
+    assert found.metrics["actor/filtered_share"] == pytest.approx(float((found.times_S == 0).double().mean()))
+    assert estimate_advantages(made(), known, recipe_of(batch__prompts=2, rollout__n=2), 0.1).times_S is None
+
+
+def test_rewards_one_by_one_and_a_missing_one() -> None:
+    scores = [
+        Score(1.0, {"rule": 1.0, "function/form": 0.0}),
+        Score(0.0, {"rule": 0.0, "function/form": 1.0}),
+        Score(1.0, {"rule": 1.0, "function/form": 0.0}),
+        Score(1.0, {"rule": 1.0, "function/form": 1.0}),
+    ]
+    experience = experience_of([replace(r, score=s) for r, s in zip(made().rollouts, scores, strict=True)])
+    keys = {"batch__prompts": 2, "rollout__n": 2, "algorithm__advantage": "gdpo", "algorithm__kl__where": "none"}
+    keys |= {"algorithm__whiten__over": "none"}
+    recipe = recipe_of(**keys, algorithm__gdpo_rewards={"rule": 1.0, "function/form": 2.0})
+    found = estimate_advantages(experience, Annotated(None, None, None), recipe, 0.0)
+    one = 1 / math.sqrt(2)  # two numbers are +-1/sqrt(2) of their deviation apart; the second group's rules are equal
+    assert found.advantages_K.tolist() == pytest.approx([-one, -one, one, *[-2 * one] * 3, 2 * one], rel=1e-4)
+    recipe = recipe_of(**keys)  # those of the recipe: the rule alone
+    found = estimate_advantages(experience, Annotated(None, None, None), recipe, 0.0)
+    assert found.advantages_K.tolist() == pytest.approx([one, one, -one, 0, 0, 0, 0], rel=1e-4)
+    recipe = recipe_of(**keys, algorithm__gdpo_rewards={"model": 1.0})
+    with pytest.raises(Refusal, match=r"no part 'model' in its score"):
+        estimate_advantages(experience, Annotated(None, None, None), recipe, 0.0)
+
+
+def test_squares_of_all_words_and_the_energy_of_a_token(tiny_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    experience = many()
+    recipe = recipe_of(
+        str(tiny_folder),
+        batch__prompts=6,
+        rollout__temperature=0.7,
+        algorithm__advantage="optimal_token_baseline",
+        algorithm__kl__where="none",
+    )
+    where = (select("cpu"), World(), torch.device("cpu"))
+    learner, packing = build_learner(recipe, *where), Packing.of(recipe, World(), 0)
+    models = Models(learner.module, packing, where[2], learner)
+    known = annotate(planned(experience, recipe), models, recipe, Phases(), experience.engine_K)
+    library = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    squares, energies = [], []
+    with torch.no_grad():
+        for r in experience.rollouts:
+            ids = torch.tensor([[*r.prompt.ids, *r.ids]])
+            first = len(r.prompt.ids) - 1
+            every = (library(input_ids=ids).logits[0, first:-1].double() / 0.7).softmax(-1)
+            squares += every.square().sum(-1).tolist()
+            target = torch.nn.functional.one_hot(torch.tensor(list(r.ids)), every.shape[-1])
+            energies += (target - every).square().sum(-1).tolist()  # the gradient of log p by the logits, squared
+    assert known.squares_K is not None
+    assert known.squares_K.tolist() == pytest.approx(squares, rel=1e-4)
+    found = _energy(known, torch.full((len(squares),), 2.0))
+    assert found is not None
+    assert found.tolist() == pytest.approx([4 * energy for energy in energies], rel=1e-3, abs=1e-5)

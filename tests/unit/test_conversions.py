@@ -11,6 +11,7 @@ from lockstep.compat.table import Conversion
 from lockstep.compat.verl.command import convert_verl
 from lockstep.compat.writing import checked
 from lockstep.errors import Refusal
+from lockstep.recipe.online import Reject
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("data.train_files=t.parquet", "actor_rollout_ref.model.path=m", "algorithm.adv_estimator=grpo", f"{R}.n=4")
@@ -155,7 +156,7 @@ def test_settings_without_effect_say_why(words: list[str], key: str, note: str) 
 @pytest.mark.parametrize(
     ("words", "where"),
     [
-        ([f"{A}.policy_loss.loss_mode=dppo_tv"], f"{A}.policy_loss.loss_mode"),
+        ([f"{A}.policy_loss.loss_mode=own_loss"], f"{A}.policy_loss.loss_mode"),
         (["data.prompt_key=question"], "data.prompt_key"),
         (["data.truncation=middle"], "data.truncation"),
         (["trainer.n_gpus_per_node=many"], "trainer.n_gpus_per_node"),
@@ -233,6 +234,7 @@ def test_the_two_versions_of_verls_sft_have_defaults_of_their_own() -> None:
                 "critic.path": "m",
             },
         ),
+        (["--reward_pretrain", "a,b"], {"reward.model": ["a", "b"], "critic.path": "a"}),
         (["--top_p", "0.9"], {"rollout.top_p": 0.9, "rollout.truncated": "ignore"}),
         (
             ["--lora_rank", "8", "--target_modules", "q_proj", "v_proj"],
@@ -280,9 +282,8 @@ def test_a_data_set_of_the_hub_and_several_with_shares() -> None:
         (
             ["--algo.advantage.is_correction_enable", "--algo.advantage.is_correction_type", "icepop"],
             {
-                "algorithm.correction.mask": "token",
-                "algorithm.correction.low": 0.5,
-                "algorithm.correction.high": 5.0,
+                "algorithm.correction.reject": [Reject(over="token", by="ratio", low=0.5, high=5.0)],
+                "algorithm.correction.rejected": "zero",
             },
         ),
         (["--actor.lr_scheduler", "constant", "--actor.min_lr_ratio", "0.2"], {"optim.schedule": "constant"}),
@@ -301,7 +302,6 @@ def test_openrlhfs_dotted_flags(words: list[str], expected: dict[str, Any]) -> N
         ("train_prm", ["--pretrain", "m", "--dataset", "d.jsonl", "--placeholder_token", "ки"], "--reward_tokens"),
         ("train_kd", ["--pretrain", "m", "--dataset", "d.jsonl"], "--teacher_model"),
         ("train_ppo_ray", [*ONLINE, "--n_samples_per_prompt", "3"], "--train_batch_size"),
-        ("train_ppo_ray", [*ONLINE, "--reward_pretrain", "a,b"], "--reward_pretrain"),
         ("train_ppo_ray", [*ONLINE, "--async_train"], "--async_train"),
         ("train_dpo", ["--pretrain", "m", "--dataset", "d.jsonl", "--bata", "1"], "--bata"),
         ("serve_rm", [], "openrlhf serve_rm"),

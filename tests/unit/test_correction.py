@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lockstep.algorithms.correction import correct
+from lockstep.algorithms.correction import Band, correct
 from lockstep.errors import Refusal
 
 # Sequences of 2, 0, 3 and 1 tokens; the ratios trainer/engine of each token.
@@ -115,3 +115,98 @@ def test_a_token_without_a_log_probability_is_refused():
 def test_unknown_choices_are_refused(key):
     with pytest.raises(Refusal, match=rf"algorithm\.correction\.{key}"):
         corrected(**{key: "geometric"})
+
+
+LOGS = [math.log(ratio) for ratio in RATIOS]
+K2 = [0.5 * log * log for log in LOGS]  # 0.082, 0.240, 0.961, 0, 0.240, 2.651
+K3 = [ratio - log - 1 for ratio, log in zip(RATIOS, LOGS, strict=True)]  # 0.095, 0.193, 1.614, 0, 0.307, 1.403
+
+
+def coin(engine: float, trainer: float) -> float:
+    return engine * math.log(engine / trainer) + (1 - engine) * math.log((1 - engine) / (1 - trainer))
+
+
+@pytest.mark.parametrize(
+    ("band", "kept"),
+    [
+        (Band("token", "ratio", 2.5, 0.4), [1, 1, 0, 1, 1, 0]),
+        (Band("token", "ratio", 2.5), [1, 1, 0, 1, 1, 1]),
+        (Band("token", "k2", 0.2), [1, 0, 0, 1, 0, 0]),
+        (Band("token", "k3", 0.2), [1, 1, 0, 1, 0, 0]),
+        # Products 0.75, 8, 0.1; geometric means 0.866, 2, 0.1; largest 1.5, 4, 0.1.
+        (Band("sum", "ratio", 7.9, 0.2), [1, 1, 0, 0, 0, 0]),
+        (Band("sum", "ratio", 8.1, 0.05), [1, 1, 1, 1, 1, 1]),
+        (Band("mean", "ratio", 1.9, 0.2), [1, 1, 0, 0, 0, 0]),
+        (Band("max", "ratio", 3.9), [1, 1, 0, 0, 0, 1]),
+        # Sums of k2: 0.322, 1.201, 2.651; of k3: 0.288, 1.921, 1.403.
+        (Band("sum", "k2", 1.3), [1, 1, 1, 1, 1, 0]),
+        (Band("mean", "k2", 0.41), [1, 1, 1, 1, 1, 0]),
+        (Band("max", "k2", 0.9), [1, 1, 0, 0, 0, 0]),
+        (Band("max", "k3", 1.5), [1, 1, 0, 0, 0, 1]),
+        (Band("mean", "k3", 0.2), [1, 1, 0, 0, 0, 0]),
+    ],
+)
+def test_bands_by_hand(band, kept):
+    assert corrected(reject=[band]).keep_K.tolist() == kept
+
+
+def test_bands_of_the_probabilities_alone():
+    engine = torch.tensor([0.5, 0.9, 0.01, 0.3, 0.5, 0.2], dtype=torch.float64)
+    trainer = torch.tensor([0.6, 0.9, 0.02, 0.1, 0.5, 0.25], dtype=torch.float64)
+    coins = [coin(p, q) for p, q in zip(engine.tolist(), trainer.tolist(), strict=True)]
+    assert coins == pytest.approx([0.0204, 0.0, 0.0031, 0.1537, 0.0, 0.0070], abs=1e-4)
+
+    def kept(band: Band) -> list[float]:
+        found = correct(trainer.log(), engine.log(), SEQUENCE, 4, **OFF, reject=[band])
+        return found.keep_K.tolist()
+
+    assert kept(Band("token", "binary_kl", 0.005)) == [0, 1, 1, 0, 1, 0]
+    assert kept(Band("mean", "binary_kl", 0.04)) == [1, 1, 0, 0, 0, 1]  # means 0.0102, 0.0523, 0.0070
+    assert kept(Band("token", "tv", 0.06)) == [0, 1, 1, 0, 1, 1]
+    assert kept(Band("mean", "tv", 0.06)) == [1, 1, 0, 0, 0, 1]  # means 0.05, 0.07, 0.05
+
+
+def test_all_bands_must_hold_and_the_mask_is_one_of_them():
+    both = [Band("token", "ratio", 1.9), Band("sum", "k2", 1.3)]
+    assert corrected(reject=both).keep_K.tolist() == [1, 1, 0, 1, 0, 0]
+    assert corrected(reject=both, mask="token", low=0.6, high=9.0).keep_K.tolist() == [1, 0, 0, 1, 0, 0]
+
+
+def test_what_is_rejected_may_count_in_the_means_with_nothing():
+    result = corrected(weight="token", cap=None, mask="token", low=0.4, high=2.5, rejected="zero")
+    assert result.weights_K.tolist() == pytest.approx([1.5, 0.5, 0.0, 1.0, 2.0, 0.0])
+    assert result.keep_K.tolist() == [1] * 6
+    assert result.metrics["rollout_corr/masked_share"] == pytest.approx(2 / 6)
+
+
+def test_weights_have_a_floor_and_no_cap():
+    assert corrected(weight="token", cap=None, floor=0.6).weights_K.tolist() == pytest.approx([1.5, 0.6, 4, 1, 2, 0.6])
+    assert corrected(weight="none", cap=0.1, floor=3.0).weights_K.tolist() == [1] * 6
+
+
+def test_weights_are_normalised_over_tokens_or_sequences():
+    tokens = corrected(weight="token", normalize=True)  # 1.5, 0.5, 3, 1, 2, 0.1 have the mean 1.35
+    assert tokens.weights_K.tolist() == pytest.approx([w / 1.35 for w in [1.5, 0.5, 3.0, 1.0, 2.0, 0.1]])
+    rows = corrected(weight="sequence", cap=5.0, normalize=True)  # 0.75, 5 and 0.1: the empty one has no part
+    assert rows.weights_K.tolist() == pytest.approx([w * 3 / 5.85 for w in [0.75, 0.75, 5, 5, 5, 0.1]])
+
+
+def test_a_product_of_many_ratios_does_not_overflow():
+    many = torch.full((200,), 5.0)
+    found = correct(
+        many, torch.zeros(200), torch.zeros(200, dtype=torch.long), 1, **OFF, reject=[Band("sum", "ratio", 2)]
+    )
+    assert found.keep_K.tolist() == [0] * 200
+
+
+@pytest.mark.parametrize(
+    ("choice", "key"),
+    [
+        ({"reject": [Band("row", "k2", 1.0)]}, "reject"),
+        ({"reject": [Band("token", "k4", 1.0)]}, "reject"),
+        ({"rejected": "kept"}, "rejected"),
+    ],
+)
+def test_unknown_choices_of_bands_are_refused(choice, key):
+    with pytest.raises(Refusal, match=rf"algorithm\.correction\.{key}"):
+        corrected(**choice)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hand_rollouts import recipe_of
-from lockstep.algorithms import correction, covariance, kl, preference
+from lockstep.algorithms import correction, covariance, kl, pair_losses, preference
 from lockstep.algorithms.distill import DIVERGENCES, divergence, folded
 from lockstep.algorithms.kto import kl_estimate, kto_loss, row_logratios, row_means
 from lockstep.algorithms.policy import LOSSES, PolicyTokens
@@ -275,18 +275,20 @@ def responses(draw: Draw, count: int) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 @pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("kind", preference.LOSSES)
+@pytest.mark.parametrize("kind", pair_losses.LOSSES)
 def test_preferences(kind: str, average: bool) -> None:
     for draw, count in rounds():
         tokens, sums, reference, lengths = responses(draw, 2 * count)
-        known = (None, None) if kind in preference.REFERENCE_FREE else (reference[0::2], reference[1::2])
+        known = (None, None) if kind in pair_losses.REFERENCE_FREE else (reference[0::2], reference[1::2])
         pairs = preference.Pairs(sums[0::2], sums[1::2], lengths[0::2], lengths[1::2], *known)
+        others = pair_losses.DIVERGENCES if kind in pair_losses.DIVERGENT else ("reverse_kl",)
         found = preference.preference_loss(
             pairs,
             kind=kind,
             beta=float(draw.of((0.01, 0.1, 2.0), 1)),
-            label_smoothing=0.1 if kind in preference.SMOOTHED else 0.0,
+            label_smoothing=0.1 if kind in pair_losses.SMOOTHED else 0.0,
             gamma=1.0 if kind == "simpo" else 0.0,
+            divergence=others[int(draw.whole(0, len(others) - 1, 1))],
             average=average,
             nll=1.0,
         )

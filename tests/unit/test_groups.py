@@ -187,7 +187,7 @@ def step(folder: Path, shared: bool, monkeypatch: pytest.MonkeyPatch, **keys: An
     experience = made()
     (plan,) = plan_updates(experience, models, recipe.batch)
     tokens = sum(batch.input_ids_NT.numel() for batch in plan.batches)
-    known = annotate([plan], models, recipe, lambda name: monkeypatch.context())
+    known = annotate([plan], models, recipe, lambda name: monkeypatch.context(), torch.zeros(0))
     assert known.old_K is not None
     count = len(experience.sequence_K)
     vectors = torch.randn(2, count, generator=torch.Generator().manual_seed(5))

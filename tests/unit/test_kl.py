@@ -75,6 +75,27 @@ def test_means_over_a_distribution_are_the_divergence():
         assert float((p * divergence(estimator, p.log(), q.log())).sum()) == pytest.approx(exact, rel=1e-12)
 
 
+def test_the_weighted_gradient_is_that_of_the_divergence_off_policy():
+    """Tokens of p_old with the weight p / p_old: the mean gradient is that of KL(p, q), whatever the estimator."""
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()
+    reference = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64).log()
+    logprobs = logits.log_softmax(-1)
+    exact = (logprobs.exp() * (logprobs - reference)).sum()
+    (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    for estimator in ("k1+", "k3+"):
+        found = divergence(estimator, logprobs, reference, old)
+        assert torch.equal(found, divergence(estimator, logprobs, reference))  # the value is the same
+        (gradient,) = torch.autograd.grad((old.exp() * found).sum(), logits, retain_graph=True)
+        assert torch.allclose(gradient, wanted, rtol=1e-10)
+
+
+def test_the_weight_of_a_gradient_is_bounded():
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    found = divergence("k2+", logprobs, torch.tensor([-1.5]), torch.tensor([-9.0]))
+    assert torch.autograd.grad(found.sum(), logprobs)[0].item() == pytest.approx(10 * 0.5)
+
+
 def test_adapted_coefficient_by_hand():
     assert adapted(0.1, measured=1.1, target=1.0, horizon=100, sequences=50) == pytest.approx(0.1 * (1 + 0.1 * 0.5))
     assert adapted(0.1, measured=9.0, target=1.0, horizon=100, sequences=50) == pytest.approx(0.1 * (1 + 0.2 * 0.5))

@@ -105,10 +105,13 @@ class Plain:
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         return self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].double()
 
-    def total(self, example: Example) -> float:
-        """The log-probability of the trained tokens."""
+    def each(self, example: Example) -> list[float]:
+        """The log-probabilities of the trained tokens."""
         every = self.logits(example.ids).log_softmax(-1)
-        return sum(float(every[i - 1, example.ids[i]]) for i in range(1, len(example)) if example.trained[i])
+        return [float(every[i - 1, example.ids[i]]) for i in range(1, len(example)) if example.trained[i]]
+
+    def total(self, example: Example) -> float:
+        return sum(self.each(example))
 
 
 def sigmoid(x: float) -> float:
@@ -166,6 +169,35 @@ def test_the_family_equals_transformers(tiny_folder: Path, other_folder: Path, r
     if method in ("orpo", "cpo"):
         likelihoods = [-own.total(p.examples[0]) / p.examples[0].targets for p in PAIRS]
         assert found["nll"] == pytest.approx(mean(likelihoods), rel=1e-4)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_ranks_are_those_of_the_update(tiny_folder: Path, other_folder: Path, recipe_of, cut) -> None:
+    """AOT's sorted margins, and its unpaired form with the surplus of the longer responses at a quarter (LD-DPO)."""
+    own, other = Plain(tiny_folder), Plain(other_folder)
+    models = models_of(policy_of(tiny_folder), cut, policy_of(other_folder))
+
+    def margin(model: Plain, pair: Ranking) -> float:
+        return model.total(pair.examples[0]) - model.total(pair.examples[1])
+
+    margins = [sorted(margin(model, pair) for pair in PAIRS) for model in (own, other)]
+    wanted = mean([-math.log(sigmoid(0.3 * (ours - theirs))) for ours, theirs in zip(*margins, strict=True)])
+    found = measured(recipe_of("dpo", "preference.beta=0.3", "preference.loss=aot"), PAIRS, models)
+    assert found["loss"] == pytest.approx(wanted, rel=1e-4)
+
+    def ratio(pair: Ranking, which: int) -> float:
+        shared = min(example.targets for example in pair.examples)
+        tokens = zip(own.each(pair.examples[which]), other.each(pair.examples[which]), strict=True)
+        return sum((1 if i < shared else 0.25) * (ours - theirs) for i, (ours, theirs) in enumerate(tokens))
+
+    ratios = [sorted(ratio(pair, which) for pair in PAIRS) for which in (0, 1)]
+    wanted = mean([-math.log(sigmoid(0.3 * (c - r))) for c, r in zip(*ratios, strict=True)])
+    keys = ["preference.beta=0.3", "preference.loss=aot_unpaired", "preference.ld_alpha=0.25", "preference.nll=0.7"]
+    found = measured(recipe_of("dpo", *keys), PAIRS, models)
+    # The likelihood of the chosen responses counts every token.
+    nll = mean([-own.total(pair.examples[0]) / pair.examples[0].targets for pair in PAIRS])
+    assert found["nll"] == pytest.approx(nll, rel=1e-4)
+    assert found["loss"] == pytest.approx(wanted + 0.7 * nll, rel=1e-4)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -406,6 +438,8 @@ def test_the_loss_is_known_while_policy_and_reference_are_equal(tiny_folder: Pat
         "dpo": math.log(2),
         "dpo preference.loss=hinge": 1.0,
         "dpo preference.loss=robust preference.label_smoothing=0.1": math.log(2),
+        "dpo preference.loss=aot": math.log(2),
+        "dpo preference.loss=sppo_hard": 50.0,
         "ipo": 25.0,
         "kto": 0.5,
         "kto preference.desirable=2.0 preference.undesirable=2.0": 1.0,

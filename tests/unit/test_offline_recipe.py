@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conftest import write_jsonl
+from lockstep.algorithms import pair_losses
 from lockstep.device.select import select
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe import load_recipe
@@ -33,6 +34,10 @@ OTHERS: dict[str, Any] = {
     "preference.beta": 0.7,
     "preference.label_smoothing": 0.1,
     "preference.gamma": 0.5,
+    "preference.discopop_tau": 0.2,
+    "preference.divergence": "js",
+    "preference.alpha": 0.3,
+    "preference.ld_alpha": 0.5,
     "preference.average": "true",
     "preference.nll": 0.3,
     "preference.reference": "folder",
@@ -90,7 +95,9 @@ def test_sections_of_other_methods_are_refused(recipe, method: str) -> None:
         assert problem.remedy == "remove it"
 
 
-LOSSES = ["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "cpo"]
+LOSSES = [*pair_losses.LOSSES, *pair_losses.RANKED]
+# What a key asks for besides.
+BESIDES = {"alpha": ["preference.divergence=alpha"]}
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -101,13 +108,22 @@ def test_keys_that_a_loss_does_not_read_are_refused(recipe, loss: str) -> None:
         section, _, name = key.partition(".")
         if section != "preference" or name == "loss":
             continue
-        words = [f"preference.loss={loss}", f"{key}={value}"]
+        own = ["preference.label_smoothing=0.2"] if loss == "exo_pair" else []
+        words = [f"preference.loss={loss}", *own, f"{key}={value}"]
         if name in read:
+            words += BESIDES.get(name, [])
             assert load_recipe(recipe("dpo"), words).preference.loss == loss
         else:
             problem = only(refused(recipe("dpo"), *words))
             assert problem.where == key
             assert problem.why == f"loss {loss} does not read it"
+
+
+def test_what_the_new_pair_losses_cannot_do(recipe) -> None:
+    problem = only(refused(recipe("dpo"), "preference.loss=exo_pair"))
+    assert (problem.where, problem.remedy) == ("preference.label_smoothing", "set it, to 0.001 say")
+    problem = only(refused(recipe("dpo"), "preference.alpha=0.3"))
+    assert (problem.where, problem.why) == ("preference.alpha", "divergence reverse_kl does not read it")
 
 
 def test_what_each_loss_reads_is_what_its_formula_has() -> None:
@@ -116,15 +132,18 @@ def test_what_each_loss_reads_is_what_its_formula_has() -> None:
         read = set(PREFERENCE_READS[loss])
         assert {"loss", "beta", "nll"} <= read
         assert ("reference" in read) == ("precompute" in read) == (loss not in free)
-        assert ("label_smoothing" in read) == (loss in {"sigmoid", "robust", "simpo", "cpo"})
+        assert ("label_smoothing" in read) == (loss in pair_losses.SMOOTHED)
         assert ("gamma" in read) == (loss == "simpo")
-        # Those two are means by their definition.
-        assert ("average" in read) == (loss not in {"simpo", "orpo"})
+        assert ("discopop_tau" in read) == (loss == "discopop")
+        # Those two are means by their definition, and the ranks are of sums.
+        assert ("average" in read) == (loss not in {"simpo", "orpo", *pair_losses.RANKED})
+        assert ("divergence" in read) == ("alpha" in read) == (loss in pair_losses.DIVERGENT)
+        assert ("ld_alpha" in read) == (loss not in free)
         assert not read & {"desirable", "undesirable", "reference_free"}
 
 
 def test_keys_that_kto_does_not_read_are_refused(recipe) -> None:
-    for name in ("label_smoothing", "gamma", "average", "nll", "precompute", "loss"):
+    for name in ("label_smoothing", "gamma", "average", "nll", "precompute", "loss", "divergence", "ld_alpha"):
         problem = only(refused(recipe("kto"), f"preference.{name}={OTHERS[f'preference.{name}']}"))
         assert (problem.where, problem.why) == (f"preference.{name}", "kto does not read it")
     for name in ("beta", "reference", "reference_free", "desirable", "undesirable"):

@@ -20,6 +20,7 @@ from lockstep.recipe import load_recipe, rows
 from lockstep.recipe.load import dump_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.online import Algorithm
+from lockstep.recipe.rows import estimator_row
 from loss_settings import SETTINGS
 from recipe_files import BASE, keys, refused, write
 
@@ -154,6 +155,26 @@ def test_a_resolved_recipe_says_only_what_its_method_reads(tmp_path: Path) -> No
         (["algorithm.kl.where=none", "algorithm.kl.target=0.1"], "algorithm.kl.target", "algorithm.kl.where"),
         (["algorithm.kl.where=reward", "algorithm.kl.estimator=k3+"], "algorithm.kl.estimator", "drop the +"),
         (["algorithm.correction.low=3"], "algorithm.correction.low", "algorithm.correction.high"),
+        (["algorithm.correction.floor=3"], "algorithm.correction.floor", "algorithm.correction.cap"),
+        (["algorithm.correction.reject=[{by: k2, low: 3, high: 1}]"], "algorithm.correction.reject.0.low", "its high"),
+        (["algorithm.correction.rejected=zero"], "algorithm.correction.rejected", "nothing is rejected"),
+        (
+            ["algorithm.correction.bypass=true", "algorithm.correction.weight=token"],
+            "algorithm.correction.weight",
+            "count it twice",
+        ),
+        (
+            ["algorithm.correction.bypass=true", "algorithm.loss=policy_gradient"],
+            "algorithm.correction.bypass",
+            "importance",
+        ),
+        (["algorithm.kl.weighted=true"], "algorithm.kl.weighted", "k3+"),
+        (["algorithm.gdpo_rewards={rule: 1.0}"], "algorithm.gdpo_rewards", "does not read it"),
+        (["algorithm.advantage=gdpo", "algorithm.kl.where=reward"], "algorithm.kl.where", "pass over it"),
+        (["algorithm.advantage=gdpo", "reward.clip=[-1, 1]"], "reward.clip", "pass over it"),
+        (["algorithm.dynamic_sampling.metric=rule"], "algorithm.dynamic_sampling.metric", "rounds over 1"),
+        (["reward.model_weights=[1.0]"], "reward.model_weights", "one for each"),
+        (["reward.model=[]"], "reward.model", "empty"),
         (["rollout.max_tokens=9", "algorithm.overlong.buffer=10"], "algorithm.overlong.buffer", "rollout.max_tokens"),
         (["critic.lr=1e-3"], "critic", "method ppo"),
         (["method=ppo", "critic.warmup=5", "run.steps=5"], "critic.warmup", "leave none to the policy"),
@@ -181,14 +202,14 @@ def test_no_best_checkpoint_without_a_loss(base: str) -> None:
     assert "online runs lack" in problem.why
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if estimator_row(name).groups])
 def test_group_estimators_need_a_group(base: str, advantage: str) -> None:
     (problem,) = refused(base, f"algorithm.advantage={advantage}", "rollout.n=1")
     assert problem.where == "rollout.n"
     assert advantage in problem.why
 
 
-@pytest.mark.parametrize("advantage", ["gae", "reinforce", "reinforce_pp", "remax"])
+@pytest.mark.parametrize("advantage", ["gae", "reinforce", "reinforce_pp", "remax", "flash_reinforce"])
 def test_the_others_do_with_one_sample(base: str, advantage: str) -> None:
     assert load_recipe(base, [f"algorithm.advantage={advantage}", "rollout.n=1"]).rollout.n == 1
 

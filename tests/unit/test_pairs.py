@@ -221,3 +221,44 @@ def test_options_of_another_kind_are_refused() -> None:
 def test_needs_no_torch() -> None:
     code = "import sys, lockstep.data.prepare.pairs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_conditional_rows_have_the_reward_in_the_prompt(tmp_path: Path) -> None:
+    samples = rows_of([("a", 1.0), ("b", -0.256), ("a", 1.0)], [("c {input}", 3.0)])
+    samples[-1]["prompt"] = [{"role": "system", "content": "s"}, {"role": "user", "content": "what is {reward}?"}]
+    rows, counts = made(tmp_path, samples, choice_of("conditional"))
+    assert [(row["messages"][-2]["content"], said(row), row["reward"]) for row in rows] == [  # type: ignore[index]
+        ("question 0 <rm_score>: 1.00 ", "a", 1.0),
+        ("question 0 <rm_score>: -0.26 ", "b", -0.256),
+        ("what is {reward}? <rm_score>: 3.00 ", "c {input}", 3.0),
+    ]
+    assert rows[-1]["messages"][0] == {"role": "system", "content": "s"}  # type: ignore[index]
+    assert (counts.used, counts.rows) == (2, 3)
+
+
+def test_conditional_rewards_may_be_normalised_over_all_responses(tmp_path: Path) -> None:
+    """1, 2 and 6 have the mean 3 and, with n - 1, the variance (4 + 1 + 9) / 2 = 7."""
+    samples = rows_of([("a", 1.0), ("b", 2.0)], [("c", 6.0)])
+    choice = choice_of("conditional", normalize=True, reward_template="{reward}|{input}")
+    rows, _ = made(tmp_path, samples, choice)
+    assert [row["messages"][0]["content"] for row in rows] == [  # type: ignore[index]
+        f"{(reward - 3) / 7**0.5:.2f}|question {question}" for reward, question in ((1, 0), (2, 0), (6, 1))
+    ]
+    even = write_jsonl(tmp_path / "even.jsonl", rows_of([("a", 1.0), ("b", 1.0)]))
+    with pytest.raises(Refusal, match="all rewards are equal"):
+        write_pairs(str(even), tmp_path / "rows.jsonl", choice)
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"kind": "conditional", "reward_template": "{input}"}, "--reward-template"),
+        ({"kind": "sft", "reward_template": "{input}{reward}"}, "--reward-template"),
+        ({"kind": "kto", "normalize": True}, "--normalize"),
+        ({"kind": "conditional", "per_prompt": 2}, "--per-prompt"),
+    ],
+)
+def test_options_of_conditional_rows(options: dict[str, object], where: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        choice_of(**options)  # type: ignore[arg-type]
+    assert [problem.where for problem in refused.value.problems] == [where]

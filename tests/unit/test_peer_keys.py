@@ -17,7 +17,7 @@ from lockstep.data.prompts import QuestionColumns, prompt_ids, question_of
 from lockstep.data.template import with_arguments
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
-from lockstep.recipe.online import Reward
+from lockstep.recipe.online import DynamicSampling, Reward
 from lockstep.recipe.schema import Data, Optim
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.remote import RemotePart, scores_in
@@ -261,7 +261,8 @@ def test_which_groups_are_replaced(
         Rollout(Prompt(question, [1]), 0, i, [5], [-1.0], "token", "a", Score(score, {}))
         for i, score in enumerate(scores)
     ]
-    assert _teaches(group, between) is teaches
+    bounds = None if between is None else list(between)
+    assert _teaches(group, DynamicSampling(rounds=2, between=bounds)) is teaches
 
 
 def test_arguments_of_the_chat_template(tiny_folder: Path) -> None:

@@ -94,7 +94,8 @@ def test_a_token_that_was_and_is_impossible_has_ratio_one_and_no_gradient(name):
     places = torch.tensor([0, 1, 2])
     tokens = PolicyTokens(logprobs, logprobs.detach(), tensor(advantages), tensor([1.0] * 3), places, tensor([0.0] * 3))
     sums = LOSSES[name](tokens, **SETTINGS[name])
-    factors = {"sapo": [2.0, 2.0 / 1.05, 2.0], "cispo": [-1e4] * 3, "policy_gradient": [-1e4] * 3}.get(name, [1.0] * 3)
+    plain = dict.fromkeys(("cispo", "dppo_tv", "dppo_kl", "dro", "importance", "policy_gradient"), [-1e4] * 3)
+    factors = {"sapo": [2.0, 2.0 / 1.05, 2.0], **plain}.get(name, [1.0] * 3)
     assert sums.loss.item() == pytest.approx(-sum(a * f for a, f in zip(advantages, factors, strict=True)))
     assert torch.autograd.grad(sums.loss, logprobs)[0].tolist() == [0.0] * 3
     assert sums.metrics["ppo_kl"].item() == sums.metrics["pg_clipfrac"].item() == 0
@@ -162,6 +163,64 @@ def test_kl_cov_by_hand():
     )
 
 
+def test_dppo_tv_by_hand():
+    # Probabilities move by 0, +0.068 (A > 0: over 0.05), -0.303 (A > 0), +0.025 (A < 0), -0.112 (A < 0: under -0.05),
+    # +0.246 (A < 0); the last ratio, 4, weighs 3.
+    constants = [-1.0, 0.0, -0.5, 1.5, 0.0, 6.0]
+    check(
+        "dppo_tv",
+        losses=[c * lp for c, lp in zip(constants, LOGPROBS, strict=True)],
+        gradients=constants,
+        pg_clipfrac=2,
+        pg_clipfrac_lower=1,
+    )
+
+
+def test_dppo_kl_by_hand():
+    def coin(old: float, new: float) -> float:
+        return old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
+
+    moved = [coin(math.exp(old), math.exp(new)) for old, new in zip(OLD, LOGPROBS, strict=True)]
+    assert moved[1] == pytest.approx(0.01559, abs=1e-5)
+    assert min(moved[2], moved[4], moved[5]) > 0.02 > moved[1] > 0.01 > moved[3]
+    # Over 0.01 and risen with A > 0: the second; over 0.02 and fallen with A < 0: the fifth.
+    constants = [-1.0, 0.0, -0.5, 1.5, 0.0, 6.0]
+    check(
+        "dppo_kl",
+        losses=[c * lp for c, lp in zip(constants, LOGPROBS, strict=True)],
+        gradients=constants,
+        pg_clipfrac=2,
+        pg_clipfrac_lower=1,
+    )
+    # A bound over 0.0156 lets the second one go: 1.5 is its ratio.
+    loose = LOSSES["dppo_kl"](example(), low=0.02, high=0.016, cap=3.0)
+    expected = sum(weighed([c * lp for c, lp in zip([-1.0, -1.5, *constants[2:]], LOGPROBS, strict=True)]))
+    assert loose.loss.item() == pytest.approx(expected)
+
+
+def test_dro_by_hand():
+    squares = [0.3 * math.log(ratio) ** 2 for ratio in RATIOS]
+    check(
+        "dro",
+        losses=[-a * lp + square for a, lp, square in zip(ADVANTAGES, LOGPROBS, squares, strict=True)],
+        gradients=[-a + 0.6 * math.log(ratio) for a, ratio in zip(ADVANTAGES, RATIOS, strict=True)],
+        pg_clipfrac=0,
+    )
+
+
+def test_importance_by_hand():
+    # Products of the sequences' ratios: 1.5, 0.375 and 4, of which 3 counts.
+    weights = [1.5, 1.5, 0.375, 0.375, 0.375, 3.0]
+    constants = [-weight * a for weight, a in zip(weights, ADVANTAGES, strict=True)]
+    losses = [c * lp for c, lp in zip(constants, LOGPROBS, strict=True)]
+    check("importance", losses, constants, pg_clipfrac=1)
+    own = LOSSES["importance"](example(), cap=1.2, of="token")
+    constants = [-min(ratio, 1.2) * a for ratio, a in zip(RATIOS, ADVANTAGES, strict=True)]
+    assert own.loss.item() == pytest.approx(sum(weighed([c * lp for c, lp in zip(constants, LOGPROBS, strict=True)])))
+    with pytest.raises(Refusal, match=r"algorithm\.ratio_of"):
+        LOSSES["importance"](example(), cap=1.2, of="step")
+
+
 def test_policy_gradient_by_hand():
     check(
         "policy_gradient",
@@ -171,7 +230,7 @@ def test_policy_gradient_by_hand():
     )
 
 
-@pytest.mark.parametrize("name", ["clip", "sapo", "geo_mean", "clip_cov", "kl_cov", "policy_gradient"])
+@pytest.mark.parametrize("name", ["clip", "sapo", "geo_mean", "clip_cov", "kl_cov", "dro", "policy_gradient"])
 def test_gradients_by_finite_differences(name):
     logprobs = tensor(LOGPROBS).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: LOSSES[name](example(logprobs_K=x), **SETTINGS[name]).loss, (logprobs,))

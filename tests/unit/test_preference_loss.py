@@ -9,7 +9,9 @@ from typing import get_args
 import pytest
 import torch
 
-from lockstep.algorithms.preference import LOSSES, REFERENCE_FREE, Pairs, preference_loss
+from lockstep.algorithms import transport
+from lockstep.algorithms.pair_losses import LOSSES, RANKED, REFERENCE_FREE
+from lockstep.algorithms.preference import Pairs, preference_loss, shared_length_weights
 from lockstep.errors import Refusal
 from lockstep.recipe.offline import Preference
 
@@ -26,6 +28,13 @@ SETTINGS = {
     "ipo": {},
     "hinge": {},
     "robust": {"label_smoothing": SMOOTHING},
+    "exo_pair": {"label_smoothing": SMOOTHING},
+    "nca_pair": {},
+    "bco_pair": {},
+    "sppo_hard": {},
+    "apo_zero": {},
+    "apo_down": {},
+    "discopop": {"discopop_tau": 0.4},
     "simpo": {"label_smoothing": SMOOTHING, "gamma": GAMMA},
     "orpo": {},
     "cpo": {"label_smoothing": SMOOTHING},
@@ -53,6 +62,10 @@ def log_odds(mean: float) -> float:
     return math.log(math.exp(mean) / (1 - math.exp(mean)))
 
 
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
 def loss_of(kind: str, pairs: Pairs | None = None, **settings) -> float:
     return preference_loss(pairs or example(), kind=kind, beta=BETA, **settings).loss.item()
 
@@ -75,6 +88,122 @@ def test_well_known_values():
     assert loss_of("sigmoid") == pytest.approx(2.319671, abs=1e-6)
     assert loss_of("ipo") == pytest.approx(1 + 9 + 1)
     assert loss_of("hinge") == pytest.approx(0 + 2 + 1)
+
+
+# Log-ratios of the example's pairs: (1, -1), (-1, 1), (1, 1); beta 0.5.
+SCORES = [(1.0, -1.0), (-1.0, 1.0), (1.0, 1.0)]
+
+
+def by_hand(loss) -> float:
+    return sum(loss(chosen, rejected) for chosen, rejected in SCORES)
+
+
+def test_further_losses_by_hand():
+    def exo(c, r):
+        won = sigmoid(0.5 * (c - r))
+        return won * (math.log(won) - math.log(0.9)) + (1 - won) * (math.log(1 - won) - math.log(0.1))
+
+    def nca(c, r):
+        return -log_sigmoid(0.5 * c) - 0.5 * log_sigmoid(-0.5 * c) - 0.5 * log_sigmoid(-0.5 * r)
+
+    def disco(c, r):
+        share = sigmoid(0.5 * (c - r) / 0.4)
+        return -(1 - share) * log_sigmoid(0.5 * (c - r)) + share * math.exp(-0.5 * (c - r))
+
+    assert loss_of("exo_pair", label_smoothing=0.1) == pytest.approx(by_hand(exo))
+    assert loss_of("nca_pair") == pytest.approx(by_hand(nca))
+    bco = by_hand(lambda c, r: -log_sigmoid(0.5 * c) - log_sigmoid(-0.5 * r))
+    assert loss_of("bco_pair") == pytest.approx(bco)
+    # 1 / (2 beta) = 1: (1 - 1)^2 + (-1 + 1)^2, (-1 - 1)^2 + (1 + 1)^2, 0 + (1 + 1)^2
+    assert loss_of("sppo_hard") == pytest.approx(0 + 8 + 4)
+    assert loss_of("apo_zero") == pytest.approx(by_hand(lambda c, r: 1 - sigmoid(0.5 * c) + sigmoid(0.5 * r)))
+    assert loss_of("apo_down") == pytest.approx(by_hand(lambda c, r: sigmoid(0.5 * c) + 1 - sigmoid(0.5 * (c - r))))
+    assert loss_of("discopop", discopop_tau=0.4) == pytest.approx(by_hand(disco))
+
+
+@pytest.mark.parametrize(
+    ("divergence", "alpha", "slope"),
+    [
+        ("reverse_kl", 0.5, lambda u: u),
+        ("forward_kl", 0.5, lambda u: 1 - math.exp(-u)),
+        ("js", 0.5, lambda u: math.log(2 * math.exp(u) / (1 + math.exp(u)))),
+        ("alpha", 0.3, lambda u: (1 - math.exp(u) ** -0.3) / 0.3),
+    ],
+)
+def test_divergences_by_hand(divergence, alpha, slope):
+    """f'(e^u) in place of the log-ratio u; a mean is taken of it, not of u."""
+    found = loss_of("sigmoid", divergence=divergence, alpha=alpha)
+    assert found == pytest.approx(by_hand(lambda c, r: -log_sigmoid(0.5 * (slope(c) - slope(r)))))
+    averaged = sum(
+        -log_sigmoid(0.5 * (slope(c) / m - slope(r) / n))
+        for (c, r), m, n in zip(SCORES, CHOSEN_LENGTH, REJECTED_LENGTH, strict=True)
+    )
+    assert loss_of("sigmoid", divergence=divergence, alpha=alpha, average=True) == pytest.approx(averaged)
+
+
+def test_alpha_joins_the_two_kls():
+    assert loss_of("ipo", divergence="alpha", alpha=1.0) == loss_of("ipo", divergence="forward_kl")
+    assert loss_of("ipo", divergence="alpha", alpha=1e-7) == pytest.approx(loss_of("ipo"), rel=1e-6)
+
+
+def test_ranks_by_hand():
+    """Policy margins 1, -3, 3 are ranked 2nd, 1st, 3rd; the reference's -1, -1, 3 in order 1st, 2nd, 3rd."""
+    pairs = example()
+    partners = transport.paired(*map(tensor, [CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED]))
+    expected = sum(smoothed(0.5 * h, 0.1) for h in [1 - -1, -3 - -1, 3 - 3])
+    found = preference_loss(pairs, kind="aot", beta=BETA, label_smoothing=0.1, partners=partners)
+    assert found.loss.item() == pytest.approx(expected)
+    # Chosen ratios 1, -1, 1 sorted -1, 1, 1; rejected ratios -1, 1, 1 the same: every difference is 0.
+    partners = transport.unpaired(tensor([1.0, -1.0, 1.0]), tensor([-1.0, 1.0, 1.0]))
+    found = preference_loss(pairs, kind="aot_unpaired", beta=BETA, partners=partners)
+    assert found.loss.item() == pytest.approx(3 * math.log(2))
+    # The metrics are of the pairs themselves.
+    assert found.metrics["accuracy"].item() == 1.5
+
+
+@pytest.mark.parametrize("kind", RANKED)
+def test_ranks_of_an_update_in_micro_batches(kind):
+    """Against sorting everything in one graph; each micro-batch sees the others' responses as constants only."""
+    draw = torch.Generator().manual_seed(5)
+    columns = [-9 * torch.rand(7, generator=draw, dtype=torch.float64) for _ in range(4)]
+    chosen, rejected = columns[0].requires_grad_(), columns[1].requires_grad_()
+    reference = columns[2:]
+    if kind == "aot":
+        delta = (chosen - rejected).sort().values - (reference[0] - reference[1]).sort().values
+        partners = transport.paired(chosen.detach(), rejected.detach(), *reference)
+    else:
+        delta = (chosen - reference[0]).sort().values - (rejected - reference[1]).sort().values
+        partners = transport.unpaired((chosen - reference[0]).detach(), (rejected - reference[1]).detach())
+    whole = -torch.nn.functional.logsigmoid(BETA * delta).sum()
+    expected = torch.autograd.grad(whole, (chosen, rejected))
+    parts = []
+    for part in (slice(0, 3), slice(3, 4), slice(4, 7)):
+        one = torch.ones(len(chosen[part]))
+        pairs = Pairs(chosen[part], rejected[part], one, one, reference[0][part], reference[1][part])
+        own = replace(partners, chosen_P=partners.chosen_P[part], rejected_P=partners.rejected_P[part])
+        parts.append(preference_loss(pairs, kind=kind, beta=BETA, partners=own).loss)
+    assert sum(parts).item() == pytest.approx(whole.item())
+    for found, wanted in zip(torch.autograd.grad(sum(parts), (chosen, rejected)), expected, strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-12)
+
+
+def test_ranks_need_the_update():
+    for kind in RANKED:
+        with pytest.raises(Refusal, match="a whole update"):
+            loss_of(kind)
+
+
+def test_weights_of_the_surplus_by_hand():
+    """Pairs of 3 and 1, then of 2 and 2 tokens: the first response's second and third token are its surplus."""
+    lengths = torch.tensor([3, 1, 2, 2])
+    sequence = torch.repeat_interleave(torch.arange(4), lengths)
+    assert shared_length_weights(sequence, lengths, 0.25).tolist() == [1, 0.25, 0.25, 1, 1, 1, 1, 1]
+
+
+def test_the_likelihood_term_counts_every_token():
+    pairs = example(chosen_P=tensor([-1.0, -1.0, -1.0]), likelihood_P=tensor(CHOSEN))
+    found = preference_loss(pairs, kind="sigmoid", beta=BETA, nll=1.0)
+    assert found.metrics["nll"].item() == pytest.approx(4.5)
 
 
 def test_reference_free_losses_by_hand():
@@ -104,8 +233,8 @@ def test_simpo_and_orpo_always_take_means(kind):
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_the_likelihood_term_is_a_mean_of_each_response(kind):
-    plain = preference_loss(example(), kind=kind, beta=BETA)
-    added = preference_loss(example(), kind=kind, beta=BETA, nll=0.7)
+    plain = preference_loss(example(), kind=kind, beta=BETA, **SETTINGS[kind])
+    added = preference_loss(example(), kind=kind, beta=BETA, nll=0.7, **SETTINGS[kind])
     assert added.loss.item() - plain.loss.item() == pytest.approx(0.7 * (2.0 + 1.5 + 1.0))
     assert added.metrics["nll"].item() == pytest.approx(4.5)
     assert "nll" not in plain.metrics
@@ -180,7 +309,7 @@ def test_micro_batches_add_up(kind):
     whole = preference_loss(example(), kind=kind, beta=BETA, nll=0.7, **SETTINGS[kind])
     parts = []
     for part in (slice(0, 1), slice(1, 3)):
-        columns = [getattr(example(), field.name)[part] for field in fields(Pairs)]
+        columns = [getattr(example(), field.name)[part] for field in fields(Pairs)[:6]]
         parts.append(preference_loss(Pairs(*columns), kind=kind, beta=BETA, nll=0.7, **SETTINGS[kind]))
     assert sum(part.loss for part in parts).item() == pytest.approx(whole.loss.item())
     for name, value in whole.metrics.items():
@@ -190,7 +319,7 @@ def test_micro_batches_add_up(kind):
 @pytest.mark.parametrize("kind", LOSSES)
 def test_no_pairs_keep_the_graph(kind):
     none = torch.zeros(0, requires_grad=True)
-    sums = preference_loss(Pairs(none, none, *[torch.zeros(0)] * 4), kind=kind, beta=BETA, nll=1.0)
+    sums = preference_loss(Pairs(none, none, *[torch.zeros(0)] * 4), kind=kind, beta=BETA, nll=1.0, **SETTINGS[kind])
     sums.loss.backward()
     assert sums.loss.item() == 0
     assert all(value.item() == 0 for value in sums.metrics.values())
@@ -215,7 +344,17 @@ def test_agrees_with_plain_torch(kind):
         odds = [mean.exp() / (1 - mean.exp()) for mean in means]
         h = (odds[0] / odds[1]).log() / 0.3
     win, lose = torch.sigmoid(0.3 * h), torch.sigmoid(-0.3 * h)
+    own, other = 0.3 * (chosen - reference_chosen), 0.3 * (rejected - reference_rejected)
+    good, bad = torch.sigmoid(own), torch.sigmoid(other)
+    share = torch.sigmoid(0.3 * h / 0.4)
     expected = {
+        "exo_pair": win * (win / 0.9).log() + lose * (lose / 0.1).log(),
+        "nca_pair": -good.log() - 0.5 * (1 - good).log() - 0.5 * (1 - bad).log(),
+        "bco_pair": -good.log() - (1 - bad).log(),
+        "sppo_hard": (own / 0.3 - 1 / 0.6) ** 2 + (other / 0.3 + 1 / 0.6) ** 2,
+        "apo_zero": 1 - good + bad,
+        "apo_down": good + 1 - win,
+        "discopop": -(1 - share) * win.log() + share * (-0.3 * h).exp(),
         "sigmoid": -0.9 * win.log() - 0.1 * lose.log(),
         "simpo": -0.9 * win.log() - 0.1 * lose.log(),
         "cpo": -0.9 * win.log() - 0.1 * lose.log(),
@@ -228,7 +367,7 @@ def test_agrees_with_plain_torch(kind):
 
 
 def test_the_recipe_knows_these_losses():
-    assert set(LOSSES) == set(get_args(Preference.model_fields["loss"].annotation))
+    assert {*LOSSES, *RANKED} == set(get_args(Preference.model_fields["loss"].annotation))
 
 
 @pytest.mark.parametrize(
@@ -237,6 +376,8 @@ def test_the_recipe_knows_these_losses():
         ("dpo", {}, "preference.loss"),
         ("ipo", {"label_smoothing": 0.1}, "preference.label_smoothing"),
         ("sigmoid", {"gamma": 0.1}, "preference.gamma"),
+        ("exo_pair", {}, "preference.label_smoothing"),
+        ("nca_pair", {"divergence": "js"}, "preference.divergence"),
     ],
 )
 def test_what_a_loss_does_not_look_at_is_refused(kind, settings, key):

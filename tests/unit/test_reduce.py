@@ -38,6 +38,7 @@ def test_sequence_mean_carries_gradients_to_kept_tokens_only():
     ("kind", "loss"),
     [
         ("token_mean", (1 + 3 + 5 + 7 + 9) / 5),
+        ("token_sum", 1 + 3 + 5 + 7 + 9),
         ("seq_mean_token_sum", (4 + 5 + 16) / 3),
         ("seq_mean_token_mean", (2 + 5 + 8) / 3),
         ("seq_mean_token_sum_norm", (4 + 5 + 16) / (3 * 10)),
@@ -46,6 +47,23 @@ def test_sequence_mean_carries_gradients_to_kept_tokens_only():
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64])
 def test_aggregations_by_hand(kind, loss, dtype):
     weights, divisor = aggregation_weights(kind, SEQUENCE, KEEP.to(dtype), 5, max_tokens=10)
+    assert float((weights * LOSS).sum() / divisor) == pytest.approx(loss, rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("token_mean", (2 * 4 + 0 + 3 * 16) / (2 * 2 + 3 * 2)),
+        ("token_sum", 2 * 4 + 0 + 3 * 16),
+        ("seq_mean_token_sum", (2 * 4 + 0 + 3 * 16) / 5),
+        ("seq_mean_token_mean", (2 * 2 + 0 + 3 * 8) / 5),
+        ("seq_mean_token_sum_norm", (2 * 4 + 0 + 3 * 16) / (5 * 10)),
+    ],
+)
+def test_sequences_that_count_several_times_are_as_many_copies(kind, loss):
+    """The first one twice, the second never, the last three times; what masked ones would count does not matter."""
+    times = torch.tensor([2, 0, 9, 9, 3])
+    weights, divisor = aggregation_weights(kind, SEQUENCE, KEEP, 5, max_tokens=10, times_S=times)
     assert float((weights * LOSS).sum() / divisor) == pytest.approx(loss, rel=1e-7)
 
 

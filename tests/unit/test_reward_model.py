@@ -14,6 +14,7 @@ from lockstep.errors import Refusal
 from lockstep.reward import batched
 from lockstep.reward.batched import batches
 from lockstep.reward.model import ModelPart, load_reward_model
+from lockstep.reward.models import ModelsPart
 from lockstep.types import Failure, Origin, Question
 from reward_models import write_reward_model
 
@@ -110,6 +111,27 @@ def test_stored_statistics_normalise(folder, tmp_path) -> None:
     (normalised / "score_stats.json").write_text(json.dumps({"mean": 0.5, "std": 4.0}))
     raw, found = scores(ModelPart(str(folder), CPU), TEXTS), scores(ModelPart(str(normalised), CPU), TEXTS)
     assert found == pytest.approx([(score - 0.5) / 4.0 for score in raw], abs=1e-5)
+
+
+def test_several_models_are_added_by_weight(folder, tmp_path) -> None:
+    other = copied(folder, tmp_path / "other")
+    (other / "score_stats.json").write_text(json.dumps({"mean": 0.5, "std": 4.0}))
+    raw = scores(ModelPart(str(folder), CPU), TEXTS)
+    both = ModelsPart([str(folder), str(other)], [2.0, -1.0], CPU)
+    futures = [both.submit(question(), text) for text in TEXTS]
+    both.flush()
+    outcomes = [future.result(0) for future in futures]
+    assert [found["model"] for found in outcomes] == pytest.approx([2 * x - (x - 0.5) / 4 for x in raw], abs=1e-4)
+    assert [found["model/2"] for found in outcomes] == pytest.approx([(x - 0.5) / 4 for x in raw], abs=1e-4)
+    even = ModelsPart([str(folder), str(other)], [], CPU)
+    future = even.submit(question(), TEXTS[0])
+    even.flush()
+    assert future.result(0)["model"] == pytest.approx(raw[0] + (raw[0] - 0.5) / 4, abs=1e-4)
+    # One that cannot score a response leaves it without a score.
+    assert isinstance(both.submit(question(), "x" * 3000).result(0), Failure)
+    waiting = both.submit(question(), "#### 18")
+    both.close()
+    assert isinstance(waiting.result(0), Failure)
 
 
 @pytest.mark.parametrize("stats", ['{"mean": 0.0, "std": 0.0}', '{"mean": NaN, "std": 1.0}', '{"mean": 1}', "[", "[]"])

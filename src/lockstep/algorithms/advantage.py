@@ -25,6 +25,7 @@ from lockstep.errors import Refusal
 
 STD_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-8
+ENERGY_FLOOR = 1e-8
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class Signals:
     values_K: torch.Tensor | None = None
     baseline_S: torch.Tensor | None = None
     whitening: Whitening = Whitening()
+    energy_K: torch.Tensor | None = None
+    """1 - 2 p + sum of all words' squared probabilities: the squared gradient of log p by the logits."""
+    rewards: tuple[tuple[float, torch.Tensor], ...] = ()
+    """The rewards that `gdpo` compares one by one: weight, and the scores of the sequences."""
 
     @property
     def scores_S(self) -> torch.Tensor:
@@ -76,6 +81,16 @@ def reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """The discounted return to go, without a baseline (Williams 1992)."""
     returns_K = returns.return_to_go(signals.rewards_K, signals.sequence_K, gamma)
     return _estimate(signals, returns_K, returns_K)
+
+
+def flash_reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """FlashREINFORCE (OpenRLHF 0.11): s minus the mean score of the whole step; no groups, nothing is whitened."""
+    scores_S = signals.scores_S.double()
+    present_S = sum_by(torch.ones_like(signals.rewards_K), signals.sequence_K, len(scores_S)) > 0
+    least = scores_S[present_S].min() if bool(present_S.any()) else scores_S.new_zeros(())
+    above_S = scores_S - least  # equal scores become exact zeros
+    baseline = above_S[present_S].sum() / present_S.sum().clamp(min=1)
+    return _estimate(signals, (above_S - baseline)[signals.sequence_K], scores_S[signals.sequence_K])
 
 
 def reinforce_pp(signals: Signals, *, gamma: float, lam: float) -> Estimate:
@@ -146,18 +161,64 @@ def reinforce_pp_baseline(signals: Signals, *, gamma: float, lam: float) -> Esti
     return _estimate(signals, groups.at_tokens(groups.centred_P), groups.at_tokens(groups.scores_P), whitens=True)
 
 
+def gdpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """GDPO (arXiv 2601.05242): each reward normalised in its group as by `grpo`, then summed by weight, then whitened.
+
+    A reward of small spread is so not drowned by one of large spread. What is no reward of the list (a divergence in
+    the reward, say) has no part in it.
+    """
+    if not signals.rewards:
+        raise Refusal.at("algorithm.advantage", "gdpo needs the rewards one by one, and the step has none")
+    groups = _Groups(signals)
+    total_P = torch.zeros_like(groups.scores_P)
+    for weight, scores_S in signals.rewards:
+        alone = _Groups(signals, scores_S)
+        total_P = total_P + weight * alone.centred_P / (alone.deviation_P + STD_FLOOR)
+    return _estimate(signals, groups.at_tokens(total_P), groups.at_tokens(groups.scores_P), whitens=True)
+
+
+def optimal_token_baseline(signals: Signals, *, gamma: float, lam: float) -> Estimate:
+    """The optimal token baseline (arXiv 2602.07078): return to go minus a baseline of the group for each position.
+
+    B_t = sum_i G_t W_t / sum_i W_t over the group's sequences that reach position t; W_t is the energy of a sequence up
+    to t, whose tokens have the squared gradient 1 - 2 p + sum of squares (times the squared importance weight, where
+    there is one). Positions count the policy's own tokens. Where one sequence alone is left of a group there is
+    nothing to compare with: its baseline is 0 (verl's `handle_zero_tail`).
+    """
+    energy_K = _needed(signals.energy_K, "optimal_token_baseline", "the squared probabilities of all words").double()
+    sequence_K = signals.sequence_K
+    returns_K = returns.return_to_go(signals.rewards_K, sequence_K, gamma)
+    group_S, groups = _numbered(signals.group_S)
+    place_K = returns.positions(sequence_K)
+    energy_K = returns.running_sum(energy_K, sequence_K)
+    width = int(place_K.max()) + 1 if len(place_K) else 0
+    key_K = group_S[sequence_K] * width + place_K
+
+    def over_group(values_K: torch.Tensor) -> torch.Tensor:
+        return sum_by(values_K, key_K, groups * width)[key_K]
+
+    baseline_K = over_group(returns_K * energy_K) / (over_group(energy_K) + ENERGY_FLOOR)
+    alone_K = over_group(torch.ones_like(energy_K)) == 1
+    advantages_K = returns_K - torch.where(alone_K, 0.0, baseline_K)
+    single_K = _Groups(signals).single_K
+    return _estimate(signals, torch.where(single_K, 0.0, advantages_K), returns_K)
+
+
 ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "gae": gae,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "reinforce": reinforce,
+    "flash_reinforce": flash_reinforce,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "remax": remax,
     "opo": opo,
     "grpo_passk": grpo_passk,
     "gpg": gpg,
+    "gdpo": gdpo,
+    "optimal_token_baseline": optimal_token_baseline,
 }
 
 
@@ -185,17 +246,26 @@ def informative(scores_S: torch.Tensor, group_S: torch.Tensor) -> torch.Tensor:
 class _Groups:
     """The scores of the sequences that have a token, as seen from each of them in its group."""
 
-    def __init__(self, signals: Signals):
+    def __init__(self, signals: Signals, scores_S: torch.Tensor | None = None):
+        """`scores_S` in place of what the sequences earned in all."""
         self._signals = signals
         present_P, self._index_K = torch.unique(signals.sequence_K, return_inverse=True)
         self._group_P, self._groups = _numbered(signals.group_S[present_P])
-        self.scores_P = sum_by(signals.rewards_K.double(), self._index_K, len(present_P))
+        if scores_S is None:
+            self.scores_P = sum_by(signals.rewards_K.double(), self._index_K, len(present_P))
+        else:
+            self.scores_P = scores_S.double()[present_P]
         self.lengths_P = sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), self._index_K, len(present_P))
         self.size_P = self.total(torch.ones_like(self.scores_P))
         self.above_least_P = self.scores_P - _extreme(self.scores_P, self._group_P, self._groups, "amin")
         self.greatest_P = self.greatest(self.above_least_P)
         self.centred_P = self.above_least_P - self.total(self.above_least_P) / self.size_P
         self.deviation_P = (self.total(self.centred_P.square()) / (self.size_P - 1).clamp(min=1)).sqrt()
+
+    @property
+    def single_K(self) -> torch.Tensor:
+        """True at the tokens of a group of one."""
+        return self.at_tokens(self.size_P == 1)
 
     def total(self, values_P: torch.Tensor) -> torch.Tensor:
         return sum_by(values_P, self._group_P, self._groups)[self._group_P]

@@ -6,6 +6,8 @@ Shapes: K tokens of the step, S sequences. With d = log p_trainer - log p_engine
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +18,25 @@ from lockstep.errors import Refusal
 
 LOG_RATIO_BOUND = 20.0
 CHOICES = ("none", "token", "sequence")
+# What `mask` judges, as a band says it.
+MASKS = {"token": "token", "sequence": "mean"}
+# Probabilities of a coin are kept this far from 0 and 1.
+COIN_FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class Band:
+    """What may be learned from: the statistic `by` of a token, or `over` its sequence, from `low` to `high`.
+
+    With d as above, p the engine's probability and q the trainer's: `ratio` e^d (of a sequence: e to the sum, the mean
+    or the largest of its d), `k2` d^2 / 2, `k3` e^d - d - 1, `binary_kl` the divergence of the coin (q, 1 - q) from
+    (p, 1 - p), `tv` |p - q|.
+    """
+
+    over: str
+    by: str
+    high: float
+    low: float | None = None
 
 
 @dataclass(frozen=True)
@@ -34,29 +55,49 @@ def correct(
     sequences: int,
     *,
     weight: str,
-    cap: float,
+    cap: float | None,
     mask: str,
     low: float,
     high: float,
+    floor: float = 0.0,
+    normalize: bool = False,
+    reject: Sequence[Band] = (),
+    rejected: str = "left_out",
 ) -> Corrected:
-    """Weights by ratio, at most `cap`, and a mask of the ratios out of [low, high].
+    """Weights by ratio, from `floor` to `cap`, and a mask of what lies outside of every band.
 
-    `weight`: `token` takes a token's own ratio, `sequence` the product of its sequence's ratios for all its tokens.
-    `mask`: `token` judges a token by its own ratio, `sequence` a whole sequence by the geometric mean of its ratios.
-    The mask does not change the weights: a sequence's product is over all its tokens.
+    `weight`: `token` takes a token's own ratio, `sequence` the product of its sequence's ratios for all its tokens;
+    `normalize` divides them by their mean over the step, over tokens or over sequences. `mask`: `token` judges a token
+    by its own ratio, `sequence` a whole sequence by the geometric mean of its ratios, in [low, high]. `reject` are
+    further bands, all of which must hold. The mask does not change the weights of others: a sequence's product is over
+    all its tokens. What is `rejected` is `left_out` of the means too, or counts in them with the weight `zero`.
     """
+    if rejected not in ("left_out", "zero"):
+        raise Refusal.at("algorithm.correction.rejected", f"{rejected!r} is not known", "left_out or zero")
     log_ratio_K = _log_ratio(trainer_K, engine_K)
     importance_K = _importance(weight, log_ratio_K, sequence_K, sequences)
-    keep_K = _kept(mask, log_ratio_K, sequence_K, sequences, low, high)
-    weights_K = importance_K.clamp(max=cap)
+    most = math.inf if cap is None or weight == "none" else cap
+    weights_K = importance_K
+    if weight != "none":
+        weights_K = importance_K.clamp(floor, most)
+        if normalize:
+            weights_K = weights_K / _mean_weight(weight, weights_K, sequence_K, sequences)
+    bands = [*reject, *([Band(MASKS[mask], "ratio", high, low)] if mask in MASKS else [])]
+    if mask not in CHOICES:
+        raise _unknown("algorithm.correction.mask", mask)
+    keep_K = torch.ones_like(log_ratio_K)
+    for band in bands:
+        keep_K = keep_K * _inside(band, log_ratio_K, trainer_K, engine_K, sequence_K, sequences)
     metrics = {
         **_disagreement(log_ratio_K),
         "rollout_corr/weight_mean": _mean(weights_K),
         "rollout_corr/effective_share": _effective_share(weights_K),
-        "rollout_corr/capped_share": _mean(importance_K > cap),
+        "rollout_corr/capped_share": _mean(importance_K > most),
         "rollout_corr/masked_share": _mean(keep_K == 0),
         "rollout_corr/masked_sequence_share": _masked_sequences(keep_K, sequence_K, sequences),
     }
+    if rejected == "zero":
+        return Corrected(weights_K * keep_K, torch.ones_like(keep_K), metrics)
     return Corrected(weights_K, keep_K, metrics)
 
 
@@ -83,18 +124,63 @@ def _importance(weight: str, log_ratio_K: torch.Tensor, sequence_K: torch.Tensor
     raise _unknown("algorithm.correction.weight", weight)
 
 
-def _kept(
-    mask: str, log_ratio_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, low: float, high: float
-) -> torch.Tensor:
-    if mask == "none":
-        return torch.ones_like(log_ratio_K)
-    if mask == "token":
-        judged_K = log_ratio_K.exp()
-    elif mask == "sequence":
-        judged_K = sequence_mean(log_ratio_K, torch.ones_like(log_ratio_K), sequence_K, sequences).exp()
+def _mean_weight(weight: str, weights_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> float:
+    """Over all tokens, or over the sequences that have one. A step without weight is left as it is."""
+    if weight == "token":
+        mean = _mean(weights_K)
     else:
-        raise _unknown("algorithm.correction.mask", mask)
-    return ((judged_K >= low) & (judged_K <= high)).to(log_ratio_K.dtype)
+        ones_K = torch.ones_like(weights_K)
+        lengths_S = sum_by(ones_K, sequence_K, sequences)
+        weights_S = sum_by(weights_K, sequence_K, sequences)[lengths_S > 0] / lengths_S[lengths_S > 0]
+        mean = _mean(weights_S)
+    return mean if mean > 1e-8 else 1.0
+
+
+def _inside(
+    band: Band,
+    log_ratio_K: torch.Tensor,
+    trainer_K: torch.Tensor,
+    engine_K: torch.Tensor,
+    sequence_K: torch.Tensor,
+    sequences: int,
+) -> torch.Tensor:
+    """1 where the band holds. Bounds of ratios are compared as logarithms: a product of many would overflow."""
+    judged_K = _statistic(band.by, log_ratio_K, trainer_K, engine_K)
+    if band.over != "token":
+        judged_K = _over(band.over, judged_K, sequence_K, sequences)
+    low, high = band.low, band.high
+    if band.by == "ratio":
+        low, high = None if not low else math.log(low), math.log(high)
+    inside_K = judged_K <= high
+    if low is not None:
+        inside_K &= judged_K >= low
+    return inside_K.to(log_ratio_K.dtype)
+
+
+def _statistic(by: str, log_ratio_K: torch.Tensor, trainer_K: torch.Tensor, engine_K: torch.Tensor) -> torch.Tensor:
+    if by == "ratio":
+        return log_ratio_K
+    if by == "k2":
+        return 0.5 * log_ratio_K.square()
+    if by == "k3":
+        return log_ratio_K.exp() - log_ratio_K - 1
+    p_K, q_K = (logprobs_K.exp().clamp(COIN_FLOOR, 1 - COIN_FLOOR) for logprobs_K in (engine_K, trainer_K))
+    if by == "binary_kl":
+        return p_K * (p_K / q_K).log() + (1 - p_K) * ((1 - p_K) / (1 - q_K)).log()
+    if by == "tv":
+        return (p_K - q_K).abs()
+    raise Refusal.at("algorithm.correction.reject", f"the statistic {by!r} is not known", "ratio, k2, k3, ...")
+
+
+def _over(over: str, judged_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> torch.Tensor:
+    if over == "mean":
+        return sequence_mean(judged_K, torch.ones_like(judged_K), sequence_K, sequences)
+    if over == "sum":
+        return sum_by(judged_K, sequence_K, sequences)[sequence_K]
+    if over == "max":
+        largest_S = judged_K.new_zeros(sequences).scatter_reduce(0, sequence_K, judged_K, "amax", include_self=False)
+        return largest_S[sequence_K]
+    raise Refusal.at("algorithm.correction.reject", f"{over!r} is not known", "token, sum, mean or max")
 
 
 def _disagreement(log_ratio_K: torch.Tensor) -> dict[str, float]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lockstep.algorithms.reduce import sequence_mean
-from lockstep.algorithms.stable import floored
+from lockstep.algorithms.reduce import sequence_mean, sum_by
+from lockstep.algorithms.stable import floored, log_rest
 from lockstep.errors import Refusal
 from lockstep.types import Sums
 
@@ -125,6 +125,63 @@ def kl_cov(tokens: PolicyTokens, *, weight: float) -> Sums:
     return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(held_K), pg_heldfrac=held_K)
 
 
+def dppo_tv(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sums:
+    """DPPO with the total variation of a coin (arXiv 2602.04879): -min(r, cap) A log p, the weight a constant.
+
+    A token has no loss where it has moved too far the way its advantage pushes: A > 0 and p - p_old > `high`, or A < 0
+    and p - p_old < -`low`. Bounds are on the probability, not on the ratio: rare tokens are free to move.
+    """
+    tokens = _counted(tokens)
+    moved_K = tokens.logprobs_K.detach().exp() - tokens.old_K.exp()
+    beyond_K = torch.where(tokens.advantages_K > 0, moved_K > high, moved_K < -low)
+    return _within(tokens, beyond_K, cap)
+
+
+def dppo_kl(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sums:
+    """DPPO with the divergence of a coin (arXiv 2602.04879), KL((p_old, 1 - p_old), (p, 1 - p)), else as `dppo_tv`.
+
+    The bound is `high` where A > 0 and p has risen, `low` where A < 0 and p has fallen. Probabilities over 1 - 1e-6
+    count as that.
+    """
+    tokens = _counted(tokens)
+    logprobs_K, old_K = tokens.logprobs_K.detach(), tokens.old_K
+    rest_K = log_rest(old_K) - log_rest(logprobs_K)
+    divergence_K = old_K.exp() * (old_K - logprobs_K) + (1 - old_K.exp()) * rest_K
+    risen_K, fallen_K = logprobs_K > old_K, logprobs_K < old_K
+    beyond_K = torch.where(tokens.advantages_K > 0, (divergence_K > high) & risen_K, (divergence_K > low) & fallen_K)
+    return _within(tokens, beyond_K, cap)
+
+
+def dro(tokens: PolicyTokens, *, beta: float) -> Sums:
+    """Direct reward optimisation on tokens (arXiv 2405.19107): -A log p + beta / 2 (log p - log p_old)^2.
+
+    The paper's squared error of the advantage against beta d has this gradient up to the factor beta. Without a clip:
+    the square alone keeps the policy near where it was.
+    """
+    tokens = _counted(tokens)
+    loss_K = -tokens.advantages_K * tokens.logprobs_K + 0.5 * beta * _log_ratio(tokens).square()
+    return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(tokens.counted_K))
+
+
+def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
+    """The policy gradient of samples from the old policy: -min(w, cap) A log p, the weight w a constant.
+
+    `of`: `token` is the token's own ratio (IMPALA's truncation, arXiv 1802.01561), `sequence` the product of all of its
+    sequence's, whose logarithm is bounded at +-20. With old log-probabilities of the engine it is verl's `reinforce`.
+    """
+    tokens = _counted(tokens)
+    d_K = _log_ratio(tokens).detach()
+    if of == "sequence":
+        count = int(tokens.sequence_K[-1]) + 1 if len(tokens.sequence_K) else 0
+        totals_S = sum_by(torch.where(tokens.counted_K, d_K, 0.0), tokens.sequence_K, count)
+        d_K = totals_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)[tokens.sequence_K]
+    elif of != "token":
+        raise Refusal.at("algorithm.ratio_of", f"{of!r} is not known", "token or sequence")
+    ratio_K = d_K.exp()
+    loss_K = -ratio_K.clamp(max=cap) * tokens.advantages_K * tokens.logprobs_K
+    return _sums(tokens, loss_K, pg_clipfrac=ratio_K > cap)
+
+
 def policy_gradient(tokens: PolicyTokens) -> Sums:
     """-A log p (Williams 1992): no ratio, so it is right only for tokens that the current policy drew."""
     tokens = _counted(tokens)
@@ -146,6 +203,10 @@ LOSSES: dict[str, Callable[..., Sums]] = {
     "geo_mean": geo_mean,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "dro": dro,
+    "importance": importance,
     "policy_gradient": policy_gradient,
 }
 
@@ -178,6 +239,18 @@ def _clipped(
     free_K = -advantages_K * ratio_K
     bound_K = -advantages_K * ratio_K.clamp(1 - low, 1 + high)
     return torch.maximum(free_K, bound_K), bound_K > free_K
+
+
+def _within(tokens: PolicyTokens, beyond_K: torch.Tensor, cap: float) -> Sums:
+    """-min(r, cap) A log p with a constant weight, and nothing at the tokens beyond their bound."""
+    ratio_K = _log_ratio(tokens).exp().detach()
+    loss_K = -ratio_K.clamp(max=cap) * tokens.advantages_K * tokens.logprobs_K
+    return _sums(
+        tokens,
+        torch.where(beyond_K, 0.0, loss_K),
+        pg_clipfrac=beyond_K,
+        pg_clipfrac_lower=(ratio_K > cap) & ~beyond_K,
+    )
 
 
 def _held(tokens: PolicyTokens) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.errors import Refusal
 
-AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
+AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
 
 def sum_by(values_K: torch.Tensor, key_K: torch.Tensor, count: int) -> torch.Tensor:
@@ -27,27 +27,38 @@ def sequence_mean(values_K: torch.Tensor, keep_K: torch.Tensor, sequence_K: torc
 
 
 def aggregation_weights(
-    kind: str, sequence_K: torch.Tensor, keep_K: torch.Tensor, sequences: int, max_tokens: int
+    kind: str,
+    sequence_K: torch.Tensor,
+    keep_K: torch.Tensor,
+    sequences: int,
+    max_tokens: int,
+    times_S: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, float]:
     """Weights and divisor over a whole update: its loss is `sum(weights_K * loss_K) / divisor`.
 
-    A sequence without a kept token (`keep_K` 0 everywhere, or no token at all) is not counted. The divisor is at
-    least 1, so that an update with nothing kept has loss 0 and not 0/0.
+    A sequence without a kept token (`keep_K` 0 everywhere, or no token at all) is not counted. One that counts
+    `times_S` times is as good as so many copies of it. The divisor is at least 1, so that an update with nothing kept
+    has loss 0 and not 0/0.
 
     - `token_mean`: every kept token counts alike (DAPO, arXiv 2503.14476).
+    - `token_sum`: the sum over the kept tokens, undivided: the learning rate has to know how many there are.
     - `seq_mean_token_mean`: every sequence counts alike, its tokens share its weight (GRPO, arXiv 2402.03300).
     - `seq_mean_token_sum`: the mean over sequences of the sums of their tokens.
     - `seq_mean_token_sum_norm`: that sum over the constant `max_tokens` (Dr. GRPO, arXiv 2503.20783).
     """
     keep_K = keep_K if keep_K.is_floating_point() else keep_K.to(torch.float32)
     lengths_S = sum_by(keep_K, sequence_K, sequences)
-    counted = int((lengths_S > 0).sum())
+    times_S = torch.ones_like(lengths_S) if times_S is None else times_S.to(lengths_S)
+    weights_K = keep_K * times_S[sequence_K]
+    counted = max(float(times_S[lengths_S > 0].sum(dtype=torch.float64)), 1.0)
     if kind == "token_mean":
-        return keep_K, max(float(keep_K.sum(dtype=torch.float64)), 1.0)
+        return weights_K, max(float(weights_K.sum(dtype=torch.float64)), 1.0)
+    if kind == "token_sum":
+        return weights_K, 1.0
     if kind == "seq_mean_token_sum":
-        return keep_K, float(max(counted, 1))
+        return weights_K, counted
     if kind == "seq_mean_token_mean":
-        return keep_K / lengths_S.clamp(min=1)[sequence_K], float(max(counted, 1))
+        return weights_K / lengths_S.clamp(min=1)[sequence_K], counted
     if kind == "seq_mean_token_sum_norm":
-        return keep_K, float(max(counted, 1) * max_tokens)
+        return weights_K, counted * max_tokens
     raise Refusal.at("algorithm.aggregation", f"{kind!r} is not known", f"one of {', '.join(AGGREGATIONS)}")

@@ -29,6 +29,17 @@ def gae(
     return _accumulated(layout, residuals_K, gamma * lam)
 
 
+def positions(sequence_K: torch.Tensor) -> torch.Tensor:
+    """Of each token, how many of its sequence stand before it."""
+    return _Layout(sequence_K).position_K
+
+
+def running_sum(values_K: torch.Tensor, sequence_K: torch.Tensor) -> torch.Tensor:
+    """Of each token, the sum of its own and of its sequence's earlier values, in float64."""
+    layout = _Layout(sequence_K)
+    return layout.flat(layout.padded(values_K.double()).cumsum(0))
+
+
 class _Layout:
     """Between the flat line of tokens and columns (position by sequence) that end in zeros."""
 

@@ -80,7 +80,9 @@ def load(
 
 def _adapter(lora: int | Lora | None) -> Lora | None:
     adapter = checked(Lora, rank=lora) if isinstance(lora, int) else lora
-    if adapter is not None and adapter.alpha is None:
+    if adapter is not None and adapter.rank is None and adapter.adapter is None:
+        raise Refusal.at("lora.rank", "must be set", "8, say; or name an adapter to start from")
+    if adapter is not None and adapter.alpha is None and adapter.rank is not None:
         adapter = adapter.model_copy(update={"alpha": 2.0 * adapter.rank})
     return adapter
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from pydantic import ValidationError
 
-from lockstep.algorithms import policy, preference
+from lockstep.algorithms import pair_losses, policy, preference
 from lockstep.algorithms.supervised import nll
 from lockstep.api.data import Datum
 from lockstep.data.updates import Update
@@ -76,11 +76,13 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
         return Chosen(lambda logprobs: nll(logprobs), per or "token", loss)
     if loss in LOSSES and LOSSES[loss].held is None:
         return Chosen(_of_response(loss, settings), per or "token", loss)
-    if loss in preference.LOSSES:
+    if loss in pair_losses.LOSSES:
         return Chosen(_of_pair(loss, settings), per or "example", loss)
+    if loss in pair_losses.RANKED:
+        raise Refusal.at(f"loss {loss}", "sorts the pairs of a whole update", "use lockstep.train with preference.loss")
     if loss in LOSSES:  # it holds tokens back that are chosen over a whole update, which a call does not see
         raise Refusal.at(f"loss {loss}", "chooses tokens over a whole update", "use lockstep.train with algorithm.loss")
-    names = ["nll", *(name for name, row in LOSSES.items() if row.held is None), *preference.LOSSES]
+    names = ["nll", *(name for name, row in LOSSES.items() if row.held is None), *pair_losses.LOSSES]
     raise Refusal.at(f"loss {loss!r}", "is not known", f"a function, or one of {', '.join(names)}")
 
 
@@ -101,7 +103,7 @@ def _of_response(name: str, settings: Mapping[str, Any]) -> LossFunction:
 
 
 def _of_pair(name: str, settings: Mapping[str, Any]) -> LossFunction:
-    read = [key for key in PREFERENCE_READS[name] if key not in ("loss", "reference", "precompute")]
+    read = [key for key in PREFERENCE_READS[name] if key not in ("loss", "reference", "precompute", "ld_alpha")]
     _refuse_unread(name, settings, read)
     keys = _checked(Preference, {"loss": name, **settings}, "preference").model_dump(include=set(read))
 

@@ -46,6 +46,8 @@ class Job:
     dtype: str = "fp32"
     chunk: int = 64
     """Questions that are answered between two savings."""
+    first: int = 0
+    """The row that it begins with."""
 
 
 @dataclass
@@ -66,7 +68,9 @@ def sample_responses(job: Job, device_name: str) -> None:
         folder = model_folder(job.model)
         tokenizer = load_tokenizer(folder)
         rows = read_rows(job.data)
-        prompts = encode_questions(tokenizer, read_questions(rows, job.rows), job.system)
+        if job.first >= len(rows):
+            raise Refusal.at("--first", f"{job.first} is past the last of {len(rows):,} rows", "a smaller number")
+        prompts = encode_questions(tokenizer, read_questions(rows, job.rows, first=job.first), job.system)
         refuse_prompts(prompts, job.sampling.max_tokens, load_config(folder))
         refuse_long_answers(prompts, job.sampling.max_tokens, folder)
         parts = Parts(job.out, manifest_of(job, folder, rows.fingerprint))
@@ -99,6 +103,7 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
         "--max-new-tokens": sampling.max_tokens,
         "--seed": sampling.seed,
         "--rows": job.rows,
+        "--first": job.first,
         "--system": job.system,
         "--dtype": job.dtype,
         "--chunk": job.chunk,
@@ -155,7 +160,7 @@ def _sample(
                 start = time.perf_counter()
                 made = generator.generate(
                     [prompts[row] for row in span],
-                    list(span),
+                    [job.first + row for row in span],
                     job.n,
                     sampling,
                     scorer,
@@ -165,7 +170,9 @@ def _sample(
                 pace.tokens += sum(len(rollout.ids) for rollout in made)
                 refuse_failures(made, job.reward.max_failures, parts.folder)
                 if world.main:
-                    parts.write(number, [sample_row(rollout, span[rollout.prompt_index]) for rollout in made])
+                    parts.write(
+                        number, [sample_row(rollout, job.first + span[rollout.prompt_index]) for rollout in made]
+                    )
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; {parts.folder} keeps what was finished, the same command goes on") from None
     return pace

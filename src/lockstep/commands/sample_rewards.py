@@ -32,7 +32,7 @@ OPTIONS = {
 
 def identity_of(reward: Reward) -> dict[str, Any]:
     """What the scores depend on, by option: files by their content, so that a mended function is another one."""
-    model = model_folder(reward.model) if reward.model else None
+    model = model_folder(reward.model) if isinstance(reward.model, str) else None
     return {
         "--rule": reward.rules,
         "--reward-function": _function(reward.function) if reward.function else None,

@@ -37,11 +37,13 @@ class QuestionColumns:
 RL_SCHEMA = QuestionColumns()
 
 
-def read_questions(rows: RowSet, limit: int | None = None, columns: QuestionColumns = RL_SCHEMA) -> list[Question]:
-    """The first `limit` rows (all by default); rows that do not fit the schema are refused together."""
+def read_questions(
+    rows: RowSet, limit: int | None = None, columns: QuestionColumns = RL_SCHEMA, *, first: int = 0
+) -> list[Question]:
+    """`limit` rows (all by default) from the `first` on; rows that do not fit the schema are refused together."""
     questions: list[Question] = []
     problems: list[Problem] = []
-    for i in range(len(rows) if limit is None else min(limit, len(rows))):
+    for i in range(first, len(rows) if limit is None else min(first + limit, len(rows))):
         try:
             questions.append(question_of(rows[i], rows.origin(i), columns))
         except Refusal as refusal:

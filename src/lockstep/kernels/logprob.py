@@ -48,12 +48,13 @@ class Head(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of each chosen token: its log-probability, the entropy of the distribution it was chosen from, and how far that
-    is from a teacher's. None for what nobody asked for."""
+    """Of each chosen token: its log-probability, the entropy of the distribution it was chosen from, how far that is
+    from a teacher's, and the sum of its squared probabilities. None for what nobody asked for."""
 
     logprobs_K: torch.Tensor
     entropies_K: torch.Tensor | None
     divergences_K: torch.Tensor | None = None
+    squares_K: torch.Tensor | None = None
 
 
 Foresight = Callable[[torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, torch.Tensor | None]]

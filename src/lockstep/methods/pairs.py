@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from lockstep.algorithms.preference import REFERENCE_FREE, Pairs, preference_loss
+from lockstep.algorithms import transport
+from lockstep.algorithms.pair_losses import RANKED, REFERENCE_FREE, Partners
+from lockstep.algorithms.preference import Pairs, preference_loss, shared_length_weights
 from lockstep.algorithms.reduce import sum_by
 from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.preferences import RankingRows
@@ -45,31 +48,63 @@ class Pairwise(Plain):
     def __init__(self, recipe: Recipe):
         settings = recipe.preference
         self.free = settings.loss in REFERENCE_FREE
-        self.keys = settings.model_dump(include={"beta", "label_smoothing", "gamma", "average", "nll"})
-        self.kind = settings.loss
+        self.keys = settings.model_dump(
+            include={"beta", "label_smoothing", "gamma", "discopop_tau", "divergence", "alpha", "average", "nll"}
+        )
+        self.kind, self.ld_alpha = settings.loss, settings.ld_alpha
 
     def task(self, update: Update[Ranking], models: MethodModels) -> Task:
-        reference_S = None
+        weights_K = self._weights(update)
+        reference_S = partners = None
         if not self.free:
-            reference_S = _sums(update, models.reference_logprobs(update))
+            reference_S = _sums(update, _weighed(models.reference_logprobs(update), weights_K))
+        if self.kind in RANKED:
+            assert reference_S is not None
+            # Their order is over the whole update: one more pass tells it before the first micro-batch.
+            partners = _partners(self.kind, _sums(update, _weighed(models.logprobs(update), weights_K)), reference_S)
 
         def loss(scores: Scores, batch: MicroBatch) -> Sums:
             policy = scores.logprobs_K
             sequences, local_K = update.sequences_of(batch)
             # A micro-batch holds its pairs whole, the chosen response before the rejected one.
-            chosen, rejected = _two(sum_by(policy, local_K.to(policy.device), len(sequences)))
+            local_K = local_K.to(policy.device)
+            plain_S = sum_by(policy, local_K, len(sequences))
+            weighed_S = plain_S
+            if self.ld_alpha != 1:
+                weighed_S = sum_by(_weighed(policy, weights_K[batch.index_K].to(policy)), local_K, len(sequences))
             lengths = _two(update.lengths_S[sequences].to(policy.device))
             known = (None, None) if reference_S is None else _two(reference_S[sequences].to(policy.device))
-            return preference_loss(Pairs(chosen, rejected, *lengths, *known), kind=self.kind, **self.keys)
+            pairs = replace(Pairs(*_two(weighed_S), *lengths, *known), likelihood_P=_two(plain_S)[0])
+            own = None if partners is None else _of(partners, sequences[0::2] // 2, policy.device)
+            return preference_loss(pairs, kind=self.kind, partners=own, **self.keys)
 
         return Task(update.batches, loss, len(update.items))
+
+    def _weights(self, update: Update[Ranking]) -> torch.Tensor:
+        return shared_length_weights(update.sequence_K, update.lengths_S, self.ld_alpha)
 
     def start(self) -> float | None:
         nothing, one = torch.zeros(1), torch.ones(1)
         if self.free:
             return None
         alike = Pairs(nothing, nothing, one, one, nothing, nothing)
-        return float(preference_loss(alike, kind=self.kind, **{**self.keys, "nll": 0.0}).loss)
+        none = Partners(nothing, nothing)
+        return float(preference_loss(alike, kind=self.kind, partners=none, **{**self.keys, "nll": 0.0}).loss)
+
+
+def _partners(kind: str, policy_S: torch.Tensor, reference_S: torch.Tensor) -> Partners:
+    if kind == "aot":
+        return transport.paired(*_two(policy_S), *_two(reference_S))
+    return transport.unpaired(*_two(policy_S - reference_S))
+
+
+def _weighed(values_K: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
+    """Nothing is left of a token of weight 0, also where the model finds it impossible."""
+    return torch.where(weights_K > 0, values_K * weights_K, 0.0)
+
+
+def _of(partners: Partners, pairs: torch.Tensor, device: torch.device) -> Partners:
+    return Partners(partners.chosen_P[pairs].to(device), partners.rejected_P[pairs].to(device))
 
 
 def _two(values_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from transformers import (
 from lockstep.device.trouble import refuse_trouble
 from lockstep.errors import Refusal
 from lockstep.kernels.fused import fuse
+from lockstep.model.adapter import lora_config
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import Decoder, decoder_layers
 from lockstep.model.load import (
@@ -26,7 +27,6 @@ from lockstep.model.load import (
     kernel_of,
     load_config,
     load_transformers,
-    lora_config,
     spread,
     stream_transformers,
 )

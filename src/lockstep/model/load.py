@@ -13,6 +13,7 @@ from lockstep.errors import Problem, Refusal, first_line, refuse_all
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import FUSED, fuse
 from lockstep.kernels.wide_products import prepare_products
+from lockstep.model.adapter import lora_config, start_from
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, enter, unsupported
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy, Scoring
@@ -133,21 +134,8 @@ def stream_transformers(kind: Any, path: str, dtype: str) -> Streamed | None:
     return streamed(lambda: kind.from_config(config, trust_remote_code=False, **how), path)
 
 
-def lora_config(settings: Lora, task: str | None) -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=settings.targets,
-        bias="none",
-        task_type=task,
-    )
-
-
 def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
-    """The model itself, or a PEFT model around it whose fresh adapter is drawn from `seed`."""
+    """The model itself, or a PEFT model around it: its adapter is drawn from `seed`, or is the stored one."""
     if settings is None:
         return model
     from peft import get_peft_model
@@ -157,9 +145,12 @@ def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]), adapters_on_host():
         torch.manual_seed(seed)
         try:
-            return get_peft_model(model, config, autocast_adapter_dtype=False)
+            found = get_peft_model(model, config, autocast_adapter_dtype=False)
         except ValueError as error:
             raise Refusal.at("model.lora.targets", first_line(error)) from error
+        if settings.adapter is not None:
+            start_from(found, settings.adapter)
+        return found
 
 
 def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows: int, path: str) -> None:

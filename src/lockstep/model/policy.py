@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lockstep.errors import Refusal
 from lockstep.kernels.attention import ATTENTION
 from lockstep.kernels.divergence import TeacherDivergence, Whole, compared_scores
-from lockstep.kernels.logprob import Foresight, Scores, alike, token_scores
+from lockstep.kernels.logprob import Foresight, Head, Scores, alike, token_scores
+from lockstep.kernels.squares import summed_squares
 from lockstep.kernels.truncate import Truncation
 from lockstep.model.decoder import Decoder, decoder_layers, own_attention
 from lockstep.model.output_head import output_head
@@ -34,6 +36,8 @@ class Scoring:
     """Whether the loss is a multiple of the sum of the log-probabilities: see `kernels/logprob.py`."""
     comparison: TeacherDivergence | None = None
     """With a teacher: how its distribution and the policy's are compared."""
+    squares: bool = False
+    """Whether a pass that does not train tells the sums of squared probabilities too."""
 
 
 class Policy(nn.Module):
@@ -98,9 +102,23 @@ class Policy(nn.Module):
                 entropy=self.scoring.entropy and self.training,
                 foresee=self._foresight(batch) if self.training else None,
             )
+        if self.scoring.squares and not self.training:
+            scores = scores._replace(squares_K=self._squares(hidden_KH, head, batch.targets_K))
         # Keeps every parameter in the graph where a device's share of an update is empty: the sharded backward
         # is a collective that all devices must enter.
         return scores if len(batch.targets_K) else scores._replace(logprobs_K=scores.logprobs_K + hidden.sum() * 0)
+
+    def _squares(self, hidden_KH: torch.Tensor, head: Head, targets_K: torch.Tensor) -> torch.Tensor:
+        if head.weight_VH.shape[0] < self.causal_lm.config.get_text_config().vocab_size:
+            raise Refusal.at(
+                "algorithm.advantage",
+                "sums the squares of all words' probabilities, and this device holds a part of the vocabulary",
+                "another estimator, or a head that is not divided",
+            )
+        settings = self.scoring
+        return summed_squares(
+            hidden_KH, head, targets_K, temperature=settings.temperature, truncation=settings.truncation
+        )
 
     def _foresight(self, batch: MicroBatch) -> Foresight | None:
         """A loss that other ranks have their part in is not foreseen, but for the one that is alike at every target."""

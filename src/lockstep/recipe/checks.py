@@ -118,6 +118,14 @@ def _validation_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
     lora = recipe.model.lora
+    if lora and lora.adapter is None and lora.rank is None:
+        yield Problem("model.lora.rank", "must be set", "8, say; or name an adapter to start from: model.lora.adapter")
+    if lora and lora.adapter is not None:
+        for key in ("dropout", "targets", "exclude"):
+            if getattr(lora, key) != type(lora).model_fields[key].default:
+                yield Problem(f"model.lora.{key}", "the adapter that training starts from says it", "remove it")
+        if recipe.method == "rm":
+            yield Problem("model.lora.adapter", "a reward model's decoder gets an adapter of its own", "remove it")
     if lora and isinstance(lora.targets, list):
         if not lora.targets:
             yield Problem("model.lora.targets", "is empty: nothing would be trained", "use all-linear")
@@ -213,6 +221,12 @@ def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
     for key in known:
         if key not in preference_reads(recipe) and getattr(settings, key) != known[key].default:
             yield Problem(f"preference.{key}", f"{chosen} does not read it", "remove it")
+    if OFFLINE[recipe.method].preference is None:
+        if settings.loss == "exo_pair" and not settings.label_smoothing:
+            yield Problem("preference.label_smoothing", "exo_pair takes the logarithm of it", "set it, to 0.001 say")
+        reads_alpha = "alpha" in preference_reads(recipe)
+        if reads_alpha and settings.divergence != "alpha" and settings.alpha != known["alpha"].default:
+            yield Problem("preference.alpha", f"divergence {settings.divergence} does not read it", "remove it")
 
 
 def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -299,8 +313,21 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if kl.where == "reward" and kl.estimator.endswith("+"):
         yield Problem("algorithm.kl.estimator", "a reward has no gradient to pass through", "drop the +")
-    if algorithm.correction.low > algorithm.correction.high:
-        yield Problem("algorithm.correction.low", "is over algorithm.correction.high")
+    if kl.weighted and not (kl.where == "loss" and kl.estimator.endswith("+")):
+        yield Problem(
+            "algorithm.kl.weighted",
+            "weighs the gradient of an estimator with + in the loss",
+            "set algorithm.kl.where=loss and algorithm.kl.estimator=k3+, or remove it",
+        )
+    yield from _correction_problems(recipe)
+    yield from _gdpo_problems(recipe)
+    if algorithm.dynamic_sampling.metric and algorithm.dynamic_sampling.rounds < 2:
+        yield Problem("algorithm.dynamic_sampling.metric", "nothing is replaced in one round", "set rounds over 1")
+    models, weights = recipe.reward.model, recipe.reward.model_weights
+    if isinstance(models, list) and not models:
+        yield Problem("reward.model", "is an empty list", "name a folder, or remove it")
+    if weights and (not isinstance(models, list) or len(models) != len(weights)):
+        yield Problem("reward.model_weights", f"{len(weights)} weights are not one for each of reward.model", "as many")
     if recipe.reward.arguments and recipe.reward.function is None:
         yield Problem("reward.arguments", "there is no reward.function to give them to", "set it, or remove them")
     for name in recipe.reward.arguments.keys() & REWARD_CALL:
@@ -319,6 +346,48 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if algorithm.dynamic_sampling.rounds > 1 and not (needs.groups or is_function_path(algorithm.advantage)):
         yield Problem("algorithm.dynamic_sampling.rounds", "looks at the rewards of a group", "use a group method")
+
+
+def _correction_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Rollout correction that counts twice, or not at all."""
+    algorithm, settings = recipe.algorithm, recipe.algorithm.correction
+    if settings.low > settings.high:
+        yield Problem("algorithm.correction.low", "is over algorithm.correction.high")
+    if settings.cap is not None and settings.floor > settings.cap:
+        yield Problem("algorithm.correction.floor", "is over algorithm.correction.cap")
+    for number, band in enumerate(settings.reject):
+        if band.low is not None and band.low > band.high:
+            yield Problem(f"algorithm.correction.reject.{number}.low", "is over its high")
+    if settings.rejected != "left_out" and settings.mask == "none" and not settings.reject:
+        yield Problem("algorithm.correction.rejected", "nothing is rejected", "set mask or reject, or remove it")
+    if settings.bypass and settings.weight != "none":
+        yield Problem(
+            "algorithm.correction.weight",
+            "with bypass the ratio of the loss is from the engine already, and the weight would count it twice",
+            "remove one of them",
+        )
+    if settings.bypass and not loss_row(algorithm.loss).ratio:
+        yield Problem(
+            "algorithm.correction.bypass", f"loss {algorithm.loss} has no ratio of new to old", "use loss importance"
+        )
+
+
+def _gdpo_problems(recipe: Recipe) -> Iterator[Problem]:
+    """What changes the score and none of the rewards that are compared one by one."""
+    algorithm = recipe.algorithm
+    if not estimator_row(algorithm.advantage).parts:
+        if algorithm.gdpo_rewards:
+            yield Problem("algorithm.gdpo_rewards", f"advantage {algorithm.advantage} does not read it", "remove it")
+        return
+    passed_over = {
+        "algorithm.kl.where": algorithm.kl.in_reward(),
+        "reward.clip": recipe.reward.clip is not None,
+        "algorithm.overlong.cut": algorithm.overlong.cut is not None,
+    }
+    for key, on in passed_over.items():
+        if on:
+            remedy = "set it to loss or none" if key.endswith("where") else "remove it"
+            yield Problem(key, f"{algorithm.advantage} compares rewards one by one, and would pass over it", remedy)
 
 
 def _offline_row_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -346,10 +415,11 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
         batch = batch.model_copy(update={"prompts_per_update": batch.prompts})
     if model.master_weights is None:
         model = model.model_copy(update={"master_weights": model.dtype != "fp32"})
-    if model.lora and model.lora.alpha is None:
+    if model.lora and model.lora.alpha is None and model.lora.rank is not None:
         model = model.model_copy(update={"lora": model.lora.model_copy(update={"alpha": 2.0 * model.lora.rank})})
     algorithm = recipe.algorithm
-    if recipe.rollout.max_staleness and "weight" not in algorithm.correction.model_fields_set:
+    unsaid = "weight" not in algorithm.correction.model_fields_set and not algorithm.correction.bypass
+    if recipe.rollout.max_staleness and unsaid:
         correction = algorithm.correction.model_copy(update={"weight": "token"})
         recipe = recipe.model_copy(update={"algorithm": algorithm.model_copy(update={"correction": correction})})
     return recipe.model_copy(update={"run": run, "batch": batch, "model": model})

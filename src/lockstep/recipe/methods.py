@@ -183,12 +183,23 @@ OPTIONAL_SECTIONS = tuple(
 )
 # Keys of `preference` by loss; those of KTO, which has no such choice, by its name.
 _COMMON = ("loss", "beta", "nll")
-_REFERENCED = (*_COMMON, "average", "reference", "precompute")
+_RANKED = (*_COMMON, "reference", "precompute", "ld_alpha")
+_REFERENCED = (*_RANKED, "average")
+_DIVERGENT = (*_REFERENCED, "divergence", "alpha")
 PREFERENCE_READS: dict[str, tuple[str, ...]] = {
-    "sigmoid": (*_REFERENCED, "label_smoothing"),
-    "robust": (*_REFERENCED, "label_smoothing"),
-    "ipo": _REFERENCED,
-    "hinge": _REFERENCED,
+    "sigmoid": (*_DIVERGENT, "label_smoothing"),
+    "robust": (*_DIVERGENT, "label_smoothing"),
+    "ipo": _DIVERGENT,
+    "hinge": _DIVERGENT,
+    "exo_pair": (*_DIVERGENT, "label_smoothing"),
+    "discopop": (*_DIVERGENT, "discopop_tau"),
+    "nca_pair": _REFERENCED,
+    "bco_pair": _REFERENCED,
+    "sppo_hard": _REFERENCED,
+    "apo_zero": _REFERENCED,
+    "apo_down": _REFERENCED,
+    "aot": (*_RANKED, "label_smoothing"),
+    "aot_unpaired": (*_RANKED, "label_smoothing"),
     "simpo": (*_COMMON, "gamma", "label_smoothing"),
     "cpo": (*_COMMON, "average", "label_smoothing"),
     "orpo": _COMMON,

@@ -9,14 +9,54 @@ from lockstep.recipe.section import Field, Section
 
 
 class Preference(Section):
-    loss: Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "cpo"] = Field(
-        "sigmoid", description="Loss of a pair. `simpo`, `orpo` and `cpo` have no reference."
+    loss: Literal[
+        "sigmoid",
+        "ipo",
+        "hinge",
+        "robust",
+        "exo_pair",
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "aot",
+        "aot_unpaired",
+        "apo_zero",
+        "apo_down",
+        "discopop",
+        "simpo",
+        "orpo",
+        "cpo",
+    ] = Field(
+        "sigmoid",
+        description="Loss of a pair. `simpo`, `orpo` and `cpo` have no reference. `aot` and `aot_unpaired` sort the "
+        "responses of an update, which takes one more pass of the model.",
     )
     beta: float = Field(0.1, gt=0, description="Scale of the log-ratio (`orpo`: weight of the odds ratio).")
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="Share of pairs that may be labelled the wrong way round."
     )
     gamma: float = Field(0.0, ge=0, description="`simpo`: margin asked of the scaled difference.")
+    discopop_tau: float = Field(
+        0.05, gt=0, description="`discopop`: how large a difference turns the loss from logistic to exponential."
+    )
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = Field(
+        "reverse_kl",
+        description="How far from the reference is measured (f-DPO): what stands in place of the log-ratio. For "
+        "`sigmoid`, `ipo`, `hinge`, `robust`, `exo_pair` and `discopop`.",
+    )
+    alpha: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="`divergence: alpha`: 1 is forward KL, near 0 is reverse KL.",
+        read_where=("preference.divergence", ("alpha",)),
+    )
+    ld_alpha: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Weight of the tokens by which the longer response of a pair is longer (LD-DPO); 1 is DPO.",
+    )
     average: bool = Field(
         False, description="Log-probabilities are means over a response's tokens, not sums (length-normalised)."
     )

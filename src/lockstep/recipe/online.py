@@ -112,14 +112,42 @@ class RolloutSettings(Section):
     )
 
 
+class Reject(Section):
+    over: Literal["token", "sum", "mean", "max"] = Field(
+        "token", description="A token by itself, or its whole response by the sum, mean or largest of its tokens."
+    )
+    by: Literal["ratio", "k2", "k3", "binary_kl", "tv"] = Field(
+        description="Trainer's over engine's probability, an estimate of their divergence (k2, k3), the divergence or "
+        "the distance of the two probabilities alone (binary_kl, tv).",
+    )
+    low: float | None = Field(None, ge=0, description="Lower end of the band; default: none.")
+    high: float = Field(gt=0, description="Upper end of the band.")
+
+
 class Correction(Section):
+    bypass: bool = Field(
+        False,
+        description="The engine's log-probabilities are the old ones of the ratio: no pass of the trainer before the "
+        "first update, and the difference of engine and trainer is clipped with the rest.",
+    )
     weight: Literal["none", "token", "sequence"] = Field(
         "none",
         description="Truncated importance sampling: trainer's over engine's probability, as a weight. Default: `token` "
         "where `rollout.max_staleness` is over 0, otherwise `none`.",
     )
-    cap: float = Field(
-        2.0, gt=0, description="Largest weight.", read_where=("algorithm.correction.weight", ("token", "sequence"))
+    cap: float | None = Field(
+        2.0,
+        gt=0,
+        description="Largest weight; `null` is none.",
+        read_where=("algorithm.correction.weight", ("token", "sequence")),
+    )
+    floor: float = Field(
+        0.0, ge=0, description="Smallest weight.", read_where=("algorithm.correction.weight", ("token", "sequence"))
+    )
+    normalize: bool = Field(
+        False,
+        description="Divide the weights by their mean over the step.",
+        read_where=("algorithm.correction.weight", ("token", "sequence")),
     )
     mask: Literal["none", "token", "sequence"] = Field(
         "none", description="Leave out tokens, or sequences (by their geometric mean), whose ratio is out of band."
@@ -130,9 +158,20 @@ class Correction(Section):
     high: float = Field(
         2.0, gt=0, description="Upper end of the band.", read_where=("algorithm.correction.mask", ("token", "sequence"))
     )
+    reject: list[Reject] = Field(
+        default_factory=list, description="Further bands; what is out of one of them is left out, as by `mask`."
+    )
+    rejected: Literal["left_out", "zero"] = Field(
+        "left_out", description="What is out of band does not count in the means, or counts in them with 0."
+    )
+
+    @property
+    def compares(self) -> bool:
+        """Whether the trainer's own log-probabilities are needed before the first update."""
+        return self.weight != "none" or self.mask != "none" or bool(self.reject)
 
 
-Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
 
 class Kl(Section):
@@ -168,6 +207,12 @@ class Kl(Section):
     )
     reward_estimator: Literal["k1", "abs", "k2", "k3"] = Field(
         "k1", description="Its estimator.", read_where=("algorithm.kl.where", ("loss",))
+    )
+    weighted: bool = Field(
+        False,
+        description="With an estimator with `+` in the loss: its gradient is weighed by the ratio of new to old "
+        "probability, at most 10, so that it is that of the divergence in later updates of a step too.",
+        read_where=("algorithm.kl.where", ("loss",)),
     )
     reference: str | None = Field(
         None,
@@ -205,6 +250,22 @@ class DynamicSampling(Section):
         max_length=2,
         description="Replace instead the groups whose mean reward is not between these two.",
     )
+    metric: str | None = Field(
+        None,
+        description="Look at this part of the reward: `rule`, `function`, `function/NAME` for a number that your "
+        "function returns by name. Default: the whole score.",
+    )
+
+
+class Filtration(Section):
+    method: Literal["none", "pow", "max_min", "max_random"] = Field(
+        "none",
+        description="Learn from responses as often as they are drawn by their scores (PF-PPO): by a power of the "
+        "score, the best and worst of the step only, or the best four times as often as others.",
+    )
+    power: float = Field(
+        2.0, gt=0, description="`pow`: the power.", read_where=("algorithm.filtration.method", ("pow",))
+    )
 
 
 class Overlong(Section):
@@ -216,6 +277,11 @@ class Overlong(Section):
         None,
         le=1,
         description="Of responses that met the limit: their score times this, from 0 to 1; below 0 their score itself.",
+    )
+    skip: bool = Field(
+        False,
+        description="Leave responses that met the limit out of the loss (overlong filtering); they still count in the "
+        "baselines of others.",
     )
 
 
@@ -237,13 +303,38 @@ class Algorithm(Section):
     epochs: int = Field(1, ge=1, description="Passes over the responses of a step.")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount of a token's later rewards.")
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.", read_where=("algorithm.advantage", ("gae",)))
-    clip_low: float = Field(0.2, ge=0, description="The ratio is clipped at 1 - this.")
-    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped at 1 + this.")
+    clip_low: float = Field(
+        0.2,
+        ge=0,
+        description="The ratio is clipped at 1 - this. `dppo_tv`, `dppo_kl`: how far a probability may fall.",
+    )
+    clip_high: float = Field(
+        0.2,
+        ge=0,
+        description="The ratio is clipped at 1 + this. `dppo_tv`, `dppo_kl`: how far a probability may rise.",
+    )
     dual_clip: float | None = Field(
         3.0,
         gt=1,
         description="`clip`: bound of the ratio where the advantage is negative; `null` is none.",
         read_where=("algorithm.loss", ("clip",)),
+    )
+    ratio_cap: float = Field(
+        20.0,
+        gt=0,
+        description="`dppo_tv`, `dppo_kl`, `importance`: largest weight of a token.",
+        read_where=("algorithm.loss", ("dppo_tv", "dppo_kl", "importance")),
+    )
+    ratio_of: Literal["token", "sequence"] = Field(
+        "token",
+        description="`importance`: a token's weight is its own ratio, or the product of its response's.",
+        read_where=("algorithm.loss", ("importance",)),
+    )
+    dro_beta: float = Field(
+        1.0,
+        gt=0,
+        description="`dro`: weight of the squared log-ratio.",
+        read_where=("algorithm.loss", ("dro",)),
     )
     sapo_positive: float = Field(
         1.0,
@@ -280,6 +371,12 @@ class Algorithm(Section):
         description="`kl_cov`: weight of the divergence of the tokens held back.",
         read_where=("algorithm.loss", ("kl_cov",)),
     )
+    gdpo_rewards: dict[str, float] = Field(
+        default_factory=dict,
+        description="`gdpo`: the rewards that are compared one by one, with their weights; named as in "
+        "`dynamic_sampling.metric`. Default: those of the recipe, by `reward.weights`.",
+        read_where=("algorithm.advantage", ("gdpo",)),
+    )
     whiten: Whiten = Field(default_factory=Whiten)
     entropy: float = Field(0.0, description="Weight of the entropy bonus.")
     kl: Kl = Field(default_factory=Kl, effect=Effect("blocks", "the pull to the reference is another"))
@@ -288,6 +385,9 @@ class Algorithm(Section):
     )
     dynamic_sampling: DynamicSampling = Field(
         default_factory=DynamicSampling, effect=Effect("blocks", "other groups are trained on")
+    )
+    filtration: Filtration = Field(
+        default_factory=Filtration, effect=Effect("blocks", "responses count another number of times")
     )
     overlong: Overlong = Field(default_factory=Overlong, effect=REWARD)
 
@@ -318,8 +418,13 @@ class Reward(Section):
         description="Arguments that `function` gets by name besides those of every reward function.",
         effect=REWARD,
     )
-    model: str | None = Field(
-        None, description="Folder of a reward model (sequence classification, one label).", effect=FOLDER
+    model: str | list[str] | None = Field(
+        None,
+        description="Folder of a reward model (sequence classification, one label); or several, which are added.",
+        effect=FOLDER,
+    )
+    model_weights: list[float] = Field(
+        default_factory=list, description="With several of `model`: the weight of each. Default: 1.", effect=REWARD
     )
     process: str | None = Field(
         None,

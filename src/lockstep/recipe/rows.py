@@ -21,6 +21,10 @@ class EstimatorRow:
     """Several responses to a prompt, which are compared with each other."""
     greedy_baseline: bool = False
     """The score of the likeliest response to each prompt."""
+    energy: bool = False
+    """The sum of the squared probabilities of all words at each token."""
+    parts: bool = False
+    """The rewards one by one."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,15 @@ ESTIMATORS: dict[str, EstimatorRow] = {
     "dr_grpo": EstimatorRow(groups=True),
     "rloo": EstimatorRow(groups=True),
     "reinforce": EstimatorRow(),
+    "flash_reinforce": EstimatorRow(),
     "reinforce_pp": EstimatorRow(),
     "reinforce_pp_baseline": EstimatorRow(groups=True),
     "remax": EstimatorRow(greedy_baseline=True),
     "opo": EstimatorRow(groups=True),
     "grpo_passk": EstimatorRow(groups=True),
     "gpg": EstimatorRow(groups=True),
+    "gdpo": EstimatorRow(groups=True, parts=True),
+    "optimal_token_baseline": EstimatorRow(groups=True, energy=True),
 }
 LOSSES: dict[str, LossRow] = {
     "clip": LossRow({**_BOUNDS, "dual": "dual_clip"}, tokenwise=True),
@@ -70,6 +77,10 @@ LOSSES: dict[str, LossRow] = {
     "geo_mean": LossRow(_BOUNDS),
     "clip_cov": LossRow(_BOUNDS, tokenwise=True, held={"share": "cov_share", "low": "cov_low", "high": "cov_high"}),
     "kl_cov": LossRow({"weight": "cov_kl"}, tokenwise=True, held={"share": "cov_share"}),
+    "dppo_tv": LossRow({**_BOUNDS, "cap": "ratio_cap"}, tokenwise=True),
+    "dppo_kl": LossRow({**_BOUNDS, "cap": "ratio_cap"}, tokenwise=True),
+    "dro": LossRow({"beta": "dro_beta"}, tokenwise=True),
+    "importance": LossRow({"cap": "ratio_cap", "of": "ratio_of"}),
     "policy_gradient": LossRow(ratio=False, tokenwise=True),
 }
 ENGINES: dict[str, EngineRow] = {

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from lockstep.recipe.effects import COLUMN, GROUPS, LIMIT, MICRO, NAME, RATE, SPREAD, STORED, UPDATE, Effect
+from lockstep.recipe.effects import COLUMN, FOLDER, GROUPS, LIMIT, MICRO, NAME, RATE, SPREAD, STORED, UPDATE, Effect
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.named import Named
 from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
@@ -83,7 +83,7 @@ class RunSettings(Section):
 
 
 class Lora(Section):
-    rank: int = Field(ge=1, description="Rank of the adapter matrices.")
+    rank: int | None = Field(None, ge=1, description="Rank of the adapter matrices. Default: that of `adapter`.")
     alpha: float | None = Field(
         None, gt=0, description="Scale numerator (the adapter is scaled by alpha / rank). Default: 2 x rank."
     )
@@ -91,6 +91,15 @@ class Lora(Section):
     targets: Literal["all-linear"] | list[str] = Field(
         "all-linear",
         description="Which linear layers get an adapter: `all-linear` (all but the output head) or name endings.",
+    )
+    exclude: str | list[str] | None = Field(
+        None, description="Layers that get none: name endings, or a regular expression of whole names."
+    )
+    adapter: str | None = Field(
+        None,
+        description="PEFT folder of the adapter that training starts from, which says rank, alpha, dropout and layers. "
+        "The reference is still the model without an adapter.",
+        effect=FOLDER,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from lockstep.types import Failure, Question
@@ -48,3 +49,19 @@ def settled(outcome: PartOutcome) -> Future[PartOutcome]:
     future: Future[PartOutcome] = Future()
     future.set_result(outcome)
     return future
+
+
+class Countdown:
+    """Calls `then` in the thread that finishes last."""
+
+    def __init__(self, count: int, then: Callable[[], None]):
+        self._left = count
+        self._then = then
+        self._lock = threading.Lock()
+
+    def __call__(self, _: Future[PartOutcome]) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._then()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -17,7 +16,8 @@ from lockstep.reward.checks import FormatPart, RulePart
 from lockstep.reward.dry_run import Tried, dry_run
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.model import ModelPart
-from lockstep.reward.parts import PartOutcome, RewardPart, StepOutcome
+from lockstep.reward.models import ModelsPart
+from lockstep.reward.parts import Countdown, PartOutcome, RewardPart, StepOutcome
 from lockstep.reward.process import ProcessPart
 from lockstep.reward.remote import RemotePart
 from lockstep.reward.rules import DEFAULT_RULES, Rule, rule_for, rule_named
@@ -59,7 +59,7 @@ class Scorer:
         makers: dict[str, Callable[[], RewardPart]] = {
             "rule": lambda: RulePart(settings, sources, output=output),
             "function": lambda: FunctionPart(str(settings.function), settings, output=output),
-            "model": lambda: ModelPart(str(settings.model), device, offload=offload),
+            "model": lambda: _models(settings, device, offload),
             "process": lambda: ProcessPart(str(settings.process), settings.separator, device, offload=offload),
             "remote": lambda: RemotePart(settings.remote or [], settings),
             "format": lambda: FormatPart(str(settings.format)),
@@ -86,7 +86,7 @@ class Scorer:
         if not outcomes:
             future.set_result(Score(0.0))
             return future
-        remaining = _Countdown(len(outcomes), lambda: future.set_result(self._sum([o.result() for o in outcomes])))
+        remaining = Countdown(len(outcomes), lambda: future.set_result(self._sum([o.result() for o in outcomes])))
         for outcome in outcomes:
             outcome.add_done_callback(remaining)
         return future
@@ -143,20 +143,10 @@ class Scorer:
         return Score(total, parts, tuple(steps))
 
 
-class _Countdown:
-    """Calls `then` in the thread that finishes last."""
-
-    def __init__(self, count: int, then: Callable[[], None]):
-        self._left = count
-        self._then = then
-        self._lock = threading.Lock()
-
-    def __call__(self, _: Future[PartOutcome]) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._then()
+def _models(settings: Reward, device: torch.device, offload: bool) -> RewardPart:
+    if isinstance(settings.model, list):
+        return ModelsPart(settings.model, settings.model_weights, device, offload=offload)
+    return ModelPart(str(settings.model), device, offload=offload)
 
 
 def active_weights(settings: Reward) -> tuple[dict[str, float], list[Problem]]:

@@ -7,19 +7,24 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.algorithms.advantage import Signals, Whitening, informative
-from lockstep.algorithms.correction import correct
+from lockstep.algorithms.correction import Band, Corrected, correct
+from lockstep.algorithms.filtration import drawn_times
 from lockstep.algorithms.kl import divergence
 from lockstep.algorithms.own import estimator
 from lockstep.algorithms.reduce import sum_by
 from lockstep.recipe import Recipe
+from lockstep.recipe.online import Correction
+from lockstep.recipe.rows import estimator_row
+from lockstep.reward.scorer import active_weights
 from lockstep.train.annotate import Annotated
-from lockstep.train.experience import Experience
+from lockstep.train.draws import generator_of
+from lockstep.train.experience import Experience, part_of
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """For every token of a step. `keep_K` is 0 for tokens that rollout correction leaves out, `importance_K` their
-    weight otherwise."""
+    """For every token of a step. `keep_K` is 0 for tokens that are left out of the loss, `importance_K` their weight
+    otherwise; `times_S` is how often a response counts, where that is not once."""
 
     rewards_K: torch.Tensor
     advantages_K: torch.Tensor
@@ -27,6 +32,7 @@ class Advantages:
     keep_K: torch.Tensor
     importance_K: torch.Tensor
     metrics: dict[str, float]
+    times_S: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,10 @@ class Learned:
     advantages: Advantages
 
 
-def estimate_advantages(experience: Experience, known: Annotated, recipe: Recipe, kl_coefficient: float) -> Advantages:
+def estimate_advantages(
+    experience: Experience, known: Annotated, recipe: Recipe, kl_coefficient: float, seed: tuple[int, ...] = (0,)
+) -> Advantages:
+    """`seed` is of what is drawn: which responses count how often."""
     algorithm, sequence_K = recipe.algorithm, experience.sequence_K
     metrics: dict[str, float] = {}
     # What was not earned at a step of the response is earned at its end.
@@ -53,20 +62,63 @@ def estimate_advantages(experience: Experience, known: Annotated, recipe: Recipe
         kl_K = divergence(kl.estimator if alone else kl.reward_estimator, known.old_K, known.reference_K)
         rewards_K -= (kl_coefficient if alone else kl.reward_coefficient) * kl_K
         metrics["actor/reward_kl_penalty"] = float(kl_K.double().mean())
-    whitening = Whitening(**algorithm.whiten.model_dump())
-    signals = Signals(rewards_K, sequence_K, experience.group_S, known.values_K, experience.baseline_S, whitening)
+    corrected = _corrected(experience, known, algorithm.correction)
+    keep_K, importance_K = corrected.keep_K, corrected.weights_K
+    metrics |= corrected.metrics
+    if algorithm.overlong.skip:
+        cut_S = torch.tensor([rollout.stop == "length" for rollout in experience.rollouts])
+        keep_K = torch.where(cut_S[sequence_K], 0.0, keep_K)
+        metrics["response/skipped_ratio"] = float(cut_S.double().mean())
+    signals = Signals(
+        rewards_K,
+        sequence_K,
+        experience.group_S,
+        known.values_K,
+        experience.baseline_S,
+        Whitening(**algorithm.whiten.model_dump()),
+        _energy(known, importance_K),
+        _parts(experience, recipe) if estimator_row(algorithm.advantage).parts else (),
+    )
     advantage = estimator(algorithm.advantage, algorithm.function_limit)
     estimate = advantage(signals, gamma=algorithm.gamma, lam=algorithm.lam)
-    keep_K, importance_K = torch.ones(len(sequence_K)), torch.ones(len(sequence_K))
-    settings = algorithm.correction
-    if settings.weight != "none" or settings.mask != "none":
-        assert known.old_K is not None
-        engine_K, sequences = experience.engine_K, experience.sequences
-        corrected = correct(known.old_K, engine_K, sequence_K, sequences, **settings.model_dump())
-        keep_K, importance_K = corrected.keep_K, corrected.weights_K
-        metrics |= corrected.metrics
+    times_S = None
+    if algorithm.filtration.method != "none":
+        times_S = drawn_times(experience.scores_S, **algorithm.filtration.model_dump(), generator=generator_of(seed))
+        metrics["actor/filtered_share"] = float((times_S == 0).double().mean())
     metrics |= _described(experience, rewards_K, estimate.advantages_K, estimate.returns_K, known.values_K)
-    return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, importance_K, metrics)
+    return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, importance_K, metrics, times_S)
+
+
+def _corrected(experience: Experience, known: Annotated, settings: Correction) -> Corrected:
+    """What rollout correction leaves of the tokens; all of them where it is off."""
+    if not settings.compares:
+        whole_K = torch.ones(len(experience.sequence_K))
+        return Corrected(whole_K, whole_K)
+    trainer_K = known.trainer_K if settings.bypass else known.old_K
+    assert trainer_K is not None
+    keys = settings.model_dump(exclude={"bypass", "reject"})
+    bands = [Band(**band.model_dump()) for band in settings.reject]
+    return correct(trainer_K, experience.engine_K, experience.sequence_K, experience.sequences, **keys, reject=bands)
+
+
+def _energy(known: Annotated, importance_K: torch.Tensor) -> torch.Tensor | None:
+    """The squared gradient of each token's log-probability by the logits, as it enters the loss."""
+    if known.squares_K is None:
+        return None
+    own_K = known.old_K if known.trainer_K is None else known.trainer_K
+    assert own_K is not None
+    return (1 - 2 * own_K.exp() + known.squares_K) * importance_K.square()
+
+
+def _parts(experience: Experience, recipe: Recipe) -> tuple[tuple[float, torch.Tensor], ...]:
+    """The rewards one by one: those that the recipe names, else all that count in the score."""
+    weights = recipe.algorithm.gdpo_rewards or active_weights(recipe.reward)[0]
+    if recipe.algorithm.overlong.buffer and not recipe.algorithm.gdpo_rewards:
+        weights = {**weights, "overlong": 1.0}
+    return tuple(
+        (weight, torch.tensor([part_of(rollout, name, "algorithm.gdpo_rewards") for rollout in experience.rollouts]))
+        for name, weight in weights.items()
+    )
 
 
 def _described(

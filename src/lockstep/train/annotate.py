@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.recipe import Recipe
-from lockstep.recipe.rows import loss_row
+from lockstep.recipe.rows import estimator_row, loss_row
 from lockstep.recipe.schema import Batch
 from lockstep.run.metrics import PhaseTimer
 from lockstep.train.experience import Experience
@@ -34,8 +34,13 @@ class Annotated:
     """For every token of a step; what a recipe does not use is None."""
 
     old_K: torch.Tensor | None
+    """What new log-probs are compared with: the policy's own before the first update, or the engine's."""
     reference_K: torch.Tensor | None
     values_K: torch.Tensor | None
+    trainer_K: torch.Tensor | None = None
+    """The policy's own before the first update, where they are not the old ones."""
+    squares_K: torch.Tensor | None = None
+    """The sum of the squared probabilities of all words."""
 
 
 def plan_updates(experience: Experience, models: Models, batch: Batch) -> list[UpdatePlan]:
@@ -57,21 +62,30 @@ def plan_updates(experience: Experience, models: Models, batch: Batch) -> list[U
 def old_needed(recipe: Recipe, updates: int) -> bool:
     """With one update a step the old log-probs are the current ones, unless something before it needs them."""
     algorithm = recipe.algorithm
-    corrected = algorithm.correction.weight != "none" or algorithm.correction.mask != "none"
     in_reward = algorithm.kl.in_reward()
     chosen_before = loss_row(algorithm.loss).held is not None
-    return updates * algorithm.epochs > 1 or corrected or in_reward or chosen_before
+    energy = estimator_row(algorithm.advantage).energy
+    return updates * algorithm.epochs > 1 or algorithm.correction.compares or in_reward or chosen_before or energy
 
 
-def annotate(plans: Sequence[UpdatePlan], models: Models, recipe: Recipe, phases: PhaseTimer) -> Annotated:
-    old_K = reference_K = values_K = None
-    if old_needed(recipe, len(plans)):
+def annotate(
+    plans: Sequence[UpdatePlan], models: Models, recipe: Recipe, phases: PhaseTimer, engine_K: torch.Tensor
+) -> Annotated:
+    old_K = trainer_K = squares_K = reference_K = values_K = None
+    settings, energy = recipe.algorithm.correction, estimator_row(recipe.algorithm.advantage).energy
+    if settings.compares or energy or (old_needed(recipe, len(plans)) and not settings.bypass):
         with phases("old_log_prob"):
-            old_K = torch.cat([models.logprobs(plan) for plan in plans])
+            if energy:
+                both = torch.cat([models.logprobs_and_squares(plan) for plan in plans], 1)
+                old_K, squares_K = both[0], both[1]
+            else:
+                old_K = torch.cat([models.logprobs(plan) for plan in plans])
+    if settings.bypass:
+        old_K, trainer_K = engine_K, old_K
     if recipe.algorithm.kl.where != "none":
         with phases("ref"):
             reference_K = torch.cat([models.reference_logprobs(plan) for plan in plans])
     if models.critic is not None:
         with phases("values"):
             values_K = torch.cat([models.values(plan) for plan in plans])
-    return Annotated(old_K, reference_K, values_K)
+    return Annotated(old_K, reference_K, values_K, trainer_K, squares_K)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ def scoring_of(recipe: Recipe) -> Scoring:
         return Scoring(alike=METHODS[recipe.method].alike)
     rollout = recipe.rollout
     truncation = Truncation(rollout.top_k, rollout.top_p, rollout.min_p) if rollout.truncated == "mask" else None
-    return Scoring(rollout.temperature, truncation, entropy=True)
+    squares = estimator_row(recipe.algorithm.advantage).energy
+    return Scoring(rollout.temperature, truncation, entropy=True, squares=squares)
 
 
 def build_learner(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Learner:
@@ -123,7 +125,7 @@ def _frozen(
     settings = recipe.model.model_copy(update={"path": path, "lora": None})
     _refuse_other_vocabulary(recipe, key, path)
     sharding = sharding_of(recipe.parallel, device, world, on_host=on_host)
-    seed, scoring = recipe.run.seed, scoring_of(recipe)
+    seed, scoring = recipe.run.seed, replace(scoring_of(recipe), squares=False)
     policy = load_policy(settings, torch_device, device.attention, seed, scoring, sharding, frozen=True)
     refuse_undivided(policy, world.context, path)
     if on_host and sharding is None:

@@ -88,6 +88,18 @@ def experience_of(rollouts: Sequence[Rollout], baselines: dict[int, float] | Non
     )
 
 
+def part_of(rollout: Rollout, name: str, key: str) -> float:
+    """One part of what a response earned. `key` is where the recipe names it."""
+    assert isinstance(rollout.score, Score)
+    if name not in rollout.score.parts:
+        raise Refusal.at(
+            key,
+            f"response {rollout.sample} to {rollout.prompt.question.origin} has no part {name!r} in its score",
+            f"it has {', '.join(rollout.score.parts) or 'none'}; the last checkpoint is untouched",
+        )
+    return rollout.score.parts[name]
+
+
 def _refuse_empty(rollouts: Sequence[Rollout]) -> None:
     problems = [
         Problem(

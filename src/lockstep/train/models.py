@@ -107,6 +107,17 @@ class Models:
         """The policy's log-probs, as it is now."""
         return self.over_targets(self.module, asked, lambda scores: scores.logprobs_K)
 
+    def logprobs_and_squares(self, asked: Asked) -> torch.Tensor:
+        """Two rows: the policy's log-probs, and the sums of the squared probabilities of all words."""
+        return over_targets(
+            self.module,
+            asked,
+            self.world,
+            self.device,
+            lambda scores: torch.stack([scores.logprobs_K, scores.squares_K]),
+            rows=(2,),
+        )
+
     def reference_logprobs(self, asked: Asked) -> torch.Tensor:
         if self.cache is not None:
             assert isinstance(asked, Update)
@@ -142,14 +153,20 @@ class Models:
 
 @torch.no_grad()
 def over_targets(
-    module: nn.Module, asked: Asked, world: World, device: torch.device, pick: Callable[[Any], torch.Tensor]
+    module: nn.Module,
+    asked: Asked,
+    world: World,
+    device: torch.device,
+    pick: Callable[[Any], torch.Tensor],
+    *,
+    rows: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """A number for each target: what `pick` finds in the module's output."""
-    vector = torch.zeros(asked.targets)
+    """A number for each target, or several rows of them: what `pick` finds in the module's output."""
+    vector = torch.zeros(*rows, asked.targets)
     with resident(module), evaluating(module):
         said = [fetched(pick(run_on(module, batch, device))) for batch in asked.batches]
     for batch, numbers in zip(asked.batches, said, strict=True):
-        vector[batch.index_K] = numbers()
+        vector[..., batch.index_K] = numbers()
     return world.sum_tensor(vector)
 
 

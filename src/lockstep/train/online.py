@@ -76,9 +76,9 @@ def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float
     run, models, beta = training.run, training.models, training.carried["kl_coefficient"]
     recipe, batches = run.recipe, run.prepared.batches
     plans = plan_updates(experience, models, recipe.batch)
-    known = annotate(plans, models, recipe, run.phases)
+    known = annotate(plans, models, recipe, run.phases, experience.engine_K)
     with run.phases("adv"):
-        advantages = estimate_advantages(experience, known, recipe, beta)
+        advantages = estimate_advantages(experience, known, recipe, beta, (recipe.run.seed, step))
     record_rollouts(training.tape, rollouts, known, advantages)
     learned = Learned(experience, known, advantages)
     metrics = {**rollouts.metrics, **advantages.metrics}

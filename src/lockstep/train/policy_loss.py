@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from lockstep.kernels.logprob import Foresight, Scores
 from lockstep.recipe.online import Algorithm
 from lockstep.recipe.rows import loss_row
 from lockstep.train.advantages import Learned
+from lockstep.train.draws import generator_of
 from lockstep.types import MicroBatch, Sums
 
 
@@ -39,8 +39,7 @@ def held_tokens(algorithm: Algorithm, learned: Learned, tokens: slice, seed: tup
     old_K, advantages = learned.known.old_K, learned.advantages
     assert old_K is not None
     vectors = old_K[tokens], advantages.advantages_K[tokens], advantages.keep_K[tokens]
-    draw = torch.Generator().manual_seed(int.from_bytes(sha256(repr(seed).encode()).digest()[:7], "big"))
-    return HELD[algorithm.loss](*vectors, **_keys(algorithm, held), generator=draw)
+    return HELD[algorithm.loss](*vectors, **_keys(algorithm, held), generator=generator_of(seed))
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class PolicyLoss:
         sums = self._sums(logprobs, scores.entropies_K, tokens)
         # The first update of a step compares what the engine said with what the trainer says of the same weights: over
         # all tokens, since those that disagree most are left out of everything else.
-        old = logprobs.detach() if tokens.old_K is None else tokens.old_K
+        bypass = self.algorithm.correction.bypass
+        old = logprobs.detach() if tokens.old_K is None or bypass else tokens.old_K
         difference = (old.exp() - sent(self.engine_K[batch.index_K], self.device).exp()).abs()
         sums.metrics |= {"probs_diff": difference.sum(), "probs_diff_squared": difference.square().sum()}
         largest = difference.max() if len(difference) else difference.new_zeros(())
@@ -113,7 +113,7 @@ class PolicyLoss:
         if tokens.old_K is None:
             del metrics["ppo_kl"]  # 0 by definition
         if self.algorithm.kl.where == "loss" and tokens.reference_K is not None:
-            kl, kl_metrics = self._divergence(logprobs, tokens.reference_K, average)
+            kl, kl_metrics = self._divergence(logprobs, tokens.reference_K, old, average)
             loss, metrics = loss + self.kl_coefficient * kl, metrics | kl_metrics
         if entropies is not None:
             entropies = torch.where(average > 0, entropies, 0.0)
@@ -123,15 +123,16 @@ class PolicyLoss:
         return Sums(loss, metrics)
 
     def _divergence(
-        self, logprobs: torch.Tensor, reference: torch.Tensor, average: torch.Tensor
+        self, logprobs: torch.Tensor, reference: torch.Tensor, old: torch.Tensor, average: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """From the reference: as averaged in the loss, and in the metrics also per token whatever the aggregation."""
         # Zero times the infinity of a token that is left out would be NaN, in the sum or in its gradient.
         kept = average > 0
-        own_K, reference_K = torch.where(kept, logprobs, 0.0), torch.where(kept, reference, 0.0)
-        kl_K = divergence(self.algorithm.kl.estimator, own_K, reference_K)
-        kl = (average * kl_K).sum()
-        return kl, {"kl_loss": kl, "kl": kl_K.sum()}
+        own_K, reference_K, old_K = (torch.where(kept, said, 0.0) for said in (logprobs, reference, old))
+        kl = self.algorithm.kl
+        kl_K = divergence(kl.estimator, own_K, reference_K, old_K if kl.weighted else None)
+        total = (average * kl_K).sum()
+        return total, {"kl_loss": total, "kl": kl_K.sum()}
 
 
 @dataclass(frozen=True)

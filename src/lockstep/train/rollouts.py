@@ -10,13 +10,14 @@ import torch
 from lockstep.algorithms.advantage import informative
 from lockstep.data.dataset import Loader
 from lockstep.recipe import Recipe
+from lockstep.recipe.online import DynamicSampling
 from lockstep.recipe.rows import estimator_row
 from lockstep.reward.scorer import Scorer
 from lockstep.reward.shaping import shaped
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.sampling import training_sampling
 from lockstep.run.metrics import PhaseTimer
-from lockstep.train.experience import Experience, experience_of
+from lockstep.train.experience import Experience, experience_of, part_of
 from lockstep.train.failures import refuse_failures, refuse_nothing_left
 from lockstep.train.rollout_metrics import rollout_metrics
 from lockstep.types import Failure, Prompt, Rollout, Sampling, Score
@@ -47,7 +48,7 @@ def take_rollouts(
     """The next prompts, from `position` in the data on, answered and scored."""
     answers = _Answers(generator, scorer, recipe, phases)
     wanted, settings = recipe.batch.prompts, recipe.algorithm.dynamic_sampling
-    rounds, between = settings.rounds, settings.between
+    rounds = settings.rounds
     kept: list[list[Rollout]] = []
     uniform: list[list[Rollout]] = []
     every: list[Rollout] = []
@@ -59,7 +60,7 @@ def take_rollouts(
         used += 1
         every += answered
         for group in _groups(answered):
-            (kept if rounds == 1 or _teaches(group, between) else uniform).append(group)
+            (kept if rounds == 1 or _teaches(group, settings) else uniform).append(group)
     # The rounds are used up: groups that teach nothing fill the step, so that its size stays what it is.
     filled = kept + uniform[: wanted - len(kept)]
     rollouts = [replace(rollout, prompt_index=index) for index, group in enumerate(filled) for rollout in group]
@@ -120,9 +121,14 @@ def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(groups.values())
 
 
-def _teaches(group: Sequence[Rollout], between: Sequence[float] | None) -> bool:
+def _teaches(group: Sequence[Rollout], settings: DynamicSampling) -> bool:
     """Scores that are not all equal, or whose mean is between two bounds."""
-    scores = torch.tensor([r.score.total for r in group if isinstance(r.score, Score)])
-    if between is not None:
-        return len(scores) > 0 and between[0] < float(scores.double().mean()) < between[1]
+    scores = torch.tensor([_compared(r, r.score, settings.metric) for r in group if isinstance(r.score, Score)])
+    if settings.between is not None:
+        low, high = settings.between
+        return len(scores) > 0 and low < float(scores.double().mean()) < high
     return bool(informative(scores, torch.zeros(len(scores), dtype=torch.long)).any())
+
+
+def _compared(rollout: Rollout, score: Score, metric: str | None) -> float:
+    return score.total if metric is None else part_of(rollout, metric, "algorithm.dynamic_sampling.metric")

@@ -59,8 +59,9 @@ def update_policy(
     experience, known, advantages = learned.experience, learned.known, learned.advantages
     sequence_K = experience.sequence_K[tokens] - plan.responses.start
     sequences = plan.responses.stop - plan.responses.start
+    times_S = None if advantages.times_S is None else advantages.times_S[plan.responses]
     average_K, divisor = aggregation_weights(
-        algorithm.aggregation, sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens
+        algorithm.aggregation, sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens, times_S
     )
     loss = PolicyLoss(
         algorithm,

@@ -21,13 +21,15 @@ def update_critic(plan: UpdatePlan, learned: Learned, models: Models, recipe: Re
     assert values_K is not None
     tokens, clip = plan.tokens, recipe.critic.clip
     old_K, returns_K, keep_K = values_K[tokens], advantages.returns_K[tokens], advantages.keep_K[tokens]
+    if advantages.times_S is not None:
+        keep_K = keep_K * advantages.times_S[learned.experience.sequence_K[tokens]]
 
     def loss(values_K: torch.Tensor, batch: MicroBatch) -> Sums:
         old, returns, keep = (sent(vector[batch.index_K], models.device) for vector in (old_K, returns_K, keep_K))
         return value_loss(values_K, old, returns, keep, clip=clip)
 
     kept = float((keep_K > 0).sum())
-    outcome = models.critic.forward_backward(plan.batches, loss, max(kept, 1.0))
+    outcome = models.critic.forward_backward(plan.batches, loss, max(float(keep_K.sum(dtype=torch.float64)), 1.0))
     names = {"vf_clipfrac": "critic/vf_clipfrac", "vpred": "critic/vpred_mean"}
     return {
         "critic/vf_loss": outcome.loss,

@@ -14,7 +14,8 @@ from lockstep.errors import Refusal
 
 PROGRAMS: dict[str, str] = {name: name for name in (*offline.TRAINERS, "train_ppo_ray")}
 ELSEWHERE: dict[str, str] = {
-    "batch_inference": "lockstep sample MODEL DATA OUT.parquet --n N --reward-model DIR, then lockstep pairs OUT ROWS",
+    "batch_inference": "lockstep sample MODEL DATA OUT.parquet --n N --reward-model DIR (--iter I of B prompts is "
+    "--first I*B --rows B), then lockstep pairs OUT ROWS --kind sft (rs), pairs (iter_dpo) or conditional (csft)",
     "serve_rm": "name the reward model's folder: reward.model loads it beside the policy",
     "lora_combiner": "lockstep export RUN DIR merges the adapter of a run",
     "interactive_chat": "lockstep generate MODEL --chat",

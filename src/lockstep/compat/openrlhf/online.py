@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.compat.openrlhf.correction import correction_rule
 from lockstep.compat.openrlhf.shared import data_rule, run_rule, schedule_rule, sources, template_rule
 from lockstep.compat.settings import Settings
 from lockstep.compat.table import Conversion, KeyRule
@@ -14,8 +15,10 @@ ESTIMATORS: dict[str, tuple[str, str, bool]] = {
     "rloo": ("rloo", "rloo", True),
     "group_norm": ("grpo", "grpo", False),
     "dr_grpo": ("dr_grpo", "dr_grpo", False),
+    "flash_reinforce": ("reinforce", "flash_reinforce", False),
 }
-_GROUPS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
+# Their scores are compared before a divergence in the reward is taken off, and their gamma is 1.
+_GROUPS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo", "flash_reinforce")
 
 
 def algorithm_rule(settings: Settings, done: Conversion) -> None:
@@ -24,6 +27,8 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
         done.refuse("advantage_estimator", f"{name} is not here", f"one of {', '.join(ESTIMATORS)}")
         return
     method, advantage, whitens = ESTIMATORS[name]
+    # 0.11.2 whitens no longer with rloo; 0.7.5 does.
+    whitens = whitens and not (name == "rloo" and "ds.param_dtype" in settings.defaults)
     done.write("method", method, "advantage_estimator")
     done.write("algorithm.advantage", advantage, "advantage_estimator")
     done.write("algorithm.whiten.over", "step" if whitens else "none", "advantage_estimator")
@@ -60,7 +65,7 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
     if name == "gae":
         done.write("algorithm.lam", settings.number("lambd"), "lambd")
     _kl(settings, done)
-    _correction(settings, done)
+    correction_rule(settings, done)
     if settings["dynamic_filtering"]:
         note = "10 rounds at most, then the step is filled with what there is; theirs goes on"
         done.write("algorithm.dynamic_sampling.rounds", 10, "dynamic_filtering", note=note)
@@ -72,7 +77,7 @@ def _kl(settings: Settings, done: Conversion) -> None:
     coefficient = settings.number("init_kl_coef")
     if coefficient <= 0:
         done.write("algorithm.kl.where", "none", "init_kl_coef")
-        for key in ("use_kl_loss", "kl_estimator", "kl_target", "kl_horizon"):
+        for key in ("use_kl_loss", "kl_estimator", "kl_target", "kl_horizon", "algo.kl.unbiased_gradient"):
             if settings.says(key):
                 done.ignore(key, "the coefficient is 0, so there is no divergence, there neither")
         return
@@ -88,42 +93,19 @@ def _kl(settings: Settings, done: Conversion) -> None:
         if group
         else ""
     )
-    done.write("algorithm.kl.estimator", estimator, "kl_estimator", note=note)
+    unbiased = "algo.kl.unbiased_gradient"
+    if settings[unbiased] and settings["use_kl_loss"]:
+        done.write("algorithm.kl.estimator", f"{estimator}+", "kl_estimator", unbiased)
+        done.write("algorithm.kl.weighted", True, unbiased)
+    else:
+        done.write("algorithm.kl.estimator", estimator, "kl_estimator", note=note)
+        if settings.says(unbiased):
+            done.ignore(unbiased, "read with a divergence in the loss only")
     if settings["kl_target"]:
         done.write("algorithm.kl.target", settings.number("kl_target"), "kl_target")
         done.write("algorithm.kl.horizon", settings.whole("kl_horizon"), "kl_horizon")
     elif settings.says("kl_horizon"):
         done.ignore("kl_horizon", "read with kl_target only")
-
-
-def _correction(settings: Settings, done: Conversion) -> None:
-    enable, level = "enable_vllm_is_correction", "algo.advantage.is_correction_level"
-    bounds, kind = "algo.advantage.is_correction_threshold", "algo.advantage.is_correction_type"
-    unread = [key for key in (bounds, kind, "vllm_is_truncated_threshold") if settings.says(key)]
-    if settings.says(level) and settings[level] != "off":
-        done.refuse(
-            level, "the gated ratios of 0.11.2 are not here", "algorithm.correction.{weight, cap, mask, low, high}"
-        )
-    elif not settings[enable]:
-        for key in unread:
-            done.ignore(key, "the correction is off")
-    elif "ds.param_dtype" not in settings.defaults:
-        done.write("algorithm.correction.weight", "token", enable)
-        done.write(
-            "algorithm.correction.cap", settings.number("vllm_is_truncated_threshold"), "vllm_is_truncated_threshold"
-        )
-    elif settings[kind] == "seq-mask-tis":
-        done.refuse(kind, "a mask of sequences with weights of tokens in a band is not here", "tis or icepop")
-    else:
-        low, high = settings[bounds]
-        note = "" if settings[kind] == "icepop" else f"ratios below {low} are not raised to it"
-        done.write("algorithm.correction.weight", "token", enable, note=note)
-        done.write("algorithm.correction.cap", high, bounds)
-        if settings[kind] == "icepop":
-            masked = "tokens out of the band are left out of the mean too; theirs count in it with 0"
-            done.write("algorithm.correction.mask", "token", kind, note=masked)
-            done.write("algorithm.correction.low", low, bounds)
-            done.write("algorithm.correction.high", high, bounds)
 
 
 def data_and_model_rule(settings: Settings, done: Conversion) -> None:
@@ -219,7 +201,8 @@ def reward_rule(settings: Settings, done: Conversion) -> None:
     elif not model:
         done.refuse("reward_pretrain", "neither a reward model nor --remote_rm_url is set", "name one")
     elif "," in model:
-        done.refuse("reward_pretrain", "one reward model is used", "name one, or add them up in a reward.function")
+        models = [name.strip() for name in str(model).split(",") if name.strip()]
+        done.write("reward.model", models, "reward_pretrain", note="their scores are added up (reward.model_weights)")
     else:
         done.write("reward.model", model, "reward_pretrain")
     if settings["normalize_reward"]:

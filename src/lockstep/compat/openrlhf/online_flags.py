@@ -99,7 +99,12 @@ OPTIONS: list[Option] = [
     opt("i", "kl_horizon", "algo.kl.horizon", part("kl_horizon", "algorithm.kl.horizon", default=10000)),
     opt("s", "kl_estimator", "algo.kl.estimator", part("kl_estimator", "algorithm.kl.estimator", default="k1")),
     opt("b", "use_kl_loss", "algo.kl.use_loss", part("use_kl_loss", "algorithm.kl.where", default=False)),
-    *cannot("b::algo.kl.unbiased_gradient", "the divergence's gradient is the estimator's own"),
+    opt(
+        "b",
+        None,
+        "algo.kl.unbiased_gradient",
+        part("algo.kl.unbiased_gradient", "algorithm.kl.weighted", default=False, note="with use_loss"),
+    ),
     opt("f", "eps_clip", "actor.eps_clip", part("eps_clip", "algorithm.clip_low", "algorithm.clip_high", default=0.2)),
     opt(
         "ff",
@@ -164,10 +169,15 @@ OPTIONS: list[Option] = [
         part("vllm_is_truncated_threshold", "algorithm.correction.cap", default=2.0),
     ),
     opt(
-        "ff",
+        "f*",
         None,
         "algo.advantage.is_correction_threshold",
-        part("algo.advantage.is_correction_threshold", "algorithm.correction.cap", default=[0.5, 5.0]),
+        part(
+            "algo.advantage.is_correction_threshold",
+            "algorithm.correction.cap",
+            "algorithm.correction.reject",
+            default=[0.5, 5.0],
+        ),
     ),
     opt(
         "s",
@@ -187,7 +197,12 @@ OPTIONS: list[Option] = [
         "algo.advantage.is_correction_mode",
         part("algo.advantage.is_correction_mode", "algorithm.correction.mask", default="mask"),
     ),
-    opt("s", None, "algo.advantage.is_correction_gating", part("algo.advantage.is_correction_gating", default="ratio")),
+    opt(
+        "s",
+        None,
+        "algo.advantage.is_correction_gating",
+        part("algo.advantage.is_correction_gating", "algorithm.correction.reject", default="ratio"),
+    ),
     opt("f", "actor_learning_rate", "actor.adam.lr", part("actor_learning_rate", "optim.lr", default=1e-6)),
     opt("f", "critic_learning_rate", "critic.adam.lr", part("critic_learning_rate", "critic.lr", default=9e-6)),
     opt("ff", "adam_betas", "actor.adam.betas", same("adam_betas", "optim.betas", [0.9, 0.95])),

@@ -16,6 +16,7 @@ _KINDS: dict[str, tuple[type, Count]] = {
     "b": (bool, "switch"),
     "ff": (float, 2),
     "s*": (str, "many"),
+    "f*": (float, "many"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from lockstep.compat.settings import Settings
 from lockstep.compat.table import Conversion, KeyRule
+from lockstep.compat.verl.correction import BYPASS, LOSS, WEIGHT, bypass_loss, correction_rule
 from lockstep.compat.verl.online_keys import A, M, R
 from lockstep.compat.verl.shared import files, keep_rule, lora_rule, precision_rule, template_rule, trainer_rule
 
@@ -21,6 +22,9 @@ ESTIMATORS: dict[str, tuple[str, str]] = {
     "rloo_vectorized": ("rloo", "rloo"),
     "opo": ("opo", "opo"),
     "gpg": ("gpg", "gpg"),
+    "gdpo": ("grpo", "gdpo"),
+    "optimal_token_baseline": ("grpo", "optimal_token_baseline"),
+    "tir_optimal_token_baseline": ("grpo", "optimal_token_baseline"),
 }
 LOSSES = {
     "vanilla": "clip",
@@ -31,12 +35,18 @@ LOSSES = {
     "kl_cov": "kl_cov",
     "geo_mean": "geo_mean",
     "cispo": "cispo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
+    "dro": "dro",
 }
 # These losses are averaged over sequences whatever loss_agg_mode says.
 _BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
-_CLIPPED = ("clip", "gspo", "cispo", "geo_mean", "clip_cov")
+_CLIPPED = ("clip", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
+# Metrics of filter_groups that are the whole score of a response.
+_WHOLE_SCORE = (None, "score", "reward", "seq_reward", "seq_final_reward")
 AGGREGATIONS = {
     "token-mean": "token_mean",
+    "token-sum": "token_sum",
     "seq-mean-token-sum": "seq_mean_token_sum",
     "seq-mean-token-mean": "seq_mean_token_mean",
     "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
@@ -58,7 +68,10 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
         return
     method, advantage = ESTIMATORS[name]
     done.write("method", method, "algorithm.adv_estimator")
-    if advantage == "grpo" and not settings["algorithm.norm_adv_by_std_in_grpo"]:
+    if advantage == "optimal_token_baseline":
+        note = "a group of one response gives 0; theirs gives it its whole return"
+        done.write("algorithm.advantage", advantage, "algorithm.adv_estimator", note=note)
+    elif advantage == "grpo" and not settings["algorithm.norm_adv_by_std_in_grpo"]:
         done.write("algorithm.advantage", "dr_grpo", "algorithm.norm_adv_by_std_in_grpo")
     elif advantage == "gpg":
         note = "the factor counts sequences of groups whose scores differ; theirs counts scores that are not zero"
@@ -69,13 +82,9 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
         done.write("algorithm.lam", settings.number("algorithm.lam"), "algorithm.lam")
     _loss(settings, done)
     _kl(settings, done)
-    kind = settings["algorithm.rollout_correction.rollout_is"]
-    if kind in ("token", "sequence"):
-        done.write("algorithm.correction.weight", kind, "algorithm.rollout_correction.rollout_is")
-        threshold = "algorithm.rollout_correction.rollout_is_threshold"
-        done.write("algorithm.correction.cap", settings.number(threshold), threshold)
-    elif kind is not None:
-        done.refuse("algorithm.rollout_correction.rollout_is", f"{kind} is not here", "token, sequence or null")
+    correction_rule(settings, done)
+    _filtration(settings, done, advantage)
+    _gdpo(settings, done, advantage)
     if settings["algorithm.filter_groups.enable"]:
         rounds = settings.whole("algorithm.filter_groups.max_num_gen_batches") or 10
         keys = ("algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches")
@@ -83,15 +92,79 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
             "groups whose rewards are all equal are replaced; when the rounds are used up the step is filled with them"
         )
         done.write("algorithm.dynamic_sampling.rounds", rounds, *keys, note=note)
+        _filter_metric(settings, done)
+
+
+def _filter_metric(settings: Settings, done: Conversion) -> None:
+    """Which of a response's numbers groups are compared by."""
+    key = "algorithm.filter_groups.metric"
+    metric = settings[key]
+    if metric in _WHOLE_SCORE:
+        if settings.says(key):
+            done.ignore(key, "the whole score of a response, here too")
+    elif settings["custom_reward_function.path"] is not None:
+        done.write("algorithm.dynamic_sampling.metric", f"function/{metric}", key)
+    else:
+        done.ignore(key, f"{metric} of their rules is the score of a rule here: 1 where the answer is right")
+
+
+def _filtration(settings: Settings, done: Conversion, advantage: str) -> None:
+    """PF-PPO, which they do with gae only."""
+    keys = ("algorithm.use_pf_ppo", "algorithm.pf_ppo.reweight_method", "algorithm.pf_ppo.weight_pow")
+    if not settings[keys[0]] or advantage != "gae":
+        why = "read with use_pf_ppo only" if not settings[keys[0]] else "they resample with gae only"
+        for key in keys:
+            if settings.says(key):
+                done.ignore(key, why)
+        return
+    note = "a response counts in its own update as often as it is drawn; theirs move over the updates of a step"
+    done.write("algorithm.filtration.method", str(settings[keys[1]]), *keys[:2], note=note)
+    if settings[keys[1]] == "pow":
+        done.write("algorithm.filtration.power", settings.number(keys[2]), keys[2])
+
+
+def _gdpo(settings: Settings, done: Conversion, advantage: str) -> None:
+    keys, weights = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
+    if advantage != "gdpo":
+        for key in (keys, weights):
+            if settings.says(key):
+                done.ignore(key, "read with gdpo only")
+        return
+    names = settings[keys]
+    if not isinstance(names, list) or not names or settings["custom_reward_function.path"] is None:
+        done.refuse(keys, "gdpo compares the numbers that a custom_reward_function returns by name", "name them")
+        return
+    if not settings["algorithm.norm_adv_by_std_in_grpo"]:
+        done.refuse("algorithm.norm_adv_by_std_in_grpo", "gdpo divides each reward by its deviation", "True")
+    given = settings[weights] or [1.0] * len(names)
+    if len(given) != len(names):
+        done.refuse(weights, f"{len(given)} weights for {len(names)} rewards", "one for each")
+        return
+    # `score` is what the function's own number is called there.
+    rewards = {
+        "function" if name == "score" else f"function/{name}": float(weight)
+        for name, weight in zip(names, given, strict=True)
+    }
+    done.write("algorithm.gdpo_rewards", rewards, keys, weights)
 
 
 def _loss(settings: Settings, done: Conversion) -> None:
     mode = settings[f"{A}.policy_loss.loss_mode"]
-    if mode not in LOSSES:
+    bypass = bypass_loss(settings)
+    if bypass is None and mode not in LOSSES:
         done.refuse(f"{A}.policy_loss.loss_mode", f"{mode} is not here", f"one of {', '.join(LOSSES)}")
         return
-    loss = LOSSES[mode]
-    done.write("algorithm.loss", loss, f"{A}.policy_loss.loss_mode")
+    if bypass == "reinforce":
+        loss = "policy_gradient" if settings[WEIGHT] is None else "importance"
+        done.write("algorithm.loss", loss, LOSS, BYPASS)
+    else:
+        loss = "clip" if bypass else LOSSES[mode]
+        done.write("algorithm.loss", loss, *((LOSS, BYPASS) if bypass else (f"{A}.policy_loss.loss_mode",)))
+    if bypass is not None and settings.says(f"{A}.policy_loss.loss_mode"):
+        done.ignore(f"{A}.policy_loss.loss_mode", "bypass_mode has a loss of its own: loss_type")
+    elif bypass is None and settings.says(LOSS):
+        done.ignore(LOSS, "read with bypass_mode only")
+    mode = mode if bypass is None else ""
     aggregation = f"{A}.loss_agg_mode"
     if mode in _BY_SEQUENCE:
         note = f"{mode} is a mean over sequences there too; here the KL and entropy terms follow it"
@@ -105,6 +178,17 @@ def _loss(settings: Settings, done: Conversion) -> None:
         done.write("algorithm.clip_high", settings.number(f"{A}.clip_ratio_high"), f"{A}.clip_ratio_high")
     if loss == "clip":
         done.write("algorithm.dual_clip", settings.number(f"{A}.clip_ratio_c"), f"{A}.clip_ratio_c")
+    if loss in ("dppo_tv", "dppo_kl"):
+        done.write("algorithm.ratio_cap", settings.number(f"{A}.clip_ratio_c"), f"{A}.clip_ratio_c")
+    if loss == "dro":
+        beta = f"{A}.policy_loss.dro_beta"
+        if settings[beta] is None:
+            done.refuse(beta, "is not set, and dro asks for it", "a number over 0")
+        else:
+            done.write("algorithm.dro_beta", settings.number(beta), beta)
+    scale = f"{A}.loss_scale_factor"
+    if settings.says(scale):
+        _scale_factor(settings, done, scale, settings[aggregation])
     group = f"{A}.policy_loss"
     if loss == "clip_cov":
         for ours, theirs in (("cov_share", "clip_cov_ratio"), ("cov_low", "clip_cov_lb"), ("cov_high", "clip_cov_ub")):
@@ -116,6 +200,16 @@ def _loss(settings: Settings, done: Conversion) -> None:
         for ours, theirs in (("sapo_positive", "tau_pos"), ("sapo_negative", "tau_neg")):
             key = f"{group}.{theirs}" if settings.says(f"{group}.{theirs}") else f"{A}.{theirs}"
             done.write(f"algorithm.{ours}", settings.number(key), key)
+
+
+def _scale_factor(settings: Settings, done: Conversion, key: str, aggregation: str) -> None:
+    longest = settings.whole("data.max_response_length")
+    if aggregation != "seq-mean-token-sum-norm":
+        done.ignore(key, "read with seq-mean-token-sum-norm only")
+    elif settings[key] in (None, longest):
+        done.ignore(key, "the longest response, here too")
+    else:
+        done.refuse(key, f"{settings[key]} is not the longest response, {longest}, which divides here", str(longest))
 
 
 def _kl(settings: Settings, done: Conversion) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lockstep.compat.table import KeyRow, idle, other, part, refused, same
+from lockstep.compat.verl import correction
 from lockstep.compat.verl.shared import TRAINER_ROWS, checkpoint_rows, lora_rows
 
 A, F, M, R = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model", "rollout"))
@@ -25,31 +26,42 @@ ROWS: list[KeyRow] = [
     part("algorithm.kl_ctrl.kl_coef", "algorithm.kl.coefficient", default=0.001, note="with use_kl_in_reward"),
     part("algorithm.kl_ctrl.horizon", "algorithm.kl.horizon", default=10000, note="when adaptive"),
     part("algorithm.kl_ctrl.target_kl", "algorithm.kl.target", default=0.1, note="when adaptive"),
-    *refused("algorithm.use_pf_ppo", "resampling responses by their reward (PF-PPO) is not here"),
-    *idle("algorithm.pf_ppo.*", "read with use_pf_ppo only"),
-    part("algorithm.rollout_correction.rollout_is", "algorithm.correction.weight"),
-    part("algorithm.rollout_correction.rollout_is_threshold", "algorithm.correction.cap", default=2.0),
-    *refused(
-        "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold",
-        "rejection by its k1, k2 and k3 criteria is not here; algorithm.correction.mask rejects by a band of ratios",
-    ),
-    *refused("algorithm.rollout_correction.bypass_mode", "old log-probs are always the trainer's own here"),
-    *refused("algorithm.rollout_correction.rollout_is_batch_normalize", "weights are not divided by their mean here"),
-    *idle("algorithm.rollout_correction.loss_type", "read with bypass_mode only"),
+    part("algorithm.use_pf_ppo", "algorithm.filtration.method", default=False, note="with gae, as there"),
+    part("algorithm.pf_ppo.reweight_method", "algorithm.filtration.method", default="pow", note="with use_pf_ppo"),
+    part("algorithm.pf_ppo.weight_pow", "algorithm.filtration.power", default=2.0, note="with use_pf_ppo"),
+    part("algorithm.gdpo_reward_keys", "algorithm.gdpo_rewards", note="of the numbers that your function returns"),
+    part("algorithm.gdpo_reward_weights", "algorithm.gdpo_rewards", note="1 for each where nothing is said"),
+    part(correction.WEIGHT, "algorithm.correction.weight", "algorithm.ratio_of"),
+    part(correction.BOUND, "algorithm.correction.cap", default=2.0, note="lower_upper: zero out of the band"),
+    part(correction.REJECT, "algorithm.correction.reject", note="criteria with commas, all of which must hold"),
+    part(correction.BOUNDS, "algorithm.correction.reject", note="of k1 they are of the engine's over the trainer's"),
+    part(correction.BYPASS, "algorithm.correction.bypass", default=False),
+    part(correction.NORMALIZE, "algorithm.correction.normalize", default=False),
+    part(correction.LOSS, "algorithm.loss", default="ppo_clip", note="with bypass_mode; reinforce: loss importance"),
     part("algorithm.filter_groups.enable", "algorithm.dynamic_sampling.rounds", default=False),
     part("algorithm.filter_groups.max_num_gen_batches", "algorithm.dynamic_sampling.rounds", default=0),
-    *idle("algorithm.filter_groups.metric", "a group is replaced when all its rewards are equal"),
+    part(
+        "algorithm.filter_groups.metric", "algorithm.dynamic_sampling.metric", note="score and reward: the whole score"
+    ),
     part(f"{A}.policy_loss.loss_mode", "algorithm.loss", default="vanilla"),
     part(f"{A}.loss_agg_mode", "algorithm.aggregation", default="token-mean"),
     part(f"{A}.clip_ratio_low", "algorithm.clip_low", default=0.2),
     part(f"{A}.clip_ratio_high", "algorithm.clip_high", default=0.2),
     *idle(f"{A}.clip_ratio", "clip_ratio_low and clip_ratio_high rule, with defaults of their own (0.2)"),
-    part(f"{A}.clip_ratio_c", "algorithm.dual_clip", default=3.0, note="of the vanilla loss"),
+    part(
+        f"{A}.clip_ratio_c",
+        "algorithm.dual_clip",
+        "algorithm.ratio_cap",
+        default=3.0,
+        note="of the vanilla loss; of dppo_tv and dppo_kl the largest weight",
+    ),
     part(f"{A}.policy_loss.clip_cov_ratio", "algorithm.cov_share", default=0.0002),
     part(f"{A}.policy_loss.clip_cov_lb", "algorithm.cov_low", default=1.0),
     part(f"{A}.policy_loss.clip_cov_ub", "algorithm.cov_high", default=5.0),
     part(f"{A}.policy_loss.kl_cov_ratio", "algorithm.cov_share", default=0.0002),
     part(f"{A}.policy_loss.ppo_kl_coef", "algorithm.cov_kl", default=0.1, note="0.1 there, 1 here"),
+    part(f"{A}.policy_loss.dro_beta", "algorithm.dro_beta", note="of dro, which asks for it"),
+    part(f"{A}.loss_scale_factor", note="of seq-mean-token-sum-norm: the longest response here"),
     part(f"{A}.tau_pos", "algorithm.sapo_positive", default=1.0),
     part(f"{A}.tau_neg", "algorithm.sapo_negative", default=1.05),
     part(f"{A}.policy_loss.tau_pos", "algorithm.sapo_positive"),

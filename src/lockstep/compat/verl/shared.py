@@ -141,8 +141,8 @@ def lora_rows(prefix: str) -> list[KeyRow]:
             f"{prefix}.lora.merge {prefix}.lora.type {prefix}.lora.dtype",
             "the adapter is PEFT's: A drawn evenly (kaiming), B zero",
         ),
-        *refused(f"{prefix}.exclude_modules", "name the layers that are to have an adapter: target_modules"),
-        *refused(f"{prefix}.lora_adapter_path", "merge the adapter into the model first, or go on with its own run"),
+        part(f"{prefix}.exclude_modules", "model.lora.exclude", note="names, or a regular expression"),
+        part(f"{prefix}.lora_adapter_path", "model.lora.adapter", note="rank, alpha and layers are the adapter's own"),
     ]
 
 
@@ -151,8 +151,17 @@ def lora_rule(settings: Settings, done: Conversion, prefix: str) -> None:
     rank, alpha = (
         (f"{prefix}.lora_rank", f"{prefix}.lora_alpha") if plain else (f"{prefix}.lora.rank", f"{prefix}.lora.alpha")
     )
+    adapter, exclude = f"{prefix}.lora_adapter_path", f"{prefix}.exclude_modules"
+    if settings[adapter] is not None:
+        done.write("model.lora.adapter", str(settings[adapter]), adapter)
+        for key in (rank, alpha, f"{prefix}.target_modules", exclude):
+            if settings.says(key):
+                done.ignore(key, "the adapter that training starts from says it")
+        return
     if not settings[rank]:
         return
+    if settings[exclude] is not None:
+        done.write("model.lora.exclude", settings[exclude], exclude)
     targets = settings[f"{prefix}.target_modules"]
     done.write("model.lora.rank", settings.whole(rank), rank)
     done.write("model.lora.alpha", settings.number(alpha), alpha)

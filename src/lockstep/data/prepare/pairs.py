@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.data.prepare.conditional import TEMPLATE, conditional_rows, normalised, refuse_template
 from lockstep.data.prepare.scored import CUT, EMPTY, NO_SCORE, ScoredQuestion, ScoredResponse, read_scored
 from lockstep.data.prepare.write import answered, write_rows
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.types import Row
 
-KINDS = ("pairs", "sft", "kto")
+KINDS = ("pairs", "sft", "kto", "conditional")
 TIES = ("first", "shortest")
 # Rewards of rules are 0 or 1; half-way between them a response counts as good.
 THRESHOLD = 0.5
@@ -36,6 +37,8 @@ class Selection:
     threshold: float | None = THRESHOLD
     length_tie: str = "first"
     keep_cut: bool = False
+    reward_template: str = TEMPLATE
+    normalize: bool = False
 
 
 def choice_of(
@@ -46,6 +49,8 @@ def choice_of(
     threshold: str | None = None,
     length_tie: str | None = None,
     keep_cut: bool = False,
+    reward_template: str | None = None,
+    normalize: bool = False,
 ) -> Selection:
     """The options of the command, those of another kind refused: none is passed over in silence."""
     if kind not in KINDS:
@@ -58,6 +63,8 @@ def choice_of(
         "--min-reward": (min_reward, ("pairs", "sft")),
         "--threshold": (threshold, ("kto",)),
         "--length-tie": (length_tie, ("pairs", "sft")),
+        "--reward-template": (reward_template, ("conditional",)),
+        "--normalize": (normalize or None, ("conditional",)),
     }
     problems = [
         Problem(option, f"has no meaning for --kind {kind}", f"remove it; it is for {' and '.join(kinds)}")
@@ -65,6 +72,8 @@ def choice_of(
         if value is not None and kind not in kinds
     ]
     refuse_all(problems)
+    if reward_template is not None:
+        refuse_template(reward_template)
     return Selection(
         kind,
         per_prompt or 1,
@@ -73,6 +82,8 @@ def choice_of(
         THRESHOLD if threshold is None else _threshold(threshold),
         length_tie or "first",
         keep_cut,
+        TEMPLATE if reward_template is None else reward_template,
+        normalize,
     )
 
 
@@ -118,7 +129,8 @@ def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
         raise Refusal.at(out, "exists already", "choose another name, or remove it")
     scored = read_scored(samples, keep_cut=choice.keep_cut)
     counts = SelectionCounts(len(scored.groups), scored.responses, unused=scored.unused)
-    rows = list(chosen_rows(scored.groups, choice, counts))
+    groups = normalised(scored.groups) if choice.normalize else scored.groups
+    rows = list(chosen_rows(groups, choice, counts))
     if not rows:
         raise Refusal.at(samples, f"gives no row of kind {choice.kind}: {_why_none(counts)}", _remedy(counts))
     write_rows(out, rows)
@@ -127,9 +139,13 @@ def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
 
 def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: SelectionCounts) -> Iterator[Row]:
     """The rows of every question in order; `counts` learns what was taken and what was not."""
-    make: Callable[[ScoredQuestion, Selection], list[Row] | str] = {"pairs": _pairs, "sft": _best, "kto": _verdicts}[
-        choice.kind
-    ]
+    makers: dict[str, Callable[[ScoredQuestion, Selection], list[Row] | str]] = {
+        "pairs": _pairs,
+        "sft": _best,
+        "kto": _verdicts,
+        "conditional": _conditional,
+    }
+    make = makers[choice.kind]
     for group in groups:
         made = make(group, choice)
         counts.ties += group.tied
@@ -198,6 +214,11 @@ def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
         {"prompt": group.prompt, "completion": answered(r.text), "label": r.reward >= threshold, "reward": r.reward}
         for r in _distinct(group.responses)
     ]
+
+
+def _conditional(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
+    """Each different response, its reward written into the prompt."""
+    return conditional_rows(group, _distinct(group.responses), choice.reward_template) or NOTHING
 
 
 def _ranked(responses: Sequence[ScoredResponse], tie: str, *, best_first: bool) -> list[ScoredResponse]:

@@ -60,7 +60,9 @@ def _model(evidence: Evidence) -> str:
     if "parameters" in kind:
         name = f"{kind['architecture'].removesuffix('ForCausalLM')} {_millions(kind['parameters'])} ({name})"
     lora = model.get("lora")
-    return f"{name}, LoRA rank {lora['rank']}" if lora else name
+    if not lora:
+        return name
+    return f"{name}, LoRA rank {lora['rank']}" if lora.get("rank") else f"{name}, LoRA from {lora.get('adapter')}"
 
 
 def _millions(count: int) -> str:

@@ -1,0 +1,117 @@
+"""LoRA that goes on from a stored adapter, and layers that get none, against PEFT itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from lockstep.errors import Refusal
+from lockstep.model.load import load_policy, with_lora
+from lockstep.model.policy import Policy
+from lockstep.recipe import load_recipe
+from lockstep.recipe.schema import Lora, Model
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([[257, 65, 66, 67, 10, 11, 12]])
+
+
+def stored(tiny_folder: Path, folder: Path, **keys: object) -> Path:
+    """An adapter whose matrices are all drawn, so that it changes the model."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    layers = ["q_proj", "down_proj"]
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=layers, task_type="CAUSAL_LM", **keys)  # type: ignore[arg-type]
+    adapted = get_peft_model(model, config)
+    torch.manual_seed(3)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def policy_of(tiny_folder: Path, **keys: object) -> Policy:
+    return load_policy(Model(path=str(tiny_folder), lora=Lora(**keys)), CPU, "sdpa", 0)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_training_starts_from_the_stored_adapter(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = stored(tiny_folder, tmp_path / "adapter")
+    policy = policy_of(tiny_folder, adapter=str(folder))
+    plain = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    base = plain(input_ids=IDS).logits
+    theirs = PeftModel.from_pretrained(plain, folder)(input_ids=IDS).logits
+    policy.eval()
+    with policy.generating() as model:
+        found = model(input_ids=IDS).logits
+        with policy.without_adapter():
+            reference = model(input_ids=IDS).logits
+    assert (theirs - base).abs().max() > 0.01
+    torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(reference, base, rtol=1e-4, atol=1e-5)
+    trained = [name for name, _ in policy.trainable()]
+    assert trained
+    assert all("lora_" in name and ("q_proj" in name or "down_proj" in name) for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("keys", "stored_keys", "where"),
+    [
+        ({"rank": 4}, {}, "model.lora.rank"),
+        ({"alpha": 6.0}, {}, "model.lora.alpha"),
+        ({}, {"use_dora": True}, "model.lora.adapter"),
+        ({}, {"use_rslora": True}, "model.lora.adapter"),
+        ({}, {"modules_to_save": ["lm_head"]}, "model.lora.adapter"),
+    ],
+)
+def test_adapters_that_are_something_else(
+    tiny_folder: Path, tmp_path: Path, keys: dict[str, object], stored_keys: dict[str, object], where: str
+) -> None:
+    folder = stored(tiny_folder, tmp_path / "adapter", **stored_keys)
+    with pytest.raises(Refusal) as refused:
+        with_lora(
+            AutoModelForCausalLM.from_pretrained(tiny_folder),
+            Lora(adapter=str(folder), **keys),  # type: ignore[arg-type]
+            0,
+        )
+    assert refused.value.problems[0].where.startswith(where)
+
+
+def test_weights_that_are_missing_or_left_over_are_named(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = stored(tiny_folder, tmp_path / "adapter")
+    file = folder / "adapter_config.json"
+    said = json.loads(file.read_text())
+    for layers, why in ((["q_proj"], "has no place for"), (["q_proj", "down_proj", "k_proj"], "the adapter has no")):
+        file.write_text(json.dumps({**said, "target_modules": layers}))
+        with pytest.raises(Refusal, match=why):
+            with_lora(AutoModelForCausalLM.from_pretrained(tiny_folder), Lora(adapter=str(folder)), 0)
+    with pytest.raises(Refusal, match="cannot be read"):
+        with_lora(AutoModelForCausalLM.from_pretrained(tiny_folder), Lora(adapter=str(tmp_path)), 0)
+
+
+@pytest.mark.parametrize("exclude", [["down_proj", "k_proj"], r".*\.(down|k)_proj"])
+def test_excluded_layers_get_no_adapter(tiny_folder: Path, exclude: str | list[str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    lora = Lora(rank=2, alpha=4.0, exclude=exclude)
+    names = {name.split(".")[-4] for name, p in with_lora(model, lora, 0).named_parameters() if p.requires_grad}
+    assert names == {"q_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["model.lora={}"], "model.lora.rank"),
+        (["model.lora={adapter: a, targets: [q_proj]}"], "model.lora.targets"),
+        (["model.lora={adapter: a}", "method=rm"], "model.lora.adapter"),
+    ],
+)
+def test_settings_that_contradict(tmp_path: Path, words: list[str], where: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: {path: m}\ndata: {train: rows.jsonl}\n")
+    with pytest.raises(Refusal) as refused:
+        load_recipe(str(file), words)
+    assert [problem.where for problem in refused.value.problems] == [where]

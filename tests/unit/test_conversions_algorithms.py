@@ -1,0 +1,228 @@
+"""Algorithms of verl and OpenRLHF as keys of a recipe: estimators, losses, resampling, corrections of rollouts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.algorithms.correction import Band, correct
+from lockstep.compat.openrlhf.command import convert_openrlhf
+from lockstep.compat.table import Conversion
+from lockstep.compat.verl.command import convert_verl
+from lockstep.compat.writing import checked
+from lockstep.errors import Refusal
+from lockstep.recipe import Recipe
+
+A, R, C = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+GRPO = ("data.train_files=t.parquet", "actor_rollout_ref.model.path=m", "algorithm.adv_estimator=grpo", f"{R}.n=4")
+PPO = ("data.train_files=t.parquet", "actor_rollout_ref.model.path=m", "critic.model.path=c")
+DOTTED = ("--actor.model_name_or_path", "m", "--data.prompt_dataset", "p.jsonl", "--reward.model_name_or_path", "rm")
+IS = "--algo.advantage.is_correction"
+
+
+def at(recipe: Recipe, key: str) -> Any:
+    found: Any = recipe
+    for name in key.split("."):
+        found = getattr(found, name)
+    return [band.model_dump(exclude_defaults=True) for band in found] if key.endswith(".reject") else found
+
+
+def told(done: Conversion, key: str) -> tuple[str, str]:
+    (line,) = [line for line in done.told if line.key == key]
+    return line.fate, line.note
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["algorithm.adv_estimator=optimal_token_baseline", f"{A}.calculate_sum_pi_squared=True"],
+            {"advantage": "optimal_token_baseline", "loss": "clip"},
+        ),
+        (["algorithm.adv_estimator=tir_optimal_token_baseline"], {"advantage": "optimal_token_baseline"}),
+        (
+            [
+                "algorithm.adv_estimator=gdpo",
+                "+algorithm.gdpo_reward_keys=[score,format]",
+                "+algorithm.gdpo_reward_weights=[1,0.5]",
+                "custom_reward_function.path=r.py",
+            ],
+            {"advantage": "gdpo", "gdpo_rewards": {"function": 1.0, "function/format": 0.5}},
+        ),
+        (
+            [f"{A}.policy_loss.loss_mode=dppo_tv", f"{A}.clip_ratio_high=0.15", f"{A}.clip_ratio_c=10"],
+            {"loss": "dppo_tv", "clip_high": 0.15, "ratio_cap": 10.0},
+        ),
+        ([f"{A}.policy_loss.loss_mode=dppo_kl"], {"loss": "dppo_kl", "ratio_cap": 3.0}),
+        ([f"{A}.policy_loss.loss_mode=dro", f"{A}.policy_loss.dro_beta=0.3"], {"loss": "dro", "dro_beta": 0.3}),
+        ([f"{A}.loss_agg_mode=token-sum"], {"aggregation": "token_sum"}),
+        (
+            ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"],
+            {"dynamic_sampling.metric": None},
+        ),
+        (
+            [
+                "algorithm.filter_groups.enable=True",
+                "algorithm.filter_groups.metric=acc",
+                "custom_reward_function.path=r.py",
+            ],
+            {"dynamic_sampling.metric": "function/acc"},
+        ),
+        ([f"{C}.rollout_is=sequence", f"{C}.rollout_is_batch_normalize=true"], {"correction.normalize": True}),
+        # IcePop: zero out of the band, which still counts in the mean.
+        (
+            [f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=0.5_5.0"],
+            {
+                "correction.weight": "token",
+                "correction.reject": [{"by": "ratio", "low": 0.5, "high": 5.0}],
+                "correction.rejected": "zero",
+            },
+        ),
+        (
+            [f"{C}.rollout_rs='token_k1,seq_max_k2'", f"{C}.rollout_rs_threshold='0.5_1.6,2.5'"],
+            {
+                "correction.reject": [
+                    {"by": "ratio", "low": 0.625, "high": 2.0},
+                    {"over": "max", "by": "k2", "high": 2.5},
+                ],
+                "correction.rejected": "left_out",
+                "correction.weight": "none",
+            },
+        ),
+        (
+            [f"{C}.rollout_rs=seq_mean_k1", f"{C}.rollout_rs_threshold=2"],
+            {"correction.reject": [{"over": "mean", "by": "ratio", "low": 0.5, "high": 2.0}]},
+        ),
+        (
+            [f"{C}.bypass_mode=true", f"{A}.policy_loss.loss_mode=gspo", f"{C}.rollout_is=token"],
+            {"loss": "clip", "correction.bypass": True, "correction.weight": "none", "aggregation": "token_mean"},
+        ),
+        (
+            [f"{C}.bypass_mode=true", f"{C}.loss_type=reinforce", f"{C}.rollout_is=sequence"],
+            {"loss": "importance", "ratio_of": "sequence", "ratio_cap": 2.0, "correction.bypass": True},
+        ),
+    ],
+)
+def test_verls_algorithms(words: list[str], expected: dict[str, Any]) -> None:
+    recipe = checked(convert_verl("main_ppo", [*GRPO, *words]))
+    assert {key: at(recipe, f"algorithm.{key}") for key in expected} == expected
+
+
+def test_resampling_is_with_gae_only() -> None:
+    words = ["algorithm.use_pf_ppo=True", "algorithm.pf_ppo.weight_pow=3"]
+    recipe = checked(convert_verl("main_ppo", [*PPO, *words]))
+    assert (recipe.algorithm.filtration.method, recipe.algorithm.filtration.power) == ("pow", 3.0)
+    done = convert_verl("main_ppo", [*GRPO, *words])
+    assert checked(done).algorithm.filtration.method == "none"
+    assert told(done, "algorithm.use_pf_ppo") == ("idle", "they resample with gae only")
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        ([f"{A}.policy_loss.loss_mode=dro"], f"{A}.policy_loss.dro_beta"),
+        (["algorithm.adv_estimator=gdpo"], "algorithm.gdpo_reward_keys"),
+        ([f"{C}.rollout_rs=token_k4", f"{C}.rollout_rs_threshold=2"], f"{C}.rollout_rs_threshold"),
+        ([f"{C}.rollout_rs=token_k1"], f"{C}.rollout_rs_threshold"),
+        ([f"{C}.rollout_rs=token_k3", f"{C}.rollout_rs_threshold=0.5_2"], f"{C}.rollout_rs_threshold"),
+        (
+            [
+                f"{C}.bypass_mode=true",
+                f"{C}.loss_type=reinforce",
+                f"{C}.rollout_is=token",
+                f"{C}.rollout_is_batch_normalize=true",
+            ],
+            f"{C}.rollout_is_batch_normalize",
+        ),
+        ([f"{A}.loss_agg_mode=seq-mean-token-sum-norm", f"{A}.loss_scale_factor=100"], f"{A}.loss_scale_factor"),
+    ],
+)
+def test_what_of_verls_is_still_refused(words: list[str], where: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        checked(convert_verl("main_ppo", [*GRPO, *words]))
+    assert [problem.where for problem in refused.value.problems] == [where]
+
+
+@pytest.mark.parametrize("bounds", ["0.6_1.6", "2.0"])
+def test_their_k1_is_the_ratio_the_other_way_round(bounds: str) -> None:
+    """verl keeps a token iff log(lower) <= -log r <= log(upper); one number is the upper bound and its reciprocal."""
+    words = [f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold={bounds}"]
+    (band,) = checked(convert_verl("main_ppo", [*GRPO, *words])).algorithm.correction.reject
+    low, high = (0.6, 1.6) if "_" in bounds else (0.5, 2.0)
+    log_ratio = torch.linspace(-1.5, 1.5, 61, dtype=torch.float64)
+    theirs = [float(math.log(low) <= -d <= math.log(high)) for d in log_ratio.tolist()]
+    found = correct(
+        log_ratio - 3,
+        torch.full_like(log_ratio, -3.0),
+        torch.arange(61),
+        61,
+        weight="none",
+        cap=None,
+        mask="none",
+        low=0.5,
+        high=2.0,
+        reject=[Band(**band.model_dump())],
+    )
+    assert found.keep_K.tolist() == theirs
+    assert 0 < sum(theirs) < 61
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--algo.advantage.estimator", "flash_reinforce"],
+            {"advantage": "flash_reinforce", "whiten.over": "none", "loss": "clip", "gamma": 1.0},
+        ),
+        (
+            ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.unbiased_gradient"],
+            {"kl.estimator": "k3+", "kl.weighted": True},
+        ),
+        # 0.11.2 no longer whitens rloo.
+        (
+            ["--algo.advantage.estimator", "rloo", "--rollout.n_samples_per_prompt", "2"],
+            {"advantage": "rloo", "whiten.over": "none"},
+        ),
+        (
+            [f"{IS}_level", "token", f"{IS}_mode", "clip"],
+            {"correction.weight": "token", "correction.floor": 0.5, "correction.cap": 5.0, "correction.reject": []},
+        ),
+        (
+            [f"{IS}_level", "token"],
+            {
+                "correction.cap": None,
+                "correction.reject": [{"by": "ratio", "low": 0.5, "high": 5.0}],
+                "correction.rejected": "zero",
+            },
+        ),
+        (
+            [f"{IS}_level", "seq", f"{IS}_gating", "binary_kl", f"{IS}_threshold", "0.01"],
+            {"correction.reject": [{"over": "mean", "by": "binary_kl", "high": 0.01}], "correction.weight": "token"},
+        ),
+        (
+            [f"{IS}_enable", f"{IS}_type", "seq-mask-tis", f"{IS}_threshold", "0.99", "1.01"],
+            {"correction.reject": [{"over": "mean", "by": "ratio", "low": 0.99, "high": 1.01}]},
+        ),
+        ([f"{IS}_enable"], {"correction.floor": 0.5, "correction.cap": 5.0}),
+        ([f"{IS}_level", "seq", "--actor.policy_loss_type", "gspo"], {"correction.bypass": True, "loss": "gspo"}),
+    ],
+)
+def test_openrlhfs_algorithms(words: list[str], expected: dict[str, Any]) -> None:
+    recipe = checked(convert_openrlhf("train_ppo_ray", [*DOTTED, *words]))
+    assert {key: at(recipe, f"algorithm.{key}") for key in expected} == expected
+
+
+def test_openrlhfs_corrections_that_are_none() -> None:
+    for words, where in (
+        ([f"{IS}_level", "seq", f"{IS}_mode", "clip"], f"{IS}_mode"),
+        ([f"{IS}_level", "token", f"{IS}_threshold", "5", "0.5"], f"{IS}_threshold"),
+    ):
+        with pytest.raises(Refusal) as refused:
+            checked(convert_openrlhf("train_ppo_ray", [*DOTTED, *words]))
+        assert [problem.where for problem in refused.value.problems] == [where]
+    flat = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--reward_pretrain", "rm", "--n_samples_per_prompt", "2")
+    recipe = checked(convert_openrlhf("train_ppo_ray", [*flat, "--advantage_estimator", "rloo"]))
+    assert recipe.algorithm.whiten.over == "step"  # 0.7.5 does
