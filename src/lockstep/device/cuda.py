@@ -125,7 +125,7 @@ class Cuda(Accelerator):
 
     def deterministic(self, on: bool) -> dict[str, str]:
         switches = super().deterministic(on)
-        torch.utils.deterministic.fill_uninitialized_memory = not on
+        torch.utils.deterministic.fill_uninitialized_memory = not on  # type: ignore[attr-defined]
         if on:
             # Trying kernels out picks by time, so differently from run to run.
             torch.backends.cudnn.benchmark = False
