@@ -50,6 +50,8 @@ class Signals:
     values_K: torch.Tensor | None = None
     baseline_S: torch.Tensor | None = None
     whitening: Whitening = Whitening()
+    taken_off_K: torch.Tensor | None = None
+    """A penalty that a group does not compare: taken off the advantages, at each token with all that follow."""
 
     @property
     def scores_S(self) -> torch.Tensor:
@@ -227,6 +229,8 @@ def _estimate(
 ) -> Estimate:
     """`whitens`: the estimator's paper whitens over the step."""
     dtype, wanted = signals.rewards_K.dtype, signals.whitening
+    if signals.taken_off_K is not None:
+        advantages_K = advantages_K - returns.return_to_go(signals.taken_off_K, signals.sequence_K, 1.0)
     if wanted.over == "step" or (wanted.over == "own" and whitens):
         advantages_K = whitened(advantages_K, biased=wanted.biased, divide=wanted.divide)
     return Estimate(advantages_K.to(dtype), returns_K.to(dtype))

@@ -12,6 +12,7 @@ from lockstep.algorithms.kl import divergence
 from lockstep.algorithms.own import estimator
 from lockstep.algorithms.reduce import sum_by
 from lockstep.recipe import Recipe
+from lockstep.recipe.rows import estimator_row
 from lockstep.train.annotate import Annotated
 from lockstep.train.experience import Experience
 
@@ -45,16 +46,22 @@ def estimate_advantages(experience: Experience, known: Annotated, recipe: Recipe
     earned_S = sum_by(experience.earned_K, sequence_K, experience.sequences)
     rewards_K = experience.earned_K.clone()
     rewards_K[experience.last_K] += experience.scores_S - earned_S
-    kl = algorithm.kl
+    kl, taken_off_K = algorithm.kl, None
     if kl.in_reward():
         assert known.old_K is not None
         assert known.reference_K is not None
         alone = kl.where == "reward"
         kl_K = divergence(kl.estimator if alone else kl.reward_estimator, known.old_K, known.reference_K)
-        rewards_K -= (kl_coefficient if alone else kl.reward_coefficient) * kl_K
+        penalty_K = (kl_coefficient if alone else kl.reward_coefficient) * kl_K
+        if kl.compared or not estimator_row(algorithm.advantage).groups:
+            rewards_K -= penalty_K
+        else:
+            taken_off_K = penalty_K
         metrics["actor/reward_kl_penalty"] = float(kl_K.double().mean())
     whitening = Whitening(**algorithm.whiten.model_dump())
-    signals = Signals(rewards_K, sequence_K, experience.group_S, known.values_K, experience.baseline_S, whitening)
+    signals = Signals(
+        rewards_K, sequence_K, experience.group_S, known.values_K, experience.baseline_S, whitening, taken_off_K
+    )
     advantage = estimator(algorithm.advantage, algorithm.function_limit)
     estimate = advantage(signals, gamma=algorithm.gamma, lam=algorithm.lam)
     keep_K, importance_K = torch.ones(len(sequence_K)), torch.ones(len(sequence_K))
@@ -65,6 +72,7 @@ def estimate_advantages(experience: Experience, known: Annotated, recipe: Recipe
         corrected = correct(known.old_K, engine_K, sequence_K, sequences, **settings.model_dump())
         keep_K, importance_K = corrected.keep_K, corrected.weights_K
         metrics |= corrected.metrics
+    rewards_K = rewards_K if taken_off_K is None else rewards_K - taken_off_K
     metrics |= _described(experience, rewards_K, estimate.advantages_K, estimate.returns_K, known.values_K)
     return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, importance_K, metrics)
 

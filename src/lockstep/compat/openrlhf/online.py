@@ -6,7 +6,7 @@ from lockstep.compat.openrlhf.shared import data_rule, run_rule, schedule_rule, 
 from lockstep.compat.settings import Settings
 from lockstep.compat.table import Conversion, KeyRule
 
-# Their estimators: method, advantage, and whether they whiten over the step.
+# Their estimators: method, advantage, and whether they whiten over the step (RLOO in the flat dialect alone).
 ESTIMATORS: dict[str, tuple[str, str, bool]] = {
     "gae": ("ppo", "gae", True),
     "reinforce": ("reinforce_pp", "reinforce_pp", True),
@@ -24,6 +24,8 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
         done.refuse("advantage_estimator", f"{name} is not here", f"one of {', '.join(ESTIMATORS)}")
         return
     method, advantage, whitens = ESTIMATORS[name]
+    if name == "rloo" and settings.peer.endswith("0.11"):
+        whitens = False
     done.write("method", method, "advantage_estimator")
     done.write("algorithm.advantage", advantage, "advantage_estimator")
     done.write("algorithm.whiten.over", "step" if whitens else "none", "advantage_estimator")
@@ -37,6 +39,8 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
     done.write("algorithm.loss", loss, "policy_loss_type")
     by_sequence = loss == "gspo" or settings["actor.loss_agg_mode"] == "seq-mean-token-mean"
     done.write("algorithm.aggregation", "seq_mean_token_mean" if by_sequence else "token_mean", "actor.loss_agg_mode")
+    if by_sequence:
+        done.write("algorithm.penalty_aggregation", "token_mean", "actor.loss_agg_mode")
     if settings["actor.loss_agg_mode"] not in (None, "token-mean", "seq-mean-token-mean"):
         done.refuse(
             "actor.loss_agg_mode", f"{settings['actor.loss_agg_mode']} is not here", "token-mean or seq-mean-token-mean"
@@ -82,13 +86,9 @@ def _kl(settings: Settings, done: Conversion) -> None:
     if estimator not in ("k1", "k2", "k3"):
         done.refuse("kl_estimator", f"{estimator} is not here", "k1, k2 or k3")
         return
-    group = settings["advantage_estimator"] in _GROUPS and not settings["use_kl_loss"]
-    note = (
-        "the divergence is a part of the score that a group compares; theirs is added after the comparison"
-        if group
-        else ""
-    )
-    done.write("algorithm.kl.estimator", estimator, "kl_estimator", note=note)
+    done.write("algorithm.kl.estimator", estimator, "kl_estimator")
+    if settings["advantage_estimator"] in _GROUPS and not settings["use_kl_loss"]:
+        done.write("algorithm.kl.compared", False, "advantage_estimator")
     if settings["kl_target"]:
         done.write("algorithm.kl.target", settings.number("kl_target"), "kl_target")
         done.write("algorithm.kl.horizon", settings.whole("kl_horizon"), "kl_horizon")

@@ -32,8 +32,13 @@ LOSSES = {
     "geo_mean": "geo_mean",
     "cispo": "cispo",
 }
-# These losses are averaged over sequences whatever loss_agg_mode says.
-_BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
+# These losses are averaged over sequences whatever loss_agg_mode says; divergence and entropy are not.
+_BY_SEQUENCE = ("sapo", "geo_mean")
+_GSPO = "0.9 averages GSPO as loss_agg_mode says, over tokens by default; releases before it always over sequences"
+_SUM_NORM = {
+    "0.4": "0.4 adds up the sequences of a micro-batch: its loss is as many times larger as a micro-batch has sequences",
+    "0.9": "divided by max_response_length; 0.9 divides by the longest response of a micro-batch",
+}
 _CLIPPED = ("clip", "gspo", "cispo", "geo_mean", "clip_cov")
 AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -92,14 +97,7 @@ def _loss(settings: Settings, done: Conversion) -> None:
         return
     loss = LOSSES[mode]
     done.write("algorithm.loss", loss, f"{A}.policy_loss.loss_mode")
-    aggregation = f"{A}.loss_agg_mode"
-    if mode in _BY_SEQUENCE:
-        note = f"{mode} is a mean over sequences there too; here the KL and entropy terms follow it"
-        done.write("algorithm.aggregation", "seq_mean_token_mean", f"{A}.policy_loss.loss_mode", aggregation, note=note)
-    elif settings[aggregation] in AGGREGATIONS:
-        done.write("algorithm.aggregation", AGGREGATIONS[settings[aggregation]], aggregation)
-    else:
-        done.refuse(aggregation, f"{settings[aggregation]} is not here", f"one of {', '.join(AGGREGATIONS)}")
+    _aggregation(settings, done, mode)
     if loss in _CLIPPED:
         done.write("algorithm.clip_low", settings.number(f"{A}.clip_ratio_low"), f"{A}.clip_ratio_low")
         done.write("algorithm.clip_high", settings.number(f"{A}.clip_ratio_high"), f"{A}.clip_ratio_high")
@@ -116,6 +114,34 @@ def _loss(settings: Settings, done: Conversion) -> None:
         for ours, theirs in (("sapo_positive", "tau_pos"), ("sapo_negative", "tau_neg")):
             key = f"{group}.{theirs}" if settings.says(f"{group}.{theirs}") else f"{A}.{theirs}"
             done.write(f"algorithm.{ours}", settings.number(key), key)
+
+
+def _aggregation(settings: Settings, done: Conversion, mode: str) -> None:
+    key, scale = f"{A}.loss_agg_mode", f"{A}.loss_scale_factor"
+    kind = settings[key]
+    if kind not in AGGREGATIONS:
+        done.refuse(key, f"{kind} is not here", f"one of {', '.join(AGGREGATIONS)}")
+        return
+    newest = settings.peer.endswith("0.9")
+    if mode in _BY_SEQUENCE:
+        done.write("algorithm.aggregation", "seq_mean_token_mean", f"{A}.policy_loss.loss_mode")
+        done.write("algorithm.penalty_aggregation", AGGREGATIONS[kind], key)
+    elif mode == "gspo" and not settings.says(key) and not newest:
+        done.write("algorithm.aggregation", "seq_mean_token_mean", f"{A}.policy_loss.loss_mode", note=_GSPO)
+        done.write("algorithm.penalty_aggregation", AGGREGATIONS[kind], key)
+    else:
+        note = _SUM_NORM["0.9" if newest else "0.4"] if kind == "seq-mean-token-sum-norm" else ""
+        if mode == "gspo" and kind != "seq-mean-token-mean":
+            note = _GSPO
+        if settings[scale] is not None and kind == "seq-mean-token-sum-norm":
+            note = ""
+        done.write("algorithm.aggregation", AGGREGATIONS[kind], key, note=note)
+    if settings.says(scale) and kind != "seq-mean-token-sum-norm":
+        done.ignore(scale, "read with seq-mean-token-sum-norm only")
+    elif settings[scale] is not None and settings[scale] != settings.whole("data.max_response_length"):
+        done.refuse(scale, "the sums are divided by data.max_response_length", "set both alike")
+    elif settings.says(scale):
+        done.ignore(scale, "the sums are divided by data.max_response_length")
 
 
 def _kl(settings: Settings, done: Conversion) -> None:
@@ -357,6 +383,11 @@ def critic_rule(settings: Settings, done: Conversion) -> None:
     done.write("critic.path", str(settings["critic.model.path"]), "critic.model.path", note=note)
     done.write("critic.lr", settings.number("critic.optim.lr"), "critic.optim.lr")
     done.write("critic.clip", settings.number("critic.cliprange_value"), "critic.cliprange_value")
+    kind = settings["critic.loss_agg_mode"] or settings[f"{A}.loss_agg_mode"]
+    if kind in AGGREGATIONS:
+        done.write("critic.aggregation", AGGREGATIONS[kind], "critic.loss_agg_mode", f"{A}.loss_agg_mode")
+    else:
+        done.refuse("critic.loss_agg_mode", f"{kind} is not here", f"one of {', '.join(AGGREGATIONS)}")
     done.write("critic.warmup", max(0, settings.whole("trainer.critic_warmup") - 1), "trainer.critic_warmup")
 
 
