@@ -36,7 +36,7 @@ LOSSES = {
 _BY_SEQUENCE = ("sapo", "geo_mean")
 _GSPO = "0.9 averages GSPO as loss_agg_mode says, over tokens by default; releases before it always over sequences"
 _SUM_NORM = {
-    "0.4": "0.4 adds up the sequences of a micro-batch: its loss is as many times larger as a micro-batch has sequences",
+    "0.4": "0.4 adds a micro-batch's sequences up: its loss is as many times larger as a micro-batch has sequences",
     "0.9": "divided by max_response_length; 0.9 divides by the longest response of a micro-batch",
 }
 _CLIPPED = ("clip", "gspo", "cispo", "geo_mean", "clip_cov")
