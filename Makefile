@@ -42,6 +42,7 @@ test-ray: $(VENV)/.ray
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
+	@VENV="$(VENV)" WORKERS="$(WORKERS)" sh tools/test_ascend.sh tests/ascend -m slow
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
