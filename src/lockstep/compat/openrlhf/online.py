@@ -126,6 +126,18 @@ def _correction(settings: Settings, done: Conversion) -> None:
             done.write("algorithm.correction.high", high, bounds)
 
 
+def async_rule(settings: Settings, done: Conversion) -> None:
+    """Generation beside training, from weights that are a few steps old."""
+    queue = "async_queue_size"
+    if settings["async_train"]:
+        note = "responses are at most so many steps old; theirs one more, as the next are drawn while they wait"
+        done.write("rollout.max_staleness", settings.whole(queue), "async_train", queue, note=note)
+        if "algorithm.correction.weight" not in done.recipe:
+            done.write("algorithm.correction.weight", "none", "async_train")
+    elif settings.says(queue):
+        done.ignore(queue, "read with async training only")
+
+
 def data_and_model_rule(settings: Settings, done: Conversion) -> None:
     if not settings["pretrain"]:
         done.refuse("pretrain", "is not set", "name the model")
@@ -285,6 +297,7 @@ def validation_rule(settings: Settings, done: Conversion) -> None:
 RULES_IN_ORDER: tuple[KeyRule, ...] = (
     run_rule,
     algorithm_rule,
+    async_rule,
     data_and_model_rule,
     batch_rule,
     reward_rule,
