@@ -126,7 +126,9 @@ class GuideCommand:
         return (convert_verl if self.table == "verl" else convert_openrlhf)(program, [*words, *more])
 
     def words(self, where: Folders) -> tuple[str, list[str]]:
-        (case,) = [case for case in json.loads((TABLES / f"{self.table}.json").read_text()) if case["name"] == self.case]
+        (case,) = [
+            case for case in json.loads((TABLES / f"{self.table}.json").read_text()) if case["name"] == self.case
+        ]
         if self.table == "verl":
             given = [f"{key}={value}" for key, value in case["settings"].items()]
         else:
