@@ -180,6 +180,10 @@ fi
 def test_what_nobody_set_stays_unknown() -> None:
     script = read_script("run a=$NOBODY b=$(nproc) c=$(date +%s)\n")
     assert [word.unknown for word in script.commands[0]] == [[], ["NOBODY"], ["$(nproc)"], []]
+    assert [word.unknown for word in read_script("V=$(cat a b)\nrun $V $((9**9**9))").commands[0]][1:] == [
+        ["$(cat a b)"],
+        ["$((9**9**9))"],
+    ]
     assert script.commands[0][3].text == "c=now"
 
 
@@ -222,6 +226,7 @@ def last(script: str, *arguments: str, **given: str) -> list[str]:
         ("P=Qwen\nrun ${P,,}", "qwen"),
         ("P=abc\nrun ${#P}", "3"),
         ("P=(a b c)\nrun ${#P[@]}", "3"),
+        ("run $((1 << 7))", "128"),
         ("P=(a b c)\nI=1\nrun ${P[$I]}", "b"),
         ("P=/m/x.sh\nrun $(basename $P .sh)", "x"),
         ('P=/m/x.sh\nrun $(dirname "$P")', "/m"),

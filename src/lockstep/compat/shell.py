@@ -30,6 +30,7 @@ MARK = "\x00"
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Div: lambda a, b: int(a / b), ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.LShift: operator.lshift, ast.RShift: operator.rshift,
 }  # fmt: skip
 
 
@@ -248,7 +249,8 @@ class _Shell:
                 i = end + 1
             elif sign in "$`":
                 value, i = self._dollar(text, i)
-                pieces = value.split() if split else [value]
+                # What is not known stays whole, or its name would be lost.
+                pieces = value.split() if split and MARK not in value else [value]
                 if split and value[:1].isspace() and fields[-1]:
                     fields.append("")
                 fields[-1] += pieces[0] if pieces else ""
@@ -419,6 +421,8 @@ def _computed(node: ast.expr) -> int:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_computed(node.operand)
     if isinstance(node, ast.BinOp):
+        if isinstance(node.op, ast.Pow | ast.LShift) and not 0 <= _computed(node.right) < 64:
+            raise ValueError("more than a shell's numbers hold")
         return int(_OPERATORS[type(node.op)](_computed(node.left), _computed(node.right)))
     raise ValueError("not a sum of whole numbers")
 
