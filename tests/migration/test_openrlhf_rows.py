@@ -117,7 +117,9 @@ def _summed(model: torch.nn.Module, side: Padded) -> torch.Tensor:
 @pytest.mark.parametrize("text", ["", "--desirable_loss_weight 1.33 --undesirable_loss_weight 0.9 --beta 0.3"])
 def test_judged_responses(text: str, tiny_folder: Path, other: Path, tmp_path: Path) -> None:
     keys = "--input_key question --output_key answer --label_key label"
-    ours, words = both("train_kto", f"{keys} {text}", tiny_folder, tmp_path, other)
+    # This way round the estimate of the divergence is over 0, below which it is cut.
+    policy, reference = other, tiny_folder
+    ours, words = both("train_kto", f"{keys} {text}", policy, tmp_path, reference)
     examples = [item.example for item in ours.items]
     # Behind the rows, each prompt with the next row's response: what the divergence is estimated on.
     strangers = []
@@ -129,8 +131,8 @@ def test_judged_responses(text: str, tiny_folder: Path, other: Path, tmp_path: P
     padded = Padded.of([*examples, *strangers])
     labels = torch.tensor([int(item.desirable) for item in ours.items] + [-1] * len(strangers))
     given = padded.ids, padded.attended, labels, padded.prompts
-    reference = language_model(other, OLD)
-    theirs = their_update(OLD, "train_kto", words, given, language_model(tiny_folder, OLD), ref_model=reference)
+    frozen = language_model(reference, OLD)
+    theirs = their_update(OLD, "train_kto", words, given, language_model(policy, OLD), ref_model=frozen)
     assert_same(ours.result, theirs)
 
 
