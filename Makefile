@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: quickstart test browser test-ascend test-ray test-slow lint format docs models bench clean
+.PHONY: quickstart test browser test-ascend test-migration test-ray test-slow lint format docs models bench clean
 
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
@@ -31,6 +31,10 @@ browser:
 # In an environment of its own, which is why it is not a part of the run above.
 test-ascend: $(VENV)/.test
 	@VENV="$(VENV)" WORKERS="$(WORKERS)" sh tools/test_ascend.sh
+
+# Migrated commands against the trainers they come from, which have an environment of their own too.
+test-migration: $(VENV)/.test
+	@VENV="$(VENV)" sh tools/test_migration.sh
 
 # Not in the run above: a cluster and its actors take a minute of processor time at each start.
 test-ray: $(VENV)/.ray
@@ -65,7 +69,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/parity.py
 
 clean:
-	rm -rf $(VENV) .venv-ascend .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-ascend .venv-peers .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.13 found; install one or say: make PYTHON=/path/to/python3 ..."; exit 1; }

@@ -1,5 +1,6 @@
 # The tests of the Ascend paths: the real torch_npu wheel on an emulated CANN (tools/ascend_emulator), on any CPU.
 # Arguments go to pytest: sh tools/test_ascend.sh tests/ascend/test_emulator_api.py -k memory
+# Without any, all but the slow ones run; `sh tools/test_ascend.sh tests/ascend -m slow` runs those.
 #
 # It has an environment of its own: where torch_npu is installed and CANN is not, a plain `import torch` fails. All but
 # torch_npu is found in the other one (VENV, made by `make test-ascend`).

@@ -180,13 +180,89 @@ fi
 def test_what_nobody_set_stays_unknown() -> None:
     script = read_script("run a=$NOBODY b=$(nproc) c=$(date +%s)\n")
     assert [word.unknown for word in script.commands[0]] == [[], ["NOBODY"], ["$(nproc)"], []]
+    assert [word.unknown for word in read_script("V=$(cat a b)\nrun $V $((9**9**9))").commands[0]][1:] == [
+        ["$(cat a b)"],
+        ["$((9**9**9))"],
+    ]
     assert script.commands[0][3].text == "c=now"
 
 
 def test_a_variable_set_under_a_condition_does_not_replace_one() -> None:
     script = read_script('E=vllm\nif [ "$1" = sglang ]; then\n  E=sglang\n  M=1\nfi\nrun $E $M')
     assert [word.text for word in script.commands[-1]] == ["run", "vllm", "1"]
-    assert script.remarks == ["line 3: E is set under a condition; 'vllm' is kept"]
+    assert script.remarks == [
+        "line 3: E is set under a condition; 'vllm' is taken (E=VALUE decides)",
+        "line 4: M is set under a condition; '1' is taken (M=VALUE decides)",
+    ]
+    assert last("if [ -f x ]; then\n  E=a\nfi\nrun $E", E="b") == ["run", "b"]
+
+
+def last(script: str, *arguments: str, **given: str) -> list[str]:
+    """The words of a script's last command."""
+    return [word.text for word in read_script(script, given, arguments).commands[-1]]
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("N=8\nif [ $N -gt 4 ]; then M=8; else M=2; fi\nrun $M", "8"),
+        ("N=2\nif [[ $N -gt 4 ]]; then\n M=8\nelse\n M=2\nfi\nrun $M", "2"),
+        ("N=8\nif [ $N -ge 16 ]; then M=16\nelif [[ $N == 8 ]]; then M=8\nelse M=1\nfi\nrun $M", "8"),
+        ('A=x\nif [ -z "$A" ]; then A=y; fi\nrun $A', "x"),
+        ("A=x\nif [[ $A != y* ]]; then B=1; fi\nrun $B", "1"),
+        ("A=x\nif [ ! $A = x ]; then B=1; else B=2; fi\nrun $B", "2"),
+        ("A=1\nfalse && A=2\nrun $A", "1"),
+        ("case $1 in\n  --lr) LR=$2; shift 2;;\n  a|b) shift;;\nesac\nrun ok", "ok"),
+        ("case $1 in --lr) X=1;; esac; run ok", "ok"),
+        ("f() { run $1; }\nf a", "a"),
+        ('function f {\n  local x="$1"; shift\n  run $x-$1\n}\nf a b', "a-b"),
+        ("f()\n{\n  run $V\n}\nV=late\nf", "late"),
+        ("D=/d/\nrun ${D%/}/x", "/d/x"),
+        ("P=/m/Qwen2.5-7B\nrun ${P##*/}", "Qwen2.5-7B"),
+        ("P=/m/q.safetensors\nrun ${P%%.*}", "/m/q"),
+        ("P=a.b.c\nrun ${P//./_}", "a_b_c"),
+        ("P=a.b.c\nrun ${P/./_}", "a_b.c"),
+        ("P=abcdef\nrun ${P:1:3}", "bcd"),
+        ("P=Qwen\nrun ${P,,}", "qwen"),
+        ("P=abc\nrun ${#P}", "3"),
+        ("P=(a b c)\nrun ${#P[@]}", "3"),
+        ("run $((1 << 7))", "128"),
+        ("P=(a b c)\nI=1\nrun ${P[$I]}", "b"),
+        ("P=/m/x.sh\nrun $(basename $P .sh)", "x"),
+        ('P=/m/x.sh\nrun $(dirname "$P")', "/m"),
+        ("grep a <<< 'a here string'\nrun ok", "ok"),
+        ('C="run ok"\n$C', "ok"),
+    ],
+)
+def test_what_a_shell_works_out(script: str, expected: str) -> None:
+    assert last(script) == ["run", expected]
+
+
+@pytest.mark.parametrize(
+    "script", ["run ${P[$I]}", "run ${P[@]}", 'run "${P[@]}"', "P=(a b)\nrun ${P[$I]}", "run ${P%/}"]
+)
+def test_what_is_cut_from_something_unknown_is_unknown(script: str) -> None:
+    assert read_script(script).commands[-1][1].unknown
+
+
+def test_arguments_from_the_second_on() -> None:
+    assert last('run "${@:2}"', "a", "b c", "d") == ["run", "b c", "d"]
+    assert last("run ${@:2:1}", "a", "b", "d") == ["run", "b"]
+
+
+def test_a_condition_that_is_not_known_is_told() -> None:
+    script = read_script("[ -f x ] && A=1\nrun ${A:-2}")
+    assert script.remarks == ["line 1: A is set under a condition; '1' is taken (A=VALUE decides)"]
+
+
+def test_a_function_that_nothing_calls_is_read_and_told() -> None:
+    script = read_script("f() {\n  run a\n}\n")
+    assert [word.text for word in script.commands[-1]] == ["run", "a"]
+    assert script.remarks == ["the function f is called by nothing here; it is read as it stands"]
+
+
+def test_a_function_that_calls_itself_ends() -> None:
+    assert last("f() { run a; f; }\nf") == ["run", "a"]
 
 
 def test_nothing_of_a_script_is_run(tmp_path: Any) -> None:

@@ -302,7 +302,11 @@ def test_openrlhfs_dotted_flags(words: list[str], expected: dict[str, Any]) -> N
         ("train_prm", ["--pretrain", "m", "--dataset", "d.jsonl", "--placeholder_token", "ки"], "--reward_tokens"),
         ("train_kd", ["--pretrain", "m", "--dataset", "d.jsonl"], "--teacher_model"),
         ("train_ppo_ray", [*ONLINE, "--n_samples_per_prompt", "3"], "--train_batch_size"),
-        ("train_ppo_ray", [*ONLINE, "--async_train"], "--async_train"),
+        (
+            "train_kto",
+            ["--pretrain", "m", "--dataset", "d.jsonl", "--output_key", "a", "--ref_pretrain", "r"],
+            "--ref_pretrain",
+        ),
         ("train_dpo", ["--pretrain", "m", "--dataset", "d.jsonl", "--bata", "1"], "--bata"),
         ("serve_rm", [], "openrlhf serve_rm"),
     ],
@@ -311,6 +315,37 @@ def test_openrlhfs_commands_that_are_refused(program: str, words: list[str], whe
     with pytest.raises(Refusal) as refused:
         checked(convert_openrlhf(program, words))
     assert [problem.where for problem in refused.value.problems] == [where]
+
+
+def test_training_beside_generation() -> None:
+    done = convert_openrlhf("train_ppo_ray", [*ONLINE, "--async_train", "--async_queue_size", "2"])
+    assert value(done, "rollout.max_staleness") == 2
+    assert checked(done).algorithm.correction.weight == "none"  # ours would weigh by default
+    assert "rollout.max_staleness" not in convert_openrlhf("train_ppo_ray", ONLINE).recipe
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (
+            "--eval_task generate_vllm --pretrain ckpt --dataset p.jsonl --best_of_n 8 --max_new_tokens 2048 "
+            "--iter 2 --rollout_batch_size 100 --output_path out/g.jsonl",
+            "use: lockstep sample ckpt p.jsonl out/g.parquet --n 8 --temperature 1.0 --max-new-tokens 2048, "
+            "on the rows from 200 to 299",
+        ),
+        (
+            "--eval_task rm --pretrain rm --dataset out/g.jsonl --post_processor iter_dpo --output_path out/rm.jsonl",
+            "add --reward-model rm to the `lockstep sample` that writes out/g.parquet, then: lockstep pairs "
+            "out/g.parquet out/rm.jsonl --kind pairs",
+        ),
+    ],
+)
+def test_inference_is_refused_with_the_command_that_does_it(words: str, remedy: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        convert_openrlhf("batch_inference", words.split())
+    (problem,) = refused.value.problems
+    assert problem.where == "openrlhf batch_inference"
+    assert problem.remedy.startswith(remedy)
 
 
 def test_each_program_of_openrlhf_is_a_method_here() -> None:

@@ -173,6 +173,7 @@ def test_the_whole_loss_of_an_update_with_divergence_and_entropy(name: str) -> N
                 sequence_K=tokens.sequence_K,
                 advantages_K=tokens.advantages_K,
                 average_K=tokens.weights_K,
+                penalty_K=tokens.weights_K,
                 importance_K=torch.ones(len(logprobs)),
                 engine_K=engine,
                 old_K=tokens.old_K,

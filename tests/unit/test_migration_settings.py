@@ -44,7 +44,7 @@ def convert(name: str, *more: str) -> Conversion:
 
 
 def test_every_script_is_here() -> None:
-    assert len(COMMANDS) == 139 + 3 + 30 + 9
+    assert len(COMMANDS) == 139 + 3 + 30 + 11
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -110,6 +110,14 @@ BY_HAND: dict[str, tuple[int, tuple[Any, ...]]] = {
     "flat 11 scripts/train_kto_llama": (60000, (64, None, 1, "1 rows", 16)),
     # the first 500000 rows, 256 an update: 1953; 2 rows of 2048 tokens packed
     "dotted 6 scripts/train_sft": (2914896, (256, None, 1, 4096, 1953)),
+    # 512 prompts x 16 = 8192 responses, 1024 an update: 8; 32768 tokens; floor(17917 / 512) = 34, 100 times
+    "dotted 4 scripts/train_prorlv2_math_hybrid_engine": (17917, (512, 8192, 8, 32768, 3400)),
+    # 256 pairs an update; one pair of twice 8192 tokens; floor(100000 / 256) = 390
+    "flat 26 scripts/train_rm_llama": (100000, (256, None, 1, 16384, 390)),
+    # 256 rows an update, 8 of 8192 tokens packed; floor(444655 / 256) = 1736
+    "flat 19 scripts/train_prm_mistral": (444655, (256, None, 1, 65536, 1736)),
+    # 1024 prompts, one response each, 128 an update: 8; 16 sequences of 1024 + 1024; 97 steps of 100000 rows
+    "flat 21 scripts/train_reinforce_llama_ray": (179465, (1024, 1024, 8, 32768, 97)),
     # 1024 prompts, one response each, 128 an update: 8; dynamic batches of 16384 tokens; 97 steps of 100000 rows
     "dotted 2 scripts/train_ppo_ray_hybrid_engine": (179465, (1024, 1024, 8, 16384, 97)),
 }

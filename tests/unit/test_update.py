@@ -158,6 +158,7 @@ def drawn(library: Any) -> torch.Tensor:
 def by_hand(library: Any, recipe: Recipe, learned: Learned) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """PPO's clip with a dual bound, k3 divergence and entropy, written out over padded rows."""
     padded, kind, limit = Padded(), recipe.algorithm.aggregation, recipe.rollout.max_tokens
+    penalties = recipe.algorithm.penalty_aggregation or kind
     known, advantages = learned.known, learned.advantages
     assert known.old_K is not None
     assert known.reference_K is not None
@@ -180,8 +181,8 @@ def by_hand(library: Any, recipe: Recipe, learned: Learned) -> tuple[dict[str, f
     away = reference - logprobs
     k3 = away.exp() - away - 1
     pg_loss = padded.averaged(surrogate * importance, kind, keep, limit)
-    kl_loss = padded.averaged(k3, kind, keep, limit)
-    loss = pg_loss + BETA * kl_loss - ENTROPY * padded.averaged(entropy, kind, keep, limit)
+    kl_loss = padded.averaged(k3, penalties, keep, limit)
+    loss = pg_loss + BETA * kl_loss - ENTROPY * padded.averaged(entropy, penalties, keep, limit)
     loss.backward()
     counted = padded.trained * keep > 0
     metrics = {
@@ -233,6 +234,20 @@ def test_the_policys_gradient_is_that_of_the_loss_written_out(
     expected, expected_gradients = by_hand(library, recipe, known)
     metrics, found = stepped(models_of(recipe), recipe, known, monkeypatch)
     assert 0.1 < expected["actor/pg_clipfrac"] < 0.9, "the bounds must matter"
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    same(found, expected_gradients)
+
+
+@pytest.mark.parametrize("penalties", ["token_mean", "seq_mean_token_sum_norm"])
+def test_penalties_may_be_averaged_otherwise(
+    tiny_folder: Path, library: Any, drawn: torch.Tensor, penalties: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = grpo(tiny_folder, algorithm__aggregation="seq_mean_token_mean", algorithm__penalty_aggregation=penalties)
+    keep = torch.ones(TOKENS)
+    keep[5:7] = 0  # the whole second response
+    known = known_of(drawn + noise(2, 0.4), drawn + noise(3, 0.4), keep_K=keep)
+    expected, expected_gradients = by_hand(library, recipe, known)
+    metrics, found = stepped(models_of(recipe), recipe, known, monkeypatch)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
     same(found, expected_gradients)
 
@@ -461,6 +476,20 @@ def test_the_critics_gradient_is_that_of_the_loss_written_out(
         assert metrics["critic/vf_clipfrac"] == pytest.approx(float(share))
     expected = {f"decoder.{name}": gradient for name, gradient in gradients(library.model).items()}
     same(gradients(models.critic.module), {**expected, "head.weight": weight.grad})
+
+
+@pytest.mark.parametrize(("aggregation", "divisor"), [("token_mean", 22), ("seq_mean_token_sum", 6)])
+def test_the_critics_losses_are_averaged_as_the_recipe_says(
+    tiny_folder: Path, aggregation: str, divisor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is zero, so that every value is 0 and its loss half the squared return."""
+    recipe = ppo(tiny_folder, critic__clip=None, critic__aggregation=aggregation)
+    models = models_of(recipe)
+    monkeypatch.setattr(models.critic, "optim_step", lambda lr: {})
+    (plan,) = planned(models, recipe)
+    returns = noise(8)
+    metrics = update_critic(plan, known_of(None, values_K=noise(7), returns_K=returns), models, recipe, 0.0)
+    assert metrics["critic/vf_loss"] == pytest.approx(float(0.5 * returns.square().sum() / divisor), rel=1e-5)
 
 
 def bits(module: torch.nn.Module) -> dict[str, torch.Tensor]:

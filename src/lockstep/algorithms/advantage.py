@@ -55,6 +55,8 @@ class Signals:
     """1 - 2 p + sum of all words' squared probabilities: the squared gradient of log p by the logits."""
     rewards: tuple[tuple[float, torch.Tensor], ...] = ()
     """The rewards that `gdpo` compares one by one: weight, and the scores of the sequences."""
+    taken_off_K: torch.Tensor | None = None
+    """A penalty that a group does not compare: taken off the advantages, at each token with all that follow."""
 
     @property
     def scores_S(self) -> torch.Tensor:
@@ -297,6 +299,8 @@ def _estimate(
 ) -> Estimate:
     """`whitens`: the estimator's paper whitens over the step."""
     dtype, wanted = signals.rewards_K.dtype, signals.whitening
+    if signals.taken_off_K is not None:
+        advantages_K = advantages_K - returns.return_to_go(signals.taken_off_K, signals.sequence_K, 1.0)
     if wanted.over == "step" or (wanted.over == "own" and whitens):
         advantages_K = whitened(advantages_K, biased=wanted.biased, divide=wanted.divide)
     return Estimate(advantages_K.to(dtype), returns_K.to(dtype))

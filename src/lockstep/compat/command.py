@@ -17,6 +17,9 @@ def main(peer: str, convert: Callable[[str, Sequence[str]], Conversion], program
     """The entry point: the words of the command line are the other trainer's."""
     never_fail_to_encode()
     words = sys.argv[1:]
+    if words and words[0].startswith("--local_rank"):
+        # DeepSpeed's launcher puts it before everything else; it stands in the environment too.
+        words = words[1:]
     if not words or words[0] in ("-h", "--help"):
         write(f"python -m lockstep.compat.{peer} PROGRAM SETTINGS: converts and trains; PROGRAM is one of")
         write(f"  {', '.join(programs)}")

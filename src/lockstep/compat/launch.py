@@ -59,8 +59,12 @@ def _peer(module: str) -> str:
 
 
 def _string_command(words: Sequence[Word]) -> Script | None:
-    """`bash -c "..."`: the string is a script itself. Its variables are filled in already."""
+    """`bash -c "..."` and `eval "..."`: the string is a script itself. Its variables are filled in already."""
     texts = [word.text for word in words]
+    if texts[:1] == ["eval"] and len(texts) > 1:
+        inner = read_script(" ".join(texts[1:]))
+        inner.commands = [[Word(word.text, words[1].line) for word in command] for command in inner.commands]
+        return inner
     for place in range(len(words) - 2):
         if texts[place] in ("bash", "sh", "/bin/bash", "/bin/sh") and texts[place + 1] == "-c":
             inner = read_script(texts[place + 2])

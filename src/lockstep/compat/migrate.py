@@ -71,7 +71,7 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
     given |= {word.partition("=")[0]: word.partition("=")[2] for word in words if _VARIABLE.match(word)}
     script = read_script(text, given, [word for word in words if not _VARIABLE.match(word)])
     found: list[Migrated] = []
-    problems = _cut_off(script)
+    problems = _cut_off(script, text)
     for command in script.commands:
         training = training_of(command)
         if training is None:
@@ -105,7 +105,8 @@ def _unknown(words: Sequence[Word]) -> list[Problem]:
         for name in dict.fromkeys(word.unknown):
             shown = word.text.replace(MARK, "")
             if name.startswith("$("):
-                why, remedy = f"{name} is only known when it runs", "write the value into the script"
+                why = f"{name} is only known when it runs"
+                remedy = "write the value into the script, or give the variable that holds it: NAME=VALUE"
             else:
                 why = f"the variable {name} is not set in the script"
                 remedy = (
@@ -117,14 +118,15 @@ def _unknown(words: Sequence[Word]) -> list[Problem]:
     return problems
 
 
-def _cut_off(script: Script) -> list[Problem]:
+def _cut_off(script: Script, text: str) -> list[Problem]:
     problems = []
     for command in script.commands:
         if looks_cut_off(command):
             word = command[0]
             why = "stands as a command of its own: the line before it ends without a backslash, or is a comment"
             rest = f", and with it {len(command) - 1} more words" if len(command) > 1 else ""
-            problems.append(
-                Problem(f"line {word.line}: {word.text}", why + rest, f"end line {word.line - 1} with a backslash")
-            )
+            remedy = f"end line {word.line - 1} with a backslash"
+            if re.search(r"\\[ \t]+$", text.splitlines()[word.line - 2]):
+                remedy = f"take away the space behind the backslash that ends line {word.line - 1}"
+            problems.append(Problem(f"line {word.line}: {word.text}", why + rest, remedy))
     return problems

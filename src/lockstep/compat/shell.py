@@ -11,7 +11,10 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
+from lockstep.compat.shell_cut import cut
+from lockstep.compat.shell_tests import holds
 from lockstep.compat.shell_words import RawCommand, RawWord, closing, commands_of
 
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=", re.DOTALL)
@@ -27,6 +30,7 @@ MARK = "\x00"
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Div: lambda a, b: int(a / b), ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.LShift: operator.lshift, ast.RShift: operator.rshift,
 }  # fmt: skip
 
 
@@ -54,6 +58,7 @@ def read_script(text: str, given: Mapping[str, str] | None = None, arguments: Se
     shell = _Shell(dict(given or {}), list(arguments))
     for raw in commands_of(text):
         shell.command(raw)
+    shell.uncalled()
     return shell.script
 
 
@@ -63,25 +68,95 @@ class _Shell:
         self.variables: dict[str, str] = {}
         self.arrays: dict[str, list[str]] = {}
         self.script = Script()
-        self.conditions = 0
+        self.branches: list[bool | None] = []
+        """Of each open `if` and `case`: whether what is read now runs; None where only a run would know."""
+        self.chosen: list[bool | None] = []
+        """Of each open `if`: whether one of its branches was it."""
+        self.functions: dict[str, list[RawCommand]] = {}
+        self.called: list[str] = []
+        self.calls = 0
+        self.defining: tuple[str, int] | None = None
+        """The function whose body is being read, and how many braces are open."""
 
     def command(self, raw: RawCommand) -> None:
+        if self.defining is not None:
+            self._define(raw)
+            return
         words = raw.words
-        while words and words[0].text in _KEYWORDS:
+        if words[0].text == "function" and len(words) > 1:
+            self.functions[words[1].text] = []
+            self.defining = (words[1].text, int(words[-1].text == "{"))
+            return
+        while words and words[0].text in _KEYWORDS and words[0].text != "else":
             words = words[1:]
-        if not words:
+        if not words or self._branches(words):
             return
-        first = words[0].text
-        if first in ("if", "case"):
-            self.conditions += 1
+        if False in self.branches:
             return
-        if first in ("fi", "esac"):
-            self.conditions = max(0, self.conditions - 1)
-            return
-        if first in ("for", "while", "until", "done", "elif", "else", "select", "function", "}"):
+        if words[0].text in ("for", "while", "until", "done", "select", "}"):
             self._loop(words)
             return
+        if raw.conditional:
+            self.branches.append(None)
         self._simple(words, raw)
+        if raw.conditional:
+            self.branches.pop()
+
+    def _branches(self, words: Sequence[RawWord]) -> bool:
+        """`if`, `elif`, `else`, `fi`, `case` and `esac`: which of the branches is read from here on."""
+        first = words[0].text
+        if first == "case":
+            self.branches.append(None)
+        elif first == "if":
+            self.branches.append(self._holds(words[1:]))
+            self.chosen.append(self.branches[-1])
+        elif first in ("elif", "else") and self.chosen:
+            before = self.chosen[-1]
+            now = True if first == "else" else self._holds(words[1:])
+            # One that ran before leaves nothing to the others; one that may have run leaves them open.
+            self.branches[-1] = False if before else now if before is False or now is False else None
+            self.chosen[-1] = True if before or self.branches[-1] else None if None in (before, now) else False
+            if first == "else" and len(words) > 1:
+                self.command(RawCommand(list(words[1:])))
+        elif first in ("fi", "esac") and self.branches:
+            self.branches.pop()
+            if first == "fi":
+                self.chosen.pop()
+        else:
+            return False
+        return True
+
+    def _holds(self, words: Sequence[RawWord]) -> bool | None:
+        return holds([text for word in words for text in self.expand(word) or [""]], MARK)
+
+    def _define(self, raw: RawCommand) -> None:
+        """A command of a function's body, which is kept for its calls."""
+        assert self.defining is not None
+        name, depth = self.defining
+        texts = [word.text for word in raw.words]
+        depth += (texts[0] == "{") - (texts[0] == "}")
+        inside = raw.words[1:] if texts[0] in "{}" else raw.words
+        if inside and depth:
+            self.functions[name].append(RawCommand(list(inside), raw.heredoc, raw.quoted_heredoc))
+        self.defining = (name, depth) if depth else None
+
+    def _call(self, name: str, arguments: list[str]) -> None:
+        self.called.append(name)
+        if self.calls > 20:
+            return  # one that calls itself
+        before, self.arguments, self.calls = self.arguments, arguments, self.calls + 1
+        for raw in self.functions[name]:
+            self.command(raw)
+        self.arguments, self.calls = before, self.calls - 1
+
+    def uncalled(self) -> None:
+        """Functions that nothing here calls are read as if they stood alone: another script may call them."""
+        self.defining = None
+        for name in [name for name in self.functions if name not in self.called]:
+            before = len(self.script.commands)
+            self._call(name, self.arguments)
+            if len(self.script.commands) > before:
+                self.script.remarks.append(f"the function {name} is called by nothing here; it is read as it stands")
 
     def _loop(self, words: Sequence[RawWord]) -> None:
         """A loop's body is read once, with its first value."""
@@ -107,6 +182,8 @@ class _Shell:
             self.arguments = self.arguments[count:]
         elif rest[0].text == "cd":
             return
+        elif rest[0].text in self.functions:
+            self._call(rest[0].text, [text for word in rest[1:] for text in self.expand(word)])
         else:
             expanded = [Word(text, word.line) for word in rest for text in self.expand(word)]
             if expanded:
@@ -119,8 +196,13 @@ class _Shell:
             self.arrays[name] = [*self.arrays.get(name, []), *values] if adds else values
             return
         value = " ".join(self.expand(RawWord(word.text[found.end() :], word.line), split=False))
-        if self.conditions and name in self.variables and not adds:
-            said = f"line {word.line}: {name} is set under a condition; {self.variables[name]!r} is kept"
+        if name in self.given and (self.branches or MARK in value):
+            # Which branch is taken, or what a program would print, is for the caller to say.
+            self.variables[name] = self.given[name]
+            return
+        if None in self.branches and not adds:
+            kept = self.variables.setdefault(name, value)
+            said = f"line {word.line}: {name} is set under a condition; {kept!r} is taken ({name}=VALUE decides)"
             self.script.remarks.append(said)
             return
         self.variables[name] = self.variables.get(name, "") + value if adds else value
@@ -167,7 +249,8 @@ class _Shell:
                 i = end + 1
             elif sign in "$`":
                 value, i = self._dollar(text, i)
-                pieces = value.split() if split else [value]
+                # What is not known stays whole, or its name would be lost.
+                pieces = value.split() if split and MARK not in value else [value]
                 if split and value[:1].isspace() and fields[-1]:
                     fields.append("")
                 fields[-1] += pieces[0] if pieces else ""
@@ -182,8 +265,37 @@ class _Shell:
         """`"$@"` and `"${NAME[@]}"` are as many words as there are."""
         if inner in ("$@", "${@}"):
             return self.arguments
+        if inner.startswith("${@:") and (some := self._some(inner[2:-1])) is not None:
+            return some
         found = re.fullmatch(r"\$\{(\w+)\[@\]\}", inner)
-        return self.arrays.get(found[1], []) if found else None
+        return self.arrays.get(found[1]) if found else None
+
+    def _item(self, name: str, index: str, inner: str) -> str:
+        """`${NAME[0]}` and `${NAME[@]}`."""
+        values, number = self.arrays.get(name), self._in_quotes(index)
+        if values is None:
+            return f"{MARK}{name}{MARK}"
+        if number in ("@", "*"):
+            return " ".join(values)
+        if not number.isdigit():
+            return f"{MARK}{inner}{MARK}"
+        return values[int(number)] if int(number) < len(values) else ""
+
+    def _some(self, inner: str) -> list[str] | None:
+        """`@:2` and `@:2:1`: the arguments from the second on, and so many of them."""
+        found = re.fullmatch(r"[@*]:\s*([1-9]\d*)(?::\s*(\d+))?", inner)
+        if found is None:
+            return None
+        rest = self.arguments[int(found[1]) - 1 :]
+        return rest if found[2] is None else rest[: int(found[2])]
+
+    def _length(self, name: str) -> str:
+        """`${#X}` and `${#X[@]}`."""
+        listed = re.fullmatch(r"(\w+)\[[@*]\]", name)
+        if listed and listed[1] in self.arrays:
+            return str(len(self.arrays[listed[1]]))
+        known = self._known(name) if re.fullmatch(r"\w+", name) else None
+        return f"{MARK}#{name}{MARK}" if known is None or MARK in known else str(len(known))
 
     def _in_quotes(self, text: str) -> str:
         out, i = "", 0
@@ -219,15 +331,16 @@ class _Shell:
         return self._value(name[0]), name.end()
 
     def _braced(self, inner: str) -> str:
+        if inner.startswith("#") and len(inner) > 1:
+            return self._length(inner[1:])
+        if (some := self._some(inner)) is not None:
+            return " ".join(some)
         found = _BRACED.match(inner)
-        if found is None or found[1]:
+        if found is None or found[1] or (found[2] in ("@", "*") and found[4]):
             return f"{MARK}{inner}{MARK}"
         name, index, sign, rest = found[2], found[3], found[4] or "", found[5]
         if index is not None:
-            values = self.arrays.get(name, [])
-            if index in ("[@]", "[*]"):
-                return " ".join(values)
-            return values[int(index[1:-1])] if index[1:-1].isdigit() and int(index[1:-1]) < len(values) else ""
+            return self._item(name, index[1:-1], inner)
         known = self._known(name)
         if sign in (":-", "-", ":=", "="):
             if known or (known is not None and not sign.startswith(":")):
@@ -240,7 +353,8 @@ class _Shell:
             return self._in_quotes(rest) if known else ""
         if sign in (":?", "?") or not sign:
             return self._value(name)
-        return f"{MARK}{inner}{MARK}"  # cutting and replacing in a variable
+        changed = None if known is None else cut(known, sign + rest, self._in_quotes)
+        return changed if changed is not None else f"{MARK}{inner if known is not None else name}{MARK}"
 
     def _known(self, name: str) -> str | None:
         if name in ("@", "*"):
@@ -263,6 +377,8 @@ class _Shell:
     def _output(self, command: str) -> str:
         if command.strip() == "pwd":
             return self._value("PWD")
+        if (path := self._path(command)) is not None:
+            return path
         if _NOW.match(command):
             remark = "the time in a name is written as `now`"
             if remark not in self.script.remarks:
@@ -270,6 +386,19 @@ class _Shell:
             return "now"
         echo = re.fullmatch(r"\s*echo\s+(.*?)\s*", command, re.DOTALL)
         return self._in_quotes(echo[1].strip("\"'")) if echo else f"{MARK}$({command}){MARK}"
+
+    def _path(self, command: str) -> str | None:
+        """`basename PATH [SUFFIX]` and `dirname PATH`."""
+        found = commands_of(command)
+        if len(found) != 1 or found[0].words[0].text not in ("basename", "dirname"):
+            return None
+        words = [text for word in found[0].words for text in self.expand(word)]
+        if len(words) < 2 or any(MARK in word for word in words):
+            return None
+        path = PurePosixPath(words[1])
+        if words[0] == "dirname":
+            return str(path.parent)
+        return path.name.removesuffix(words[2]) if len(words) > 2 else path.name
 
     def _sum(self, text: str) -> str:
         """`$((a * 2))`, of numbers and of variables that hold numbers."""
@@ -292,6 +421,8 @@ def _computed(node: ast.expr) -> int:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_computed(node.operand)
     if isinstance(node, ast.BinOp):
+        if isinstance(node.op, ast.Pow | ast.LShift) and not 0 <= _computed(node.right) < 64:
+            raise ValueError("more than a shell's numbers hold")
         return int(_OPERATORS[type(node.op)](_computed(node.left), _computed(node.right)))
     raise ValueError("not a sum of whole numbers")
 

@@ -1,7 +1,8 @@
 """A shell script cut into commands and raw words, with the line of each. Nothing is expanded, nothing is run.
 
 What is understood: comments, quotes, line continuations, `;` `&&` `||` `|` `&`, here-documents, arrays, redirections,
-and nested `$(...)`, `${...}` and `$((...))`, which are kept whole.
+functions (`name()` stands as `function name`), the patterns of `case`, which are left out, and nested `$(...)`,
+`${...}` and `$((...))`, which are kept whole.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 _ENDS = ";&|\n()"
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)([A-Za-z_][\w]*)\2")
+_FUNCTION = re.compile(r"(?:function[ \t]+)?([A-Za-z_][\w-]*)[ \t]*\([ \t]*\)")
 _REDIRECTION = re.compile(r"(\d*|&)(>>|>&|>\||<>|<<<|>|<)&?\s*")
 
 
@@ -29,6 +31,8 @@ class RawCommand:
     words: list[RawWord] = field(default_factory=list)
     heredoc: str | None = None
     quoted_heredoc: bool = False
+    conditional: bool = False
+    """Behind `&&` or `||`: whether it runs is another command's to say."""
 
     @property
     def line(self) -> int:
@@ -46,6 +50,8 @@ class _Reader:
         self.found: list[RawCommand] = []
         self.current = RawCommand()
         self.waiting: list[tuple[RawCommand, str, bool, bool]] = []
+        self.pattern = False
+        """Whether a pattern of `case` comes next."""
 
     def commands(self) -> list[RawCommand]:
         while self.at < len(self.text):
@@ -62,11 +68,25 @@ class _Reader:
         elif sign == "#":
             end = self.text.find("\n", self.at)
             self._skip((end if end >= 0 else len(self.text)) - self.at)
+        elif self.pattern and sign not in "\n":
+            self._case_pattern()
+        elif self.text.startswith(";;", self.at):
+            self._end()
+            self._skip(2)
+            self.pattern = True
+        elif self.text.startswith(("&&", "||"), self.at):
+            self._end()
+            self._skip(2)
+            self.current.conditional = True
         elif sign in _ENDS:
             self._end()
             self._skip(1)
             if sign == "\n":
                 self._heredocs()
+        elif not self.current.words and (function := _FUNCTION.match(self.text, self.at)):
+            self.current.words += [RawWord("function", self.line), RawWord(function[1], self.line)]
+            self._skip(function.end() - self.at)
+            self._end()
         elif heredoc := _HEREDOC.match(self.text, self.at):
             self.waiting.append((self.current, heredoc[3], bool(heredoc[2]), bool(heredoc[1])))
             self._skip(heredoc.end() - self.at)
@@ -74,6 +94,21 @@ class _Reader:
             pass
         else:
             self.current.words.append(self._word())
+            words = self.current.words
+            if len(words) > 2 and words[0].text == "case" and words[-1].text == "in":
+                self._end()
+                self.pattern = True
+
+    def _case_pattern(self) -> None:
+        """`a | b)`, or the end of them all. A pattern is no command."""
+        self.pattern = False
+        if re.match(r"esac\b", self.text[self.at :]):
+            return
+        if self.text[self.at] == "(":
+            self._skip(1)
+        while self.at < len(self.text) and self.text[self.at] != ")":
+            self._piece()
+        self._skip(1)
 
     def _redirected(self) -> bool:
         """`2>&1`, `> file`: neither the sign nor where it leads to is a word of the command."""

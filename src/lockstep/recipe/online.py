@@ -214,6 +214,12 @@ class Kl(Section):
         "probability, at most 10, so that it is that of the divergence in later updates of a step too.",
         read_where=("algorithm.kl.where", ("loss",)),
     )
+    compared: bool = Field(
+        True,
+        description="Of a divergence in the reward, where responses are compared in groups: a part of the scores that "
+        "a group compares. `false` takes it off after that, at each token what is left of it in the response.",
+        read_where=("algorithm.kl.where", ("loss", "reward")),
+    )
     reference: str | None = Field(
         None,
         description="Folder of the reference model. Default: `model.path` (with LoRA: the adapter switched off).",
@@ -300,6 +306,9 @@ class Algorithm(Section):
         resumable=True,
     )
     aggregation: Aggregation = Field("token_mean", description="How the token losses of an update are averaged.")
+    penalty_aggregation: Aggregation | None = Field(
+        None, description="How divergence and entropy in the loss are averaged. Default: as `aggregation`."
+    )
     epochs: int = Field(1, ge=1, description="Passes over the responses of a step.")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount of a token's later rewards.")
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.", read_where=("algorithm.advantage", ("gae",)))
@@ -398,6 +407,7 @@ class Critic(Section):
     )
     lr: float = Field(1e-5, gt=0, description="Peak learning rate of the critic; the schedule is the policy's.")
     clip: float | None = Field(0.5, gt=0, description="How far a value may move from the old one; `null` is no bound.")
+    aggregation: Aggregation = Field("token_mean", description="How its token losses of an update are averaged.")
     warmup: int = Field(0, ge=0, description="Steps in which only the critic is trained.")
 
 

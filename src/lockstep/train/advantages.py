@@ -54,13 +54,17 @@ def estimate_advantages(
     earned_S = sum_by(experience.earned_K, sequence_K, experience.sequences)
     rewards_K = experience.earned_K.clone()
     rewards_K[experience.last_K] += experience.scores_S - earned_S
-    kl = algorithm.kl
+    kl, taken_off_K = algorithm.kl, None
     if kl.in_reward():
         assert known.old_K is not None
         assert known.reference_K is not None
         alone = kl.where == "reward"
         kl_K = divergence(kl.estimator if alone else kl.reward_estimator, known.old_K, known.reference_K)
-        rewards_K -= (kl_coefficient if alone else kl.reward_coefficient) * kl_K
+        penalty_K = (kl_coefficient if alone else kl.reward_coefficient) * kl_K
+        if kl.compared or not estimator_row(algorithm.advantage).groups:
+            rewards_K -= penalty_K
+        else:
+            taken_off_K = penalty_K
         metrics["actor/reward_kl_penalty"] = float(kl_K.double().mean())
     corrected = _corrected(experience, known, algorithm.correction)
     keep_K, importance_K = corrected.keep_K, corrected.weights_K
@@ -78,6 +82,7 @@ def estimate_advantages(
         Whitening(**algorithm.whiten.model_dump()),
         _energy(known, importance_K),
         _parts(experience, recipe) if estimator_row(algorithm.advantage).parts else (),
+        taken_off_K,
     )
     advantage = estimator(algorithm.advantage, algorithm.function_limit)
     estimate = advantage(signals, gamma=algorithm.gamma, lam=algorithm.lam)
@@ -85,6 +90,7 @@ def estimate_advantages(
     if algorithm.filtration.method != "none":
         times_S = drawn_times(experience.scores_S, **algorithm.filtration.model_dump(), generator=generator_of(seed))
         metrics["actor/filtered_share"] = float((times_S == 0).double().mean())
+    rewards_K = rewards_K if taken_off_K is None else rewards_K - taken_off_K
     metrics |= _described(experience, rewards_K, estimate.advantages_K, estimate.returns_K, known.values_K)
     return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, importance_K, metrics, times_S)
 

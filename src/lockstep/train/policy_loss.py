@@ -53,6 +53,8 @@ class PolicyLoss:
     sequence_K: torch.Tensor
     advantages_K: torch.Tensor
     average_K: torch.Tensor
+    penalty_K: torch.Tensor
+    """How divergence and entropy are averaged, up to the same divisor."""
     importance_K: torch.Tensor
     engine_K: torch.Tensor
     old_K: torch.Tensor | None
@@ -100,25 +102,26 @@ class PolicyLoss:
             return None if vector is None else sent(vector[index_K], self.device)
 
         local_K = torch.unique_consecutive(self.sequence_K[index_K], return_inverse=True)[1]
-        vectors = (self.advantages_K, self.average_K, self.importance_K, self.old_K, self.reference_K, self.held_K)
+        weights = (self.advantages_K, self.average_K, self.penalty_K, self.importance_K)
+        vectors = (*weights, self.old_K, self.reference_K, self.held_K)
         return _Tokens(sent(local_K, self.device), *map(take, vectors))  # type: ignore[arg-type]
 
     def _sums(self, logprobs: torch.Tensor, entropies: torch.Tensor | None, tokens: _Tokens) -> Sums:
-        average = tokens.average_K
+        penalty = tokens.penalty_K
         old = logprobs.detach() if tokens.old_K is None else tokens.old_K
-        weights = average * tokens.importance_K
+        weights = tokens.average_K * tokens.importance_K
         seen = PolicyTokens(logprobs, old, tokens.advantages_K, weights, tokens.local_K, tokens.held_K)
         sums = self.policy_loss(seen)
         loss, metrics = sums.loss, {**sums.metrics, "pg_loss": sums.loss}
         if tokens.old_K is None:
             del metrics["ppo_kl"]  # 0 by definition
         if self.algorithm.kl.where == "loss" and tokens.reference_K is not None:
-            kl, kl_metrics = self._divergence(logprobs, tokens.reference_K, old, average)
+            kl, kl_metrics = self._divergence(logprobs, tokens.reference_K, old, penalty)
             loss, metrics = loss + self.kl_coefficient * kl, metrics | kl_metrics
         if entropies is not None:
-            entropies = torch.where(average > 0, entropies, 0.0)
+            entropies = torch.where(penalty > 0, entropies, 0.0)
             if self.algorithm.entropy:
-                loss = loss - self.algorithm.entropy * (average * entropies).sum()
+                loss = loss - self.algorithm.entropy * (penalty * entropies).sum()
             metrics["entropy"] = entropies.sum()
         return Sums(loss, metrics)
 
@@ -143,6 +146,7 @@ class _Tokens:
     """Which of its sequences, 0, 1, ..., a token belongs to."""
     advantages_K: torch.Tensor
     average_K: torch.Tensor
+    penalty_K: torch.Tensor
     importance_K: torch.Tensor
     old_K: torch.Tensor | None
     reference_K: torch.Tensor | None

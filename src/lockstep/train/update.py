@@ -60,9 +60,12 @@ def update_policy(
     sequence_K = experience.sequence_K[tokens] - plan.responses.start
     sequences = plan.responses.stop - plan.responses.start
     times_S = None if advantages.times_S is None else advantages.times_S[plan.responses]
-    average_K, divisor = aggregation_weights(
-        algorithm.aggregation, sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens, times_S
-    )
+    counted = sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens, times_S
+    average_K, divisor = aggregation_weights(algorithm.aggregation, *counted)
+    penalty_K = average_K
+    if algorithm.penalty_aggregation is not None:
+        weights_K, own = aggregation_weights(algorithm.penalty_aggregation, *counted)
+        penalty_K = weights_K * (divisor / own)
     loss = PolicyLoss(
         algorithm,
         loss_of(algorithm),
@@ -71,6 +74,7 @@ def update_policy(
         sequence_K=sequence_K,
         advantages_K=advantages.advantages_K[tokens],
         average_K=average_K,
+        penalty_K=penalty_K,
         importance_K=advantages.importance_K[tokens],
         engine_K=experience.engine_K[tokens],
         old_K=None if known.old_K is None else known.old_K[tokens],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.algorithms.value import value_loss
 from lockstep.device.transfer import sent
 from lockstep.recipe import Recipe
@@ -21,15 +22,19 @@ def update_critic(plan: UpdatePlan, learned: Learned, models: Models, recipe: Re
     assert values_K is not None
     tokens, clip = plan.tokens, recipe.critic.clip
     old_K, returns_K, keep_K = values_K[tokens], advantages.returns_K[tokens], advantages.keep_K[tokens]
-    if advantages.times_S is not None:
-        keep_K = keep_K * advantages.times_S[learned.experience.sequence_K[tokens]]
+    sequence_K = learned.experience.sequence_K[tokens] - plan.responses.start
+    sequences = plan.responses.stop - plan.responses.start
+    times_S = None if advantages.times_S is None else advantages.times_S[plan.responses]
+    average_K, divisor = aggregation_weights(
+        recipe.critic.aggregation, sequence_K, keep_K, sequences, recipe.rollout.max_tokens, times_S
+    )
 
     def loss(values_K: torch.Tensor, batch: MicroBatch) -> Sums:
-        old, returns, keep = (sent(vector[batch.index_K], models.device) for vector in (old_K, returns_K, keep_K))
-        return value_loss(values_K, old, returns, keep, clip=clip)
+        old, returns, average = (sent(vector[batch.index_K], models.device) for vector in (old_K, returns_K, average_K))
+        return value_loss(values_K, old, returns, average, clip=clip)
 
-    kept = float((keep_K > 0).sum())
-    outcome = models.critic.forward_backward(plan.batches, loss, max(float(keep_K.sum(dtype=torch.float64)), 1.0))
+    kept = float((average_K > 0).sum())
+    outcome = models.critic.forward_backward(plan.batches, loss, divisor)
     names = {"vf_clipfrac": "critic/vf_clipfrac", "vpred": "critic/vpred_mean"}
     return {
         "critic/vf_loss": outcome.loss,

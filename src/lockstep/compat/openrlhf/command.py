@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lockstep.compat.flags import is_flag, parse_flags
 from lockstep.compat.openrlhf import offline, online, online_flags
+from lockstep.compat.openrlhf.inference import refuse_inference
 from lockstep.compat.openrlhf.options import Option, flags_of
 from lockstep.compat.settings import Settings
 from lockstep.compat.table import Conversion, KeyRule, converted
@@ -14,9 +15,6 @@ from lockstep.errors import Refusal
 
 PROGRAMS: dict[str, str] = {name: name for name in (*offline.TRAINERS, "train_ppo_ray")}
 ELSEWHERE: dict[str, str] = {
-    "batch_inference": "lockstep sample MODEL DATA OUT.parquet --n N --reward-model DIR (--iter I of B prompts is "
-    "--first I*B --rows B), then lockstep pairs OUT ROWS --kind sft (rs), pairs (iter_dpo) or conditional (csft)",
-    "serve_rm": "name the reward model's folder: reward.model loads it beside the policy",
     "lora_combiner": "lockstep export RUN DIR merges the adapter of a run",
     "interactive_chat": "lockstep generate MODEL --chat",
 }
@@ -27,6 +25,8 @@ _FLAT_ONLY = ("train_kto", "train_prm", "train_kd")
 def convert_openrlhf(program: str, words: Sequence[str], wheres: Sequence[str] = ()) -> Conversion:
     """`program` is a name of PROGRAMS; `wheres` says of each word where it stands."""
     name = program.rsplit(".", 1)[-1]
+    if name in ("batch_inference", "serve_rm"):
+        refuse_inference(name, words, wheres)
     if name in ELSEWHERE:
         raise Refusal.at(f"openrlhf {name}", "is no training", f"use: {ELSEWHERE[name]}")
     if name not in PROGRAMS:

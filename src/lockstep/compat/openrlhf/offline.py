@@ -239,7 +239,6 @@ TRAINERS: dict[str, Trainer] = {
                 None,
                 part("undesirable_loss_weight", "preference.undesirable", default=1.0),
             ),
-            opt("s", "ref_pretrain", None, part("ref_pretrain", "preference.reference")),
             *without_effect("b:ref_offload:", "memory, not results"),
         ],
         _kto,

@@ -7,7 +7,7 @@ from lockstep.compat.openrlhf.shared import data_rule, run_rule, schedule_rule, 
 from lockstep.compat.settings import Settings
 from lockstep.compat.table import Conversion, KeyRule
 
-# Their estimators: method, advantage, and whether they whiten over the step.
+# Their estimators: method, advantage, and whether they whiten over the step (RLOO in the flat dialect alone).
 ESTIMATORS: dict[str, tuple[str, str, bool]] = {
     "gae": ("ppo", "gae", True),
     "reinforce": ("reinforce_pp", "reinforce_pp", True),
@@ -27,8 +27,8 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
         done.refuse("advantage_estimator", f"{name} is not here", f"one of {', '.join(ESTIMATORS)}")
         return
     method, advantage, whitens = ESTIMATORS[name]
-    # 0.11.2 whitens no longer with rloo; 0.7.5 does.
-    whitens = whitens and not (name == "rloo" and "ds.param_dtype" in settings.defaults)
+    if name == "rloo" and settings.peer.endswith("0.11"):
+        whitens = False
     done.write("method", method, "advantage_estimator")
     done.write("algorithm.advantage", advantage, "advantage_estimator")
     done.write("algorithm.whiten.over", "step" if whitens else "none", "advantage_estimator")
@@ -42,6 +42,8 @@ def algorithm_rule(settings: Settings, done: Conversion) -> None:
     done.write("algorithm.loss", loss, "policy_loss_type")
     by_sequence = loss == "gspo" or settings["actor.loss_agg_mode"] == "seq-mean-token-mean"
     done.write("algorithm.aggregation", "seq_mean_token_mean" if by_sequence else "token_mean", "actor.loss_agg_mode")
+    if by_sequence:
+        done.write("algorithm.penalty_aggregation", "token_mean", "actor.loss_agg_mode")
     if settings["actor.loss_agg_mode"] not in (None, "token-mean", "seq-mean-token-mean"):
         done.refuse(
             "actor.loss_agg_mode", f"{settings['actor.loss_agg_mode']} is not here", "token-mean or seq-mean-token-mean"
@@ -87,25 +89,33 @@ def _kl(settings: Settings, done: Conversion) -> None:
     if estimator not in ("k1", "k2", "k3"):
         done.refuse("kl_estimator", f"{estimator} is not here", "k1, k2 or k3")
         return
-    group = settings["advantage_estimator"] in _GROUPS and not settings["use_kl_loss"]
-    note = (
-        "the divergence is a part of the score that a group compares; theirs is added after the comparison"
-        if group
-        else ""
-    )
     unbiased = "algo.kl.unbiased_gradient"
     if settings[unbiased] and settings["use_kl_loss"]:
         done.write("algorithm.kl.estimator", f"{estimator}+", "kl_estimator", unbiased)
         done.write("algorithm.kl.weighted", True, unbiased)
     else:
-        done.write("algorithm.kl.estimator", estimator, "kl_estimator", note=note)
+        done.write("algorithm.kl.estimator", estimator, "kl_estimator")
         if settings.says(unbiased):
             done.ignore(unbiased, "read with a divergence in the loss only")
+    if settings["advantage_estimator"] in _GROUPS and not settings["use_kl_loss"]:
+        done.write("algorithm.kl.compared", False, "advantage_estimator")
     if settings["kl_target"]:
         done.write("algorithm.kl.target", settings.number("kl_target"), "kl_target")
         done.write("algorithm.kl.horizon", settings.whole("kl_horizon"), "kl_horizon")
     elif settings.says("kl_horizon"):
         done.ignore("kl_horizon", "read with kl_target only")
+
+
+def async_rule(settings: Settings, done: Conversion) -> None:
+    """Generation beside training, from weights that are a few steps old."""
+    queue = "async_queue_size"
+    if settings["async_train"]:
+        note = "responses are at most so many steps old; theirs one more, as the next are drawn while they wait"
+        done.write("rollout.max_staleness", settings.whole(queue), "async_train", queue, note=note)
+        if "algorithm.correction.weight" not in done.recipe:
+            done.write("algorithm.correction.weight", "none", "async_train")
+    elif settings.says(queue):
+        done.ignore(queue, "read with async training only")
 
 
 def data_and_model_rule(settings: Settings, done: Conversion) -> None:
@@ -268,6 +278,7 @@ def validation_rule(settings: Settings, done: Conversion) -> None:
 RULES_IN_ORDER: tuple[KeyRule, ...] = (
     run_rule,
     algorithm_rule,
+    async_rule,
     data_and_model_rule,
     batch_rule,
     reward_rule,

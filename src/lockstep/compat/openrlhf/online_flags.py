@@ -276,8 +276,14 @@ OPTIONS: list[Option] = [
         ENGINE,
     ),
     *without_effect("s:value_head_prefix:ds.value_head_prefix", "the head is called score, as in transformers"),
-    *cannot("b:async_train:train.async_enable b::train.partial_rollout_enable", "generation and training take turns"),
-    *without_effect("i:async_queue_size:train.async_queue_size", "read with async training only"),
+    opt("b", "async_train", "train.async_enable", part("async_train", "rollout.max_staleness", default=False)),
+    opt(
+        "i",
+        "async_queue_size",
+        "train.async_queue_size",
+        part("async_queue_size", "rollout.max_staleness", default=1, note="with async training"),
+    ),
+    *cannot("b::train.partial_rollout_enable", "a response is drawn to its end by the weights that began it"),
     *cannot(
         "s:agent_func_path:train.agent_func_path",
         "agents of theirs do not run here; write the loop as rollout.function",

@@ -39,8 +39,13 @@ LOSSES = {
     "dppo_kl": "dppo_kl",
     "dro": "dro",
 }
-# These losses are averaged over sequences whatever loss_agg_mode says.
-_BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
+# These losses are averaged over sequences whatever loss_agg_mode says; divergence and entropy are not.
+_BY_SEQUENCE = ("sapo", "geo_mean")
+_GSPO = "0.9 averages GSPO as loss_agg_mode says, over tokens by default; releases before it always over sequences"
+_SUM_NORM = {
+    "0.4": "0.4 adds a micro-batch's sequences up: its loss is as many times larger as a micro-batch has sequences",
+    "0.9": "divided by max_response_length; 0.9 divides by the longest response of a micro-batch",
+}
 _CLIPPED = ("clip", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
 # Metrics of filter_groups that are the whole score of a response.
 _WHOLE_SCORE = (None, "score", "reward", "seq_reward", "seq_final_reward")
@@ -164,15 +169,7 @@ def _loss(settings: Settings, done: Conversion) -> None:
         done.ignore(f"{A}.policy_loss.loss_mode", "bypass_mode has a loss of its own: loss_type")
     elif bypass is None and settings.says(LOSS):
         done.ignore(LOSS, "read with bypass_mode only")
-    mode = mode if bypass is None else ""
-    aggregation = f"{A}.loss_agg_mode"
-    if mode in _BY_SEQUENCE:
-        note = f"{mode} is a mean over sequences there too; here the KL and entropy terms follow it"
-        done.write("algorithm.aggregation", "seq_mean_token_mean", f"{A}.policy_loss.loss_mode", aggregation, note=note)
-    elif settings[aggregation] in AGGREGATIONS:
-        done.write("algorithm.aggregation", AGGREGATIONS[settings[aggregation]], aggregation)
-    else:
-        done.refuse(aggregation, f"{settings[aggregation]} is not here", f"one of {', '.join(AGGREGATIONS)}")
+    _aggregation(settings, done, mode if bypass is None else "")
     if loss in _CLIPPED:
         done.write("algorithm.clip_low", settings.number(f"{A}.clip_ratio_low"), f"{A}.clip_ratio_low")
         done.write("algorithm.clip_high", settings.number(f"{A}.clip_ratio_high"), f"{A}.clip_ratio_high")
@@ -202,14 +199,32 @@ def _loss(settings: Settings, done: Conversion) -> None:
             done.write(f"algorithm.{ours}", settings.number(key), key)
 
 
-def _scale_factor(settings: Settings, done: Conversion, key: str, aggregation: str) -> None:
-    longest = settings.whole("data.max_response_length")
-    if aggregation != "seq-mean-token-sum-norm":
-        done.ignore(key, "read with seq-mean-token-sum-norm only")
-    elif settings[key] in (None, longest):
-        done.ignore(key, "the longest response, here too")
+def _aggregation(settings: Settings, done: Conversion, mode: str) -> None:
+    key, scale = f"{A}.loss_agg_mode", f"{A}.loss_scale_factor"
+    kind = settings[key]
+    if kind not in AGGREGATIONS:
+        done.refuse(key, f"{kind} is not here", f"one of {', '.join(AGGREGATIONS)}")
+        return
+    newest = settings.peer.endswith("0.9")
+    if mode in _BY_SEQUENCE:
+        done.write("algorithm.aggregation", "seq_mean_token_mean", f"{A}.policy_loss.loss_mode")
+        done.write("algorithm.penalty_aggregation", AGGREGATIONS[kind], key)
+    elif mode == "gspo" and not settings.says(key) and not newest:
+        done.write("algorithm.aggregation", "seq_mean_token_mean", f"{A}.policy_loss.loss_mode", note=_GSPO)
+        done.write("algorithm.penalty_aggregation", AGGREGATIONS[kind], key)
     else:
-        done.refuse(key, f"{settings[key]} is not the longest response, {longest}, which divides here", str(longest))
+        note = _SUM_NORM["0.9" if newest else "0.4"] if kind == "seq-mean-token-sum-norm" else ""
+        if mode == "gspo" and kind != "seq-mean-token-mean":
+            note = _GSPO
+        if settings[scale] is not None and kind == "seq-mean-token-sum-norm":
+            note = ""
+        done.write("algorithm.aggregation", AGGREGATIONS[kind], key, note=note)
+    if settings.says(scale) and kind != "seq-mean-token-sum-norm":
+        done.ignore(scale, "read with seq-mean-token-sum-norm only")
+    elif settings[scale] is not None and settings[scale] != settings.whole("data.max_response_length"):
+        done.refuse(scale, "the sums are divided by data.max_response_length", "set both alike")
+    elif settings.says(scale):
+        done.ignore(scale, "the sums are divided by data.max_response_length")
 
 
 def _kl(settings: Settings, done: Conversion) -> None:
@@ -451,6 +466,11 @@ def critic_rule(settings: Settings, done: Conversion) -> None:
     done.write("critic.path", str(settings["critic.model.path"]), "critic.model.path", note=note)
     done.write("critic.lr", settings.number("critic.optim.lr"), "critic.optim.lr")
     done.write("critic.clip", settings.number("critic.cliprange_value"), "critic.cliprange_value")
+    kind = settings["critic.loss_agg_mode"] or settings[f"{A}.loss_agg_mode"]
+    if kind in AGGREGATIONS:
+        done.write("critic.aggregation", AGGREGATIONS[kind], "critic.loss_agg_mode", f"{A}.loss_agg_mode")
+    else:
+        done.refuse("critic.loss_agg_mode", f"{kind} is not here", f"one of {', '.join(AGGREGATIONS)}")
     done.write("critic.warmup", max(0, settings.whole("trainer.critic_warmup") - 1), "trainer.critic_warmup")
 
 

@@ -44,7 +44,8 @@ ROWS: list[KeyRow] = [
         "algorithm.filter_groups.metric", "algorithm.dynamic_sampling.metric", note="score and reward: the whole score"
     ),
     part(f"{A}.policy_loss.loss_mode", "algorithm.loss", default="vanilla"),
-    part(f"{A}.loss_agg_mode", "algorithm.aggregation", default="token-mean"),
+    part(f"{A}.loss_agg_mode", "algorithm.aggregation", "algorithm.penalty_aggregation", default="token-mean"),
+    part(f"{A}.loss_scale_factor", note="must be max_response_length, by which the sums are divided"),
     part(f"{A}.clip_ratio_low", "algorithm.clip_low", default=0.2),
     part(f"{A}.clip_ratio_high", "algorithm.clip_high", default=0.2),
     *idle(f"{A}.clip_ratio", "clip_ratio_low and clip_ratio_high rule, with defaults of their own (0.2)"),
@@ -221,6 +222,7 @@ ROWS: list[KeyRow] = [
     part("critic.model.path", "critic.path"),
     part("critic.optim.lr", "critic.lr", default=1e-5),
     part("critic.cliprange_value", "critic.clip", default=0.5),
+    part("critic.loss_agg_mode", "critic.aggregation", note="as the policy's where nothing is said"),
     part("trainer.critic_warmup", "critic.warmup", default=0, note="they count the step that ends it: one less here"),
     *idle("critic.optim.*", "the schedule, decay and clip of the critic are the policy's"),
     *idle(
@@ -228,7 +230,7 @@ ROWS: list[KeyRow] = [
         "critic.ppo_max_token_len_per_gpu "
         "critic.forward_micro_batch_size critic.forward_micro_batch_size_per_gpu critic.forward_max_token_len_per_gpu "
         "critic.use_dynamic_bsz critic.ulysses_sequence_parallel_size critic.rollout_n critic.enable critic.grad_clip "
-        "critic.ppo_epochs critic.ppo_mini_batch_size critic.loss_agg_mode critic.shuffle",
+        "critic.ppo_epochs critic.ppo_mini_batch_size critic.shuffle",
         "the critic is trained as the policy is",
     ),
     # Rewards
