@@ -1,7 +1,8 @@
 """What is known of devices that need not be here: memory, arithmetic, links, and how much of it our code reaches.
 
-Figures are the makers' unless a comment says that they were measured; each row names its sources. A device is what torch
-counts as one: of an Ascend 910C, which holds two dies, a die. Links are bytes a second in one direction, of one device.
+Figures are the makers' unless a comment says that they were measured; each row names its sources. A device is what
+torch counts as one: of an Ascend 910C, which holds two dies, a die. Links are bytes a second in one direction, of one
+device.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ H200_REACHED = Reached(
     reading=1.07,
     layer_seconds=50.8e-6,
 )
-# Large products and copies on that card, 790 TFLOP/s and 4.3 TB/s, as shares of the maker's 989 and 4.8. Taken for every
-# chip whose own were not measured.
+# Large products and copies on that card, 790 TFLOP/s and 4.3 TB/s, as shares of the maker's 989 and 4.8. Taken for
+# every chip whose own were not measured.
 PRODUCTS, COPIES = 790 / 989, 4.3 / 4.8
 # Of a link in a large collective. Not measured by us.
 LINKS = 0.75
@@ -101,10 +102,10 @@ _GB = 10**9
 CHIPS = {
     chip.name: chip
     for chip in (
-        # Memory as torch reports it there (bench/results/memory_h200.json). Products and copies measured; the maker says
-        # 989 TFLOP/s and 4.8 TB/s. NVLink 4: 900 GB/s both ways; ConnectX-7: 400 Gbit/s a GPU; PCIe 5 x16. float32 is
-        # the maker's times the same share. https://www.nvidia.com/en-us/data-center/h200/ and MLPerf's
-        # https://raw.githubusercontent.com/mlcommons/inference_results_v4.1/main/closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json
+        # Memory as torch reports it there (bench/results/memory_h200.json). Products and copies measured; the maker
+        # says 989 TFLOP/s and 4.8 TB/s. NVLink 4: 900 GB/s both ways; ConnectX-7: 400 Gbit/s a GPU; PCIe 5 x16.
+        # float32 is the maker's times the same share. https://www.nvidia.com/en-us/data-center/h200/; links also in
+        # github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json.
         Chip(
             "h200",
             "cuda",
@@ -130,8 +131,8 @@ CHIPS = {
             between=50 * _GB,
             host=64 * _GB,
         ),
-        # SXM. https://www.nvidia.com/en-us/data-center/a100/: 80 GB, 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both ways.
-        # DGX A100: a ConnectX-6 of 200 Gbit/s a GPU; PCIe 4 x16.
+        # SXM. https://www.nvidia.com/en-us/data-center/a100/: 80 GB, 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both
+        # ways. DGX A100: a ConnectX-6 of 200 Gbit/s a GPU; PCIe 4 x16.
         Chip(
             "a100-80g",
             "cuda",
@@ -143,11 +144,10 @@ CHIPS = {
             between=25 * _GB,
             host=32 * _GB,
         ),
-        # Ascend 910B3, the slowest of those with 64 GB. Arithmetic: `device/npu.py`. Memory 1.6 TB/s and 7 HCCS links of
+        # Ascend 910B3, the slowest of those with 64 GB. Arithmetic: `device/npu.py`. Memory 1.6 TB/s; 7 HCCS links of
         # 28 GB/s each way to the 7 others (392 GB/s both ways): https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/;
-        # 200 Gbit/s RoCE a device. To the host: as measured in
-        # https://github.com/xiaojia151/Hixl/blob/master/benchmarks/A2_benchmark_performance.md, which has 19.3 GB/s on one
-        # HCCS link. Not run by us on that hardware.
+        # 200 Gbit/s RoCE a device. To the host: 17 GB/s, measured by others (github.com/xiaojia151/Hixl,
+        # benchmarks/A2_benchmark_performance.md, which has 19.3 GB/s on one HCCS link). Not run by us on that hardware.
         Chip(
             "atlas-800t-a2",
             "npu",
@@ -160,8 +160,8 @@ CHIPS = {
             host=17 * _GB,
         ),
         # A die of an Ascend 910C in a super-node of 48 nodes of 16 dies (Atlas 900 A3, CloudMatrix384):
-        # https://arxiv.org/abs/2506.12708: 64 GB and 1.6 TB/s a die, the unified bus 196 GB/s a die and direction, inside
-        # a node and between nodes alike. Arithmetic: `device/npu.py`. To the host: as for 910B. Not run by us.
+        # https://arxiv.org/abs/2506.12708: 64 GB and 1.6 TB/s a die, the unified bus 196 GB/s a die and direction,
+        # inside a node and between nodes alike. Arithmetic: `device/npu.py`. To the host: as for 910B. Not run by us.
         Chip(
             "atlas-a3",
             "npu",

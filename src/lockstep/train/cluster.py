@@ -54,8 +54,9 @@ class Cluster:
     def gather_seconds(self, whole: float, group: Members) -> float:
         """All-gather of `whole` bytes, or a reduce-scatter of them, which goes the same way back.
 
-        Each device gets what the others have: over the links of its node, all of it; over those between nodes what is on
-        other nodes, which comes to a node once, over the links of all its members of the group. Both go on at a time.
+        Each device gets what the others have: over the links of its node, all of it; over those between nodes what is
+        on other nodes, which comes to a node once, over the links of all its members of the group. Both go on at a
+        time.
         """
         if group.size == 1:
             return 0.0
@@ -68,7 +69,7 @@ class Cluster:
         return 2 * self.gather_seconds(each, group)
 
     def exchange_seconds(self, each: float, group: Members) -> float:
-        """All-to-all, or the hops of a ring: `each` bytes leave every member, for members that may be on other nodes."""
+        """All-to-all, or the hops of a ring: `each` bytes leave every member, maybe for another node."""
         if group.size == 1:
             return 0.0
         return each / (self.chip.inside if group.nodes == 1 else self.chip.between) / LINKS

@@ -1,7 +1,7 @@
 """The least time that a device needs for a step, by its matrix FLOP/s and its memory bandwidth.
 
-F FLOP/s, BW bytes/s, N multiplied weights in two bytes each, B sequences, S tokens, L layers, Hq query and Hkv key heads
-of size d.
+F FLOP/s, BW bytes/s, N multiplied weights in two bytes each, B sequences, S tokens, L layers, Hq query and Hkv key
+heads of size d.
 """
 
 from __future__ import annotations
