@@ -15,11 +15,11 @@ from lockstep.run.progress import Console
 from lockstep.run.screen import Screen
 from lockstep.train.cluster import Cluster, cluster_named
 from lockstep.train.fitting import fitting
-from lockstep.train.outlook import Task, refuse_over, refuse_uncounted
+from lockstep.train.outlook import Outlook, refuse_over, refuse_uncounted
 from lockstep.train.plan import Phase
-from lockstep.train.prepare import PreparedOnline, longest_row, prepare, prepare_online, sequences_per_update
+from lockstep.train.prepare import PreparedOnline, prepare, prepare_online
 from lockstep.train.step_time import PhaseTime
-from lockstep.train.step_work import StepWork, work_of_prompts, work_of_rows
+from lockstep.train.step_work import OfflineSteps, OnlineSteps, Steps, StepWork
 
 
 def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) -> None:
@@ -32,28 +32,27 @@ def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) ->
     console = Console.open()
     # Rows and prompts are read here; what depends on the device comes from the table.
     prepared = (prepare_online if online else prepare)(recipe, Cpu(), cluster.devices, console, must_fit=False)
+    steps: Steps
     if isinstance(prepared, PreparedOnline):
-        rows, longest = sequences_per_update(recipe), prepared.batches.longest
-        work = work_of_prompts(prepared, response_tokens or recipe.rollout.max_tokens)
+        steps = OnlineSteps.of(prepared.train.items, response_tokens or recipe.rollout.max_tokens)
     else:
-        rows, longest = recipe.batch.rows_per_update, longest_row(recipe, prepared.train)
-        work = work_of_rows(prepared)
-    task = Task.of(recipe, prepared.config, longest, rows)
-    times = task.times(cluster, work)
-    memory = task.memory(cluster)
+        steps = OfflineSteps(prepared)
+    outlook = Outlook.of(recipe, prepared.config, steps)
+    counted = outlook.models.counted
     console.banner(
         f"plan of {recipe.run.name} on {cluster}",
         [
             ("devices", f"{cluster.devices}, {cluster.memory / 2**30:,.1f} GiB each"),
             *prepared.batches.lines(),
-            ("parameters", f"{memory.parameters:,}, of which {memory.trained:,} trained"),
+            ("parameters", f"{counted.parameters:,}, of which {counted.trained:,} trained"),
         ],
     )
-    Screen.on_stdout().print(_table(task.phases(cluster), times or []))
-    for line in _lines(recipe, cluster, work, times):
+    times = outlook.times(cluster)
+    Screen.on_stdout().print(_table(outlook.phases(cluster), times or []))
+    for line in _lines(recipe, cluster, steps.work(recipe), times):
         console.say(line)
-    if task.over(cluster):
-        refuse_over(task, cluster, _proposal(task, cluster))
+    if outlook.over(cluster):
+        refuse_over(outlook, cluster, _proposal(outlook, cluster))
     console.say(f"fits: {cluster.chip.name} has {cluster.memory / 2**30:.1f} GiB")
 
 
@@ -115,8 +114,8 @@ def _remarks(recipe: Recipe, cluster: Cluster) -> Iterable[str]:
     yield "not counted: rewards and their models, validation, loading, writing checkpoints"
 
 
-def _proposal(task: Task, cluster: Cluster) -> str | None:
-    found = fitting(task, cluster)
+def _proposal(outlook: Outlook, cluster: Cluster) -> str | None:
+    found = fitting(outlook, cluster)
     if found is None:
         return None
     return f"this fits: {found}" if found.cluster == cluster else f"this fits on {found.cluster}: {found}"

@@ -1,23 +1,27 @@
-"""Keys that make a recipe fit on a cluster: the cheapest change first, until it fits; then what was not needed goes."""
+"""Keys that make a recipe fit on a cluster: of all that do, those with the shortest step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
+from lockstep.errors import Refusal
 from lockstep.parallel.mesh import grid_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.checks import combination_problems
 from lockstep.recipe.load import value_text
-from lockstep.recipe.methods import reference_kind
+from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
 from lockstep.train.cluster import Cluster
-from lockstep.train.outlook import Task
+from lockstep.train.outlook import Outlook
 
 Keys = dict[str, Any]
 # Up to so many times as many nodes are tried where no keys help.
 MOST_TIMES = 64
+# Keys that save less time than this are not worth saying.
+WORTH = 0.02
 
 
 @dataclass(frozen=True)
@@ -26,16 +30,15 @@ class Fit:
     keys: Mapping[str, Any]
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={value_text(value)}" for key, value in self.keys.items())
+        return " ".join(f"{key}={value_text(value)}" for key, value in self.keys.items()) or "the recipe as it is"
 
 
-def fitting(task: Task, cluster: Cluster) -> Fit | None:
+def fitting(outlook: Outlook, cluster: Cluster) -> Fit | None:
     """What fits on that cluster, or on more nodes of its kind; None where nothing was found."""
-    nodes = cluster.nodes
-    most = min(MOST_TIMES * nodes, cluster.chip.most_nodes or MOST_TIMES * nodes)
+    nodes, most = cluster.nodes, min(MOST_TIMES * cluster.nodes, cluster.chip.most_nodes or MOST_TIMES * cluster.nodes)
     while nodes <= most:
         larger = replace(cluster, nodes=nodes)
-        keys = _keys(task, larger)
+        keys = _fastest(outlook, larger)
         if keys is not None:
             return Fit(larger, keys)
         nodes *= 2
@@ -49,106 +52,107 @@ def with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def _keys(task: Task, cluster: Cluster) -> Keys | None:
-    chosen: Keys = {}
-    while over := task.with_recipe(with_keys(task.recipe, chosen)).over(cluster):
-        found = _next(task, cluster, chosen, over[0].name, over[0].total)
-        if found is None:
-            return None
-        chosen = found
-    for key in list(chosen):
-        fewer = {name: value for name, value in chosen.items() if name != key}
-        if _possible(task, cluster, fewer) and not task.with_recipe(with_keys(task.recipe, fewer)).over(cluster):
-            chosen = fewer
-    return chosen
-
-
-def _next(task: Task, cluster: Cluster, chosen: Keys, phase: str, total: int) -> Keys | None:
-    """One change more, which makes the phase smaller."""
-    recipe = with_keys(task.recipe, chosen)
-    for change in CHANGES:
-        keys = change(recipe, task, cluster, phase)
-        if keys is None or not _possible(task, cluster, {**chosen, **keys}):
+def _fastest(outlook: Outlook, cluster: Cluster) -> Keys | None:
+    """By the time of a step, rounded, so that a change that gains next to nothing is left out."""
+    found: list[tuple[float, int, Keys]] = []
+    for keys in _candidates(outlook, cluster):
+        changed = outlook.with_recipe(with_keys(outlook.recipe, keys))
+        if changed.over(cluster):
             continue
-        changed = task.with_recipe(with_keys(recipe, keys))
-        if next(one.total for one in changed.phases(cluster) if one.name == phase) < total:
-            return {**chosen, **keys}
-    return None
+        times = changed.times(cluster)
+        seconds = sum(time.open for time in times) if times is not None else 0.0
+        found.append((seconds, len(keys), keys))
+    if not found:
+        return None
+    least = min(seconds for seconds, _, _ in found)
+    return min((one for one in found if one[0] <= (1 + WORTH) * least), key=lambda one: (one[1], one[0]))[2]
 
 
-def _possible(task: Task, cluster: Cluster, keys: Keys) -> bool:
+def _candidates(outlook: Outlook, cluster: Cluster) -> Iterator[Keys]:
+    """All combinations that the recipe may have, with as many sequences at once as the cache then has room for."""
+    recipe = outlook.recipe
+    for parts in product(*(one(recipe, cluster) for one in (_slices, _hosts, _references, _layers, _contexts))):
+        shared: Keys = {key: value for part in parts for key, value in part.items()}
+        context = shared.get("parallel.context", recipe.parallel.context)
+        for micro in _micro_batches(outlook, context):
+            keys = {**shared, **micro}
+            if not _possible(outlook, cluster, keys):
+                continue
+            for sequences in _sequences(recipe, cluster):
+                changed = outlook.with_recipe(with_keys(recipe, {**keys, **sequences}))
+                if all(phase.name != "generate" for phase in changed.over(cluster)):
+                    yield {**keys, **sequences}
+                    break
+
+
+def _possible(outlook: Outlook, cluster: Cluster, keys: Keys) -> bool:
     """Whether the recipe may have these keys, and a micro-batch still holds the longest row."""
-    recipe = with_keys(task.recipe, keys)
-    held = recipe.line_tokens is None or recipe.line_tokens >= task.longest
+    recipe = with_keys(outlook.recipe, keys)
+    try:
+        grid_of(recipe.parallel, cluster.devices)
+    except Refusal:
+        return False
+    held = recipe.line_tokens is None or recipe.line_tokens >= outlook.steps.longest(recipe)
     return held and cluster.devices % recipe.parallel.context == 0 and not list(combination_problems(recipe))
 
 
-# -- changes, the cheapest first. Each gives keys, or None where it has nothing (more) to offer.
-
-Change = Callable[[Recipe, Task, Cluster, str], Keys | None]
+# -- what may be changed: for each, nothing first, then the keys
 
 
-def smaller_micro_batches(recipe: Recipe, task: Task, cluster: Cluster, phase: str) -> Keys | None:
-    batch = recipe.batch
-    if batch.tokens is None:
-        return {"batch.rows": batch.rows // 2} if batch.rows is not None and batch.rows > 1 else None
-    least = -(-task.longest // recipe.parallel.context)
-    return {"batch.tokens": max(least, batch.tokens // 2)} if batch.tokens > least else None
+def _slices(recipe: Recipe, cluster: Cluster) -> list[Keys]:
+    try:
+        whole = grid_of(recipe.parallel, cluster.devices).replicate == 1
+    except Refusal:  # of the recipe's own keys, on more devices than it was written for
+        whole = False
+    return [{}] if whole else [{}, {"parallel.shard": cluster.devices, "parallel.replicate": 1}]
 
 
-def more_slices(recipe: Recipe, task: Task, cluster: Cluster, phase: str) -> Keys | None:
-    whole = grid_of(recipe.parallel, cluster.devices).replicate == 1
-    return None if whole else {"parallel.shard": cluster.devices, "parallel.replicate": 1}
+def _hosts(recipe: Recipe, cluster: Cluster) -> list[Keys]:
+    kinds = ["optimizer"] if cluster.devices == 1 else ["optimizer", "all"]
+    critic = recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
+    keys = ["parallel.offload", *(["parallel.offload_critic"] if critic else [])]
+    return [{}, *(dict.fromkeys(keys, kind) for kind in kinds)]
 
 
-def reference_on_host(recipe: Recipe, task: Task, cluster: Cluster, phase: str) -> Keys | None:
+def _references(recipe: Recipe, cluster: Cluster) -> list[Keys]:
     absent = reference_kind(recipe) != "model" or recipe.parallel.offload_reference
-    return None if absent else {"parallel.offload_reference": True}
+    return [{}] if absent else [{}, {"parallel.offload_reference": True}]
 
 
-def fewer_sequences(recipe: Recipe, task: Task, cluster: Cluster, phase: str) -> Keys | None:
-    if phase != "generate":
-        return None
-    share = -(-recipe.batch.prompts // cluster.devices) * recipe.rollout.n
-    now = min(recipe.rollout.max_sequences, share)
-    return {"rollout.max_sequences": now // 2} if now > 1 else None
+def _layers(recipe: Recipe, cluster: Cluster) -> list[Keys]:
+    return [{}] if recipe.model.gradient_checkpointing else [{}, {"model.gradient_checkpointing": True}]
 
 
-def recomputed_layers(recipe: Recipe, task: Task, cluster: Cluster, phase: str) -> Keys | None:
-    return None if recipe.model.gradient_checkpointing else {"model.gradient_checkpointing": True}
-
-
-def optimizer_on_host(recipe: Recipe, task: Task, cluster: Cluster, phase: str) -> Keys | None:
-    keys: Keys = {} if recipe.parallel.offload != "none" else {"parallel.offload": "optimizer"}
-    if estimator_row(recipe.algorithm.advantage).critic and recipe.parallel.offload_critic == "none":
-        keys["parallel.offload_critic"] = "optimizer"
-    return keys or None
-
-
-def divided_sequences(recipe: Recipe, task: Task, cluster: Cluster, phase: str) -> Keys | None:
+def _contexts(recipe: Recipe, cluster: Cluster) -> list[Keys]:
     """Only inside a node: keys and values travel in every layer."""
-    count = 2 * recipe.parallel.context
-    if phase != "update" or recipe.batch.tokens is None or cluster.each % count:
-        return None
-    return {"parallel.context": count, "batch.tokens": -(-task.longest // count)}
+    if recipe.batch.tokens is None:
+        return [{}]
+    counts = (2, 4, 8, 16)
+    return [{}, *({"parallel.context": n} for n in counts if n > recipe.parallel.context and cluster.each % n == 0)]
 
 
-def all_on_host(recipe: Recipe, task: Task, cluster: Cluster, phase: str) -> Keys | None:
-    if cluster.devices == 1:
-        return None
-    keys: Keys = {} if recipe.parallel.offload == "all" else {"parallel.offload": "all"}
-    if estimator_row(recipe.algorithm.advantage).critic and recipe.parallel.offload_critic != "all":
-        keys["parallel.offload_critic"] = "all"
-    return keys or None
+def _micro_batches(outlook: Outlook, context: int) -> Iterator[Keys]:
+    batch = outlook.recipe.batch
+    yield {}
+    if batch.tokens is None:
+        rows = batch.rows or 1
+        while rows > 1:
+            rows //= 2
+            yield {"batch.rows": rows}
+        return
+    recipe = with_keys(outlook.recipe, {"parallel.context": context})
+    least, tokens = -(-outlook.steps.longest(recipe) // context), batch.tokens
+    while tokens > least:
+        tokens = max(least, tokens // 2)
+        yield {"batch.tokens": tokens}
 
 
-CHANGES: tuple[Change, ...] = (
-    smaller_micro_batches,
-    more_slices,
-    reference_on_host,
-    fewer_sequences,
-    recomputed_layers,
-    optimizer_on_host,
-    divided_sequences,
-    all_on_host,
-)
+def _sequences(recipe: Recipe, cluster: Cluster) -> Iterator[Keys]:
+    yield {}
+    if recipe.method not in ONLINE:
+        return
+    share = -(-recipe.batch.prompts // cluster.devices) * recipe.rollout.n
+    count = min(recipe.rollout.max_sequences, share)
+    while count > 1:
+        count //= 2
+        yield {"rollout.max_sequences": count}

@@ -96,13 +96,13 @@ class StepTimes:
         if asked or (recipe.distill.teacher is not None and recipe.distill.top_k is None):
             found.append(self.reference())
         if online and old_needed(recipe, self.work.updates):
-            found.append(replace(self.scored(self.models.cost), name="old log-probs"))
+            found.append(replace(self.scored(self.models.cost), name="old probs"))
         critic = online and estimator_row(recipe.algorithm.advantage).critic
         if critic:
             found.append(replace(self.scored(self.models.cost, head=False), name="values"))
         found.append(self.update())
         if critic:
-            found.append(replace(self.update(head=False), name="critic's update"))
+            found.append(replace(self.update(head=False), name="critic"))
         return found
 
     def generate(self) -> PhaseTime:
@@ -157,6 +157,8 @@ class StepTimes:
         own = counted.trained / self.grid.shard
         state = own * (MASTER_BYTES if masters else PLAIN_BYTES * self.size / 4)
         adamw = state / self.memory * self.chip.reached.optimizer_passes
+        # Gradients of several micro-batches are added up in fp32.
+        adding = micro * own * (8 + self.size) / self.memory if micro > 1 else 0.0
         # A layer is gathered before its forward and before its backward pass; gradients are summed in fp32.
         whole, gradients = 2 * counted.parameters * self.size * micro, counted.trained * 4 * micro
         divided = self._divided(self.work.tokens / self.work.updates * self.share, backward=True)
@@ -173,7 +175,7 @@ class StepTimes:
         )
         host = self._host_bytes(own, micro, masters) / self.chip.host
         all_traffic = Traffic(*(times * part for part in traffic))
-        return PhaseTime("update", times * (passes + adamw), times * links, times * host, all_traffic)
+        return PhaseTime("update", times * (passes + adding + adamw), times * links, times * host, all_traffic)
 
     # -- parts
 
