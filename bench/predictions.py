@@ -1,13 +1,19 @@
 """What `lockstep plan --cluster` predicts beside what was measured: the files of bench/results, and published times.
 
     python bench/predictions.py
+    python bench/predictions.py --measure bench/results/predictions_cpu.json      # the rows of the CPU, anew
 
-Rows marked "fit" are those that the table of devices was fitted to (`lockstep/device/chips.py`); the others test it.
+Rows of the CPU are in seconds of CPU time on one thread, which a busy machine changes little. Rows marked "fit" are
+those that the table of devices was fitted to (`lockstep/device/chips.py`); the others test it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +79,7 @@ def recipe_of(values: dict[str, Any]) -> Recipe:
 
 def seconds(times: list[PhaseTime] | None) -> float:
     assert times is not None
-    return sum(time.open for time in times)
+    return sum(phase.open for phase in times)
 
 
 def gigabytes(outlook: Outlook, cluster: Cluster) -> float:
@@ -108,8 +114,8 @@ def grpo_rows(cluster: Cluster) -> Iterator[Prediction]:
         outlook = Outlook.of(recipe, config, OnlineSteps(prompt, response, prompt))
         times = outlook.times(cluster)
         phases, what = case["our_phases"], f"GRPO 0.5B {name}, {prompt} + {response}"
-        for time, key in zip(times or [], ("gen", "ref", "update_actor"), strict=True):
-            yield Prediction(f"{what}: {time.name}", time.open, phases[key])
+        for phase, key in zip(times or [], ("gen", "ref", "update_actor"), strict=True):
+            yield Prediction(f"{what}: {phase.name}", phase.open, phases[key])
         yield Prediction(f"{what}: step", seconds(times), case["sides"]["lockstep"]["seconds_per_step"]["median"])
         yield Prediction(what, gigabytes(outlook, cluster), case["efficiency"]["peak_gb"], "GB")
 
@@ -132,8 +138,8 @@ def engine_rows(cluster: Cluster) -> Iterator[Prediction]:
 
 def published_rows() -> Iterator[Prediction]:
     """NeMo RL 0.5.0, GRPO of Llama 3.1 8B on 16 H100, 64 prompts x 32 responses, 1,019 tokens on average of at most
-    4,096, 4 updates a step: 92.8 s. https://docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html. It says
-    nothing of the prompts' length; 100 tokens are taken, as rows of OpenMathInstruct-2 have.
+    4,096, 4 updates a step: 92.8 s. https://docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html. Nothing is
+    said of the prompts' length; 100 tokens are taken. It is the time of another framework: what is predicted is ours.
     """
     config = transformers.LlamaConfig(
         vocab_size=128256,
@@ -154,20 +160,137 @@ def published_rows() -> Iterator[Prediction]:
         }
     )
     cluster = cluster_named("2x8:h100")
-    equal = Outlook.of(recipe, config, OnlineSteps(100, 919, 100))
-    yield Prediction("NeMo RL, 8B on 16 H100, all of mean length", seconds(equal.times(cluster)), 92.8)
-    # The longest response ends the generation: 4,096 tokens, with ever fewer beside it.
-    longest = Outlook.of(recipe, config, OnlineSteps(100, 3996, 100)).times(cluster)
-    rest = [time for time in equal.times(cluster) or [] if time.name != "generate"]
-    yield Prediction("  the same, a response of 4,096 in every batch", seconds([(longest or [])[0], *rest]), 92.8)
+    times = Outlook.of(recipe, config, OnlineSteps(100, 919, 100)).times(cluster) or []
+    yield Prediction("NeMo RL, 8B on 16 H100, responses end together", sum(phase.hidden for phase in times), 92.8)
+    yield Prediction("  the same, one goes on to the limit", seconds(times), 92.8)
+
+
+# Sizes of a decoder, then rows, their length and the tokens of a micro-batch. Two numbers are fitted to the four.
+CPU_UPDATES = (
+    ({"hidden": 64, "layers": 2, "inner": 172, "heads": 4, "keys": 1, "vocabulary": 300}, (32, 256, 4096)),
+    ({"hidden": 512, "layers": 8, "inner": 1408, "heads": 8, "keys": 2, "vocabulary": 4000}, (4, 256, 1024)),
+    ({"hidden": 256, "layers": 4, "inner": 1024, "heads": 4, "keys": 1, "vocabulary": 2000}, (8, 256, 1024)),
+    ({"hidden": 256, "layers": 4, "inner": 1024, "heads": 4, "keys": 1, "vocabulary": 2000}, (32, 64, 1024)),
+)
+# The same sizes: prompts, responses to each, tokens of prompts and of responses; the first one is fitted.
+CPU_GENERATION = ((0, (8, 4, 64, 64)), (2, (4, 4, 64, 64)))
+
+
+def cpu_config(sizes: dict[str, int]) -> Any:
+    return transformers.Qwen2Config(
+        vocab_size=sizes["vocabulary"],
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["inner"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["keys"],
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+
+
+def cpu_rows() -> Iterator[Prediction]:
+    cluster, record = cluster_named("1x1:cpu"), json.loads((RESULTS / "predictions_cpu.json").read_text())
+    for number, (sizes, (count, length, tokens)) in enumerate(CPU_UPDATES):
+        batch = {"tokens": tokens, "rows_per_update": count}
+        recipe = recipe_of({"method": "sft", "model": {"dtype": "fp32"}, "batch": batch})
+        outlook = Outlook.of(recipe, cpu_config(sizes), EqualRows(count, length))
+        what = f"CPU update, {sizes['hidden']} x {sizes['layers']}, {count} x {length}"
+        yield Prediction(what, seconds(outlook.times(cluster)), record["updates"][number], fitted=True)
+    for number, (place, (prompts, n, prompt, response)) in enumerate(CPU_GENERATION):
+        sizes = CPU_UPDATES[place][0]
+        rollout = {"n": n, "max_tokens": response}
+        values = {"method": "grpo", "model": {"dtype": "fp32"}, "batch": {"prompts": prompts}, "rollout": rollout}
+        outlook = Outlook.of(recipe_of(values), cpu_config(sizes), OnlineSteps(prompt, response, prompt))
+        what = f"CPU generation, {sizes['hidden']} x {sizes['layers']}, {prompts} x {n}"
+        (generate, *_) = outlook.times(cluster) or []
+        yield Prediction(what, generate.open, record["generation"][number], fitted=number == 0)
+
+
+def measure_cpu() -> dict[str, Any]:
+    """The rows above, each the better of two."""
+    import torch
+
+    from lockstep.device.select import select
+    from report import machine
+
+    torch.set_num_threads(1)
+    record = {"machine": machine(select("cpu"))}
+    record["updates"] = [measured_update(sizes, *work) for sizes, work in CPU_UPDATES]
+    record["generation"] = [measured_generation(CPU_UPDATES[place][0], *work) for place, work in CPU_GENERATION]
+    record["machine"]["load_after"] = round(os.getloadavg()[0], 1)
+    return record
+
+
+def measured_update(sizes: dict[str, int], count: int, length: int, tokens: int) -> float:
+    import torch
+
+    from lockstep.data.batching import micro_batch
+    from lockstep.device.select import select
+    from lockstep.methods.sft import token_loss
+    from lockstep.model.load import load_policy
+    from lockstep.parallel.world import World
+    from lockstep.train.optim import Optimizer
+    from lockstep.train.step import Learner
+    from lockstep.types import Example, Origin
+
+    device = select("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(cpu_config(sizes)).save_pretrained(folder)
+        recipe = recipe_of({"method": "sft", "model": {"path": folder, "dtype": "fp32"}, "batch": {"tokens": tokens}})
+        policy = load_policy(recipe.model, device.torch_device(), device.attention, seed=0)
+    optimizer = Optimizer(policy.trainable(), recipe.optim, masters=False, fused=True, kernel=device.adamw)
+    learner = Learner(policy, optimizer, device.torch_device(), World())
+    ids = torch.randint(sizes["vocabulary"], (count, length)).tolist()
+    rows = [Example(row, [1] * length, Origin("random", number)) for number, row in enumerate(ids)]
+    each = tokens // length
+    batches = [micro_batch(rows[at : at + each], packed=True, pad_id=0) for at in range(0, count, each)]
+    found = []
+    for _ in range(2):
+        began = time.process_time()
+        learner.forward_backward(batches, token_loss)
+        learner.optim_step(1e-5)
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+def measured_generation(sizes: dict[str, int], prompts: int, n: int, prompt: int, response: int) -> float:
+    import torch
+
+    from lockstep.device.select import select
+    from lockstep.model.load import load_policy
+    from lockstep.rollout.native.engine import NativeEngine
+    from lockstep.types import Request, Sampling
+
+    device = select("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(cpu_config(sizes)).save_pretrained(folder)
+        recipe = recipe_of({"method": "grpo", "model": {"path": folder, "dtype": "fp32"}})
+        policy = load_policy(recipe.model, device.torch_device(), device.attention, seed=0)
+    engine = NativeEngine(policy, device, recipe.rollout, lambda ids: "")
+    ids = torch.randint(sizes["vocabulary"], (prompts, prompt)).tolist()
+    requests = [Request(row, number, n) for number, row in enumerate(ids)]
+    found = []
+    for _ in range(2):
+        began = time.process_time()
+        list(engine.generate(requests, Sampling(response, seed=0)))
+        found.append(time.process_time() - began)
+    return min(found)
 
 
 def predictions() -> list[Prediction]:
     cluster = cluster_named("1x1:h200")
-    return [*engine_rows(cluster), *sft_rows(cluster), *grpo_rows(cluster), *published_rows()]
+    return [*engine_rows(cluster), *sft_rows(cluster), *grpo_rows(cluster), *cpu_rows(), *published_rows()]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", type=Path, metavar="OUT", help="measure the rows of the CPU on this machine")
+    args = parser.parse_args()
+    if args.measure:
+        args.measure.write_text(json.dumps(measure_cpu(), indent=1) + "\n", encoding="utf-8")
     print(f"{'':48} {'predicted':>10} {'measured':>10}")
     for prediction in predictions():
         print(prediction.line())

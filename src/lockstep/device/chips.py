@@ -45,6 +45,16 @@ H200_REACHED = Reached(
     reading=1.07,
     layer_seconds=50.8e-6,
 )
+# On one core with fp32: a fit to rows of bench/results/predictions_cpu.json, as bench/predictions.py says.
+CORE_REACHED = Reached(
+    attention=0.228,
+    layer_passes=77.0,
+    head_passes=0.0,
+    optimizer_passes=1.0,
+    decoding=1.0,
+    reading=1.0,
+    layer_seconds=4.36e-3,
+)
 # Large products and copies on that card, 790 TFLOP/s and 4.3 TB/s, as shares of the maker's 989 and 4.8. Taken for
 # every chip whose own were not measured.
 PRODUCTS, COPIES = 790 / 989, 4.3 / 4.8
@@ -173,6 +183,22 @@ CHIPS = {
             between=196 * _GB,
             host=17 * _GB,
             most_nodes=48,
+        ),
+        # One core of an Arm Neoverse N1, measured with torch 2.13 on one thread: a product of 1,024^3 in fp32, a copy.
+        # bfloat16 has no arithmetic there. Processes of a machine share its memory; the links between them, gloo's over
+        # the loopback, are a guess.
+        Chip(
+            "cpu",
+            "cpu",
+            memory=None,
+            half=None,
+            single=35.5e9,
+            bandwidth=34 * _GB,
+            inside=1 * _GB,
+            between=1 * _GB,
+            host=34 * _GB,
+            reached=CORE_REACHED,
+            measured=True,
         ),
     )
 }

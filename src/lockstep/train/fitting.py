@@ -21,7 +21,7 @@ Keys = dict[str, Any]
 # Up to so many times as many nodes are tried where no keys help.
 MOST_TIMES = 64
 # Keys that save less time than this are not worth saying.
-WORTH = 0.02
+WORTH = 0.05
 
 
 @dataclass(frozen=True)

@@ -46,17 +46,19 @@ class PhaseTime:
     computing: float = 0.0
     links: float = 0.0
     host: float = 0.0
+    tail: float = 0.0
+    """Until a response that goes on to the limit is done, when all others are."""
     traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def open(self) -> float:
-        """Where nothing hides behind computing."""
-        return self.computing + self.links + self.host
+        """Where nothing hides behind computing, and a response goes on to the limit."""
+        return self.computing + self.links + self.host + self.tail
 
     @property
     def hidden(self) -> float:
-        """Where all hides that can: weights are gathered before anything is generated."""
-        return self.open if self.name == "generate" else max(self.computing, self.links + self.host)
+        """Where all hides that can (weights are gathered before anything is generated), and responses end together."""
+        return self.open - self.tail if self.name == "generate" else max(self.computing, self.links + self.host)
 
 
 @dataclass(frozen=True)
@@ -106,25 +108,31 @@ class StepTimes:
         return found
 
     def generate(self) -> PhaseTime:
-        work, reached, cost = self.work, self.chip.reached, self.models.cost
+        work, cost = self.work, self.models.cost
         asked = -(-work.prompts // self.cluster.devices)
         sequences = asked * work.samples
         batch = min(sequences, self.recipe.rollout.max_sequences)
-        context = work.prompt_tokens + work.response_tokens / 2
-        step = (
-            weights_seconds(cost, batch, self.flops * reached.decoding, self.memory, self.size)
-            + cache_seconds(cost, batch, context, self.memory * reached.reading, self.size)
-            + cost.layers * reached.layer_seconds
-        )
+        step = self._decoding(batch, work.prompt_tokens + work.response_tokens / 2)
         prompts = asked * work.prompt_tokens
         prefill = self._pass(cost, prompts, asked * work.prompt_tokens**2, asked, 1) / 3
         decoding = -(-sequences // batch) * work.response_tokens * step
+        left = max(0.0, self.recipe.rollout.max_tokens - work.response_tokens)
         whole = self.models.counted.parameters * self.size
         return PhaseTime(
             "generate",
             prefill + decoding,
             self.cluster.gather_seconds(whole, self.slices),
+            tail=left * self._decoding(1, work.prompt_tokens + self.recipe.rollout.max_tokens),
             traffic=Traffic(gathered=_others(whole, self.slices)),
+        )
+
+    def _decoding(self, batch: int, context: float) -> float:
+        """A token for each of `batch` sequences."""
+        cost, reached = self.models.cost, self.chip.reached
+        return (
+            weights_seconds(cost, batch, self.flops * reached.decoding, self.memory, self.size)
+            + cache_seconds(cost, batch, context, self.memory * reached.reading, self.size)
+            + cost.layers * reached.layer_seconds
         )
 
     def reference(self) -> PhaseTime:
@@ -175,7 +183,8 @@ class StepTimes:
         )
         host = self._host_bytes(own, micro, masters) / self.chip.host
         all_traffic = Traffic(*(times * part for part in traffic))
-        return PhaseTime("update", times * (passes + adding + adamw), times * links, times * host, all_traffic)
+        computing = times * (passes + adding + adamw)
+        return PhaseTime("update", computing, times * links, times * host, traffic=all_traffic)
 
     # -- parts
 
