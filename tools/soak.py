@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import random
+import re
 import secrets
 import signal
 import subprocess
@@ -35,7 +36,7 @@ REWARD = """
 import time
 
 def score(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(0.02)  # so that a blow may meet a call
+    time.sleep(0.2)  # so that a blow may meet a call, and comes before the steps are done
     return float(sum(letter in "aeiou" for letter in solution_str))
 """
 
@@ -131,12 +132,35 @@ class Striker:
     def __init__(self, token: str, metrics: Path, plan: Plan):
         self.token, self.metrics, self.plan = token, metrics, plan
         self.draw = random.Random(plan.seed)
+        self.shared: set[str] = set()
+        """Pieces of shared memory that a process of the run was seen to have open."""
         self.began, self.blows = time.monotonic(), list[Blow]()
 
     def steps(self) -> int:
         with suppress(OSError):
             return self.metrics.read_bytes().count(b"\n")
         return 0
+
+    def look(self) -> dict[int, str]:
+        """The processes of the run; takes note of what they share."""
+        found = processes_of(self.token)
+        for pid in found:
+            with suppress(OSError):
+                opened = (Path(f"/proc/{pid}/maps")).read_text()
+                opened += " ".join(f"{os.readlink(one)} " for one in Path(f"/proc/{pid}/fd").iterdir())
+                self.shared |= set(re.findall(rf"{SHARED_MEMORY}/(\S+)", opened))
+        return found
+
+    def wait_for_end(self, process: subprocess.Popen[bytes]) -> int:
+        given_up = time.monotonic() + HANG
+        while process.poll() is None:
+            if time.monotonic() > given_up:
+                for pid in processes_of(self.token):
+                    os.kill(pid, signal.SIGKILL)
+                raise TimeoutError(f"the run has not ended in {HANG} s")
+            self.look()
+            time.sleep(1)
+        return process.returncode
 
     def wait_for_moment(self, process: subprocess.Popen[bytes]) -> None:
         """One time in four soon after the blow before, whatever the run is at; else some time after a step more."""
@@ -159,7 +183,7 @@ class Striker:
         kind = self.draw.choice(self.plan.kinds)
         number = signal.SIGSTOP if self.plan.stops and self.draw.random() < 0.3 else signal.SIGKILL
         while process.poll() is None:
-            pids = sorted(pid for pid, what in processes_of(self.token).items() if what == kind)
+            pids = sorted(pid for pid, what in self.look().items() if what == kind)
             if pids:
                 pid = self.draw.choice(pids)
                 with suppress(ProcessLookupError):
@@ -176,7 +200,6 @@ def run(
 ) -> Outcome:
     """`lockstep train`, struck so often, or left alone."""
     token, log = secrets.token_hex(8), runs.with_suffix(".log")
-    before = {path.name for path in SHARED_MEMORY.iterdir()}
     began = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -190,12 +213,7 @@ def run(
             striker.wait_for_moment(process)
             if not striker.strike(process):
                 break
-        try:
-            status = process.wait(HANG)
-        except subprocess.TimeoutExpired:
-            for pid in processes_of(token):
-                os.kill(pid, signal.SIGKILL)
-            raise
+        status = striker.wait_for_end(process)
     said = log.read_text(errors="replace")
     seconds = time.monotonic() - began
     # What was killed may take a moment to go.
@@ -203,18 +221,12 @@ def run(
         if not (left := sorted(processes_of(token))):
             break
         time.sleep(0.05)
-    return Outcome(status, said.count("; restart "), seconds, striker.blows, left, leaked(before), said)
+    return Outcome(status, said.count("; restart "), seconds, striker.blows, left, leaked(striker.shared), said)
 
 
-def leaked(before: set[str]) -> list[str]:
-    """New pieces of shared memory that no living process has open."""
-    new = {path.name for path in SHARED_MEMORY.iterdir()} - before
-    held = ""
-    for folder in Path("/proc").glob("[0-9]*") if new else ():
-        with suppress(OSError):
-            held += (folder / "maps").read_text()
-            held += " ".join(os.readlink(one) for one in (folder / "fd").iterdir())
-    return sorted(name for name in new if f"{SHARED_MEMORY}/{name}" not in held)
+def leaked(shared: set[str]) -> list[str]:
+    """Pieces of shared memory that the processes of a run have left."""
+    return sorted(shared & {path.name for path in SHARED_MEMORY.iterdir()})
 
 
 def differences(run: Path, whole: Path) -> list[str]:
@@ -266,12 +278,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blows", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="default: 5 for each blow")
+    parser.add_argument("--steps", type=int, help="default: 6 for each blow")
     parser.add_argument("--stall", type=float, default=40, help="parallel.stall_seconds")
     parser.add_argument("--out", type=Path, help="write what happened to this JSON file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="lockstep-soak-") as folder:
-        steps = args.steps or 5 * args.blows
+        steps = args.steps or 6 * args.blows
         whole, struck, apart = soak(Path(folder), Plan(args.blows, args.seed), steps=steps, stall=args.stall)
     for blow in struck.blows:
         print(f"{blow.second:7.1f} s  {blow.signal} {blow.kind} {blow.pid}, after {blow.steps} steps")

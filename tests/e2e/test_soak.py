@@ -13,7 +13,7 @@ from commands import warm_python
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from soak import MARK, SHARED_MEMORY, Outcome, Plan, leaked, processes_of, soak
+from soak import MARK, SHARED_MEMORY, Outcome, Plan, Striker, leaked, soak
 
 pytestmark = [
     pytest.mark.torchrun,
@@ -41,24 +41,28 @@ def test_a_killed_scorer_and_a_killed_rank_leave_no_trace(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_twenty_blows_leave_no_trace(tmp_path: Path) -> None:
-    whole, struck, apart = soak(tmp_path, Plan(blows=20, seed=0), steps=100)
+    whole, struck, apart = soak(tmp_path, Plan(blows=20, seed=0), steps=120)
     assert_unharmed(whole, struck, apart, 20)
     assert struck.restarts >= 1
 
 
 def test_what_is_left_would_be_found(tmp_path: Path) -> None:
-    """A process with the mark, and a piece of shared memory that nobody has open."""
-    before = {path.name for path in SHARED_MEMORY.iterdir()}
-    name = f"lockstep-soak-{os.getpid()}"
-    with subprocess.Popen(["sleep", "1000"], env={**os.environ, MARK: name}) as process:
-        try:
-            assert processes_of(name) == {process.pid: "launcher"}
-            piece = SHARED_MEMORY / name
-            piece.write_text("left")
+    """A process with the mark, and a piece of shared memory that it has opened."""
+    token = f"lockstep-soak-{os.getpid()}"
+    piece = SHARED_MEMORY / token
+    piece.write_text("left")
+    striker = Striker(token, tmp_path / "metrics.jsonl", Plan(0, 0))
+    try:
+        with (
+            piece.open() as opened,
+            subprocess.Popen(["sleep", "1000"], env={**os.environ, MARK: token}, stdin=opened) as process,
+        ):
             try:
-                assert name in leaked(before)
+                assert striker.look() == {process.pid: "launcher"}
             finally:
-                piece.unlink()
-        finally:
-            process.kill()
-    assert processes_of(name) == {}
+                process.kill()
+        assert striker.look() == {}
+        assert leaked(striker.shared) == [token]
+    finally:
+        piece.unlink()
+    assert leaked(striker.shared) == []

@@ -253,6 +253,16 @@ def test_what_is_proposed_fits_and_may_be_said(memory: int, each: int) -> None:
     assert all(f"{key}=" in str(found) for key in found.keys)
 
 
+def test_what_a_recipe_may_not_say_is_not_proposed() -> None:
+    """A tape holds no optimizer that lives on the host."""
+    free, taped = (small(1_400_000, 1, **keys) for keys in ({}, {"tape__record": True}))
+    found, other = fitting(*free), fitting(*taped)
+    assert found is not None
+    assert found.keys["parallel.offload"] == "optimizer"
+    assert other is not None
+    assert "parallel.offload" not in other.keys
+
+
 def test_a_fit_takes_the_fastest_way() -> None:
     """Half a micro-batch is enough, and costs less than computing layers twice or moving the optimizer."""
     outlook, cluster = small(7_000_000, 1)

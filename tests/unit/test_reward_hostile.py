@@ -373,13 +373,39 @@ def test_stopped_processes_are_ended_too(file, stopped, monkeypatch) -> None:
     until(lambda: not worker.exists() or not worker.read_bytes())
 
 
+@pytest.mark.parametrize("stopped", ["worker", "warden"])
+def test_stopped_processes_end_with_a_run_that_is_killed(file, stopped) -> None:
+    """Who is stopped cannot see that the run is gone."""
+    code = f"""
+        import time
+        from lockstep.reward.function import FunctionPart
+        from lockstep.recipe.online import Reward
+        from lockstep.types import Origin, Question
+        part = FunctionPart({str(file) + ":score"!r}, Reward(workers=1))
+        for name in ("pid", "warden"):
+            told = part.submit(Question("sums", [], "", Origin("rows", 1)), name).result({GUARD})
+            print(int(told["function"]), flush=True)
+        time.sleep({GUARD})
+    """
+    run = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    worker, warden = int(run.stdout.readline()), int(run.stdout.readline())
+    os.kill(worker if stopped == "worker" else warden, signal.SIGSTOP)
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    for pid in (worker, warden):
+        # What nobody reaps here has no command line any more.
+        words = Path(f"/proc/{pid}/cmdline")
+        until(lambda words=words: not words.exists() or not words.read_bytes())
+
+
 def test_a_daemon_ends_with_a_run_that_is_killed(file) -> None:
     seconds = nap("killed run")
     code = f"""
         import time
         from lockstep.reward.function import FunctionPart
-        from lockstep.processes.descendants import any_stopped
-from lockstep.recipe.online import Reward
+        from lockstep.recipe.online import Reward
         from lockstep.types import Origin, Question
         part = FunctionPart({str(file) + ":score"!r}, Reward(workers=1))
         part.submit(Question("sums", [], {seconds!r}, Origin("rows", 1)), "bare-daemon").result({GUARD})
