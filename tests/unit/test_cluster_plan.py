@@ -295,6 +295,7 @@ def test_a_key_that_is_not_counted_is_refused() -> None:
         pipeline: int = Field(1, description="Stages.")
 
     refuse_uncounted(More())
+    refuse_uncounted(More(pipeline=1))
     with pytest.raises(Refusal, match=r"parallel\.pipeline: is not in the cost model"):
         refuse_uncounted(More(pipeline=2))
 

@@ -93,9 +93,9 @@ def _lines(recipe: Recipe, cluster: Cluster, work: StepWork, times: Sequence[Pha
     if told:
         yield f"to each device in a step: {', '.join(told)}"
     if work.prompts:
-        told = f"responses of {work.response_tokens:,.0f} tokens are reckoned with (--response-tokens)"
+        mean = f"responses of {work.response_tokens:,.0f} tokens are reckoned with (--response-tokens)"
         limit = recipe.rollout.max_tokens
-        yield told + (f"; at most, one goes on to {limit:,}" if work.response_tokens < limit else "")
+        yield mean + (f"; at most, one goes on to {limit:,}" if work.response_tokens < limit else "")
     yield from _remarks(recipe, cluster)
 
 

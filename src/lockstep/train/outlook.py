@@ -96,9 +96,10 @@ def _other_model(recipe: Recipe) -> str | None:
 
 def refuse_uncounted(settings: Parallel) -> None:
     """A key that the reckoning does not know would make it wrong without a word."""
-    unknown = [name for name in type(settings).model_fields if name not in RECKONED]
+    unknown = {name: field for name, field in type(settings).model_fields.items() if name not in RECKONED}
+    changed = [name for name, field in unknown.items() if getattr(settings, name) != field.default]
     why, remedy = "is not in the cost model of --cluster", "plan without it"
-    refuse_all([Problem(f"parallel.{name}", why, remedy) for name in unknown if name in settings.model_fields_set])
+    refuse_all([Problem(f"parallel.{name}", why, remedy) for name in changed])
 
 
 def refuse_over(outlook: Outlook, cluster: Cluster, proposal: str | None) -> None:
