@@ -24,7 +24,7 @@ import transformers
 from lockstep.recipe.checks import with_derived_defaults
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.schema import Recipe
-from lockstep.train.cluster import Cluster, cluster_named
+from lockstep.train.cluster import TargetCluster, cluster_named
 from lockstep.train.outlook import Outlook
 from lockstep.train.step_time import PhaseTime
 from lockstep.train.step_work import OnlineSteps, StepWork
@@ -82,11 +82,11 @@ def seconds(times: list[PhaseTime] | None) -> float:
     return sum(phase.open for phase in times)
 
 
-def gigabytes(outlook: Outlook, cluster: Cluster) -> float:
+def gigabytes(outlook: Outlook, cluster: TargetCluster) -> float:
     return max(phase.total for phase in outlook.phases(cluster)) / 1e9
 
 
-def sft_rows(cluster: Cluster) -> Iterator[Prediction]:
+def sft_rows(cluster: TargetCluster) -> Iterator[Prediction]:
     for name in ("0.5b", "1.5b"):
         record = json.loads((RESULTS / f"sft_h200_bf16_{name}_1024.json").read_text())
         settings, case = record["settings"], record["cases"]["equal"]
@@ -100,7 +100,7 @@ def sft_rows(cluster: Cluster) -> Iterator[Prediction]:
         yield Prediction(what, gigabytes(outlook, cluster), case["peak_gb"], "GB")
 
 
-def grpo_rows(cluster: Cluster) -> Iterator[Prediction]:
+def grpo_rows(cluster: TargetCluster) -> Iterator[Prediction]:
     for name in ("32x8", "128x8"):
         record = json.loads((RESULTS / f"grpo_step_h200_bf16_0.5b_{name}.json").read_text())
         settings, case = record["settings"], record["cases"]["equal"]
@@ -120,7 +120,7 @@ def grpo_rows(cluster: Cluster) -> Iterator[Prediction]:
         yield Prediction(what, gigabytes(outlook, cluster), case["efficiency"]["peak_gb"], "GB")
 
 
-def engine_rows(cluster: Cluster) -> Iterator[Prediction]:
+def engine_rows(cluster: TargetCluster) -> Iterator[Prediction]:
     for file in ("256", "128x8"):
         record = json.loads((RESULTS / f"engine_h200_bf16_{file}.json").read_text())
         for shape, cases in record["shapes"].items():

@@ -13,12 +13,12 @@ from transformers import Qwen2Config
 
 from hand_rollouts import recipe_of
 from lockstep.commands.plan_cluster import show_cluster_plan
-from lockstep.device.chips import CHIPS, LINKS, Chip, Reached
+from lockstep.device.chips import CHIPS, LINKS, ChipFacts, Reached
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.section import Field
-from lockstep.train.cluster import Cluster, Members, cluster_named
+from lockstep.train.cluster import Members, TargetCluster, cluster_named
 from lockstep.train.fitting import fitting, with_keys
 from lockstep.train.outlook import Outlook, refuse_over, refuse_uncounted
 from lockstep.train.step_time import PhaseTime
@@ -30,7 +30,7 @@ from predictions import EqualRows, predictions
 
 # Everything is reached, but for what a test asks for: the floors themselves.
 ALL = Reached(1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0)
-ROUND = Chip(
+ROUND = ChipFacts(
     "round",
     "cpu",
     memory=10**6,
@@ -91,7 +91,7 @@ def test_an_unknown_device_is_refused_with_the_nearest() -> None:
 
 
 def test_groups_of_ranks_on_nodes() -> None:
-    cluster = Cluster(4, 8, ROUND)
+    cluster = TargetCluster(4, 8, ROUND)
     assert cluster.neighbours(4) == Members(1, 4)
     assert cluster.neighbours(16) == Members(2, 8)
     # Four slices a copy: of 8 copies two are on each node.
@@ -103,13 +103,13 @@ def test_groups_of_ranks_on_nodes() -> None:
 
 
 def test_a_gathering_by_hand() -> None:
-    one, two = Cluster(1, 8, ROUND), Cluster(2, 8, ROUND)
+    one, two = TargetCluster(1, 8, ROUND), TargetCluster(2, 8, ROUND)
     # 7/8 of 8,000 bytes over 1,000 a second.
     assert one.gather_seconds(8000, Members(1, 8)) == pytest.approx(7 / LINKS)
     # Half of 16,000 comes from the other node, over the links of eight devices: 8,000 / 800. Inside 15/16 of it, 15 s.
     assert two.gather_seconds(16000, Members(2, 8)) == pytest.approx(15 / LINKS)
     # With a tenth of the speed between nodes those decide: 8,000 / 80.
-    slow = Cluster(2, 8, replace(ROUND, between=10))
+    slow = TargetCluster(2, 8, replace(ROUND, between=10))
     assert slow.gather_seconds(16000, Members(2, 8)) == pytest.approx(100 / LINKS)
     # One member a node has one link, and none inside.
     assert two.gather_seconds(16000, Members(2, 1)) == pytest.approx(80 / LINKS)
@@ -125,7 +125,7 @@ def test_a_gathering_by_hand() -> None:
 ONLINE_KEYS = {"batch__prompts": 4, "batch__tokens": 400, "rollout__n": 3, "rollout__max_tokens": 40}
 
 
-def times(cluster: Cluster, steps: Any = None, **keys: Any) -> dict[str, PhaseTime]:
+def times(cluster: TargetCluster, steps: Any = None, **keys: Any) -> dict[str, PhaseTime]:
     keys = keys if keys.get("method") == "sft" else {**ONLINE_KEYS, **keys}
     outlook = Outlook.of(recipe_of(**keys), CONFIG, steps or OnlineSteps(10, 40, 10))
     return {time.name: time for time in outlook.times(cluster) or []}
@@ -134,7 +134,7 @@ def times(cluster: Cluster, steps: Any = None, **keys: Any) -> dict[str, PhaseTi
 def test_an_update_by_hand() -> None:
     """8 rows of 50 tokens, 49 of them targets, in fp32 on one device."""
     keys = {"method": "sft", "batch__rows_per_update": 8, "batch__tokens": 400}
-    (update,) = times(Cluster(1, 1, ROUND), EqualRows(8, 50), **keys).values()
+    (update,) = times(TargetCluster(1, 1, ROUND), EqualRows(8, 50), **keys).values()
     layers = MULTIPLIED - 6400
     products = 6 * (layers * 400 + 6400 * 392) / 1e6
     # 6 L Hq d S^2.
@@ -147,7 +147,7 @@ def test_an_update_by_hand() -> None:
 
 def test_generation_by_hand() -> None:
     """12 sequences at once, prompts of 10 and responses of 40."""
-    found = times(Cluster(1, 1, ROUND))["generate"]
+    found = times(TargetCluster(1, 1, ROUND))["generate"]
     read, product = 4 * MULTIPLIED / 1e5, 2 * MULTIPLIED * 12 / 1e6
     # Two layers of keys and values of two heads of 16 in fp32, for 12 sequences of 30 tokens on average.
     cache = 12 * 30 * (2 * 2 * 2 * 16) * 4 / 1e5
@@ -155,7 +155,7 @@ def test_generation_by_hand() -> None:
     assert found.computing == pytest.approx(40 * (max(read, product) + cache) + prompts)
     assert found.tail == 0
     # On two devices each answers two prompts, and at half the responses' length a long one is waited for alone.
-    two = times(Cluster(1, 2, ROUND), OnlineSteps(10, 20, 10))["generate"]
+    two = times(TargetCluster(1, 2, ROUND), OnlineSteps(10, 20, 10))["generate"]
     cache, prompts = 6 * 20 * 128 * 4 / 1e5, prompts / 2
     assert two.computing == pytest.approx(20 * (max(read, product / 2) + cache) + prompts)
     assert two.tail == pytest.approx(20 * (read + 50 * 128 * 4 / 1e5))
@@ -164,7 +164,7 @@ def test_generation_by_hand() -> None:
 
 def test_what_sharded_ranks_send_by_hand() -> None:
     """Four devices as two copies of two slices; 12 sequences of 50 tokens, a prompt once for its three responses."""
-    found = times(Cluster(1, 4, ROUND), parallel__shard=2)
+    found = times(TargetCluster(1, 4, ROUND), parallel__shard=2)
     # 4 x (10 + 3 x 40) tokens are 520, on 4 devices with room for 400: one micro-batch each.
     whole = 4 * PARAMETERS
     assert found["reference"].traffic.gathered == 4 * MULTIPLIED / 2
@@ -179,7 +179,7 @@ def test_what_sharded_ranks_send_by_hand() -> None:
 def test_what_divided_sequences_send_by_hand(layout: str) -> None:
     """Two devices, each with half of 600 tokens; nothing is shared."""
     keys = {"parallel__context": 2, "parallel__context_layout": layout, "batch__tokens": 500}
-    alone, found = times(Cluster(1, 2, ROUND), batch__tokens=1000), times(Cluster(1, 2, ROUND), **keys)
+    alone, found = times(TargetCluster(1, 2, ROUND), batch__tokens=1000), times(TargetCluster(1, 2, ROUND), **keys)
     cached, heads = 2 * 2 * 2 * 16, 2 * 4 * 16
     keys_and_values = 300 * cached * 4
     if layout == "ulysses":
@@ -197,7 +197,9 @@ def test_what_divided_sequences_send_by_hand(layout: str) -> None:
 
 
 def test_what_lives_on_the_host_is_copied() -> None:
-    kept, moved = (times(Cluster(1, 1, ROUND), parallel__offload=kind)["update"] for kind in ("none", "optimizer"))
+    kept, moved = (
+        times(TargetCluster(1, 1, ROUND), parallel__offload=kind)["update"] for kind in ("none", "optimizer")
+    )
     # Two moments in fp32, there and back, at 500 bytes a second.
     assert moved.host - kept.host == pytest.approx(2 * 2 * 4 * PARAMETERS / 500)
     assert moved.open > kept.open
@@ -205,7 +207,7 @@ def test_what_lives_on_the_host_is_copied() -> None:
 
 
 def test_a_critic_is_scored_and_updated_too() -> None:
-    assert list(times(Cluster(1, 1, ROUND), method="ppo", rollout__n=1)) == [
+    assert list(times(TargetCluster(1, 1, ROUND), method="ppo", rollout__n=1)) == [
         *("generate", "reference", "old probs", "values", "update", "critic"),
     ]
 
@@ -233,9 +235,9 @@ def test_predictions_are_near_what_was_measured() -> None:
 # -- what fits --------------------------------------------------------------------------------------------------------
 
 
-def small(memory: int, each: int = 1, **keys: Any) -> tuple[Outlook, Cluster]:
+def small(memory: int, each: int = 1, **keys: Any) -> tuple[Outlook, TargetCluster]:
     keys = {"batch__prompts": 4, "batch__tokens": 4000, "rollout__n": 8, "rollout__max_tokens": 40, **keys}
-    return Outlook.of(recipe_of(**keys), CONFIG, OnlineSteps(10, 40, 10)), Cluster(
+    return Outlook.of(recipe_of(**keys), CONFIG, OnlineSteps(10, 40, 10)), TargetCluster(
         1, each, replace(ROUND, memory=memory)
     )
 
@@ -274,7 +276,7 @@ def test_a_fit_takes_the_fastest_way() -> None:
 def test_where_no_keys_help_more_nodes_do_or_nothing() -> None:
     """In slices the state is small, and weights that are whole for a moment still fit."""
     recipe = recipe_of(method="sft", batch__rows_per_update=8, batch__tokens=50, model__gradient_checkpointing=True)
-    outlook, cluster = Outlook.of(recipe, CONFIG, EqualRows(8, 50)), Cluster(1, 1, replace(ROUND, memory=420_000))
+    outlook, cluster = Outlook.of(recipe, CONFIG, EqualRows(8, 50)), TargetCluster(1, 1, replace(ROUND, memory=420_000))
     assert outlook.over(cluster)
     found = fitting(outlook, cluster)
     assert found is not None

@@ -13,13 +13,13 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.rows import ENGINES
 from lockstep.run.progress import Console
 from lockstep.run.screen import Screen
-from lockstep.train.cluster import Cluster, cluster_named
+from lockstep.train.cluster import TargetCluster, cluster_named
 from lockstep.train.fitting import fitting
 from lockstep.train.outlook import Outlook, refuse_over, refuse_uncounted
 from lockstep.train.plan import Phase
 from lockstep.train.prepare import PreparedOnline, prepare, prepare_online
 from lockstep.train.step_time import PhaseTime
-from lockstep.train.step_work import OfflineSteps, OnlineSteps, Steps, StepWork
+from lockstep.train.step_work import OfflineSteps, OnlineSteps, StepSource, StepWork
 
 
 def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) -> None:
@@ -32,7 +32,7 @@ def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) ->
     console = Console.open()
     # Rows and prompts are read here; what depends on the device comes from the table.
     prepared = (prepare_online if online else prepare)(recipe, Cpu(), cluster.devices, console, must_fit=False)
-    steps: Steps
+    steps: StepSource
     if isinstance(prepared, PreparedOnline):
         steps = OnlineSteps.of(prepared.train.items, response_tokens or recipe.rollout.max_tokens)
     else:
@@ -78,7 +78,7 @@ def _figure(seconds: float) -> str:
     return f"{seconds:,.2f}" if seconds < 1000 else f"{seconds:,.0f}"
 
 
-def _lines(recipe: Recipe, cluster: Cluster, work: StepWork, times: Sequence[PhaseTime] | None) -> Iterable[str]:
+def _lines(recipe: Recipe, cluster: TargetCluster, work: StepWork, times: Sequence[PhaseTime] | None) -> Iterable[str]:
     chip = cluster.chip
     if times is None:
         yield f"no time: the table has no FLOP/s of {chip.name} in {recipe.model.dtype}"
@@ -99,7 +99,7 @@ def _lines(recipe: Recipe, cluster: Cluster, work: StepWork, times: Sequence[Pha
     yield from _remarks(recipe, cluster)
 
 
-def _remarks(recipe: Recipe, cluster: Cluster) -> Iterable[str]:
+def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
     chip, online = cluster.chip, recipe.method in ONLINE
     if chip.measured and cluster.devices == 1:
         yield f"speeds of {chip.name} were measured; see docs/scale.md for the error"
@@ -116,14 +116,14 @@ def _remarks(recipe: Recipe, cluster: Cluster) -> Iterable[str]:
     yield "not counted: rewards and their models, validation, loading, writing checkpoints"
 
 
-def _proposal(outlook: Outlook, cluster: Cluster) -> str | None:
+def _proposal(outlook: Outlook, cluster: TargetCluster) -> str | None:
     found = fitting(outlook, cluster)
     if found is None:
         return None
     return f"this fits: {found}" if found.cluster == cluster else f"this fits on {found.cluster}: {found}"
 
 
-def _refuse_other_count(recipe: Recipe, cluster: Cluster) -> None:
+def _refuse_other_count(recipe: Recipe, cluster: TargetCluster) -> None:
     """`parallel.devices` of the recipe is what it would be started with."""
     asked = recipe.parallel.devices
     if asked is not None and asked != cluster.devices:

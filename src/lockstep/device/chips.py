@@ -63,7 +63,7 @@ LINKS = 0.75
 
 
 @dataclass(frozen=True)
-class Chip:
+class ChipFacts:
     """A device of the table."""
 
     name: str
@@ -116,7 +116,7 @@ CHIPS = {
         # says 989 TFLOP/s and 4.8 TB/s. NVLink 4: 900 GB/s both ways; ConnectX-7: 400 Gbit/s a GPU; PCIe 5 x16.
         # float32 is the maker's times the same share. https://www.nvidia.com/en-us/data-center/h200/; links also in
         # github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json.
-        Chip(
+        ChipFacts(
             "h200",
             "cuda",
             memory=150_109_880_320,
@@ -130,7 +130,7 @@ CHIPS = {
         ),
         # SXM. https://www.nvidia.com/en-us/data-center/h100/: 80 GB, 3.35 TB/s, 989 TFLOP/s dense, NVLink 900 GB/s both
         # ways. DGX H100: a ConnectX-7 of 400 Gbit/s a GPU.
-        Chip(
+        ChipFacts(
             "h100",
             "cuda",
             memory=80 * 2**30,
@@ -143,7 +143,7 @@ CHIPS = {
         ),
         # SXM. https://www.nvidia.com/en-us/data-center/a100/: 80 GB, 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both
         # ways. DGX A100: a ConnectX-6 of 200 Gbit/s a GPU; PCIe 4 x16.
-        Chip(
+        ChipFacts(
             "a100-80g",
             "cuda",
             memory=80 * 2**30,
@@ -158,7 +158,7 @@ CHIPS = {
         # 28 GB/s each way to the 7 others (392 GB/s both ways): https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/;
         # 200 Gbit/s RoCE a device. To the host: 17 GB/s, measured by others (github.com/xiaojia151/Hixl,
         # benchmarks/A2_benchmark_performance.md, which has 19.3 GB/s on one HCCS link). Not run by us on that hardware.
-        Chip(
+        ChipFacts(
             "atlas-800t-a2",
             "npu",
             memory=64 * 2**30,
@@ -172,7 +172,7 @@ CHIPS = {
         # A die of an Ascend 910C in a super-node of 48 nodes of 16 dies (Atlas 900 A3, CloudMatrix384):
         # https://arxiv.org/abs/2506.12708: 64 GB and 1.6 TB/s a die, the unified bus 196 GB/s a die and direction,
         # inside a node and between nodes alike. Arithmetic: `device/npu.py`. To the host: as for 910B. Not run by us.
-        Chip(
+        ChipFacts(
             "atlas-a3",
             "npu",
             memory=64 * 2**30,
@@ -187,7 +187,7 @@ CHIPS = {
         # One core of an Arm Neoverse N1, measured with torch 2.13 on one thread: a product of 1,024^3 in fp32, a copy.
         # bfloat16 has no arithmetic there. Processes of a machine share its memory; the links between them, gloo's over
         # the loopback, are a guess.
-        Chip(
+        ChipFacts(
             "cpu",
             "cpu",
             memory=None,
@@ -204,7 +204,7 @@ CHIPS = {
 }
 
 
-def chip_named(name: str) -> Chip | None:
+def chip_named(name: str) -> ChipFacts | None:
     return CHIPS.get(name.lower())
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lockstep.device.chips import CHIPS, LINKS, Chip, chip_named, nearest_chip
+from lockstep.device.chips import CHIPS, LINKS, ChipFacts, chip_named, nearest_chip
 from lockstep.device.host_memory import host_memory
 from lockstep.errors import Refusal
 
@@ -25,10 +25,10 @@ class Members(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cluster:
+class TargetCluster:
     nodes: int
     each: int
-    chip: Chip
+    chip: ChipFacts
 
     @property
     def devices(self) -> int:
@@ -75,7 +75,7 @@ class Cluster:
         return each / (self.chip.inside if group.nodes == 1 else self.chip.between) / LINKS
 
 
-def cluster_named(text: str) -> Cluster:
+def cluster_named(text: str) -> TargetCluster:
     """The cluster that `--cluster` says; refused with the grammar and the known devices."""
     found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,3}):(\S+)", text.strip(), re.IGNORECASE)
     if found is None:
@@ -89,7 +89,7 @@ def cluster_named(text: str) -> Cluster:
             f"unknown device {name!r}",
             f"known devices: {', '.join(CHIPS)}" + (f"; did you mean {nearest}?" if nearest else ""),
         )
-    cluster = Cluster(int(found[1]), int(found[2]), chip)
+    cluster = TargetCluster(int(found[1]), int(found[2]), chip)
     if chip.most_nodes is not None and cluster.nodes > chip.most_nodes:
         raise Refusal.at(
             "--cluster",

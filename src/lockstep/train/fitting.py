@@ -14,7 +14,7 @@ from lockstep.recipe.checks import combination_problems
 from lockstep.recipe.load import value_text
 from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
-from lockstep.train.cluster import Cluster
+from lockstep.train.cluster import TargetCluster
 from lockstep.train.outlook import Outlook
 
 Keys = dict[str, Any]
@@ -26,14 +26,14 @@ WORTH = 0.05
 
 @dataclass(frozen=True)
 class Fit:
-    cluster: Cluster
+    cluster: TargetCluster
     keys: Mapping[str, Any]
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value_text(value)}" for key, value in self.keys.items()) or "the recipe as it is"
 
 
-def fitting(outlook: Outlook, cluster: Cluster) -> Fit | None:
+def fitting(outlook: Outlook, cluster: TargetCluster) -> Fit | None:
     """What fits on that cluster, or on more nodes of its kind; None where nothing was found."""
     nodes, most = cluster.nodes, min(MOST_TIMES * cluster.nodes, cluster.chip.most_nodes or MOST_TIMES * cluster.nodes)
     while nodes <= most:
@@ -52,7 +52,7 @@ def with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def _fastest(outlook: Outlook, cluster: Cluster) -> Keys | None:
+def _fastest(outlook: Outlook, cluster: TargetCluster) -> Keys | None:
     """By the time of a step, rounded, so that a change that gains next to nothing is left out."""
     found: list[tuple[float, int, Keys]] = []
     for keys in _candidates(outlook, cluster):
@@ -68,7 +68,7 @@ def _fastest(outlook: Outlook, cluster: Cluster) -> Keys | None:
     return min((one for one in found if one[0] <= (1 + WORTH) * least), key=lambda one: (one[1], one[0]))[2]
 
 
-def _candidates(outlook: Outlook, cluster: Cluster) -> Iterator[Keys]:
+def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[Keys]:
     """All combinations that the recipe may have, with as many sequences at once as the cache then has room for."""
     recipe = outlook.recipe
     for parts in product(*(one(recipe, cluster) for one in (_slices, _hosts, _references, _layers, _contexts))):
@@ -85,7 +85,7 @@ def _candidates(outlook: Outlook, cluster: Cluster) -> Iterator[Keys]:
                     break
 
 
-def _possible(outlook: Outlook, cluster: Cluster, keys: Keys) -> bool:
+def _possible(outlook: Outlook, cluster: TargetCluster, keys: Keys) -> bool:
     """Whether the recipe may have these keys, and a micro-batch still holds the longest row."""
     recipe = with_keys(outlook.recipe, keys)
     try:
@@ -99,7 +99,7 @@ def _possible(outlook: Outlook, cluster: Cluster, keys: Keys) -> bool:
 # -- what may be changed: for each, nothing first, then the keys
 
 
-def _slices(recipe: Recipe, cluster: Cluster) -> list[Keys]:
+def _slices(recipe: Recipe, cluster: TargetCluster) -> list[Keys]:
     try:
         whole = grid_of(recipe.parallel, cluster.devices).replicate == 1
     except Refusal:  # of the recipe's own keys, on more devices than it was written for
@@ -107,23 +107,23 @@ def _slices(recipe: Recipe, cluster: Cluster) -> list[Keys]:
     return [{}] if whole else [{}, {"parallel.shard": cluster.devices, "parallel.replicate": 1}]
 
 
-def _hosts(recipe: Recipe, cluster: Cluster) -> list[Keys]:
+def _hosts(recipe: Recipe, cluster: TargetCluster) -> list[Keys]:
     kinds = ["optimizer"] if cluster.devices == 1 else ["optimizer", "all"]
     critic = recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
     keys = ["parallel.offload", *(["parallel.offload_critic"] if critic else [])]
     return [{}, *(dict.fromkeys(keys, kind) for kind in kinds)]
 
 
-def _references(recipe: Recipe, cluster: Cluster) -> list[Keys]:
+def _references(recipe: Recipe, cluster: TargetCluster) -> list[Keys]:
     absent = reference_kind(recipe) != "model" or recipe.parallel.offload_reference
     return [{}] if absent else [{}, {"parallel.offload_reference": True}]
 
 
-def _layers(recipe: Recipe, cluster: Cluster) -> list[Keys]:
+def _layers(recipe: Recipe, cluster: TargetCluster) -> list[Keys]:
     return [{}] if recipe.model.gradient_checkpointing else [{}, {"model.gradient_checkpointing": True}]
 
 
-def _contexts(recipe: Recipe, cluster: Cluster) -> list[Keys]:
+def _contexts(recipe: Recipe, cluster: TargetCluster) -> list[Keys]:
     """Only inside a node: keys and values travel in every layer."""
     if recipe.batch.tokens is None:
         return [{}]
@@ -147,7 +147,7 @@ def _micro_batches(outlook: Outlook, context: int) -> Iterator[Keys]:
         yield {"batch.tokens": tokens}
 
 
-def _sequences(recipe: Recipe, cluster: Cluster) -> Iterator[Keys]:
+def _sequences(recipe: Recipe, cluster: TargetCluster) -> Iterator[Keys]:
     yield {}
     if recipe.method not in ONLINE:
         return

@@ -13,11 +13,11 @@ from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.parallel import Parallel
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.prefill import fitting_prefill
-from lockstep.train.cluster import Cluster
+from lockstep.train.cluster import TargetCluster
 from lockstep.train.plan import MemoryPlan, Phase, count_parameters, plan_memory
 from lockstep.train.roofline import model_cost
 from lockstep.train.step_time import ModelCosts, PhaseTime, StepTimes
-from lockstep.train.step_work import Steps
+from lockstep.train.step_work import StepSource
 
 # Keys of `parallel` that the reckoning follows, or that change nothing in it.
 RECKONED = {
@@ -32,10 +32,10 @@ class Outlook:
 
     recipe: Recipe
     models: ModelCosts
-    steps: Steps
+    steps: StepSource
 
     @classmethod
-    def of(cls, recipe: Recipe, config: Any, steps: Steps) -> Outlook:
+    def of(cls, recipe: Recipe, config: Any, steps: StepSource) -> Outlook:
         cost, other = model_cost(config), _other_model(recipe)
         frozen = cost if other is None else model_cost(load_config(other))
         return cls(recipe, ModelCosts(config, cost, count_parameters(recipe, config), frozen), steps)
@@ -43,7 +43,7 @@ class Outlook:
     def with_recipe(self, recipe: Recipe) -> Outlook:
         return replace(self, recipe=recipe)
 
-    def memory(self, cluster: Cluster) -> MemoryPlan:
+    def memory(self, cluster: TargetCluster) -> MemoryPlan:
         device, recipe, config = DEVICES[cluster.chip.kind], self.recipe, self.models.config
         size, text = DTYPES[recipe.model.dtype].itemsize, config.get_text_config()
         prefill = recipe.rollout.prefill_tokens or fitting_prefill(device.prefill_tokens, cluster.memory, text, size)
@@ -59,7 +59,7 @@ class Outlook:
             counted=self.models.counted,
         )
 
-    def phases(self, cluster: Cluster) -> list[Phase]:
+    def phases(self, cluster: TargetCluster) -> list[Phase]:
         """Those of a step and around it: load, generate, reference, update, save."""
         named = {phase.name: phase for phase in self.memory(cluster).phases}
         update = max((named["forward and backward"], named["optimizer step"]), key=lambda phase: phase.total)
@@ -72,12 +72,12 @@ class Outlook:
         standing = replace(named["validation"], name="save", activations=0)
         return [*found, replace(update, name="update"), standing]
 
-    def over(self, cluster: Cluster) -> list[Phase]:
+    def over(self, cluster: TargetCluster) -> list[Phase]:
         """The phases that a device does not hold, the largest first."""
         found = [phase for phase in self.phases(cluster) if phase.total > cluster.memory]
         return sorted(found, key=lambda phase: -phase.total)
 
-    def times(self, cluster: Cluster) -> list[PhaseTime] | None:
+    def times(self, cluster: TargetCluster) -> list[PhaseTime] | None:
         """None where the table has no figure for the chip and the number format."""
         if cluster.chip.flops(DTYPES[self.recipe.model.dtype].itemsize) is None:
             return None
@@ -102,7 +102,7 @@ def refuse_uncounted(settings: Parallel) -> None:
     refuse_all([Problem(f"parallel.{name}", why, remedy) for name in changed])
 
 
-def refuse_over(outlook: Outlook, cluster: Cluster, proposal: str | None) -> None:
+def refuse_over(outlook: Outlook, cluster: TargetCluster, proposal: str | None) -> None:
     """Every phase that does not fit, by its bytes; and what does."""
     remedy = proposal or "no keys make it fit: take larger devices, a smaller model, or an adapter (model.lora)"
     problems: list[Problem] = []

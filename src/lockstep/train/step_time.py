@@ -15,7 +15,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
 from lockstep.train.annotate import old_needed
-from lockstep.train.cluster import Cluster, Members
+from lockstep.train.cluster import Members, TargetCluster
 from lockstep.train.plan import Counted, activation_bytes
 from lockstep.train.roofline import ModelCost, attention_flops, cache_seconds, weights_seconds
 from lockstep.train.step_work import StepWork
@@ -74,7 +74,7 @@ class ModelCosts:
 class StepTimes:
     """The phases of a step of a recipe on a cluster."""
 
-    def __init__(self, recipe: Recipe, models: ModelCosts, work: StepWork, cluster: Cluster, *, lean: bool):
+    def __init__(self, recipe: Recipe, models: ModelCosts, work: StepWork, cluster: TargetCluster, *, lean: bool):
         self.recipe, self.models, self.work, self.cluster, self.lean = recipe, models, work, cluster, lean
         self.chip, self.size = cluster.chip, DTYPES[recipe.model.dtype].itemsize
         flops = self.chip.flops(self.size)

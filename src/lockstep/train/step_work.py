@@ -35,7 +35,7 @@ class StepWork:
     response_tokens: float = 0.0
 
 
-class Steps(Protocol):
+class StepSource(Protocol):
     """The steps of a run, whatever keys of its recipe are changed that do not change what it trains on."""
 
     def work(self, recipe: Recipe) -> StepWork: ...
@@ -105,7 +105,7 @@ def _squares(item: Item, shared: bool) -> int:
 
 @dataclass(frozen=True)
 class OnlineSteps:
-    """Steps of prompts of a mean length, each response of another."""
+    """StepSource of prompts of a mean length, each response of another."""
 
     prompt_tokens: float
     response_tokens: float
