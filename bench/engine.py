@@ -39,9 +39,10 @@ from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.runner import Round, Runner
 from lockstep.rollout.native.scheduler import Scheduler, Work
+from lockstep.train.roofline import generation_seconds
 from lockstep.types import Completion, Request, Sampling
 from report import machine, write_record
-from roofline import generation_seconds
+from roofline import BANDWIDTH, FLOPS
 from shapes import SHAPES, Shape
 
 TINY = Shape(2, 32, 4, 2, 8, 64, 300)
@@ -210,7 +211,7 @@ def run_work(
     with timed(device) as times:
         list(engine.generate(requests, sampling))
     median = statistics.median(warm)
-    floor = generation_seconds(shape, batch, prompt, response)
+    floor = generation_seconds(shape.cost, batch, prompt, response, FLOPS, BANDWIDTH)
     step = times.decode / sum(one.passes for one in times.rounds)
     found = {
         "tokens": batch * response,

@@ -34,9 +34,9 @@ import transformers
 from grpo_sides import SIDES, Ours, Pass, Side, Step, Trl
 from lockstep.device.select import select
 from lockstep.model.load import DTYPES
+from lockstep.train.roofline import training_flops
 from online_work import Work, add_arguments, make_work, settle, temporary_folder
 from report import differ, machine, spread, summary
-from roofline import training_flops
 from shapes import Shape
 from sides import has_trl
 
@@ -115,8 +115,8 @@ def _efficiency(
     lengths = [length for one in passes for length in one.lengths]
     taken = steps * len(passes)
     shape = Shape.of(transformers.AutoConfig.from_pretrained(work.model))
-    flops = training_flops(shape, [round(prompt + length) for length in lengths]) / taken
-    flops -= (work.sequences - work.prompts) * training_flops(shape, [round(prompt)])
+    flops = training_flops(shape.cost, [round(prompt + length) for length in lengths]) / taken
+    flops -= (work.sequences - work.prompts) * training_flops(shape.cost, [round(prompt)])
     record: dict[str, Any] = {"peak_gb": work.device.memory().peak / 1e9 if work.device.name != "cpu" else None}
     record["generated_per_second"] = sum(lengths) / taken / phases["gen"]
     peak = tflops * 1e12 if tflops else work.device.peak_flops(DTYPES[work.dtype])

@@ -2,51 +2,19 @@
 
     python bench/roofline.py --shape qwen2.5-0.5b --batch 256 --context 512
 
-F FLOP/s, BW bytes/s, N multiplied weights in two bytes each, B sequences, S tokens, L layers, H heads of size d.
+The formulas are those of `lockstep plan --cluster` (`lockstep/train/roofline.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
-from shapes import SHAPES, Shape
+from lockstep.device.chips import CHIPS
+from lockstep.train.roofline import decode_seconds, training_flops
+from shapes import SHAPES
 
 # Measured on one H200 with torch: a large bf16 product, and a copy (read and write counted).
-FLOPS, BANDWIDTH = 790e12, 4.3e12
-
-
-def cache_bytes(shape: Shape) -> int:
-    """Keys and values of a token in all layers, two bytes a number: 4 L Hkv d."""
-    return 4 * shape.layers * shape.keys * shape.head
-
-
-def decode_seconds(
-    shape: Shape, batch: int, context: float, flops: float = FLOPS, bandwidth: float = BANDWIDTH
-) -> float:
-    """A token for each of `batch` sequences: max(2 N / BW, 2 N B / F) + B S kv / BW."""
-    weights = max(2 * shape.multiplied / bandwidth, 2 * shape.multiplied * batch / flops)
-    return weights + batch * context * cache_bytes(shape) / bandwidth
-
-
-def generation_seconds(
-    shape: Shape, batch: int, prompt: int, response: int, flops: float = FLOPS, bandwidth: float = BANDWIDTH
-) -> float:
-    """Decoding alone, at the mean context of a response: what is before it has other limits."""
-    return response * decode_seconds(shape, batch, prompt + response / 2, flops, bandwidth)
-
-
-def training_flops(shape: Shape, lengths: Sequence[int], *, frozen: bool = False) -> float:
-    """Forward and backward of causal sequences: 6 N S + 6 L Hq d S^2 each.
-
-    Weights that are `frozen` have no gradients of their own, 4 N S; an adapter's few are not counted.
-    """
-    linear, quadratic = (4 if frozen else 6) * shape.multiplied, 6 * shape.layers * shape.queries * shape.head
-    return float(sum(linear * length + quadratic * length**2 for length in lengths))
-
-
-def forward_flops(shape: Shape, lengths: Sequence[int]) -> float:
-    return training_flops(shape, lengths) / 3
+FLOPS, BANDWIDTH = CHIPS["h200"].flops(2), CHIPS["h200"].memory_speed
 
 
 def main() -> None:
@@ -57,11 +25,11 @@ def main() -> None:
     parser.add_argument("--tflops", type=float, default=FLOPS / 1e12)
     parser.add_argument("--bandwidth", type=float, default=BANDWIDTH / 1e12, help="TB/s")
     args = parser.parse_args()
-    shape, peaks = SHAPES[args.shape], (args.tflops * 1e12, args.bandwidth * 1e12)
-    step = decode_seconds(shape, args.batch, args.context, *peaks)
-    trained = training_flops(shape, [args.context] * args.batch) / peaks[0]
+    cost, peaks = SHAPES[args.shape].cost, (args.tflops * 1e12, args.bandwidth * 1e12)
+    step = decode_seconds(cost, args.batch, args.context, *peaks)
+    trained = training_flops(cost, [args.context] * args.batch) / peaks[0]
     tokens = args.batch * args.context
-    print(f"{args.shape}: {shape.multiplied:,} multiplied weights, {cache_bytes(shape):,} bytes of cache a token")
+    print(f"{args.shape}: {cost.multiplied:,} multiplied weights, {2 * cost.cached:,} bytes of cache a token")
     print(
         f"decode step of {args.batch} at context {args.context}: {step * 1e3:.3f} ms, {args.batch / step:,.0f} tokens/s"
     )

@@ -36,8 +36,8 @@ from lockstep.device.select import select
 from lockstep.model.load import DTYPES
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Optim
+from lockstep.train.roofline import training_flops
 from report import machine, spread, summary
-from roofline import training_flops
 from shapes import SHAPES, Shape, write_model
 from sides import SIDES, Ours, Seconds, Side, Work, has_trl, sides_for
 
@@ -106,7 +106,7 @@ def _efficiency(work: Work, found: dict[str, dict[str, Any]], tokens: int, tflop
     """Model FLOP/s over the peak, and the peak of memory: that of one side only where it runs alone."""
     peak = tflops * 1e12 if tflops else work.device.peak_flops(DTYPES[work.dtype])
     shape = Shape.of(transformers.AutoConfig.from_pretrained(work.model))
-    flops = training_flops(shape, [len(row) for row in work.pool], frozen=work.lora is not None)
+    flops = training_flops(shape.cost, [len(row) for row in work.pool], frozen=work.lora is not None)
     record: dict[str, Any] = {"flops_per_token": flops / tokens, "peak_flops": peak}
     if peak:
         record["share_of_peak"] = {

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from lockstep.model.tiny import write_tiny
+from lockstep.train.roofline import ModelCost
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,18 @@ class Shape:
         """Weights that every token is multiplied with: all but norms, biases and an embedding that is no head."""
         attention = 2 * self.hidden * self.queries * self.head + 2 * self.hidden * self.keys * self.head
         return self.layers * (attention + 3 * self.hidden * self.inner) + self.vocabulary * self.hidden
+
+    @property
+    def cost(self) -> ModelCost:
+        return ModelCost(
+            multiplied=self.multiplied,
+            head=self.vocabulary * self.hidden,
+            read=self.multiplied,
+            attended=self.layers * self.queries * self.head,
+            cached=2 * self.layers * self.keys * self.head,
+            layers=self.layers,
+            vocabulary=self.vocabulary,
+        )
 
     @classmethod
     def of(cls, config: Any) -> Shape:

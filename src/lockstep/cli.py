@@ -52,11 +52,31 @@ def plan(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     devices: Annotated[int | None, typer.Option(min=1, help="Devices to plan for [parallel.devices, or 1].")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NxM:DEVICE", help="Plan for N nodes of M devices that need not be here.")
+    ] = None,
+    response_tokens: Annotated[
+        int | None, typer.Option(min=1, help="With --cluster: mean length of a response [rollout.max_tokens].")
+    ] = None,
 ) -> None:
-    """Show batches and memory of RECIPE without loading the model; refuse what cannot fit."""
+    """Show batches and memory of RECIPE without loading the model; refuse what cannot fit.
+
+    With --cluster also the time of a step, on devices of a table: 1x1:h200, 2x8:atlas-800t-a2, 16x8:h100.
+    """
+    if cluster is None and response_tokens is not None:
+        raise typer.BadParameter("is for --cluster", param_hint="--response-tokens")
+    if cluster is not None and devices is not None:
+        raise typer.BadParameter("says how many devices there are", param_hint="--cluster")
+
     from lockstep.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides or [])
+
+    if cluster is not None:
+        from lockstep.commands.plan_cluster import show_cluster_plan
+
+        show_cluster_plan(checked, cluster, response_tokens)
+        return
 
     from lockstep.commands.plan import show_plan
 

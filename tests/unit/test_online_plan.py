@@ -148,10 +148,36 @@ def test_an_adapters_reference_is_the_model_under_it() -> None:
     assert phase(memory(method="grpo", **lora), "load") == phase(memory(method="dr_grpo", **lora), "load")
 
 
-def test_an_adapters_own_reference_folder_is_counted() -> None:
+def test_a_reference_of_its_own_is_counted_as_large_as_it_is(tmp_path: Path) -> None:
     lora = {"model__lora": {"rank": 2, "alpha": 4.0}, "rollout__n": 3}
-    apart = memory(method="grpo", algorithm__kl__reference="other", **lora)
-    assert phase(apart, "load").weights - phase(memory(method="grpo", **lora), "load").weights == 4 * PARAMETERS
+    larger = Qwen2Config(**{**CONFIG.to_dict(), "num_hidden_layers": 3, "layer_types": None})
+    for config, extra in ((CONFIG, 0), (larger, LAYER)):
+        folder = tmp_path / str(extra)
+        config.save_pretrained(folder)
+        apart = memory(method="grpo", algorithm__kl__reference=str(folder), **lora)
+        added = phase(apart, "load").weights - phase(memory(method="grpo", **lora), "load").weights
+        assert added == 4 * (PARAMETERS + extra)
+
+
+def test_each_device_has_the_cache_of_its_own_prompts() -> None:
+    """Twelve sequences on one device, of five prompts three each on two."""
+    one, two = (memory(devices, method="dr_grpo", rollout__n=3, batch__prompts=5) for devices in (1, 2))
+    assert phase(one, "generation").activations == 15 * LONGEST * 512
+    assert phase(two, "generation").activations == 9 * LONGEST * 512
+
+
+def test_a_cache_that_is_kept_stands_beside_the_update() -> None:
+    keys = {"method": "dr_grpo", "rollout__n": 3, "batch__prompts": 4, "batch__tokens": 400}
+    cache = 12 * LONGEST * 512
+    for free, most, kept in ((None, cache, True), (None, cache - 1, False), (True, cache, False), (False, 0, True)):
+        recipe = recipe_of(**keys, rollout__free_cache=free)
+        given = plan_memory(recipe, CONFIG, 1, LONGEST, ROWS)
+        plan = plan_memory(recipe, CONFIG, 1, LONGEST, ROWS, keeps_cache=most)
+        without = plan_memory(recipe_of(**keys, rollout__free_cache=True), CONFIG, 1, LONGEST, ROWS)
+        for one, two in zip(without.phases, plan.phases, strict=True):
+            beside = kept and one.name not in ("load", "generation")
+            assert two.activations - one.activations == (cache if beside else 0), (free, most, one.name)
+        assert given.phases[0] == plan.phases[0]
 
 
 def test_an_adapters_critic_trains_its_adapter_and_head_alone() -> None:

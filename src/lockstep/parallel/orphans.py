@@ -21,6 +21,12 @@ def die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def go_on_without_parent() -> None:
+    """Get this process woken when the thread that made it ends: one that was stopped could not do what is to be done
+    then."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")

@@ -34,6 +34,15 @@ def end_descendants(root: int, mark: str) -> bool:
     return False
 
 
+def any_stopped(root: int, mark: str) -> bool:
+    """Whether `root` or what came from it was stopped by a signal and waits to go on."""
+    for pid in (root, *descendants(root, mark)):
+        with suppress(OSError):  # it has ended meanwhile
+            if _parent_and_state((_PROC / str(pid) / "stat").read_bytes())[1] in (b"T", b"t"):
+                return True
+    return False
+
+
 def descendants(root: int, mark: str) -> list[int]:
     """Living processes below `root`, or with its mark in their environment; not `root` itself, nor this process."""
     parents: dict[int, int] = {}

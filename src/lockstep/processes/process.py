@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.processes.descendants import MARK, NOBODY, end_descendants
+from lockstep.processes.descendants import MARK, NOBODY, any_stopped, end_descendants
 
 # For a warden to end all that the function started.
 ENDING_SECONDS = 10.0
@@ -59,6 +59,12 @@ class FunctionProcess:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether somebody has killed or stopped it, as one who lacks memory does: no fault of the function's."""
+        ended = self._process.poll()
+        return ended == -signal.SIGKILL if ended is not None else any_stopped(self._process.pid, self._mark)
 
     def release(self) -> None:
         """Ask for the end, without waiting for it."""

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.parallel.orphans import adopt_orphans, die_with_parent
+from lockstep.parallel.orphans import adopt_orphans, die_with_parent, go_on_without_parent
 from lockstep.processes.descendants import end_descendants
 from lockstep.processes.output_tail import OutputTail
 
@@ -38,6 +38,7 @@ def main(
     module, _, name = serve.partition(":")
     work = getattr(importlib.import_module(module), name)
     adopt_orphans()
+    go_on_without_parent()
     printed, printing = os.pipe()
     worker = _fork(lambda: work(connection, *arguments), [leash, printed], printing)
     os.close(connection)

@@ -100,18 +100,27 @@ class Pool:
 
     def _answer(self, index: int, call: dict[str, Any]) -> Given | Raised:
         """Whatever happens, there is one: a call that nobody answers would hold up the run for ever."""
-        answer: Given | Raised | None = self._ready(index)
-        if answer is None:
-            try:
-                answer = self._run(index, call)
-            except Exception as error:  # noqa: BLE001 - told as the reason
-                answer = Raised(f"its process could not be asked: {type(error).__name__}: {error}")
+        answer = self._asked(index, call)
+        worker = self._workers[index]
+        if worker is not None and worker.disturbed and not self._closing.is_set():
+            # A score that is lost to a kill from outside would change what is learned; a function that ends itself so
+            # does it again.
+            answer = self._asked(index, call)
         if self._closing.is_set():
             return _CLOSED
         log = self._target.log(index)
         if isinstance(answer, Raised) and log is not None and log.parent.parent.is_dir():
             return replace(answer, log=str(log))
         return answer
+
+    def _asked(self, index: int, call: dict[str, Any]) -> Given | Raised:
+        trouble = self._ready(index)
+        if trouble is not None:
+            return trouble
+        try:
+            return self._run(index, call)
+        except Exception as error:  # noqa: BLE001 - told as the reason
+            return Raised(f"its process could not be asked: {type(error).__name__}: {error}")
 
     def _ready(self, index: int) -> Raised | None:
         """See that a living process is at this index, or say why there is none."""

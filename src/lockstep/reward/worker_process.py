@@ -39,6 +39,8 @@ class WorkerProcess:
         self._target = target
         self._calls = LOADING
         self._unread = b""
+        self.disturbed = False
+        """Whether the last answer is missing because somebody has killed or stopped the process."""
         arguments = (target.path, target.name, int(target.memory_limit_gb * 2**30), target.extra)
         self._process = FunctionProcess("lockstep.reward.worker:serve", arguments, target.log(index))
         self._connection = self._process.connection
@@ -91,9 +93,12 @@ class WorkerProcess:
                 if number > self._calls:
                     return self._garbage()
         except TimeoutError:
+            self.disturbed = self._process.disturbed
             return Raised(f"gave nothing in {seconds:g} s ({limit})", spent=True)
         except (EOFError, OSError):
-            return Raised(f"its process {self._process.ended()} before it gave a score", spent=True)
+            how = self._process.ended()
+            self.disturbed = self._process.disturbed
+            return Raised(f"its process {how} before it gave a score", spent=True)
         except ValueError:
             return self._garbage()
 

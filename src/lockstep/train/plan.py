@@ -20,7 +20,7 @@ from lockstep.model.load import DTYPES, load_config, with_lora
 from lockstep.model.tensor_plan import divided_parameters
 from lockstep.parallel.mesh import grid_of
 from lockstep.recipe import Recipe
-from lockstep.recipe.methods import ONLINE, reference_kind
+from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.rows import estimator_row
 from lockstep.rollout.native.prefill import prefill_bytes
@@ -176,6 +176,33 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """Numbers of parameters: of the policy, those that are trained, and of what is frozen beside it, by the key that
+    keeps it on the host."""
+
+    parameters: int
+    trained: int
+    divided: int
+    """Those that the ranks of a tensor group divide."""
+    fused: bool
+    """Whether every feed-forward is one that devices with lean layers have fused."""
+    frozen: dict[str, int]
+
+
+def count_parameters(recipe: Recipe, config: Any) -> Counted:
+    """From shapes alone: the models are built without storage."""
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        # The norms, biases and adapters of a tensor group are too small to count apart.
+        divided = divided_parameters(base, recipe.parallel.tensor)
+        model = with_lora(base, recipe.model.lora, seed=0)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = _frozen(recipe, parameters - (trained if recipe.model.lora is not None else 0))
+    return Counted(parameters, trained, divided, _all_fused(recipe, model, config), frozen)
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     parameters: int
     trained: int
@@ -198,21 +225,19 @@ def plan_memory(
     prefill_tokens: int = 0,
     *,
     lean_layers: bool = False,
+    keeps_cache: int = 0,
+    counted: Counted | None = None,
 ) -> MemoryPlan:
-    """Estimates from shapes alone: the model is built without storage.
+    """Estimates from shapes alone; `counted` saves counting again.
 
     A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
-    `prefill_tokens` are those of one pass of the engine over prompts, `lean_layers` is a fact of the device.
+    `prefill_tokens` are those of one pass of the engine over prompts, `lean_layers` is a fact of the device, and
+    `keeps_cache` says up to how many bytes of KV cache its engine keeps while it trains.
     """
     grid = grid_of(recipe.parallel, devices)
     shards, tensor = grid.shard * grid.tensor, grid.tensor
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        # The norms, biases and adapters of a tensor group are too small to count apart.
-        divided = divided_parameters(base, tensor)
-        model = with_lora(base, recipe.model.lora, seed=0)
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    counted = counted or count_parameters(recipe, config)
+    parameters, trained = counted.parameters, counted.trained
     size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
     tokens = _micro_batch_tokens(recipe, rows, longest)
     # Slices are divided over the devices of a copy; a layer at a time is gathered, which the spare share covers.
@@ -221,7 +246,7 @@ def plan_memory(
     master_bytes = trained * 4 // shards if masters else 0
     # bf16 gradients of a micro-batch grow while its activations go, so only the summed ones count beside them.
     gradients = trained * (4 if masters else size) // shards
-    lean = lean_layers and devices == 1 and _all_fused(recipe, model, config)
+    lean = lean_layers and devices == 1 and counted.fused
     checkpointing = recipe.model.gradient_checkpointing
     layers = activation_bytes(config, tokens, size, checkpointing, lean=lean, tensor=tensor)
     head = head_bytes(config, tokens, recipe.model.lora is None)
@@ -234,14 +259,15 @@ def plan_memory(
     )
     state = size + 2 * (4 if masters else size) + (4 if masters else 0)
     plan = MemoryPlan(parameters, trained, phases, trained * state)
-    frozen = {name: bytes_ // shards for name, bytes_ in _frozen(plan, recipe).items()}
+    frozen = {key: count * size // shards for key, count in counted.frozen.items()}
     plan = _with_weights(plan, sum(frozen.values()))
     layer = parameters * size // max(1, config.num_hidden_layers)
     policy, critic = TrainedBytes(moments + master_bytes, weights, gradients, layer), None
     if recipe.method in ONLINE:
-        gathered = parameters - divided + divided // tensor
-        parts = _with_online_parts(plan, recipe, config, shards, gathered, longest, prefill_tokens)
-        before, plan = plan.phases[-1], parts
+        gathered = parameters - counted.divided + counted.divided // tensor
+        before = plan.phases[-1]
+        engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache)
+        plan = _with_online_parts(plan, recipe, config, shards, gathered, engine)
         after = plan.phases[len(phases) - 1]
         if after.weights > before.weights:
             critic = TrainedBytes(after.optimizer - before.optimizer, after.weights - before.weights, 0, layer)
@@ -275,24 +301,49 @@ def _with_offload(
     return replace(plan, phases=phases, freed=tuple(freed_by(settings, devices, policy, critic, frozen)))
 
 
-def _frozen(plan: MemoryPlan, recipe: Recipe) -> dict[str, int]:
-    """Bytes of a reference or a teacher beside what is trained, by the key that keeps it on the host."""
-    size = DTYPES[recipe.model.dtype].itemsize
+def _frozen(recipe: Recipe, own: int) -> dict[str, int]:
+    """Parameters of a reference or a teacher beside what is trained; `own` are those of a reference that is the policy
+    at its start."""
     if reference_kind(recipe) == "model":
-        return {"offload_reference": size * (plan.parameters - (plan.trained if recipe.model.lora is not None else 0))}
+        folder = reference_folder(recipe)
+        return {"offload_reference": own if folder == recipe.model.path else _parameters_of(folder)}
     if recipe.distill.teacher is not None and recipe.distill.top_k is None:
-        with torch.device("meta"):
-            teacher = AutoModelForCausalLM.from_config(load_config(recipe.distill.teacher), trust_remote_code=False)
-        return {"offload_teacher": size * sum(p.numel() for p in teacher.parameters())}
+        return {"offload_teacher": _parameters_of(recipe.distill.teacher)}
     return {}
+
+
+def _parameters_of(folder: str) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(folder), trust_remote_code=False)
+    return sum(p.numel() for p in model.parameters())
 
 
 def _with_weights(plan: MemoryPlan, weights: int) -> MemoryPlan:
     return replace(plan, phases=tuple(replace(phase, weights=phase.weights + weights) for phase in plan.phases))
 
 
+@dataclass(frozen=True)
+class EnginePlan:
+    """What of the engine's memory follows from: the devices that share the prompts, the longest sequence, the tokens of
+    a pass over prompts, and up to how many bytes of cache are kept while something else happens."""
+
+    devices: int
+    longest: int
+    prefill_tokens: int
+    keeps_cache: int
+
+    def prompts(self, recipe: Recipe) -> int:
+        """Those that one device answers."""
+        return -(-recipe.batch.prompts // self.devices)
+
+    def kept(self, recipe: Recipe, cache: int) -> int:
+        """Bytes of the cache that stay on the device between two generations."""
+        free = recipe.rollout.free_cache
+        return 0 if (cache > self.keeps_cache if free is None else free) else cache
+
+
 def _with_online_parts(
-    plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, gathered: int, longest: int, prefill_tokens: int
+    plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, gathered: int, engine: EnginePlan
 ) -> MemoryPlan:
     """What else stands beside the policy in an online run: a critic with its optimizer, the cache, a prefill pass.
 
@@ -306,17 +357,22 @@ def _with_online_parts(
     trained = (plan.trained + config.hidden_size * int(lora is not None)) * int(has_critic)
     weights = plan.parameters * int(has_critic) * size // shards
     state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
-    sequences = min(recipe.rollout.max_sequences, recipe.batch.prompts * recipe.rollout.n)
-    cached = sequences * longest * kv_bytes(config, size) // recipe.parallel.tensor
+    asked = engine.prompts(recipe)
+    sequences = min(recipe.rollout.max_sequences, asked * recipe.rollout.n)
+    cached = sequences * engine.longest * kv_bytes(config, size) // recipe.parallel.tensor
     cache = min(cached, int(recipe.rollout.cache_gb * 1e9)) if recipe.rollout.cache_gb else cached
     phases = tuple(
         replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state) for phase in plan.phases
     )
     standing = phases[-1]
+    kept = engine.kept(recipe, cache)
+    phases = tuple(
+        phase if phase.name == "load" else replace(phase, activations=phase.activations + kept) for phase in phases
+    )
     # The policy's weights are gathered to generate; what stands beside them stays divided.
     beside = standing.weights - plan.parameters * size // shards
-    prompts = recipe.batch.prompts * max(0, longest - recipe.rollout.max_tokens)
-    passes = prefill_bytes(config.get_text_config(), min(prefill_tokens, prompts), size)
+    prompts = asked * max(0, engine.longest - recipe.rollout.max_tokens)
+    passes = prefill_bytes(config.get_text_config(), min(engine.prefill_tokens, prompts), size)
     generation = Phase("generation", gathered * size + beside, 0, standing.optimizer, cache + passes)
     own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
     return MemoryPlan(plan.parameters, plan.trained, (*phases, generation), plan.checkpoint_bytes + own)

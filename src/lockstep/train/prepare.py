@@ -29,6 +29,7 @@ from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.rows import ENGINES
 from lockstep.reward.rules import rule_for
+from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.prefill import prefill_budget
 from lockstep.rollout.questions import asked_as, encode_questions
@@ -165,15 +166,18 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     collect.refuse()
     assert train is not None
     batches = plan_batches(recipe, train, devices)
-    packed = recipe.batch.tokens is not None
-    shared = recipe.parallel.context == 1
-    most = max(
-        row_size(item, packed=packed, shared=shared) * (1 if packed else len(item.examples)) for item in train.items
-    )
+    most = longest_row(recipe, train)
     memory = plan_memory(recipe, config, devices, most, recipe.batch.rows_per_update, lean_layers=device.lean_layers)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
     return Prepared(recipe, tokenizer, config, questions, memory, train, val, batches, limit, remarks)
+
+
+def longest_row(recipe: Recipe, rows: Dataset[Any]) -> int:
+    """Tokens that the longest row takes of a micro-batch."""
+    packed, shared = recipe.batch.tokens is not None, recipe.parallel.context == 1
+    sizes = ((row_size(item, packed=packed, shared=shared), len(item.examples)) for item in rows.items)
+    return max(size * (1 if packed else count) for size, count in sizes)
 
 
 def oversized(rows: Dataset[Any], recipe: Recipe) -> list[Problem]:
@@ -245,13 +249,26 @@ def prepare_online(
     assert train is not None
     batches = plan_online(recipe, train, devices)
     refuse_moving_positions(config.get_text_config(), batches.longest, config.model_type)
-    rows = (recipe.batch.prompts_per_update or recipe.batch.prompts) * recipe.rollout.n
+    rows = sequences_per_update(recipe)
     size = DTYPES[recipe.model.dtype].itemsize
     prefill_tokens = prefill_budget(recipe.rollout, device, config.get_text_config(), size)
-    memory = plan_memory(recipe, config, devices, batches.longest, rows, prefill_tokens, lean_layers=device.lean_layers)
+    memory = plan_memory(
+        recipe,
+        config,
+        devices,
+        batches.longest,
+        rows,
+        prefill_tokens,
+        lean_layers=device.lean_layers,
+        keeps_cache=kept_cache(device.memory().total) if device.graph_capture else 0,
+    )
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
     return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches)
+
+
+def sequences_per_update(recipe: Recipe) -> int:
+    return (recipe.batch.prompts_per_update or recipe.batch.prompts) * recipe.rollout.n
 
 
 def _refuse_beside(recipe: Recipe, device: Device, devices: int) -> None:

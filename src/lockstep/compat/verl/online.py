@@ -183,9 +183,6 @@ def _loss(settings: Settings, done: Conversion) -> None:
             done.refuse(beta, "is not set, and dro asks for it", "a number over 0")
         else:
             done.write("algorithm.dro_beta", settings.number(beta), beta)
-    scale = f"{A}.loss_scale_factor"
-    if settings.says(scale):
-        _scale_factor(settings, done, scale, settings[aggregation])
     group = f"{A}.policy_loss"
     if loss == "clip_cov":
         for ours, theirs in (("cov_share", "clip_cov_ratio"), ("cov_low", "clip_cov_lb"), ("cov_high", "clip_cov_ub")):

@@ -35,6 +35,11 @@ FREE_SHARE = 0.5
 KEPT_SHARE = 0.05
 
 
+def kept_cache(memory: int) -> int:
+    """Up to how many bytes of cache are kept on a device of that memory which records passes."""
+    return int(KEPT_SHARE * memory)
+
+
 class NativeEngine(SharedWeights):
     """`decode` turns token ids into text; it is needed for stop strings only."""
 
@@ -91,7 +96,7 @@ class NativeEngine(SharedWeights):
         if self.settings.free_cache is not None:
             return self.settings.free_cache
         held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
-        return not self.device.graph_capture or held > KEPT_SHARE * self.device.memory().total
+        return not self.device.graph_capture or held > kept_cache(self.device.memory().total)
 
     def _run(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
         ahead: Round | None = None

@@ -20,8 +20,13 @@ def prefill_budget(settings: RolloutSettings, device: Device, config: Any, size:
         return settings.prefill_tokens
     if device.prefill_tokens <= USUAL:
         return device.prefill_tokens
-    fitting = int(SHARE * device.memory().total) // prefill_bytes(config, 1, size)
-    return min(device.prefill_tokens, max(USUAL, fitting // USUAL * USUAL))
+    return fitting_prefill(device.prefill_tokens, device.memory().total, config, size)
+
+
+def fitting_prefill(most: int, memory: int, config: Any, size: int) -> int:
+    """Tokens of one pass on a device of that memory that does `most` at once."""
+    fitting = int(SHARE * memory) // prefill_bytes(config, 1, size)
+    return min(most, max(USUAL, fitting // USUAL * USUAL))
 
 
 def prefill_bytes(config: Any, tokens: int, size: int) -> int:

@@ -1,0 +1,300 @@
+"""What `lockstep plan --cluster` predicts beside what was measured: the files of bench/results, and published times.
+
+    python bench/predictions.py
+    python bench/predictions.py --measure bench/results/predictions_cpu.json      # the rows of the CPU, anew
+
+Rows of the CPU are in seconds of CPU time on one thread, which a busy machine changes little. Rows marked "fit" are
+those that the table of devices was fitted to (`lockstep/device/chips.py`); the others test it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from lockstep.recipe.checks import with_derived_defaults
+from lockstep.recipe.methods import with_method_defaults
+from lockstep.recipe.schema import Recipe
+from lockstep.train.cluster import TargetCluster, cluster_named
+from lockstep.train.outlook import Outlook
+from lockstep.train.step_time import PhaseTime
+from lockstep.train.step_work import OnlineSteps, StepWork
+from shapes import SHAPES
+
+RESULTS = Path(__file__).parent / "results"
+# As files of bench/grpo_step.py call it.
+NAMES = {"half-billion": "qwen2.5-0.5b"}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    what: str
+    predicted: float
+    measured: float
+    unit: str = "s"
+    fitted: bool = False
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    def line(self) -> str:
+        numbers = f"{self.predicted:10,.3f} {self.measured:10,.3f} {self.unit:3} {self.error:+8.1%}"
+        return f"{self.what:48} {numbers}{'  fit' if self.fitted else ''}"
+
+
+@dataclass(frozen=True)
+class EqualRows:
+    """Updates of rows that are all as long, and trained whole."""
+
+    count: int
+    length: int
+
+    def work(self, recipe: Recipe) -> StepWork:
+        tokens = self.count * self.length
+        return StepWork(self.count, tokens, tokens * self.length, tokens, self.count * (self.length - 1))
+
+    def longest(self, recipe: Recipe) -> int:
+        return self.length
+
+    def rows(self, recipe: Recipe) -> int:
+        return self.count
+
+
+def recipe_of(values: dict[str, Any]) -> Recipe:
+    model = {"path": "model", "dtype": "bf16", **values.pop("model", {})}
+    return with_derived_defaults(
+        Recipe.model_validate(with_method_defaults({"model": model, "data": {"train": "rows"}, **values}))
+    )
+
+
+def seconds(times: list[PhaseTime] | None) -> float:
+    assert times is not None
+    return sum(phase.open for phase in times)
+
+
+def gigabytes(outlook: Outlook, cluster: TargetCluster) -> float:
+    return max(phase.total for phase in outlook.phases(cluster)) / 1e9
+
+
+def sft_rows(cluster: TargetCluster) -> Iterator[Prediction]:
+    for name in ("0.5b", "1.5b"):
+        record = json.loads((RESULTS / f"sft_h200_bf16_{name}_1024.json").read_text())
+        settings, case = record["settings"], record["cases"]["equal"]
+        batch = {"tokens": settings["tokens"], "rows_per_update": settings["rows"]}
+        recipe = recipe_of({"method": "sft", "batch": batch})
+        steps = EqualRows(settings["rows"], settings["length"])
+        outlook = Outlook.of(recipe, SHAPES[settings["shape"]].config(), steps)
+        measured = steps.count * steps.length / case["sides"]["lockstep"]["tokens_per_second"]["median"]
+        what = f"SFT {settings['shape']}, {steps.count} x {steps.length}"
+        yield Prediction(what, seconds(outlook.times(cluster)), measured, fitted=True)
+        yield Prediction(what, gigabytes(outlook, cluster), case["peak_gb"], "GB")
+
+
+def grpo_rows(cluster: TargetCluster) -> Iterator[Prediction]:
+    for name in ("32x8", "128x8"):
+        record = json.loads((RESULTS / f"grpo_step_h200_bf16_0.5b_{name}.json").read_text())
+        settings, case = record["settings"], record["cases"]["equal"]
+        prompt, response = settings["prompt_tokens"], settings["max_tokens"]
+        rollout = {"n": settings["n"], "max_tokens": response, "free_cache": False}
+        if settings["sequences"]:
+            rollout["max_sequences"] = settings["sequences"]
+        batch = {"prompts": settings["prompts"], "tokens": settings["tokens"]}
+        recipe = recipe_of({"method": "grpo", "batch": batch, "rollout": rollout})
+        config = SHAPES[NAMES[settings["shape"]]].config()
+        outlook = Outlook.of(recipe, config, OnlineSteps(prompt, response, prompt))
+        times = outlook.times(cluster)
+        phases, what = case["our_phases"], f"GRPO 0.5B {name}, {prompt} + {response}"
+        for phase, key in zip(times or [], ("gen", "ref", "update_actor"), strict=True):
+            yield Prediction(f"{what}: {phase.name}", phase.open, phases[key])
+        yield Prediction(f"{what}: step", seconds(times), case["sides"]["lockstep"]["seconds_per_step"]["median"])
+        yield Prediction(what, gigabytes(outlook, cluster), case["efficiency"]["peak_gb"], "GB")
+
+
+def engine_rows(cluster: TargetCluster) -> Iterator[Prediction]:
+    for file in ("256", "128x8"):
+        record = json.loads((RESULTS / f"engine_h200_bf16_{file}.json").read_text())
+        for shape, cases in record["shapes"].items():
+            for work, case in cases.items():
+                prompts, n, prompt, response = (
+                    int(word.strip("()")) for word in work.replace("x", " ").replace("+", " ").split()
+                )
+                rollout = {"n": n, "max_tokens": response, "max_sequences": prompts * n}
+                recipe = recipe_of({"method": "grpo", "batch": {"prompts": prompts}, "rollout": rollout})
+                outlook = Outlook.of(recipe, SHAPES[shape].config(), OnlineSteps(prompt, response, prompt))
+                (generate, *_) = outlook.times(cluster) or []
+                measured = case["prefill_seconds"] + response * case["decode_milliseconds"] / 1e3
+                yield Prediction(f"engine {shape}, {work}", generate.open, measured, fitted=True)
+
+
+def published_rows() -> Iterator[Prediction]:
+    """NeMo RL 0.5.0, GRPO of Llama 3.1 8B on 16 H100, 64 prompts x 32 responses, 1,019 tokens on average of at most
+    4,096, 4 updates a step: 92.8 s. https://docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html. Nothing is
+    said of the prompts' length; 100 tokens are taken. It is the time of another framework: what is predicted is ours.
+    """
+    config = transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    recipe = recipe_of(
+        {
+            "method": "grpo",
+            "model": {"gradient_checkpointing": True},
+            "batch": {"prompts": 64, "prompts_per_update": 16, "tokens": 8192},
+            "rollout": {"n": 32, "max_tokens": 3996, "max_sequences": 128},
+        }
+    )
+    cluster = cluster_named("2x8:h100")
+    times = Outlook.of(recipe, config, OnlineSteps(100, 919, 100)).times(cluster) or []
+    yield Prediction("NeMo RL, 8B on 16 H100, responses end together", sum(phase.hidden for phase in times), 92.8)
+    yield Prediction("  the same, one goes on to the limit", seconds(times), 92.8)
+
+
+# Sizes of a decoder, then rows, their length and the tokens of a micro-batch. Two numbers are fitted to the four.
+CPU_UPDATES = (
+    ({"hidden": 64, "layers": 2, "inner": 172, "heads": 4, "keys": 1, "vocabulary": 300}, (32, 256, 4096)),
+    ({"hidden": 512, "layers": 8, "inner": 1408, "heads": 8, "keys": 2, "vocabulary": 4000}, (4, 256, 1024)),
+    ({"hidden": 256, "layers": 4, "inner": 1024, "heads": 4, "keys": 1, "vocabulary": 2000}, (8, 256, 1024)),
+    ({"hidden": 256, "layers": 4, "inner": 1024, "heads": 4, "keys": 1, "vocabulary": 2000}, (32, 64, 1024)),
+)
+# The same sizes: prompts, responses to each, tokens of prompts and of responses; the first one is fitted.
+CPU_GENERATION = ((0, (8, 4, 64, 64)), (2, (4, 4, 64, 64)))
+
+
+def cpu_config(sizes: dict[str, int]) -> Any:
+    return transformers.Qwen2Config(
+        vocab_size=sizes["vocabulary"],
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["inner"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["keys"],
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+
+
+def cpu_rows() -> Iterator[Prediction]:
+    cluster, record = cluster_named("1x1:cpu"), json.loads((RESULTS / "predictions_cpu.json").read_text())
+    for number, (sizes, (count, length, tokens)) in enumerate(CPU_UPDATES):
+        batch = {"tokens": tokens, "rows_per_update": count}
+        recipe = recipe_of({"method": "sft", "model": {"dtype": "fp32"}, "batch": batch})
+        outlook = Outlook.of(recipe, cpu_config(sizes), EqualRows(count, length))
+        what = f"CPU update, {sizes['hidden']} x {sizes['layers']}, {count} x {length}"
+        yield Prediction(what, seconds(outlook.times(cluster)), record["updates"][number], fitted=True)
+    for number, (place, (prompts, n, prompt, response)) in enumerate(CPU_GENERATION):
+        sizes = CPU_UPDATES[place][0]
+        rollout = {"n": n, "max_tokens": response}
+        values = {"method": "grpo", "model": {"dtype": "fp32"}, "batch": {"prompts": prompts}, "rollout": rollout}
+        outlook = Outlook.of(recipe_of(values), cpu_config(sizes), OnlineSteps(prompt, response, prompt))
+        what = f"CPU generation, {sizes['hidden']} x {sizes['layers']}, {prompts} x {n}"
+        (generate, *_) = outlook.times(cluster) or []
+        yield Prediction(what, generate.open, record["generation"][number], fitted=number == 0)
+
+
+def measure_cpu() -> dict[str, Any]:
+    """The rows above, each the better of two."""
+    import torch
+
+    from lockstep.device.select import select
+    from report import machine
+
+    torch.set_num_threads(1)
+    record = {"machine": machine(select("cpu"))}
+    record["updates"] = [measured_update(sizes, *work) for sizes, work in CPU_UPDATES]
+    record["generation"] = [measured_generation(CPU_UPDATES[place][0], *work) for place, work in CPU_GENERATION]
+    record["machine"]["load_after"] = round(os.getloadavg()[0], 1)
+    return record
+
+
+def measured_update(sizes: dict[str, int], count: int, length: int, tokens: int) -> float:
+    import torch
+
+    from lockstep.data.batching import micro_batch
+    from lockstep.device.select import select
+    from lockstep.methods.sft import token_loss
+    from lockstep.model.load import load_policy
+    from lockstep.parallel.world import World
+    from lockstep.train.optim import Optimizer
+    from lockstep.train.step import Learner
+    from lockstep.types import Example, Origin
+
+    device = select("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(cpu_config(sizes)).save_pretrained(folder)
+        recipe = recipe_of({"method": "sft", "model": {"path": folder, "dtype": "fp32"}, "batch": {"tokens": tokens}})
+        policy = load_policy(recipe.model, device.torch_device(), device.attention, seed=0)
+    optimizer = Optimizer(policy.trainable(), recipe.optim, masters=False, fused=True, kernel=device.adamw)
+    learner = Learner(policy, optimizer, device.torch_device(), World())
+    ids = torch.randint(sizes["vocabulary"], (count, length)).tolist()
+    rows = [Example(row, [1] * length, Origin("random", number)) for number, row in enumerate(ids)]
+    each = tokens // length
+    batches = [micro_batch(rows[at : at + each], packed=True, pad_id=0) for at in range(0, count, each)]
+    found = []
+    for _ in range(2):
+        began = time.process_time()
+        learner.forward_backward(batches, token_loss)
+        learner.optim_step(1e-5)
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+def measured_generation(sizes: dict[str, int], prompts: int, n: int, prompt: int, response: int) -> float:
+    import torch
+
+    from lockstep.device.select import select
+    from lockstep.model.load import load_policy
+    from lockstep.rollout.native.engine import NativeEngine
+    from lockstep.types import Request, Sampling
+
+    device = select("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(cpu_config(sizes)).save_pretrained(folder)
+        recipe = recipe_of({"method": "grpo", "model": {"path": folder, "dtype": "fp32"}})
+        policy = load_policy(recipe.model, device.torch_device(), device.attention, seed=0)
+    engine = NativeEngine(policy, device, recipe.rollout, lambda ids: "")
+    ids = torch.randint(sizes["vocabulary"], (prompts, prompt)).tolist()
+    requests = [Request(row, number, n) for number, row in enumerate(ids)]
+    found = []
+    for _ in range(2):
+        began = time.process_time()
+        list(engine.generate(requests, Sampling(response, seed=0)))
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+def predictions() -> list[Prediction]:
+    cluster = cluster_named("1x1:h200")
+    return [*engine_rows(cluster), *sft_rows(cluster), *grpo_rows(cluster), *cpu_rows(), *published_rows()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", type=Path, metavar="OUT", help="measure the rows of the CPU on this machine")
+    args = parser.parse_args()
+    if args.measure:
+        args.measure.write_text(json.dumps(measure_cpu(), indent=1) + "\n", encoding="utf-8")
+    print(f"{'':48} {'predicted':>10} {'measured':>10}")
+    for prediction in predictions():
+        print(prediction.line())
+
+
+if __name__ == "__main__":
+    main()

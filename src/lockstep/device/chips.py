@@ -1,0 +1,212 @@
+"""What is known of devices that need not be here: memory, arithmetic, links, and how much of it our code reaches.
+
+Figures are the makers' unless a comment says that they were measured; each row names its sources. A device is what
+torch counts as one: of an Ascend 910C, which holds two dies, a die. Links are bytes a second in one direction, of one
+device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What our kernels make of a chip, as measured."""
+
+    attention: float
+    """Share of the speed of large products that attention over packed rows has, forward and backward."""
+    layer_passes: float
+    """How often an update goes over what the layers keep for the backward pass, at the speed of memory."""
+    head_passes: float
+    """The same over the logits in fp32."""
+    optimizer_passes: float
+    """Times of an AdamW step over that of its bytes."""
+    decoding: float
+    """Share of the speed of large products in a decoding step."""
+    reading: float
+    """Speed of reading the KV cache over that of a copy."""
+    layer_seconds: float
+    """Of a decoding step, besides arithmetic and memory, for each layer."""
+    micro_batch_seconds: float = 0.0
+    """The same of a micro-batch's forward and backward pass."""
+
+
+# On one H200 with bf16. Decoding: the three numbers are a fit to six rows of bench/results/engine_h200_*.json, which it
+# meets within 2.2 %. Attention and AdamW: the profile of an update in docs/speed.md (17 and 9 of 125 ms, floors 2.7 and
+# 3.4). The passes over layers and logits: what the two rows of bench/results/sft_h200_bf16_*_1024.json leave.
+H200_REACHED = Reached(
+    attention=0.16,
+    layer_passes=4.43,
+    head_passes=11.0,
+    optimizer_passes=2.6,
+    decoding=0.748,
+    reading=1.07,
+    layer_seconds=50.8e-6,
+)
+# On one core with fp32: a fit to rows of bench/results/predictions_cpu.json, as bench/predictions.py says.
+CORE_REACHED = Reached(
+    attention=0.228,
+    layer_passes=77.0,
+    head_passes=0.0,
+    optimizer_passes=1.0,
+    decoding=1.0,
+    reading=1.0,
+    layer_seconds=4.36e-3,
+)
+# Large products and copies on that card, 790 TFLOP/s and 4.3 TB/s, as shares of the maker's 989 and 4.8. Taken for
+# every chip whose own were not measured.
+PRODUCTS, COPIES = 790 / 989, 4.3 / 4.8
+# Of a link in a large collective. Not measured by us.
+LINKS = 0.75
+
+
+@dataclass(frozen=True)
+class ChipFacts:
+    """A device of the table."""
+
+    name: str
+    kind: str
+    """Name of its class in `device/select.py`."""
+    memory: int | None
+    """Bytes; None for the machine at hand, whose processes share it."""
+    half: float | None
+    """Dense matrix FLOP/s in bfloat16; None where we do not know it."""
+    single: float | None
+    """The same in float32, as torch computes it by default."""
+    bandwidth: float
+    """Bytes a second of its memory."""
+    inside: float
+    """Link to the devices of its node."""
+    between: float
+    """Link to other nodes."""
+    host: float
+    """Link to the host's memory."""
+    reached: Reached = H200_REACHED
+    measured: bool = False
+    """Whether `reached`, the speed of products and that of memory were measured on it."""
+    most_nodes: int | None = None
+    """Up to how many nodes `between` holds."""
+
+    @property
+    def products(self) -> float:
+        """Share of the maker's FLOP/s that a large product reaches."""
+        return 1.0 if self.measured else PRODUCTS
+
+    @property
+    def copies(self) -> float:
+        return 1.0 if self.measured else COPIES
+
+    def flops(self, size: int) -> float | None:
+        """Of large products of numbers of that many bytes; None where it is not known."""
+        peak = self.single if size == 4 else self.half
+        return None if peak is None else peak * self.products
+
+    @property
+    def memory_speed(self) -> float:
+        return self.bandwidth * self.copies
+
+
+_GB = 10**9
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        # Memory as torch reports it there (bench/results/memory_h200.json). Products and copies measured; the maker
+        # says 989 TFLOP/s and 4.8 TB/s. NVLink 4: 900 GB/s both ways; ConnectX-7: 400 Gbit/s a GPU; PCIe 5 x16.
+        # float32 is the maker's times the same share. https://www.nvidia.com/en-us/data-center/h200/; links also in
+        # github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json.
+        ChipFacts(
+            "h200",
+            "cuda",
+            memory=150_109_880_320,
+            half=790e12,
+            single=67e12 * PRODUCTS,
+            bandwidth=4.3e12,
+            inside=450 * _GB,
+            between=50 * _GB,
+            host=64 * _GB,
+            measured=True,
+        ),
+        # SXM. https://www.nvidia.com/en-us/data-center/h100/: 80 GB, 3.35 TB/s, 989 TFLOP/s dense, NVLink 900 GB/s both
+        # ways. DGX H100: a ConnectX-7 of 400 Gbit/s a GPU.
+        ChipFacts(
+            "h100",
+            "cuda",
+            memory=80 * 2**30,
+            half=989e12,
+            single=67e12,
+            bandwidth=3.35e12,
+            inside=450 * _GB,
+            between=50 * _GB,
+            host=64 * _GB,
+        ),
+        # SXM. https://www.nvidia.com/en-us/data-center/a100/: 80 GB, 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both
+        # ways. DGX A100: a ConnectX-6 of 200 Gbit/s a GPU; PCIe 4 x16.
+        ChipFacts(
+            "a100-80g",
+            "cuda",
+            memory=80 * 2**30,
+            half=312e12,
+            single=19.5e12,
+            bandwidth=2.039e12,
+            inside=300 * _GB,
+            between=25 * _GB,
+            host=32 * _GB,
+        ),
+        # Ascend 910B3, the slowest of those with 64 GB. Arithmetic: `device/npu.py`. Memory 1.6 TB/s; 7 HCCS links of
+        # 28 GB/s each way to the 7 others (392 GB/s both ways): https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/;
+        # 200 Gbit/s RoCE a device. To the host: 17 GB/s, measured by others (github.com/xiaojia151/Hixl,
+        # benchmarks/A2_benchmark_performance.md, which has 19.3 GB/s on one HCCS link). Not run by us on that hardware.
+        ChipFacts(
+            "atlas-800t-a2",
+            "npu",
+            memory=64 * 2**30,
+            half=294.9e12,
+            single=None,
+            bandwidth=1.6e12,
+            inside=196 * _GB,
+            between=25 * _GB,
+            host=17 * _GB,
+        ),
+        # A die of an Ascend 910C in a super-node of 48 nodes of 16 dies (Atlas 900 A3, CloudMatrix384):
+        # https://arxiv.org/abs/2506.12708: 64 GB and 1.6 TB/s a die, the unified bus 196 GB/s a die and direction,
+        # inside a node and between nodes alike. Arithmetic: `device/npu.py`. To the host: as for 910B. Not run by us.
+        ChipFacts(
+            "atlas-a3",
+            "npu",
+            memory=64 * 2**30,
+            half=353.9e12,
+            single=None,
+            bandwidth=1.6e12,
+            inside=196 * _GB,
+            between=196 * _GB,
+            host=17 * _GB,
+            most_nodes=48,
+        ),
+        # One core of an Arm Neoverse N1, measured with torch 2.13 on one thread: a product of 1,024^3 in fp32, a copy.
+        # bfloat16 has no arithmetic there. Processes of a machine share its memory; the links between them, gloo's over
+        # the loopback, are a guess.
+        ChipFacts(
+            "cpu",
+            "cpu",
+            memory=None,
+            half=None,
+            single=35.5e9,
+            bandwidth=34 * _GB,
+            inside=1 * _GB,
+            between=1 * _GB,
+            host=34 * _GB,
+            reached=CORE_REACHED,
+            measured=True,
+        ),
+    )
+}
+
+
+def chip_named(name: str) -> ChipFacts | None:
+    return CHIPS.get(name.lower())
+
+
+def nearest_chip(name: str) -> str | None:
+    return next(iter(get_close_matches(name.lower(), CHIPS, n=1, cutoff=0.5)), None)

@@ -1,0 +1,363 @@
+"""`lockstep plan --cluster`: links and times against hand computations, predictions against what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config
+
+from hand_rollouts import recipe_of
+from lockstep.commands.plan_cluster import show_cluster_plan
+from lockstep.device.chips import CHIPS, LINKS, ChipFacts, Reached
+from lockstep.errors import Refusal
+from lockstep.recipe import load_recipe
+from lockstep.recipe.parallel import Parallel
+from lockstep.recipe.section import Field
+from lockstep.train.cluster import Members, TargetCluster, cluster_named
+from lockstep.train.fitting import fitting, with_keys
+from lockstep.train.outlook import Outlook, refuse_over, refuse_uncounted
+from lockstep.train.step_time import PhaseTime
+from lockstep.train.step_work import OnlineSteps
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+from predictions import EqualRows, predictions
+
+# Everything is reached, but for what a test asks for: the floors themselves.
+ALL = Reached(1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0)
+ROUND = ChipFacts(
+    "round",
+    "cpu",
+    memory=10**6,
+    half=1e6,
+    single=1e6,
+    bandwidth=1e5,
+    inside=1000,
+    between=100,
+    host=500,
+    reached=ALL,
+    measured=True,
+)
+CONFIG = Qwen2Config(
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+)
+# Queries and output, keys and values, feed-forward; the head.
+MULTIPLIED = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 100 * 64
+PARAMETERS = MULTIPLIED + 100 * 64 + 2 * (64 + 32 + 32 + 2 * 64) + 64
+
+
+# -- the name of a cluster --------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_is_nodes_devices_and_a_name() -> None:
+    cluster = cluster_named("2x8:Atlas-800T-A2")
+    assert (cluster.nodes, cluster.each, cluster.devices) == (2, 8, 16)
+    assert cluster.chip is CHIPS["atlas-800t-a2"]
+    assert str(cluster) == "2x8:atlas-800t-a2"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8:h200", "h200", "2x8", "0x8:h200", "2x0:h200", "-1x8:h200", "2 x 8:h200", "2x8:"]
+)
+def test_other_text_is_refused_with_the_grammar_and_the_devices(text: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        cluster_named(text)
+    (problem,) = caught.value.problems
+    assert problem.where == "--cluster"
+    assert "NODESxDEVICES:DEVICE" in problem.why
+    assert all(name in problem.remedy for name in ("h200", "h100", "a100-80g", "atlas-800t-a2", "atlas-a3", "cpu"))
+
+
+def test_an_unknown_device_is_refused_with_the_nearest() -> None:
+    with pytest.raises(Refusal, match=r"unknown device 'atlas-800-a2'\n.*did you mean atlas-800t-a2\?"):
+        cluster_named("2x8:atlas-800-a2")
+    with pytest.raises(Refusal, match="49 nodes, and the links between nodes of atlas-a3 are known for up to 48"):
+        cluster_named("49x16:atlas-a3")
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_of_ranks_on_nodes() -> None:
+    cluster = TargetCluster(4, 8, ROUND)
+    assert cluster.neighbours(4) == Members(1, 4)
+    assert cluster.neighbours(16) == Members(2, 8)
+    # Four slices a copy: of 8 copies two are on each node.
+    assert cluster.apart(8, 4) == Members(4, 2)
+    assert cluster.apart(2, 4) == Members(1, 2)
+    # A copy is a node or more: each of the others is on another node.
+    assert cluster.apart(4, 8) == Members(4, 1)
+    assert cluster.apart(2, 16) == Members(2, 1)
+
+
+def test_a_gathering_by_hand() -> None:
+    one, two = TargetCluster(1, 8, ROUND), TargetCluster(2, 8, ROUND)
+    # 7/8 of 8,000 bytes over 1,000 a second.
+    assert one.gather_seconds(8000, Members(1, 8)) == pytest.approx(7 / LINKS)
+    # Half of 16,000 comes from the other node, over the links of eight devices: 8,000 / 800. Inside 15/16 of it, 15 s.
+    assert two.gather_seconds(16000, Members(2, 8)) == pytest.approx(15 / LINKS)
+    # With a tenth of the speed between nodes those decide: 8,000 / 80.
+    slow = TargetCluster(2, 8, replace(ROUND, between=10))
+    assert slow.gather_seconds(16000, Members(2, 8)) == pytest.approx(100 / LINKS)
+    # One member a node has one link, and none inside.
+    assert two.gather_seconds(16000, Members(2, 1)) == pytest.approx(80 / LINKS)
+    assert two.sum_seconds(16000, Members(2, 1)) == pytest.approx(160 / LINKS)
+    assert one.gather_seconds(8000, Members(1, 1)) == 0
+    assert one.exchange_seconds(3000, Members(1, 2)) == pytest.approx(3 / LINKS)
+    assert two.exchange_seconds(3000, Members(2, 8)) == pytest.approx(30 / LINKS)
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+ONLINE_KEYS = {"batch__prompts": 4, "batch__tokens": 400, "rollout__n": 3, "rollout__max_tokens": 40}
+
+
+def times(cluster: TargetCluster, steps: Any = None, **keys: Any) -> dict[str, PhaseTime]:
+    keys = keys if keys.get("method") == "sft" else {**ONLINE_KEYS, **keys}
+    outlook = Outlook.of(recipe_of(**keys), CONFIG, steps or OnlineSteps(10, 40, 10))
+    return {time.name: time for time in outlook.times(cluster) or []}
+
+
+def test_an_update_by_hand() -> None:
+    """8 rows of 50 tokens, 49 of them targets, in fp32 on one device."""
+    keys = {"method": "sft", "batch__rows_per_update": 8, "batch__tokens": 400}
+    (update,) = times(TargetCluster(1, 1, ROUND), EqualRows(8, 50), **keys).values()
+    layers = MULTIPLIED - 6400
+    products = 6 * (layers * 400 + 6400 * 392) / 1e6
+    # 6 L Hq d S^2.
+    attention = 6 * (2 * 4 * 16) * 8 * 2500 / 1e6
+    # Gradient, weight and two moments in fp32: the gradient read, the others read and written.
+    adamw = PARAMETERS * 28 / 1e5
+    assert update.computing == pytest.approx(products + attention + adamw)
+    assert update.links == update.host == 0
+
+
+def test_generation_by_hand() -> None:
+    """12 sequences at once, prompts of 10 and responses of 40."""
+    found = times(TargetCluster(1, 1, ROUND))["generate"]
+    read, product = 4 * MULTIPLIED / 1e5, 2 * MULTIPLIED * 12 / 1e6
+    # Two layers of keys and values of two heads of 16 in fp32, for 12 sequences of 30 tokens on average.
+    cache = 12 * 30 * (2 * 2 * 2 * 16) * 4 / 1e5
+    prompts = (2 * ((MULTIPLIED - 6400) * 40 + 6400 * 4) + 2 * 128 * 4 * 100) / 1e6
+    assert found.computing == pytest.approx(40 * (max(read, product) + cache) + prompts)
+    assert found.tail == 0
+    # On two devices each answers two prompts, and at half the responses' length a long one is waited for alone.
+    two = times(TargetCluster(1, 2, ROUND), OnlineSteps(10, 20, 10))["generate"]
+    cache, prompts = 6 * 20 * 128 * 4 / 1e5, prompts / 2
+    assert two.computing == pytest.approx(20 * (max(read, product / 2) + cache) + prompts)
+    assert two.tail == pytest.approx(20 * (read + 50 * 128 * 4 / 1e5))
+    assert two.traffic.gathered == 4 * PARAMETERS / 2
+
+
+def test_what_sharded_ranks_send_by_hand() -> None:
+    """Four devices as two copies of two slices; 12 sequences of 50 tokens, a prompt once for its three responses."""
+    found = times(TargetCluster(1, 4, ROUND), parallel__shard=2)
+    # 4 x (10 + 3 x 40) tokens are 520, on 4 devices with room for 400: one micro-batch each.
+    whole = 4 * PARAMETERS
+    assert found["reference"].traffic.gathered == 4 * MULTIPLIED / 2
+    update = found["update"].traffic
+    assert (update.gathered, update.scattered) == (2 * whole / 2, whole / 2)
+    # The slice of a gradient, there and back, over two copies.
+    assert update.summed == 2 * (whole / 2) / 2
+    assert found["update"].links == pytest.approx((whole + whole / 2 + whole / 2) / 1000 / LINKS)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "gather", "ulysses"])
+def test_what_divided_sequences_send_by_hand(layout: str) -> None:
+    """Two devices, each with half of 600 tokens; nothing is shared."""
+    keys = {"parallel__context": 2, "parallel__context_layout": layout, "batch__tokens": 500}
+    alone, found = times(TargetCluster(1, 2, ROUND), batch__tokens=1000), times(TargetCluster(1, 2, ROUND), **keys)
+    cached, heads = 2 * 2 * 2 * 16, 2 * 4 * 16
+    keys_and_values = 300 * cached * 4
+    if layout == "ulysses":
+        # Queries, outputs, keys and values, half of which stays; and once more backward.
+        assert found["update"].traffic.exchanged == 2 * 300 * (2 * heads + cached) * 4 / 2
+        assert found["reference"].traffic.exchanged == 300 * (2 * heads + cached) * 4 / 2
+    elif layout == "zigzag":
+        # Forward one hop; backward one hop, and two of the gradients.
+        assert found["update"].traffic.exchanged == keys_and_values * 4
+        assert found["reference"].traffic.exchanged == keys_and_values
+    else:
+        assert found["update"].traffic.gathered - alone["update"].traffic.gathered == keys_and_values * 2
+        assert found["update"].traffic.scattered - alone["update"].traffic.scattered == keys_and_values
+    assert found["update"].links > alone["update"].links
+
+
+def test_what_lives_on_the_host_is_copied() -> None:
+    kept, moved = (
+        times(TargetCluster(1, 1, ROUND), parallel__offload=kind)["update"] for kind in ("none", "optimizer")
+    )
+    # Two moments in fp32, there and back, at 500 bytes a second.
+    assert moved.host - kept.host == pytest.approx(2 * 2 * 4 * PARAMETERS / 500)
+    assert moved.open > kept.open
+    assert kept.hidden == kept.open
+
+
+def test_a_critic_is_scored_and_updated_too() -> None:
+    assert list(times(TargetCluster(1, 1, ROUND), method="ppo", rollout__n=1)) == [
+        *("generate", "reference", "old probs", "values", "update", "critic"),
+    ]
+
+
+# -- predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_predictions_are_near_what_was_measured() -> None:
+    """As docs/scale.md says. Another framework's time is no measure of ours."""
+    found = [one for one in predictions() if "NeMo" not in one.what and "the same" not in one.what]
+    core = [one for one in found if one.what.startswith("CPU")]
+    assert len(core) == 6
+    assert all(abs(one.error) < (0.15 if "update" in one.what else 0.35) for one in core)
+    found = [one for one in found if one not in core]
+    seconds = [one for one in found if one.unit == "s"]
+    steps = [one for one in seconds if one.what.endswith("step")]
+    assert (len(steps), len(seconds), len(found)) == (2, 16, 20)
+    assert all(abs(one.error) < 0.001 for one in seconds if one.what.startswith("SFT"))
+    assert all(abs(one.error) < 0.06 for one in seconds if one.what.startswith("engine"))
+    assert all(abs(one.error) < 0.09 for one in seconds)
+    # Memory is planned, not fitted; more than was measured, never less.
+    assert all(0 <= one.error < 0.13 for one in found if one.unit == "GB")
+
+
+# -- what fits --------------------------------------------------------------------------------------------------------
+
+
+def small(memory: int, each: int = 1, **keys: Any) -> tuple[Outlook, TargetCluster]:
+    keys = {"batch__prompts": 4, "batch__tokens": 4000, "rollout__n": 8, "rollout__max_tokens": 40, **keys}
+    return Outlook.of(recipe_of(**keys), CONFIG, OnlineSteps(10, 40, 10)), TargetCluster(
+        1, each, replace(ROUND, memory=memory)
+    )
+
+
+@pytest.mark.parametrize(("memory", "each"), [(6_000_000, 1), (3_000_000, 1), (2_500_000, 2), (1_500_000, 4)])
+def test_what_is_proposed_fits_and_may_be_said(memory: int, each: int) -> None:
+    outlook, cluster = small(memory, each)
+    assert outlook.over(cluster)
+    found = fitting(outlook, cluster)
+    assert found is not None
+    changed = outlook.with_recipe(with_keys(outlook.recipe, found.keys))
+    assert not changed.over(found.cluster)
+    assert changed.recipe.line_tokens is not None
+    assert changed.recipe.line_tokens >= 50
+    assert all(f"{key}=" in str(found) for key in found.keys)
+
+
+def test_what_a_recipe_may_not_say_is_not_proposed() -> None:
+    """A tape holds no optimizer that lives on the host."""
+    free, taped = (small(1_400_000, 1, **keys) for keys in ({}, {"tape__record": True}))
+    found, other = fitting(*free), fitting(*taped)
+    assert found is not None
+    assert found.keys["parallel.offload"] == "optimizer"
+    assert other is not None
+    assert "parallel.offload" not in other.keys
+
+
+def test_a_fit_takes_the_fastest_way() -> None:
+    """Half a micro-batch is enough, and costs less than computing layers twice or moving the optimizer."""
+    outlook, cluster = small(7_000_000, 1)
+    found = fitting(outlook, cluster)
+    assert found is not None
+    assert list(found.keys) == ["batch.tokens"]
+
+
+def test_where_no_keys_help_more_nodes_do_or_nothing() -> None:
+    """In slices the state is small, and weights that are whole for a moment still fit."""
+    recipe = recipe_of(method="sft", batch__rows_per_update=8, batch__tokens=50, model__gradient_checkpointing=True)
+    outlook, cluster = Outlook.of(recipe, CONFIG, EqualRows(8, 50)), TargetCluster(1, 1, replace(ROUND, memory=420_000))
+    assert outlook.over(cluster)
+    found = fitting(outlook, cluster)
+    assert found is not None
+    assert found.cluster.nodes > 1
+    outlook, cluster = small(100_000, 1)
+    assert fitting(outlook, cluster) is None
+    with pytest.raises(Refusal) as caught:
+        refuse_over(outlook, cluster, None)
+    phases = [problem.where for problem in caught.value.problems]
+    assert {"load on 1x1:round", "generate on 1x1:round", "update on 1x1:round"} <= set(phases)
+    largest = outlook.over(cluster)[0]
+    assert f"({largest.total:,} bytes)" in caught.value.problems[0].why
+    assert "no keys make it fit" in caught.value.problems[0].remedy
+
+
+def test_a_key_that_is_not_counted_is_refused() -> None:
+    class More(Parallel):
+        pipeline: int = Field(1, description="Stages.")
+
+    refuse_uncounted(More())
+    refuse_uncounted(More(pipeline=1))
+    with pytest.raises(Refusal, match=r"parallel\.pipeline: is not in the cost model"):
+        refuse_uncounted(More(pipeline=2))
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def online_file(tmp_path: Path, tiny_folder: Path) -> str:
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"{i}+1?"}],
+            "reward_model": {"ground_truth": "4"},
+        }
+        for i in range(20)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "recipe.yaml").write_text(
+        f"method: ppo\nrun: {{name: planned, epochs: 1}}\nmodel: {{path: {tiny_folder}, dtype: bf16}}\n"
+        f"data: {{train: {tmp_path / 'rows.jsonl'}}}\nreward: {{rules: {{sums: gsm8k}}}}\n"
+        "batch: {prompts: 8, tokens: 512}\nrollout: {max_tokens: 32}\n"
+    )
+    return str(tmp_path / "recipe.yaml")
+
+
+def test_the_command_tells_memory_time_and_traffic_in_80_columns(
+    online_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_cluster_plan(load_recipe(online_file, []), "2x8:atlas-800t-a2", 16)
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    for phase in ("load", "generate", "reference", "update", "save", "old probs", "values", "critic"):
+        assert f"│ {phase} " in said
+    assert "a step: " in said
+    assert "all-gather" in said
+    assert "nothing was run on it" in " ".join(said.split())
+    assert "fits: atlas-800t-a2 has 64.0 GiB" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "cluster", "response", "where"),
+    [
+        (["parallel.devices=4"], "1x8:h200", None, "parallel.devices"),
+        (["parallel.shard=3"], "1x8:h200", None, "parallel.shard"),
+        ([], "1x1:h200", 33, "--response-tokens"),
+        (["parallel.offload=params"], "1x1:h200", None, "parallel.offload"),
+    ],
+    ids=str,
+)
+def test_the_command_refuses(
+    online_file: str, words: list[str], cluster: str, response: int | None, where: str
+) -> None:
+    with pytest.raises(Refusal) as caught:
+        show_cluster_plan(load_recipe(online_file, words), cluster, response)
+    assert where in [problem.where for problem in caught.value.problems]
+
+
+def test_no_time_is_told_where_the_table_has_no_figure(online_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show_cluster_plan(load_recipe(online_file, ["model.dtype=fp32"]), "1x1:atlas-a3", None)
+    said = capsys.readouterr().out
+    assert "no time: the table has no FLOP/s of atlas-a3 in fp32" in said
+    assert "tokens a second" not in said
