@@ -14,7 +14,7 @@ from lockstep.recipe.methods import (
     reference_kind,
     sections_read,
 )
-from lockstep.recipe.rows import estimator_row, loss_row
+from lockstep.recipe.rows import ENGINES, estimator_row, loss_row
 from lockstep.recipe.schema import Data, Recipe
 from lockstep.recipe.section import Section
 
@@ -223,6 +223,7 @@ def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _online_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _rollout_problems(recipe)
+    yield from _server_problems(recipe)
     if recipe.data.val:
         yield Problem("data.val", "online methods validate on questions", "use val.questions")
     if recipe.data.overlong == "truncate_right":
@@ -264,6 +265,40 @@ def _rollout_problems(recipe: Recipe) -> Iterator[Problem]:
             "responses would come from a truncated distribution while the trainer scores the whole one: every ratio of "
             "new to old probability would be off",
             "remove it, or say rollout.truncated=mask (the trainer truncates too) or ignore",
+        )
+
+
+def _server_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Keys of a serving engine without one, and what cannot be had of one."""
+    rollout = recipe.rollout
+    if not ENGINES[rollout.engine].served:
+        for key in ("url", "server", "sleep"):
+            if getattr(rollout, key) != type(rollout).model_fields[key].get_default(call_default_factory=True):
+                yield Problem(
+                    f"rollout.{key}",
+                    f"engine {rollout.engine} is no server",
+                    f"set rollout.engine to {' or '.join(name for name, row in ENGINES.items() if row.served)}",
+                )
+        return
+    if rollout.url is not None:
+        # What is left of the section says how to reach a server, not how to start one.
+        for key in ("devices", "tensor_parallel", "args", "env", "python"):
+            known = type(rollout.server).model_fields[key]
+            if getattr(rollout.server, key) != known.get_default(call_default_factory=True):
+                yield Problem(
+                    f"rollout.server.{key}", "the server at rollout.url is not started by lockstep", "remove it"
+                )
+    if rollout.max_staleness is not None:
+        yield Problem(
+            "rollout.max_staleness",
+            f"the process that generates beside training does not run engine {rollout.engine}",
+            "remove one of them",
+        )
+    if rollout.truncated == "ignore":
+        yield Problem(
+            "rollout.truncated",
+            f"engine {rollout.engine} tells log-probs of the truncated distribution, which the trainer would not score",
+            "use mask: the trainer truncates too",
         )
 
 
@@ -347,7 +382,8 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
     if model.lora and model.lora.alpha is None:
         model = model.model_copy(update={"lora": model.lora.model_copy(update={"alpha": 2.0 * model.lora.rank})})
     algorithm = recipe.algorithm
-    if recipe.rollout.max_staleness and "weight" not in algorithm.correction.model_fields_set:
+    others = recipe.rollout.max_staleness or ENGINES[recipe.rollout.engine].served
+    if recipe.method in ONLINE and others and "weight" not in algorithm.correction.model_fields_set:
         correction = algorithm.correction.model_copy(update={"weight": "token"})
         recipe = recipe.model_copy(update={"algorithm": algorithm.model_copy(update={"correction": correction})})
     return recipe.model_copy(update={"run": run, "batch": batch, "model": model})

@@ -43,6 +43,9 @@ class EngineRow:
     paged: bool = False
     """Keys and values stay in blocks of ours between tokens: its architecture is tried on a miniature, and
     models whose positions move with the length are refused past what can be cached."""
+    served: bool = False
+    """A server with weights of its own generates (`rollout/server/`): it is started or found by `rollout.server` and
+    `rollout.url`, and its `open_engine` is told who and where the run is."""
 
 
 _BOUNDS = {"low": "clip_low", "high": "clip_high"}
@@ -73,6 +76,7 @@ LOSSES: dict[str, LossRow] = {
 ENGINES: dict[str, EngineRow] = {
     "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
+    "vllm": EngineRow("lockstep.rollout.server.vllm:open_engine", served=True),
 }
 TRACKERS: dict[str, str] = {
     "tensorboard": "lockstep.run.trackers.tensorboard:TensorboardSink",

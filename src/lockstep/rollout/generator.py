@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from pathlib import Path
+from tempfile import gettempdir
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,12 +26,14 @@ from lockstep.rollout.ending import end_ids
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.engines import engine_of
 from lockstep.rollout.function import FunctionEngine
+from lockstep.rollout.place import Place
 from lockstep.run.metrics import PhaseTimer
 from lockstep.types import Prompt, Rollout, Sampling
 
 
 class Generator:
-    """`end_tokens` end a response besides the model's own and the tokenizer's; `path` names the model in refusals."""
+    """`end_tokens` end a response besides the model's own and the tokenizer's; `path` names the model in refusals, and
+    to a server that is started. Its log goes to the folder `logs`."""
 
     def __init__(
         self,
@@ -40,13 +44,16 @@ class Generator:
         world: World,
         path: str,
         end_tokens: Sequence[int] = (),
+        logs: Path | None = None,
     ):
         self.policy, self.tokenizer, self.world = policy, tokenizer, world
         self.device = device.torch_device(world.local_rank)
-        self.engine = engine_of(settings, policy, device, tokenizer)
+        self.served = ENGINES[settings.engine].served
+        self.engine = engine_of(settings, policy, device, tokenizer, Place(world, path, logs or Path(gettempdir())))
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
         paged_on = device if ENGINES[settings.engine].paged else None
-        with self.whole_weights():
+        with self._closed_on_refusal(), self.whole_weights():
+            self.engine.sync(self.policy.stored.named_parameters())
             check_engine(self.engine, policy, self.device, path, paged_on=paged_on)
         self.responder: Engine = self.engine if settings.function is None else self._own(settings)
         """Who writes whole responses: the engine, or a function of the user's that asks it."""
@@ -93,8 +100,19 @@ class Generator:
     ) -> list[Rollout]:
         """`n` judged responses to each prompt, in order, the same on every rank. `keys` choose each prompt's noise."""
         with self.whole_weights():
-            self.engine.sync(self.policy.stored.named_parameters())
+            with phases("sync") if self.served else nullcontext():
+                self.engine.sync(self.policy.stored.named_parameters())
             return collect(self.responder, judge, prompts, keys, n, sampling, self.world, self.decode, phases, advance)
+
+    def after(self, updates: int) -> None:
+        """The weights have seen so many updates: told to an engine that has weights of its own."""
+        if self.served:
+            self.engine.updates = updates  # type: ignore[attr-defined]
+
+    def rest(self) -> None:
+        """Nothing is generated while the run trains: a server may give its memory back."""
+        if self.served:
+            self.engine.free()
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -108,6 +126,14 @@ class Generator:
                 self.policy(to_device(micro_batch([], packed=True, pad_id=0), self.device))
         with gathered(self.policy):
             yield
+
+    @contextmanager
+    def _closed_on_refusal(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.engine.close()
+            raise
 
     def close(self) -> None:
         self.engine.close()

