@@ -101,14 +101,12 @@ class Engine:
         return answers if asked.n > 1 else answers[0]
 
     def _model(self, adapter: str | None) -> Any:
-        if adapter is None:
-            return self.model
-        if adapter not in self.adapted:
-            from peft import PeftModel
+        return self.model if adapter is None else self.adapted[adapter]
 
-            whole = PeftModel.from_pretrained(copy.deepcopy(self.model), self.adapters[adapter])
-            self.adapted[adapter] = whole.merge_and_unload().eval()
-        return self.adapted[adapter]
+    def _adapt(self, path: str) -> Any:
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(copy.deepcopy(self.model), path).merge_and_unload().eval()
 
     def _write(self, row: Running, rid: str) -> dict[str, Any]:
         reason = None if row.asked.max_new_tokens else {"type": "length", "length": 0}
@@ -253,7 +251,6 @@ class Engine:
                         own[name].copy_(tensor)
                     elif name not in own:
                         raise KeyError(name)
-        self.adapted.clear()
 
     def _flush(self) -> bool:
         if any(row.cache is not None for row in self.running) or (self.running and self.paused is None):
@@ -314,14 +311,14 @@ class Engine:
             name, path = body["lora_name"], body["lora_path"]
             why = None
             if name in self.adapters:
-                why = f"Failed to load LoRA adapter {name} from {path}: it is already loaded."
+                why = f"Failed to load LoRA adapter {name} because it is already loaded"
             elif not (Path(path) / "adapter_config.json").is_file():
                 why = f"Failed to load LoRA adapter {name} from {path}: there is no adapter_config.json."
             elif (rank := json.loads((Path(path) / "adapter_config.json").read_text())["r"]) > self.args.max_lora_rank:
                 why = f"LoRA adapter {name} with rank {rank} is incompatible with max_lora_rank."
             if why is not None:
                 raise Rejected(400, self._lora_answer(why))
-            self.adapters[name] = path
+            self.adapters[name], self.adapted[name] = path, self._adapt(path)
             return self._lora_answer()
 
     def unload_lora_adapter(self, body: dict[str, Any]) -> Any:
@@ -474,8 +471,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         engine, path = self.server.engine, urlsplit(self.path).path
         plain = {"/model_info": engine.model_info, "/server_info": engine.server_info}
-        if path in ("/health", "/health_generate", "/ready"):
-            self._say(200, "")
+        if path in ("/health", "/health_generate"):
+            # Where health is told by a generation, a pause holds it up until it has taken too long.
+            switch = os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "1").lower()
+            generates = path != "/health" or switch in ("1", "true")
+            self._say(503 if generates and engine.paused is not None else 200, "")
         elif path in plain:
             self._say(200, plain[path]())
         else:

@@ -294,12 +294,27 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
             f"the process that generates beside training does not run engine {rollout.engine}",
             "remove one of them",
         )
-    if rollout.truncated == "ignore":
+    yield from _truncation_problems(recipe)
+
+
+def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Truncations of which the engine tells other log-probs than the trainer scores."""
+    rollout, row = recipe.rollout, ENGINES[recipe.rollout.engine]
+    if rollout.truncated not in ("refuse", *row.scored):
         yield Problem(
             "rollout.truncated",
             f"engine {rollout.engine} tells log-probs of the truncated distribution, which the trainer would not score",
             "use mask: the trainer truncates too",
         )
+    for key in ("top_p", "top_k", "min_p"):
+        unused = getattr(rollout, key) == type(rollout).model_fields[key].default
+        ways = [way for way, keys in row.scored.items() if key in keys]
+        if not unused and rollout.truncated in row.scored and rollout.truncated not in ways:
+            yield Problem(
+                f"rollout.{key}",
+                f"with truncated: {rollout.truncated} engine {rollout.engine} does not tell the log-probs of it",
+                f"use truncated: {' or '.join(ways)}" if ways else "remove it",
+            )
 
 
 def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -46,6 +46,11 @@ class EngineRow:
     served: bool = False
     """A server with weights of its own generates (`rollout/server/`): it is started or found by `rollout.server` and
     `rollout.url`, and its `open_engine` is told who and where the run is."""
+    scored: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: dict.fromkeys(("mask", "ignore"), ("top_p", "top_k", "min_p"))
+    )
+    """The values of `rollout.truncated` for which it tells log-probs as the trainer scores them, each with the keys
+    that may truncate."""
 
 
 _BOUNDS = {"low": "clip_low", "high": "clip_high"}
@@ -76,7 +81,14 @@ LOSSES: dict[str, LossRow] = {
 ENGINES: dict[str, EngineRow] = {
     "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
-    "vllm": EngineRow("lockstep.rollout.server.vllm:open_engine", served=True),
+    "vllm": EngineRow(
+        "lockstep.rollout.server.vllm:open_engine", served=True, scored={"mask": ("top_p", "top_k", "min_p")}
+    ),
+    "sglang": EngineRow(
+        "lockstep.rollout.server.sglang:open_engine",
+        served=True,
+        scored={"mask": ("top_k",), "ignore": ("top_p", "top_k")},
+    ),
 }
 TRACKERS: dict[str, str] = {
     "tensorboard": "lockstep.run.trackers.tensorboard:TensorboardSink",

@@ -291,7 +291,12 @@ class ServerEngine:
         """With `rollout.truncated: mask` both sides must leave out the same tokens."""
         how = self.settings
         sampling = Sampling(
-            max_tokens=1, temperature=how.temperature, top_p=how.top_p, top_k=how.top_k, min_p=how.min_p
+            max_tokens=1,
+            temperature=how.temperature,
+            top_p=how.top_p,
+            top_k=how.top_k,
+            min_p=how.min_p,
+            score_truncated=how.truncated == "mask",
         )
         if (how.top_p, how.top_k, how.min_p) == (1.0, 0, 0.0):
             return

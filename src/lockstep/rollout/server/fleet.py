@@ -107,6 +107,8 @@ class Fleet:
         tasks = [asyncio.create_task(self._one(number, wanted, heard)) for number, wanted in enumerate(asked)]
         try:
             await asyncio.gather(*tasks)
+        except Exception as error:  # noqa: BLE001 - whoever waits for answers must hear that there are none
+            heard.put(error if isinstance(error, Failed) else Failed(f"{type(error).__name__}: {error}"))
         finally:
             for task in (*tasks, *self._watches):
                 task.cancel()

@@ -81,7 +81,8 @@ def probed(policy: Policy, device: torch.device, asked: Sequence[Wanted], answer
         for number, (wanted, answer) in enumerate(zip(asked, answers, strict=True))
     ]
     before, training = policy.scoring, policy.training
-    policy.scoring = Scoring(temperature=how.temperature, truncation=truncation if truncation.active else None)
+    truncated = truncation.active and how.score_truncated
+    policy.scoring = Scoring(temperature=how.temperature, truncation=truncation if truncated else None)
     policy.eval()
     try:
         said_K = policy(to_device(micro_batch(rows, packed=True, pad_id=0), device)).logprobs_K.float().cpu()
