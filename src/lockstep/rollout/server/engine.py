@@ -320,9 +320,11 @@ class ServerEngine:
                 seed = _seed(sampling.seed, request.key, sample)
                 asked.append(Wanted(request.ids, sampling, longest, seed, self._adapter))
         events = self.fleet.events(asked)
+        silent = False
         try:
             for event in events:
                 if isinstance(event, Done):
+                    silent |= event.answer.version is None
                     yield self._completion(*places[event.number], asked[event.number], event.answer)
                 elif isinstance(event, Failed):
                     where = f"rollout.engine {self.dialect.name}"
@@ -338,6 +340,19 @@ class ServerEngine:
                     self._refuse_all_silent()
         finally:
             events.close()
+        if silent:
+            self._refuse_changed()
+
+    def _refuse_changed(self) -> None:
+        """For engines that do not say with an answer which weights it is of."""
+        for server in self.fleet.up():
+            found = self._asked(server, self.dialect.version)
+            if found != self.fleet.version:
+                raise Refusal.at(
+                    f"rollout.engine {self.dialect.name} at {server.line.address}",
+                    f"its weights became those of version {found} while it generated with {self.fleet.version}",
+                    "the same command goes on from the last checkpoint",
+                )
 
     def _completion(self, number: int, sample: int, wanted: Wanted, answer: Answer) -> Completion:
         ids, logprobs, stop = answer.ids, answer.logprobs, str(answer.ended)
