@@ -43,9 +43,14 @@ class EngineRow:
     paged: bool = False
     """Keys and values stay in blocks of ours between tokens: its architecture is tried on a miniature, and
     models whose positions move with the length are refused past what can be cached."""
-    served: bool = False
-    """A server with weights of its own generates (`rollout/server/`): it is started or found by `rollout.server` and
-    `rollout.url`, and its `open_engine` is told who and where the run is."""
+    dialect: str = ""
+    """Of a serving engine, one with weights of its own behind HTTP: `package.module:name` of its `Dialect`
+    (`rollout/server/`). It is started or found by `rollout.server` and `rollout.url`, and its `open_engine` is told who
+    and where the run is."""
+
+    @property
+    def served(self) -> bool:
+        return bool(self.dialect)
 
 
 _BOUNDS = {"low": "clip_low", "high": "clip_high"}
@@ -76,7 +81,7 @@ LOSSES: dict[str, LossRow] = {
 ENGINES: dict[str, EngineRow] = {
     "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
-    "vllm": EngineRow("lockstep.rollout.server.vllm:open_engine", served=True),
+    "vllm": EngineRow("lockstep.rollout.server.engine:open_engine", dialect="lockstep.rollout.server.vllm:Vllm"),
 }
 TRACKERS: dict[str, str] = {
     "tensorboard": "lockstep.run.trackers.tensorboard:TensorboardSink",

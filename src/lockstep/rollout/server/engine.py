@@ -32,7 +32,7 @@ from lockstep.rollout.server.probe import (
     repeat_noise,
     why_refused,
 )
-from lockstep.rollout.server.process import refuse_absent, start_server
+from lockstep.rollout.server.process import dialect_of, refuse_absent, start_server
 from lockstep.rollout.server.weights import fingerprint, travelling, write_adapter, written_weights
 from lockstep.types import Completion, Request, Sampling
 
@@ -92,7 +92,7 @@ class ServerEngine:
         started: list[Server] = []
 
         def start() -> str:
-            refuse_absent(self.settings, self.dialect, device.name)
+            refuse_absent(self.settings, device)
             dtype = next(name for name, kind in DTYPES.items() if kind == self.dtype)
             log = self.place.folder / f"{self.dialect.name}.log"
             process, address = start_server(
@@ -444,6 +444,12 @@ class ServerEngine:
         if problems:
             raise Refusal(problems)
         return result
+
+
+def open_engine(
+    policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase, place: Place
+) -> ServerEngine:
+    return ServerEngine(dialect_of(settings), policy, device, settings, tokenizer, place)
 
 
 def _seed(run: int, key: int, sample: int) -> int:

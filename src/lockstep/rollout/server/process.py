@@ -13,6 +13,7 @@ from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rows import ENGINES, imported
 from lockstep.rollout.server.dialect import Dialect, Start
 
 HOST = "127.0.0.1"
@@ -62,10 +63,16 @@ def python_of(settings: RolloutSettings) -> str:
     return settings.server.python or sys.executable
 
 
-def refuse_absent(settings: RolloutSettings, dialect: Dialect, device: str) -> None:
+def dialect_of(settings: RolloutSettings) -> Dialect:
+    dialect: Dialect = imported(ENGINES[settings.engine].dialect)()
+    return dialect
+
+
+def refuse_absent(settings: RolloutSettings, device: Device) -> None:
     """An engine that lockstep is to start and that the named Python does not have."""
-    if settings.url is not None:
+    if settings.url is not None or not ENGINES[settings.engine].served:
         return
+    dialect = dialect_of(settings)
     python, key = python_of(settings), "rollout.server.python"
     look = f"import importlib.util, sys; sys.exit(3 if importlib.util.find_spec({dialect.package!r}) is None else 0)"
     try:
@@ -76,7 +83,7 @@ def refuse_absent(settings: RolloutSettings, dialect: Dialect, device: str) -> N
         raise Refusal.at(
             f"rollout.engine {dialect.name}",
             f"{python} has no package {dialect.package}",
-            f"{dialect.install(device)}, then say {key} (these engines pin a torch of their own)",
+            f"{dialect.install(device.name)}, then say {key} (these engines pin a torch of their own)",
         )
 
 

@@ -9,14 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from lockstep.device.base import Device
-from lockstep.model.policy import Policy
-from lockstep.recipe.online import RolloutSettings
-from lockstep.rollout.place import Place
 from lockstep.rollout.server.dialect import Answer, Ended, Facts, Line, Part, Start, Wanted, Weights
-from lockstep.rollout.server.engine import ServerEngine
 from lockstep.rollout.server.line import SWITCH_SECONDS, Failed
 
 PLUGIN = Path(__file__).parent / "plugin"
@@ -191,12 +184,6 @@ class Vllm:
         if said["quantization"] is not None:
             wrong.append(f"its weights are quantized ({said['quantization']}): start it without")
         return Facts(f"vllm {said['version']}", said["vocabulary"], said["longest"], said["dtype"], wrong)
-
-
-def open_engine(
-    policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase, place: Place
-) -> ServerEngine:
-    return ServerEngine(Vllm(), policy, device, settings, tokenizer, place)
 
 
 def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wanted: Wanted) -> Ended:
