@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hang import HANG
 
 PYTHON = os.environ.get("LOCKSTEP_VLLM_PYTHON")
+# While one works on these tests: a server that runs already, of the embedded model, with --enable-lora.
+URL = os.environ.get("LOCKSTEP_VLLM_URL")
 collect_ignore_glob = [] if PYTHON else ["test_*.py"]
 
 
@@ -53,6 +56,12 @@ class RealServer:
 
 
 @pytest.fixture(scope="session")
+def python() -> str:
+    assert PYTHON is not None
+    return PYTHON
+
+
+@pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from lockstep.model.tiny import write_tiny
 
@@ -76,8 +85,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Re
 
 
 @pytest.fixture(scope="session")
-def server(start: Callable[..., RealServer], embedded: Path) -> RealServer:
+def server(start: Callable[..., RealServer], embedded: Path) -> RealServer | SimpleNamespace:
     """The one server of most tests. What it holds at first does not matter: every test gives it weights."""
+    if URL:
+        return SimpleNamespace(url=URL)
     server = start(embedded, lora_rank=8)
     server.wait()
     return server
