@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: quickstart test browser test-ascend test-ray test-slow lint format docs models bench clean
+.PHONY: quickstart test browser test-ascend test-engines test-ray test-slow lint format docs models bench clean
 
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
@@ -35,6 +35,10 @@ test-ascend: $(VENV)/.test
 # Not in the run above: a cluster and its actors take a minute of processor time at each start.
 test-ray: $(VENV)/.ray
 	$(BIN)/python -m pytest -m ray
+
+# Not in the run above: a serving engine is gigabytes to install and takes minutes of processor time at each start.
+test-engines: $(VENV)/.test
+	@VENV="$(VENV)" sh tools/test_engines.sh
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
@@ -64,7 +68,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/parity.py
 
 clean:
-	rm -rf $(VENV) .venv-ascend .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-ascend .venv-vllm .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.13 found; install one or say: make PYTHON=/path/to/python3 ..."; exit 1; }

@@ -43,14 +43,19 @@ class EngineRow:
     paged: bool = False
     """Keys and values stay in blocks of ours between tokens: its architecture is tried on a miniature, and
     models whose positions move with the length are refused past what can be cached."""
-    served: bool = False
-    """A server with weights of its own generates (`rollout/server/`): it is started or found by `rollout.server` and
-    `rollout.url`, and its `open_engine` is told who and where the run is."""
+    dialect: str = ""
+    """Of a serving engine, one with weights of its own behind HTTP: `package.module:name` of its `Dialect`
+    (`rollout/server/`). It is started or found by `rollout.server` and `rollout.url`, and its `open_engine` is told who
+    and where the run is."""
     scored: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(("mask", "ignore"), ("top_p", "top_k", "min_p"))
     )
     """The values of `rollout.truncated` for which it tells log-probs as the trainer scores them, each with the keys
     that may truncate."""
+
+    @property
+    def served(self) -> bool:
+        return bool(self.dialect)
 
 
 _BOUNDS = {"low": "clip_low", "high": "clip_high"}
@@ -82,11 +87,13 @@ ENGINES: dict[str, EngineRow] = {
     "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
     "vllm": EngineRow(
-        "lockstep.rollout.server.vllm:open_engine", served=True, scored={"mask": ("top_p", "top_k", "min_p")}
+        "lockstep.rollout.server.engine:open_engine",
+        dialect="lockstep.rollout.server.vllm:Vllm",
+        scored={"mask": ("top_p", "top_k", "min_p")},
     ),
     "sglang": EngineRow(
-        "lockstep.rollout.server.sglang:open_engine",
-        served=True,
+        "lockstep.rollout.server.engine:open_engine",
+        dialect="lockstep.rollout.server.sglang:Sglang",
         scored={"mask": ("top_k",), "ignore": ("top_p", "top_k")},
     ),
 }

@@ -32,7 +32,7 @@ from lockstep.rollout.server.probe import (
     repeat_noise,
     why_refused,
 )
-from lockstep.rollout.server.process import refuse_absent, start_server
+from lockstep.rollout.server.process import dialect_of, refuse_absent, start_server
 from lockstep.rollout.server.weights import fingerprint, travelling, write_adapter, written_weights
 from lockstep.types import Completion, Request, Sampling
 
@@ -92,7 +92,7 @@ class ServerEngine:
         started: list[Server] = []
 
         def start() -> str:
-            refuse_absent(self.settings, self.dialect, device.name)
+            refuse_absent(self.settings, device)
             dtype = next(name for name, kind in DTYPES.items() if kind == self.dtype)
             log = self.place.folder / f"{self.dialect.name}.log"
             process, address = start_server(
@@ -325,9 +325,11 @@ class ServerEngine:
                 seed = _seed(sampling.seed, request.key, sample)
                 asked.append(Wanted(request.ids, sampling, longest, seed, self._adapter))
         events = self.fleet.events(asked)
+        silent = False
         try:
             for event in events:
                 if isinstance(event, Done):
+                    silent |= event.answer.version is None
                     yield self._completion(*places[event.number], asked[event.number], event.answer)
                 elif isinstance(event, Failed):
                     where = f"rollout.engine {self.dialect.name}"
@@ -343,6 +345,19 @@ class ServerEngine:
                     self._refuse_all_silent()
         finally:
             events.close()
+        if silent:
+            self._refuse_changed()
+
+    def _refuse_changed(self) -> None:
+        """For engines that do not say with an answer which weights it is of."""
+        for server in self.fleet.up():
+            found = self._asked(server, self.dialect.version)
+            if found != self.fleet.version:
+                raise Refusal.at(
+                    f"rollout.engine {self.dialect.name} at {server.line.address}",
+                    f"its weights became those of version {found} while it generated with {self.fleet.version}",
+                    "the same command goes on from the last checkpoint",
+                )
 
     def _completion(self, number: int, sample: int, wanted: Wanted, answer: Answer) -> Completion:
         ids, logprobs, stop = answer.ids, answer.logprobs, str(answer.ended)
@@ -434,6 +449,12 @@ class ServerEngine:
         if problems:
             raise Refusal(problems)
         return result
+
+
+def open_engine(
+    policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase, place: Place
+) -> ServerEngine:
+    return ServerEngine(dialect_of(settings), policy, device, settings, tokenizer, place)
 
 
 def _seed(run: int, key: int, sample: int) -> int:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.device.base import Device
+from lockstep.device.serving import serving_on
 from lockstep.errors import Refusal
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rows import ENGINES, imported
 from lockstep.rollout.server.dialect import Dialect, Start
 
 HOST = "127.0.0.1"
@@ -62,10 +64,16 @@ def python_of(settings: RolloutSettings) -> str:
     return settings.server.python or sys.executable
 
 
-def refuse_absent(settings: RolloutSettings, dialect: Dialect, device: str) -> None:
+def dialect_of(settings: RolloutSettings) -> Dialect:
+    dialect: Dialect = imported(ENGINES[settings.engine].dialect)()
+    return dialect
+
+
+def refuse_absent(settings: RolloutSettings, device: Device) -> None:
     """An engine that lockstep is to start and that the named Python does not have."""
-    if settings.url is not None:
+    if settings.url is not None or not ENGINES[settings.engine].served:
         return
+    dialect = dialect_of(settings)
     python, key = python_of(settings), "rollout.server.python"
     look = f"import importlib.util, sys; sys.exit(3 if importlib.util.find_spec({dialect.package!r}) is None else 0)"
     try:
@@ -73,10 +81,14 @@ def refuse_absent(settings: RolloutSettings, dialect: Dialect, device: str) -> N
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Refusal.at(key, f"{python} cannot be run: {error}", "name the Python that has the engine") from error
     if found.returncode:
+        unusable = serving_on(device.name, dialect.name).unusable
+        if unusable is not None:
+            where = f"rollout.engine {dialect.name}"
+            raise Refusal.at(where, f"{python} has no package {dialect.package}, and {unusable}", "take another engine")
         raise Refusal.at(
             f"rollout.engine {dialect.name}",
             f"{python} has no package {dialect.package}",
-            f"{dialect.install(device)}, then say {key} (these engines pin a torch of their own)",
+            f"{dialect.install(device.name)}, then say {key} (these engines pin a torch of their own)",
         )
 
 

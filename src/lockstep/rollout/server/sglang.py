@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers import PreTrainedTokenizerBase
 
-from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
 from lockstep.kernels.truncate import Truncation
-from lockstep.model.policy import Policy
-from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.server.dialect import Answer, Ended, Facts, Line, Part, Start, Wanted, Weights
-from lockstep.rollout.server.engine import Place, ServerEngine
 from lockstep.rollout.server.line import SWITCH_SECONDS, Failed
 from lockstep.types import Sampling
 
@@ -215,12 +210,6 @@ class Sglang:
             dtype=dtype if dtype != "auto" else None,
             wrong=wrong,
         )
-
-
-def open_engine(
-    policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase, place: Place
-) -> ServerEngine:
-    return ServerEngine(Sglang(), policy, device, settings, tokenizer, place)
 
 
 def _refuse_untellable(sampling: Sampling) -> None:

