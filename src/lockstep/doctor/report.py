@@ -41,7 +41,7 @@ class Fact:
 def make_rows(facts: MachineFacts, device: str, findings: Sequence[Diagnosis]) -> list[Fact]:
     rows = [Fact(group, name, value) for group, name, value in _entries(facts, device)]
     rows += [
-        Fact("engines", f"engine {engine.name}", engine.found, missing=engine.missing)
+        Fact("engines", f"engine {engine.name}", engine.found, missing=engine.told())
         for engine in engines_here(facts.packages, device)
     ]
     named = {row.name for row in rows}

@@ -114,6 +114,11 @@ def loss_row(name: str) -> LossRow:
     return LOSSES.get(name, LossRow())
 
 
+def drawn_by(engine: str) -> str:
+    """Whose random numbers choose the tokens: engines of ours share theirs, a serving engine has its own."""
+    return engine if ENGINES.get(engine, ENGINES["native"]).served else "lockstep"
+
+
 def imported(path: str) -> Any:
     """What `package.module:name` names, imported when it is asked for."""
     module, _, name = path.partition(":")

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.collect import Judge, collect
 from lockstep.rollout.ending import end_ids
-from lockstep.rollout.engine import Engine
+from lockstep.rollout.engine import Engine, Told
 from lockstep.rollout.engines import engine_of
 from lockstep.rollout.function import FunctionEngine
 from lockstep.rollout.place import Place
@@ -48,7 +49,7 @@ class Generator:
     ):
         self.policy, self.tokenizer, self.world = policy, tokenizer, world
         self.device = device.torch_device(world.local_rank)
-        self.served = ENGINES[settings.engine].served
+        self.engine_name, self.served = settings.engine, ENGINES[settings.engine].served
         self.engine = engine_of(settings, policy, device, tokenizer, Place(world, path, logs or Path(gettempdir())))
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
         paged_on = device if ENGINES[settings.engine].paged else None
@@ -108,6 +109,16 @@ class Generator:
         """The weights have seen so many updates: told to an engine that has weights of its own."""
         if self.served:
             self.engine.updates = updates  # type: ignore[attr-defined]
+
+    def facts(self) -> dict[str, Any]:
+        """Which engine generates, for the run's record."""
+        own = self.engine.told() if isinstance(self.engine, Told) else {}
+        return {"name": self.engine_name, **own}
+
+    def proof(self) -> str:
+        """What the last probe of a serving engine found, as the end of a sentence; nothing for engines of ours."""
+        found = self.facts().get("probe")
+        return "" if found is None else f"; the probe of the push: {found}"
 
     def rest(self) -> None:
         """Nothing is generated while the run trains: a server may give its memory back."""

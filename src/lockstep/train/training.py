@@ -178,6 +178,7 @@ def _started(run: Run, judge: Examiner, interrupt: list[int], switches: dict[str
             prepared.end_tokens,
             run.folder.path / "rollout",
         )
+        run.engine = generator.facts()
     validator = Validator(recipe, world, prepared.questions, generator, judge)
     training = Training(run, models, generator, validator, Checkpointer(run, models), interrupt, keeps=keeps)
     trained = {"model": models.learner, "critic": models.critic}

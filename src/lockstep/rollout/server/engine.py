@@ -71,6 +71,7 @@ class ServerEngine:
         self._run, self._pushes = secrets.token_hex(4), 0
         self._pushed: tuple[int, ...] | None = None
         self._probed: dict[str, Probed] = {}
+        self._versions: dict[str, str] = {}
         self._bounds: Bounds | None = None
         self._noise = 0.0
         self.lines = Lines()
@@ -119,7 +120,9 @@ class ServerEngine:
                     self._refuse_silent(server)
                     self.world.progress(f"the start of {server.line.address}")
                     time.sleep(_POLL_SECONDS)
-            self._refuse_unfit(server, self._asked(server, self.dialect.facts))
+            facts = self._asked(server, self.dialect.facts)
+            self._versions[server.line.address] = facts.engine
+            self._refuse_unfit(server, facts)
 
     def _refuse_silent(self, server: Server) -> None:
         """A server that has ended, or is waited for too long."""
@@ -312,6 +315,21 @@ class ServerEngine:
     @property
     def _adapter(self) -> str | None:
         return None if self.lora_rank is None else _adapter(self.fleet.version)
+
+    def told(self) -> dict[str, Any]:
+        """What the run's record says of it: of rank 0, which asks the servers."""
+        said: dict[str, Any] = {
+            "version": ", ".join(dict.fromkeys(self._versions.values())) or None,
+            "servers": len(self.fleet.servers),
+            "started": self.settings.url is None,
+        }
+        if self._bounds is not None and self._probed:
+            worst = max((each.off for each in self._probed.values()), key=lambda off: off.largest)
+            said["probe"] = (
+                f"log-probs off by {worst.mean:.2g} on average and {worst.largest:.2g} at most "
+                f"(bounds {self._bounds.mean:.2g} and {self._bounds.largest:.2g})"
+            )
+        return said
 
     # -- generation
 
