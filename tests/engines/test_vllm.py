@@ -129,6 +129,37 @@ def test_an_adapter_is_pushed_alone(server, embedded: Path, tmp_path: Path) -> N
         assert run(engine, requests(1), GREEDY) != first
 
 
+@pytest.fixture(scope="module")
+def sized_as_smollm2(tmp_path_factory: pytest.TempPathFactory, embedded: Path) -> Path:
+    """134,515,008 random weights, a tied head among them, with the embedded model's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "rope_theta": 100000.0, "rms_norm_eps": 1e-5}
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("smollm2") / "model"
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True, max_position_embeddings=2048))
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    model.save_pretrained(folder)
+    load_tokenizer(str(embedded)).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_smollm2s_size(start, sized_as_smollm2: Path, tmp_path: Path) -> None:
+    server = start(sized_as_smollm2)
+    policy = load(sized_as_smollm2)
+    move(policy, by=0.005)
+    server.wait()
+    with opened(server.url, policy, sized_as_smollm2, tmp_path) as engine:
+        sync(engine)
+        theirs = run(engine, requests(1), GREEDY)
+        assert_same_tokens(theirs, run(native(policy, sized_as_smollm2), requests(1), GREEDY))
+        move(policy, by=1e-4, seed=2)
+        sync(engine, 1)
+        print(f"sync of {engine.policy.causal_lm.num_parameters():,} weights: {engine.sync_seconds:.2f} s")
+    server.process.close()
+
+
 def test_what_was_recorded_is_what_the_server_says(server, embedded: Path, tmp_path: Path) -> None:
     """`LOCKSTEP_RECORD=1` writes it anew."""
     kept: list[dict] = []

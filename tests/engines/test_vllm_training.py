@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.data.prepare.arithmetic import write_arithmetic
+from lockstep.run.metrics import read_metrics
 from lockstep.train.start import train
 
-STEPS = 30
-
-
-def lines(run: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (run / name).read_text(encoding="utf-8").splitlines()]
+STEPS = 40
 
 
 @pytest.fixture
@@ -29,14 +26,16 @@ def warmed(embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 def test_grpo_learns_the_quickstarts_task(server, warmed: Path) -> None:
     keys = {"rollout.engine": "vllm", "rollout.url": server.url, "run.steps": STEPS, "checkpoint.every": STEPS}
     run = train("grpo-arithmetic", **keys, **{"val.every": None, "tape": True, "log.every": 1000})
-    told = lines(run, "metrics.jsonl")
-    rewards = [line["critic/score/mean"] for line in told if "critic/score/mean" in line]
-    assert len(rewards) == STEPS
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
-    assert told[-1]["val/accuracy"] > told[0]["val/accuracy"]
-    # Engine and trainer are two programs on the same weights.
-    assert max(line.get("training/rollout_probs_diff_max", 0.0) for line in told) < 1e-3
+    told = [metrics for _, metrics in read_metrics(run / "metrics.jsonl")]
+    # As much as the built-in engine's run lifts it (tests/e2e/test_online_learning.py).
+    accuracy = [metrics["val/accuracy"] for metrics in told if "val/accuracy" in metrics]
+    assert accuracy[-1] > accuracy[0] + 0.25
+    steps = [metrics for metrics in told if "critic/score/mean" in metrics]
+    assert len(steps) == STEPS
+    # Engine and trainer are two programs on the same weights, and what little they differ by is corrected.
+    assert max(metrics["training/rollout_probs_diff_max"] for metrics in steps) < 1e-3
+    assert all("rollout_corr/ratio_mean" in metrics and "timing_s/sync" in metrics for metrics in steps)
     # Every sample says which weights drew it.
-    versions = {(line["step"], *line["versions"]) for line in lines(run, "samples.jsonl") if line["kind"] == "train"}
-    assert {step - 1 for step, *_ in versions} == {version for _, version, *_ in versions}
-    assert json.loads((run / "recipe.yaml").read_text()) if False else True
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    drawn = {(line["step"], version) for line in samples if line["kind"] == "train" for version in line["versions"]}
+    assert drawn == {(step, step - 1) for step in range(1, STEPS + 1)}

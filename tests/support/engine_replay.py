@@ -53,10 +53,13 @@ class Replay(ThreadingHTTPServer):
 
     def __init__(self, kept: list[dict[str, Any]], fault: Fault | None = None):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.answers: dict[str, list[Any]] = defaultdict(list)
+        # The same request has another answer after a push: by what was asked, then by the version that it was asked of.
+        self.answers: dict[str, dict[str, Any]] = defaultdict(dict)
+        version = ""
         for one in kept:
-            self.answers[plain([one["method"], one["path"], one["body"]])].append(one["answer"])
-        self.fault, self.run, self.lock = fault, "", threading.Lock()
+            self.answers[plain([one["method"], one["path"], one["body"]])][version] = one["answer"]
+            version = _new_version(one["path"], one["body"]) or version
+        self.fault, self.run, self.version, self.lock = fault, "", "", threading.Lock()
         self.asked: list[tuple[str, Any]] = []
 
     @property
@@ -72,13 +75,17 @@ class Replay(ThreadingHTTPServer):
             known = self.answers.get(plain([method, path, body]))
             if known is None:
                 return 599, f"never asked of the real server: {plain([method, path, body])[:500]}"
-            # The last answer stands for all that are asked again.
-            said = known.pop(0) if len(known) > 1 else known[0]
+            said = known.get(self.version, next(iter(known.values())))
+            self.version = _new_version(path, json.loads(plain(body))) or self.version
         said = json.loads(json.dumps(said).replace("RUN-", f"{self.run}-"))
         return (200, said) if self.fault is None else self.fault(path, body, number, said)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that is cut is what some tests are about."""
+
+
+def _new_version(path: str, body: Any) -> str | None:
+    return str(body["new_version"]) if path == "/update_weight_version" else None
 
 
 class _Handler(BaseHTTPRequestHandler):
