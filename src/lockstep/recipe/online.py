@@ -14,9 +14,11 @@ from lockstep.recipe.serving import Server
 class RolloutSettings(Section):
     engine: Annotated[str, Named(ENGINES)] = Field(
         "native",
-        description="`native` is the built-in engine, `hf` plain `generate`: slow, for comparison; `vllm` is a server "
-        "with weights of its own (docs/engines.md).",
-        effect=Effect("matters", "the same distribution by other kernels: rounding moves some tokens"),
+        description="`native` is the built-in engine, `hf` plain `generate`: slow, for comparison; `vllm` and "
+        "`sglang` are servers with weights of their own (docs/engines.md).",
+        effect=Effect(
+            "matters", "the same distribution by other kernels: rounding moves some tokens; a server's noise is its own"
+        ),
     )
     url: str | list[str] | None = Field(
         None,
