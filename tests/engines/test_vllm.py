@@ -14,6 +14,7 @@ from engine_replay import DATA, plain, recorded
 from engine_session import (
     GREEDY,
     SAMPLED,
+    adapted,
     load,
     move,
     opened,
@@ -21,6 +22,7 @@ from engine_session import (
     run,
     scored,
     session,
+    slept,
     sync,
 )
 from lockstep.device.cpu import Cpu
@@ -160,14 +162,19 @@ def test_a_model_of_smollm2s_size(start, sized_as_smollm2: Path, tmp_path: Path)
     server.process.close()
 
 
-def test_what_was_recorded_is_what_the_server_says(server, embedded: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "work"), [("vllm", session), ("vllm-lora", adapted), ("vllm-sleep", slept)])
+def test_what_was_recorded_is_what_the_server_says(server, embedded: Path, tmp_path: Path, name: str, work) -> None:
     """`LOCKSTEP_RECORD=1` writes it anew."""
+    if name == "vllm-lora":
+        # The server's base must be the run's: its last weights are another test's.
+        with opened(server.url, load(embedded), embedded, tmp_path) as engine:
+            sync(engine)
     kept: list[dict] = []
-    with recorded(kept), opened(server.url, load(embedded), embedded, tmp_path) as engine:
-        session(engine)
-    file = DATA / "vllm.json"
+    policy = load(embedded, lora=8 if name == "vllm-lora" else None)
+    with recorded(kept), opened(server.url, policy, embedded, tmp_path, sleep=name == "vllm-sleep") as engine:
+        work(engine)
+    file = DATA / f"{name}.json"
     if os.environ.get("LOCKSTEP_RECORD"):
-        file.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(one, sort_keys=True) for one in map(without_times, kept)]
         file.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
     before = by_request(json.loads(file.read_text(encoding="utf-8")))

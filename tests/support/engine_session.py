@@ -37,10 +37,15 @@ def load(folder: Path, *, lora: int | None = None, dtype: str = "fp32") -> Polic
 
 @contextmanager
 def opened(
-    url: str | list[str] | None, policy: Policy, model: Path, logs: Path, **values: Any
+    url: str | list[str] | None,
+    policy: Policy,
+    model: Path,
+    logs: Path,
+    world: World = World(),  # noqa: B008 - it is frozen
+    **values: Any,
 ) -> Iterator[ServerEngine]:
     settings = RolloutSettings(engine="vllm", url=url, **values)
-    engine = ServerEngine(Vllm(), policy, Cpu(), settings, load_tokenizer(str(model)), Place(World(), str(model), logs))
+    engine = ServerEngine(Vllm(), policy, Cpu(), settings, load_tokenizer(str(model)), Place(world, str(model), logs))
     try:
         yield engine
     finally:
@@ -82,6 +87,24 @@ def scored(policy: Policy, made: list[Completion], temperature: float) -> list[t
     finally:
         policy.scoring = before
     return list(every.split([len(one.ids) for one in made]))
+
+
+def adapted(engine: ServerEngine) -> list[Completion]:
+    """Samples of a fresh adapter, and of one that has moved."""
+    sync(engine)
+    first = run(engine, requests(1), SAMPLED)
+    move(engine.policy, by=0.1)
+    sync(engine, 1)
+    return first + run(engine, requests(1), SAMPLED)
+
+
+def slept(engine: ServerEngine) -> list[Completion]:
+    """The same samples before and after the engine gave its memory back."""
+    sync(engine)
+    first = run(engine, requests(1), SAMPLED)
+    engine.free()
+    sync(engine)
+    return first + run(engine, requests(1), SAMPLED)
 
 
 @dataclass

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,12 @@ import pytest
 import torch
 
 from engine_replay import Replay, replaying
-from engine_session import SAMPLED, load, move, opened, requests, run, scored, session, sync
+from engine_session import SAMPLED, adapted, load, move, opened, requests, run, scored, session, slept, sync
+from hang import HANG
 from lockstep.errors import Refusal
 from lockstep.model.policy import Policy
 from lockstep.model.tiny import write_tiny
+from lockstep.parallel.world import World
 
 GENERATE = "/inference/v1/generate"
 
@@ -285,3 +290,67 @@ def test_weights_that_did_not_change_are_not_pushed(policy: Policy, embedded: Pa
         sync(engine, 1)
         assert pushes(server) == before + 1
         assert not list(Path("/dev/shm").glob("lockstep-weights-*"))
+
+
+def test_an_adapter_is_pushed_alone(embedded: Path, tmp_path: Path) -> None:
+    policy = load(embedded, lora=8)
+    first = load(embedded)
+    with replaying("vllm-lora") as server, opened(server.address, policy, embedded, tmp_path) as engine:
+        made = adapted(engine)
+    asked = [body["model"] for path, body in server.asked if generated(path, body)]
+    assert pushes(server) == 0
+    assert len(set(asked)) == 2  # an adapter's name tells its version
+    # A fresh adapter changes nothing, one that has moved does.
+    for weights, part in ((first, made[:3]), (policy, made[3:])):
+        for one, ours in zip(part, scored(weights, part, SAMPLED.temperature), strict=True):
+            torch.testing.assert_close(torch.tensor(one.logprobs), ours, rtol=0, atol=1e-4)
+
+
+def test_a_server_that_slept_is_given_the_weights_again(policy: Policy, embedded: Path, tmp_path: Path) -> None:
+    with replaying("vllm-sleep") as server, opened(server.address, policy, embedded, tmp_path, sleep=True) as engine:
+        made = slept(engine)
+    paths = [path for path, _ in server.asked]
+    assert pushes(server) == 3
+    back = paths[paths.index("/sleep?level=2") :]
+    woken = [back.index(f"/wake_up?tags={tag}") for tag in ("weights", "kv_cache")]
+    assert woken[0] < back.index("/pause?mode=abort") < woken[1] < back.index("/resume")
+    assert [(one.ids, one.logprobs) for one in made[:3]] == [(one.ids, one.logprobs) for one in made[3:]]
+
+
+@dataclass(frozen=True)
+class Ranks(World):
+    """Two ranks that are threads of this process."""
+
+    meeting: threading.Barrier | None = None
+    laid: list[Any] = field(default_factory=list)
+
+    def gather(self, value: Any) -> list[Any]:
+        assert self.meeting is not None
+        self.laid[self.rank] = value
+        self.meeting.wait(HANG)
+        found = list(self.laid)
+        self.meeting.wait(HANG)
+        return found
+
+
+def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None:
+    meeting, laid = threading.Barrier(2), [None, None]
+
+    def rank(number: int) -> list[list[int]]:
+        world = Ranks(number, 2, meeting=meeting, laid=laid)
+        with opened(server.address, load(embedded), embedded, tmp_path, world) as engine:
+            sync(engine)
+            made = run(engine, requests(), SAMPLED)
+            if number == 1:
+                # Its own weights are never asked for.
+                assert engine._pushes == 0
+            # What rank 0 is refused ends all.
+            move(engine.policy, by=0.5)
+            with pytest.raises(Refusal, match="log-probs of the probe"):
+                sync(engine, 1)
+            return [one.ids for one in made]
+
+    with replaying("vllm") as server, ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(rank, range(2))
+    assert first == second
+    assert pushes(server) == 3
