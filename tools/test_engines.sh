@@ -1,4 +1,4 @@
-# The tests of serving engines with a real vLLM server, on any CPU. Arguments go to pytest:
+# The tests of serving engines with a real vLLM server and SGLang's sources, on any CPU. Arguments go to pytest:
 # sh tools/test_engines.sh tests/engines/test_vllm_faults.py -k corrupted
 #
 # vLLM pins a torch of its own: it has an environment of its own, and lockstep's runs the tests.
@@ -16,6 +16,15 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$version" ]; then
     printf '%s' "$version" >"$venv/.installed"
 fi
 
+# SGLang has no build for CPUs: its package is read, and held against the server that stands in for it.
+sglang=0.5.23
+source=$venv/sglang-$sglang
+if [ ! -d "$source" ]; then
+    "$venv/bin/pip" download --quiet --disable-pip-version-check --no-deps --dest "$venv/wheels" "sglang==$sglang"
+    "$venv/bin/python" -m zipfile -e "$venv/wheels"/sglang-$sglang-*.whl "$source.part"
+    mv "$source.part" "$source"
+fi
+
 [ $# -gt 0 ] || set -- tests/engines
-OMP_NUM_THREADS=1 LOCKSTEP_VLLM_PYTHON="$PWD/$venv/bin/python" exec "$shared/bin/python" -m pytest \
+OMP_NUM_THREADS=1 LOCKSTEP_SGLANG_SOURCE="$PWD/$source" LOCKSTEP_VLLM_PYTHON="$PWD/$venv/bin/python" exec "$shared/bin/python" -m pytest \
     -p no:cacheprovider "$@"

@@ -17,7 +17,9 @@ from hang import HANG
 PYTHON = os.environ.get("LOCKSTEP_VLLM_PYTHON")
 # While one works on these tests: a server that runs already, of the embedded model, with --enable-lora.
 URL = os.environ.get("LOCKSTEP_VLLM_URL")
-collect_ignore_glob = [] if PYTHON else ["test_*.py"]
+# A folder with SGLang's package unpacked, which is read.
+SOURCE = os.environ.get("LOCKSTEP_SGLANG_SOURCE")
+collect_ignore_glob = [*([] if PYTHON else ["test_vllm*.py"]), *([] if SOURCE else ["test_sglang*.py"])]
 
 
 def pytest_report_header() -> str:
