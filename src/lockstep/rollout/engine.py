@@ -39,7 +39,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class Told(Protocol):
+class OtherProgram(Protocol):
     """An engine that is another program, and says which."""
 
     def told(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.collect import Judge, collect
 from lockstep.rollout.ending import end_ids
-from lockstep.rollout.engine import Engine, Told
+from lockstep.rollout.engine import Engine, OtherProgram
 from lockstep.rollout.engines import engine_of
 from lockstep.rollout.function import FunctionEngine
 from lockstep.rollout.place import Place
@@ -112,7 +112,7 @@ class Generator:
 
     def facts(self) -> dict[str, Any]:
         """Which engine generates, for the run's record."""
-        own = self.engine.told() if isinstance(self.engine, Told) else {}
+        own = self.engine.told() if isinstance(self.engine, OtherProgram) else {}
         return {"name": self.engine_name, **own}
 
     def proof(self) -> str:
