@@ -1,4 +1,4 @@
-"""SGLang's dialect, from the sources of 0.5.23. The real package has no CPU build and was not run by us."""
+"""SGLang's dialect, from the sources of 0.5.23. The real package, which has no CPU build, was not run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ class Sglang:
     package = "sglang"
 
     def install(self, device: str) -> str:
-        serving = serving_on(device, self.name)
-        return (
-            serving.install if serving.unusable is None else f"{serving.unusable}: take rollout.engine native or vllm"
-        )
+        return serving_on(device, self.name).install
 
     # -- start
 
