@@ -41,7 +41,7 @@ class RealServer:
         )
 
     def wait(self) -> None:
-        from lockstep.rollout.server.line import Failed, Lines, ServerLine
+        from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine
         from lockstep.rollout.server.vllm import Vllm
 
         lines, given_up = Lines(), time.monotonic() + HANG
@@ -49,7 +49,7 @@ class RealServer:
         try:
             while time.monotonic() < given_up:
                 assert self.process.alive, self.process.ended()
-                with suppress(Failed):
+                with suppress(ServerFailed):
                     return Vllm().healthy(line)
                 time.sleep(1)
             raise TimeoutError(self.process.last_lines())

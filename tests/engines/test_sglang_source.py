@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lockstep.device.serving import SERVING
-from lockstep.rollout.server.dialect import Start
+from lockstep.rollout.server.dialect import ServerStart
 from lockstep.rollout.server.sglang import Sglang
 from sglang_schema import FORMS, GENERATE, MASK_LIMIT, SAMPLING, TOP_K_ALL
 from sglang_server import VERSION, parser
@@ -133,7 +133,7 @@ def server_fields() -> dict[str, Any]:
 def test_flags_of_the_command_line_exist(device: str, rank: int | None) -> None:
     known = server_fields()
     assert {action.dest for action in parser()._actions} - {"help"} <= set(known)
-    command = Sglang().command(Start("python", "model", "bf16", "127.0.0.1", 1, 1, device, True, rank))
+    command = Sglang().command(ServerStart("python", "model", "bf16", "127.0.0.1", 1, 1, device, True, rank))
     for word in command:
         if word.startswith("--"):
             assert word[2:].replace("-", "_") in known, word
@@ -145,7 +145,7 @@ def test_flags_of_the_command_line_exist(device: str, rank: int | None) -> None:
 
 def test_variables_of_the_environment_exist() -> None:
     text = (SOURCE / "sglang/srt/environ.py").read_text(encoding="utf-8")
-    start = Start("python", "model", "bf16", "127.0.0.1", 1, 1, "npu", True)
+    start = ServerStart("python", "model", "bf16", "127.0.0.1", 1, 1, "npu", True)
     for name in Sglang().environment(start):
         if name.startswith("SGLANG_"):
             assert f"    {name} = Env" in text, name

@@ -12,17 +12,17 @@ import torch
 from engine_session import GREEDY, SAMPLED, load, move, opened, requests, run, sync
 from lockstep.errors import Refusal
 from lockstep.rollout.server import engine as engine_module
-from lockstep.rollout.server.dialect import Weights
+from lockstep.rollout.server.dialect import PushedWeights
 from lockstep.rollout.server.weights import written_weights
 from lockstep.types import Sampling
 
 LEFT_OUT = "model.layers.1.self_attn.k_proj.weight"
 
 
-def spoiled(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., Weights]:
+def spoiled(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., PushedWeights]:
     """Weights that are not those of the policy by the time they are on their way."""
 
-    def write(folder: Path, weights, dtype: torch.dtype) -> Weights:
+    def write(folder: Path, weights, dtype: torch.dtype) -> PushedWeights:
         tensors = {name: tensor.detach().clone() for name, tensor in weights}
         change(tensors)
         return written_weights(folder, list(tensors.items()), dtype)
@@ -56,9 +56,9 @@ def test_a_corrupted_tensor_is_caught(pushed, monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_a_tensor_left_out_of_the_files_is_caught(pushed, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(folder: Path, weights, dtype: torch.dtype) -> Weights:
+    def write(folder: Path, weights, dtype: torch.dtype) -> PushedWeights:
         whole = spoiled(lambda tensors: tensors.pop(LEFT_OUT))(folder, weights, dtype)
-        return Weights(whole.files, [name for name, _ in weights])
+        return PushedWeights(whole.files, [name for name, _ in weights])
 
     monkeypatch.setattr(engine_module, "written_weights", write)
     assert LEFT_OUT in refused(pushed)

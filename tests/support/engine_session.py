@@ -17,7 +17,7 @@ from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.world import World
 from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Lora, Model
-from lockstep.rollout.place import Place
+from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server.engine import ServerEngine
 from lockstep.rollout.server.vllm import Vllm
 from lockstep.types import Completion, Example, Origin, Request, Sampling
@@ -45,7 +45,9 @@ def opened(
     **values: Any,
 ) -> Iterator[ServerEngine]:
     settings = RolloutSettings(engine="vllm", url=url, **values)
-    engine = ServerEngine(Vllm(), policy, Cpu(), settings, load_tokenizer(str(model)), Place(world, str(model), logs))
+    engine = ServerEngine(
+        Vllm(), policy, Cpu(), settings, load_tokenizer(str(model)), RunPlace(world, str(model), logs)
+    )
     try:
         yield engine
     finally:

@@ -14,9 +14,9 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.online import RolloutSettings
-from lockstep.rollout.server.dialect import Start, Wanted
-from lockstep.rollout.server.line import Failed, Lines, ServerLine
-from lockstep.rollout.server.probe import Bounds, Probed, calibrated, repeat_noise, why_refused
+from lockstep.rollout.server.dialect import ServerStart, WantedSample
+from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine
+from lockstep.rollout.server.probe import Bounds, ProbeResult, calibrated, repeat_noise, why_refused
 from lockstep.rollout.server.process import refuse_absent
 from lockstep.rollout.server.vllm import PLUGIN, Vllm
 from lockstep.rollout.server.weights import fingerprint, travelling, written_weights
@@ -27,8 +27,8 @@ IDS = [[1, 2], [3, 4]]
 BOUNDS = Bounds(0.02, 0.05)
 
 
-def said(engine: list[float], trainer: list[float], ids: list[list[int]] = IDS) -> Probed:
-    return Probed(ids, torch.tensor(engine), torch.tensor(trainer))
+def said(engine: list[float], trainer: list[float], ids: list[list[int]] = IDS) -> ProbeResult:
+    return ProbeResult(ids, torch.tensor(engine), torch.tensor(trainer))
 
 
 # -- the probe
@@ -118,7 +118,7 @@ def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_request_leaves_nothing_to_the_servers_defaults() -> None:
     sampling = Sampling(max_tokens=9, temperature=0.7, top_p=0.9, top_k=4, min_p=0.1, stop_ids=(5, 6), seed=1)
-    path, body = Vllm().ask(Wanted([1, 2], sampling, 7, 42))
+    path, body = Vllm().ask(WantedSample([1, 2], sampling, 7, 42))
     assert path == "/inference/v1/generate"
     assert body["token_ids"] == [1, 2]
     asked = body["sampling_params"]
@@ -142,7 +142,7 @@ def test_a_request_leaves_nothing_to_the_servers_defaults() -> None:
 def test_an_adapter_has_room_and_is_named() -> None:
     flags = Vllm().flags(lora_rank=12)
     assert flags[flags.index("--max-lora-rank") + 1] == "16"
-    assert Vllm().ask(Wanted([1], Sampling(max_tokens=1), 1, 0, "lockstep-a-1"))[1]["model"] == "lockstep-a-1"
+    assert Vllm().ask(WantedSample([1], Sampling(max_tokens=1), 1, 0, "lockstep-a-1"))[1]["model"] == "lockstep-a-1"
 
 
 def test_the_plugin_needs_nothing_of_lockstep() -> None:
@@ -152,7 +152,7 @@ def test_the_plugin_needs_nothing_of_lockstep() -> None:
 
 
 def test_the_server_sees_the_plugin_and_the_flags() -> None:
-    start = Start(sys.executable, "folder", "bf16", "127.0.0.1", 8000, 2, "cpu", sleep=True)
+    start = ServerStart(sys.executable, "folder", "bf16", "127.0.0.1", 8000, 2, "cpu", sleep=True)
     assert Vllm().environment(start)["PYTHONPATH"] == str(PLUGIN)
     assert (PLUGIN / "lockstep_vllm.py").is_file()
     flags = Vllm().flags()
@@ -187,7 +187,7 @@ def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) 
 def test_a_server_that_is_not_there_is_lost() -> None:
     lines = Lines()
     try:
-        with pytest.raises(Failed) as caught:
+        with pytest.raises(ServerFailed) as caught:
             ServerLine(lines, "http://127.0.0.1:9", 60.0).get("/health")
     finally:
         lines.close()

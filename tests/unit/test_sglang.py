@@ -24,11 +24,11 @@ from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.world import World
 from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.schema import Lora
-from lockstep.rollout.place import Place
+from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server import probe
-from lockstep.rollout.server.dialect import Answer, Start, Wanted, Weights
+from lockstep.rollout.server.dialect import Answer, PushedWeights, ServerStart, WantedSample
 from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.line import Failed
+from lockstep.rollout.server.line import ServerFailed
 from lockstep.rollout.server.sglang import Sglang
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 from sglang_server import Server, parser, serving
@@ -90,7 +90,7 @@ def engine_at(
 ) -> Iterator[ServerEngine]:
     """An engine over running servers, with the policy's weights."""
     told = RolloutSettings(engine="sglang", url=[server.url for server in servers], **settings)
-    place = Place(World(), str(folder), folder)
+    place = RunPlace(World(), str(folder), folder)
     engine = ServerEngine(dialect or Sglang(), policy, Cpu(), told, load_tokenizer(str(folder)), place)
     try:
         engine.sync(policy.stored.named_parameters())
@@ -187,7 +187,7 @@ def answered(ids: list[int], reason: dict[str, Any], **told: Any) -> dict[str, A
     return {"output_ids": ids, "meta_info": {**meta, "weight_version": "a-1", **told}}
 
 
-WANTED = Wanted([1, 2], Sampling(max_tokens=3, stop_ids=(END,), stop_strings=("so",)), 3, 1)
+WANTED = WantedSample([1, 2], Sampling(max_tokens=3, stop_ids=(END,), stop_strings=("so",)), 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_why_a_response_ended(ids: list[int], reason: dict[str, Any], ended: str
     ],
 )
 def test_an_answer_that_was_not_asked_for_is_refused(said: Any, why: str) -> None:
-    with pytest.raises(Failed, match=why):
+    with pytest.raises(ServerFailed, match=why):
         Sglang().read(said, WANTED)
 
 
@@ -253,7 +253,7 @@ def test_what_sglang_would_tell_other_log_probs_of_is_not_asked_for(
 @pytest.mark.parametrize("device", SERVING)
 @pytest.mark.parametrize(("sleep", "rank"), [(False, None), (True, None), (True, 8)])
 def test_the_command_line_has_flags_that_sglang_has(device: str, sleep: bool, rank: int | None) -> None:
-    start = Start(
+    start = ServerStart(
         "python3", "model", "bf16", "127.0.0.1", 30000, 2, device, sleep, rank, ("--mem-fraction-static", "0.5")
     )
     command = Sglang().command(start)
@@ -297,7 +297,7 @@ def test_an_engine_that_no_device_here_can_have_is_refused_with_what_to_take_ins
     policy: Policy, folder: Path
 ) -> None:
     settings = RolloutSettings(engine="sglang")
-    place = Place(World(), str(folder), folder)
+    place = RunPlace(World(), str(folder), folder)
     with pytest.raises(Refusal, match="has no package sglang") as refusal:
         ServerEngine(Sglang(), policy, Cpu(), settings, load_tokenizer(str(folder)), place)
     assert "no build for CPUs" in str(refusal.value)
@@ -337,7 +337,7 @@ def test_a_tensor_that_the_server_leaves_as_it_was_is_found_by_the_probe(policy:
 
 def test_keys_and_values_of_earlier_weights_are_found_by_the_probe(policy: Policy, folder: Path) -> None:
     class Forgetful(Sglang):
-        def push(self, line: Any, weights: Weights) -> None:
+        def push(self, line: Any, weights: PushedWeights) -> None:
             said = {"model_path": str(weights.files[0].parent), "flush_cache": False}
             line.post("/update_weights_from_disk", said)
 
@@ -365,11 +365,11 @@ def test_files_that_do_not_hold_what_was_announced_are_not_pushed(policy: Policy
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(Failed, match=r"missing \['b'\]"):
-        Sglang().push(None, Weights([tmp_path / "model.safetensors"], ["a", "b"]))  # type: ignore[arg-type]
+    with pytest.raises(ServerFailed, match=r"missing \['b'\]"):
+        Sglang().push(None, PushedWeights([tmp_path / "model.safetensors"], ["a", "b"]))  # type: ignore[arg-type]
     save_file({"c": torch.zeros(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(Failed, match="not this push alone"):
-        Sglang().push(None, Weights([tmp_path / "model.safetensors"], ["a"]))  # type: ignore[arg-type]
+    with pytest.raises(ServerFailed, match="not this push alone"):
+        Sglang().push(None, PushedWeights([tmp_path / "model.safetensors"], ["a"]))  # type: ignore[arg-type]
 
 
 def test_an_adapter_is_pushed_alone_and_takes_the_place_of_the_one_before(

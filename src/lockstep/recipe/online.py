@@ -8,7 +8,7 @@ from lockstep.recipe.effects import CACHE, FOLDER, GROUPS, REWARD, SAMPLING, Eff
 from lockstep.recipe.named import Named
 from lockstep.recipe.rows import ENGINES, ESTIMATORS, LOSSES
 from lockstep.recipe.section import Field, Section
-from lockstep.recipe.serving import Server
+from lockstep.recipe.serving import ServerSettings
 
 
 class RolloutSettings(Section):
@@ -27,7 +27,7 @@ class RolloutSettings(Section):
         effect=Effect("harmless", "where the engine runs"),
         resumable=True,
     )
-    server: Server = Field(default_factory=Server)
+    server: ServerSettings = Field(default_factory=ServerSettings)
     sleep: bool = Field(
         False,
         description="A serving engine gives its memory back while the run trains.",

@@ -10,7 +10,7 @@ _HOW = Effect("matters", "the engine is started otherwise: rounding, or more; th
 _LIMIT = Effect("harmless", "only when the run is stopped")
 
 
-class Server(Section):
+class ServerSettings(Section):
     devices: list[int] | None = Field(
         None,
         min_length=1,

@@ -9,11 +9,11 @@ from lockstep.model.policy import Policy
 from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.rows import ENGINES, imported
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.place import Place
+from lockstep.rollout.place import RunPlace
 
 
 def engine_of(
-    settings: RolloutSettings, policy: Policy, device: Device, tokenizer: PreTrainedTokenizerBase, place: Place
+    settings: RolloutSettings, policy: Policy, device: Device, tokenizer: PreTrainedTokenizerBase, place: RunPlace
 ) -> Engine:
     row = ENGINES[settings.engine]
     told = (place,) if row.served else ()

@@ -27,7 +27,7 @@ from lockstep.rollout.ending import end_ids
 from lockstep.rollout.engine import Engine, OtherProgram
 from lockstep.rollout.engines import engine_of
 from lockstep.rollout.function import FunctionEngine
-from lockstep.rollout.place import Place
+from lockstep.rollout.place import RunPlace
 from lockstep.run.metrics import PhaseTimer
 from lockstep.types import Prompt, Rollout, Sampling
 
@@ -50,7 +50,7 @@ class Generator:
         self.policy, self.tokenizer, self.world = policy, tokenizer, world
         self.device = device.torch_device(world.local_rank)
         self.engine_name, self.served = settings.engine, ENGINES[settings.engine].served
-        self.engine = engine_of(settings, policy, device, tokenizer, Place(world, path, logs or Path(gettempdir())))
+        self.engine = engine_of(settings, policy, device, tokenizer, RunPlace(world, path, logs or Path(gettempdir())))
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
         paged_on = device if ENGINES[settings.engine].paged else None
         with self._closed_on_refusal(), self.whole_weights():

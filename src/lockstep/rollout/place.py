@@ -9,7 +9,7 @@ from lockstep.parallel.world import World
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPlace:
     """The ranks, the model's folder (or hub name), and a folder that logs may be written to."""
 
     world: World

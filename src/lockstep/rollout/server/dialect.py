@@ -10,10 +10,10 @@ from typing import Any, Literal, Protocol
 from lockstep.types import Sampling
 
 Ended = Literal["token", "string", "length", "aborted"]
-Part = Literal["weights", "cache"]
+MemoryPart = Literal["weights", "cache"]
 
 
-class Line(Protocol):
+class Channel(Protocol):
     """One server, over HTTP. Every call ends within `seconds`; what is no success is `Failed` (see `line.py`)."""
 
     @property
@@ -26,7 +26,7 @@ class Line(Protocol):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedSample:
     """One sample: a prompt, how it is continued, and by which adapter (None: by the model itself)."""
 
     ids: Sequence[int]
@@ -48,7 +48,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Weights:
+class PushedWeights:
     """Weights on their way: safetensors files that hold every trained tensor of the model, under the names of its
     Hugging Face checkpoint. `names` are all of them, over all files."""
 
@@ -57,7 +57,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Start:
+class ServerStart:
     """A server that is to be started."""
 
     python: str
@@ -75,7 +75,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ServerFacts:
     """What a server says of itself; None where it does not."""
 
     engine: str
@@ -102,10 +102,10 @@ class Dialect(Protocol):
 
     # -- start
 
-    def command(self, start: Start) -> list[str]:
+    def command(self, start: ServerStart) -> list[str]:
         """The command line of a server."""
 
-    def environment(self, start: Start) -> dict[str, str]:
+    def environment(self, start: ServerStart) -> dict[str, str]:
         """Environment variables of a server, besides those of the run; `rollout.server.env` wins over them."""
 
     def started_by_hand(self) -> str:
@@ -113,50 +113,50 @@ class Dialect(Protocol):
 
     # -- generate
 
-    def ask(self, wanted: Wanted) -> tuple[str, dict[str, Any]]:
+    def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
         """The path and the body of the request for one sample. Log-probs are asked of the distribution that is sampled
         from; nothing of the model's own defaults (penalties, end tokens) may be left to act."""
 
-    def read(self, answered: Any, wanted: Wanted) -> Answer:
+    def read(self, answered: Any, wanted: WantedSample) -> Answer:
         """The answer from its JSON; `Failed` where it is not what was asked for."""
 
     # -- weights: pause, begin, push, flush, end, resume
 
-    def pause(self, line: Line) -> None:
+    def pause(self, line: Channel) -> None:
         """Nothing is generated from here on; what is under way is aborted."""
 
-    def resume(self, line: Line) -> None: ...
+    def resume(self, line: Channel) -> None: ...
 
-    def begin(self, line: Line) -> None:
+    def begin(self, line: Channel) -> None:
         """New weights are coming."""
 
-    def push(self, line: Line, weights: Weights) -> None:
+    def push(self, line: Channel, weights: PushedWeights) -> None:
         """Take the weights from the files. Returns when they can be deleted; `Failed` where a tensor is missing or one
         too many."""
 
-    def end(self, line: Line, version: str) -> None:
+    def end(self, line: Channel, version: str) -> None:
         """All weights have come; from here on they are `version`."""
 
-    def flush(self, line: Line) -> None:
+    def flush(self, line: Channel) -> None:
         """Forget keys and values of earlier weights."""
 
-    def version(self, line: Line) -> str:
+    def version(self, line: Channel) -> str:
         """The version of the weights that it has; after a start something that no run says."""
 
-    def load_adapter(self, line: Line, name: str, folder: Path) -> None:
+    def load_adapter(self, line: Channel, name: str, folder: Path) -> None:
         """Take a PEFT folder as the adapter `name`, and forget those before it."""
 
     # -- memory
 
-    def sleep(self, line: Line, *, discard_weights: bool) -> None:
+    def sleep(self, line: Channel, *, discard_weights: bool) -> None:
         """Give memory back; `discard_weights` where they will come again before anything is generated."""
 
-    def wake(self, line: Line, part: Part) -> None:
+    def wake(self, line: Channel, part: MemoryPart) -> None:
         """Take the memory of weights, then that of the cache, again."""
 
     # -- health
 
-    def healthy(self, line: Line) -> None:
+    def healthy(self, line: Channel) -> None:
         """`Failed` where it does not answer yet, or any more."""
 
-    def facts(self, line: Line) -> Facts: ...
+    def facts(self, line: Channel) -> ServerFacts: ...

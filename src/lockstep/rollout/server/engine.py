@@ -18,14 +18,14 @@ from lockstep.model.load import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.ending import why_ended
-from lockstep.rollout.place import Place
-from lockstep.rollout.server.dialect import Answer, Dialect, Facts, Line, Wanted, Weights
+from lockstep.rollout.place import RunPlace
+from lockstep.rollout.server.dialect import Answer, Channel, Dialect, PushedWeights, ServerFacts, WantedSample
 from lockstep.rollout.server.fleet import Back, Done, Fleet, Lost, Server
-from lockstep.rollout.server.line import Failed, Lines, ServerLine, is_address
+from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine, is_address
 from lockstep.rollout.server.probe import (
     MOST,
     Bounds,
-    Probed,
+    ProbeResult,
     calibrated,
     probe_requests,
     probed,
@@ -56,7 +56,7 @@ class ServerEngine:
         device: Device,
         settings: RolloutSettings,
         tokenizer: PreTrainedTokenizerBase,
-        place: Place,
+        place: RunPlace,
     ):
         self.dialect, self.policy, self.settings, self.place = dialect, policy, settings, place
         self.world, self.decode = place.world, tokenizer.decode
@@ -70,7 +70,7 @@ class ServerEngine:
         self._drawn_by = 0
         self._run, self._pushes = secrets.token_hex(4), 0
         self._pushed: tuple[int, ...] | None = None
-        self._probed: dict[str, Probed] = {}
+        self._probed: dict[str, ProbeResult] = {}
         self._versions: dict[str, str] = {}
         self._bounds: Bounds | None = None
         self._noise = 0.0
@@ -115,7 +115,7 @@ class ServerEngine:
                 try:
                     self.dialect.healthy(server.line)
                     break
-                except Failed as error:
+                except ServerFailed as error:
                     server.why = str(error)
                     self._refuse_silent(server)
                     self.world.progress(f"the start of {server.line.address}")
@@ -141,7 +141,7 @@ class ServerEngine:
                 "raise it, or look why the server does not come up",
             )
 
-    def _refuse_unfit(self, server: Server, facts: Facts) -> None:
+    def _refuse_unfit(self, server: Server, facts: ServerFacts) -> None:
         where, remedy = f"rollout.engine {self.dialect.name} at {server.line.address}", self.dialect.started_by_hand()
         rows = self.policy.causal_lm.get_input_embeddings().weight.shape[0]
         for wrong in facts.wrong:
@@ -153,10 +153,10 @@ class ServerEngine:
         if facts.dtype is not None and facts.dtype != own:
             raise Refusal.at(where, f"it computes in {facts.dtype}, the trainer in {own}", f"start it with {own}")
 
-    def _asked(self, server: Server, verb: Callable[[Line], T]) -> T:
+    def _asked(self, server: Server, verb: Callable[[Channel], T]) -> T:
         try:
             return verb(server.line)
-        except Failed as error:
+        except ServerFailed as error:
             where = f"rollout.engine {self.dialect.name} at {server.line.address}"
             raise Refusal.at(where, str(error), self.dialect.started_by_hand()) from error
 
@@ -190,13 +190,13 @@ class ServerEngine:
             try:
                 self._hand_over(server, weights)
                 reached.append(server)
-            except Failed as error:
+            except ServerFailed as error:
                 if not (error.lost and self._goes_on_without(server, error)):
                     raise self._push_refused(server, error) from error
         if not reached:
             self._wait_for_one(weights)
 
-    def _goes_on_without(self, server: Server, error: Failed) -> bool:
+    def _goes_on_without(self, server: Server, error: ServerFailed) -> bool:
         """A server that cannot be reached at all is left out, and looked after while the others generate. One that
         breaks in the middle of a push has weights that nobody knows: no sample is asked of it before the next push."""
         server.up, server.why, server.since = False, str(error), time.monotonic()
@@ -237,7 +237,7 @@ class ServerEngine:
         dialect, line, version = self.dialect, server.line, self.fleet.version
         server.up = False
         with travelling(self.settings.server.folder) as folder:
-            pushed: Weights | None = None
+            pushed: PushedWeights | None = None
             if self.lora_rank is None:
                 pushed = written_weights(folder, weights, self.dtype)
             else:
@@ -258,9 +258,11 @@ class ServerEngine:
             dialect.resume(line)
         found = dialect.version(line)
         if found != version:
-            raise Failed(f"{line.address}: it was given weights of version {version} and says that it has {found}")
+            raise ServerFailed(
+                f"{line.address}: it was given weights of version {version} and says that it has {found}"
+            )
 
-    def _push_refused(self, server: Server, error: Failed) -> Refusal:
+    def _push_refused(self, server: Server, error: ServerFailed) -> Refusal:
         return Refusal.at(
             f"rollout.engine {self.dialect.name} at {server.line.address}",
             f"it did not take the weights after {self.updates} updates: {error}",
@@ -269,7 +271,7 @@ class ServerEngine:
 
     # -- the probe
 
-    def _probe(self, server: Server, sampling: Sampling | None = None) -> Probed:
+    def _probe(self, server: Server, sampling: Sampling | None = None) -> ProbeResult:
         asked = probe_requests(self.policy, self._adapter, sampling)
         begun = []
         for wanted in asked:
@@ -278,7 +280,9 @@ class ServerEngine:
         answers = [self.dialect.read(one.result(), wanted) for one, wanted in zip(begun, asked, strict=True)]
         for answer in answers:
             if answer.version is not None and answer.version != self.fleet.version:
-                raise Failed(f"{server.line.address}: the probe was answered by weights of version {answer.version}")
+                raise ServerFailed(
+                    f"{server.line.address}: the probe was answered by weights of version {answer.version}"
+                )
         return probed(self.policy, self.device, asked, answers)
 
     def _refuse_probe(self, server: Server, why: str | None) -> None:
@@ -335,13 +339,13 @@ class ServerEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         places: list[tuple[int, int]] = []
-        asked: list[Wanted] = []
+        asked: list[WantedSample] = []
         for number, request in enumerate(requests):
             longest = min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
             for sample in range(request.first, request.first + request.n):
                 places.append((number, sample))
                 seed = _seed(sampling.seed, request.key, sample)
-                asked.append(Wanted(request.ids, sampling, longest, seed, self._adapter))
+                asked.append(WantedSample(request.ids, sampling, longest, seed, self._adapter))
         events = self.fleet.events(asked)
         silent = False
         try:
@@ -349,7 +353,7 @@ class ServerEngine:
                 if isinstance(event, Done):
                     silent |= event.answer.version is None
                     yield self._completion(*places[event.number], asked[event.number], event.answer)
-                elif isinstance(event, Failed):
+                elif isinstance(event, ServerFailed):
                     where = f"rollout.engine {self.dialect.name}"
                     raise Refusal.at(where, str(event), "the last checkpoint is untouched")
                 elif isinstance(event, Lost):
@@ -377,7 +381,7 @@ class ServerEngine:
                     "the same command goes on from the last checkpoint",
                 )
 
-    def _completion(self, number: int, sample: int, wanted: Wanted, answer: Answer) -> Completion:
+    def _completion(self, number: int, sample: int, wanted: WantedSample, answer: Answer) -> Completion:
         ids, logprobs, stop = answer.ids, answer.logprobs, str(answer.ended)
         if wanted.sampling.stop_strings:
             ends = ((i, why_ended(ids[:i], 0, wanted.sampling, self.decode)) for i in range(1, len(ids) + 1))
@@ -425,7 +429,7 @@ class ServerEngine:
             self._probed.pop(server.line.address, None)
             every = list(self.policy.stored.named_parameters()) if weights is None else weights
             self._hand_over(server, every)
-        except Failed as error:
+        except ServerFailed as error:
             server.why = str(error)
             if not error.lost:
                 raise self._push_refused(server, error) from error
@@ -470,7 +474,7 @@ class ServerEngine:
 
 
 def open_engine(
-    policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase, place: Place
+    policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase, place: RunPlace
 ) -> ServerEngine:
     return ServerEngine(dialect_of(settings), policy, device, settings, tokenizer, place)
 

@@ -9,8 +9,8 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lockstep.rollout.server.dialect import Answer, Dialect, Wanted
-from lockstep.rollout.server.line import Failed, Lines, ServerLine
+from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample
+from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine
 from lockstep.rollout.server.process import ServerProcess
 
 # Of one sample, on servers that are lost under it.
@@ -61,7 +61,7 @@ class Back:
     server: Server
 
 
-Event = Done | Lost | Back | Failed
+ServerEvent = Done | Lost | Back | ServerFailed
 
 
 class Fleet:
@@ -70,13 +70,13 @@ class Fleet:
         self._answer_limit = answer_limit
         self.version = ""
         """Of the weights that a sample must be drawn by."""
-        self._heard: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[ServerEvent] = queue.SimpleQueue()
         self._watches: set[asyncio.Task[None]] = set()
 
     def up(self) -> list[Server]:
         return [server for server in self.servers if server.up]
 
-    def events(self, asked: Sequence[Wanted]) -> Generator[Event | None, None, None]:
+    def events(self, asked: Sequence[WantedSample]) -> Generator[ServerEvent | None, None, None]:
         """What happens until all are answered; None now and then, so that the caller can look at the clock.
 
         On `Lost` and `Back` it is the caller's to bring the server up again. Closing it drops what is under way.
@@ -102,18 +102,18 @@ class Fleet:
 
     # -- on the event loop
 
-    async def _all(self, asked: Sequence[Wanted], heard: queue.SimpleQueue[Event]) -> None:
+    async def _all(self, asked: Sequence[WantedSample], heard: queue.SimpleQueue[ServerEvent]) -> None:
         self._watches = {asyncio.create_task(self._watch(server, heard)) for server in self.servers if not server.up}
         tasks = [asyncio.create_task(self._one(number, wanted, heard)) for number, wanted in enumerate(asked)]
         try:
             await asyncio.gather(*tasks)
         except Exception as error:  # noqa: BLE001 - whoever waits for answers must hear that there are none
-            heard.put(error if isinstance(error, Failed) else Failed(f"{type(error).__name__}: {error}"))
+            heard.put(error if isinstance(error, ServerFailed) else ServerFailed(f"{type(error).__name__}: {error}"))
         finally:
             for task in (*tasks, *self._watches):
                 task.cancel()
 
-    async def _one(self, number: int, wanted: Wanted, heard: queue.SimpleQueue[Event]) -> None:
+    async def _one(self, number: int, wanted: WantedSample, heard: queue.SimpleQueue[ServerEvent]) -> None:
         path, body = self.dialect.ask(wanted)
         why = ""
         for _ in range(TRIES):
@@ -122,7 +122,7 @@ class Fleet:
             try:
                 said = await server.line.asked("POST", path, body, self._answer_limit)
                 answer = self.dialect.read(said, wanted)
-            except Failed as error:
+            except ServerFailed as error:
                 if not error.lost:
                     heard.put(error)
                     return
@@ -142,7 +142,7 @@ class Fleet:
                 continue
             heard.put(Done(number, answer))
             return
-        heard.put(Failed(f"a response was asked for {TRIES} times in vain, the last time: {why}"))
+        heard.put(ServerFailed(f"a response was asked for {TRIES} times in vain, the last time: {why}"))
 
     async def _least_busy(self) -> Server:
         while True:
@@ -151,7 +151,7 @@ class Fleet:
                 return min(free, key=lambda server: server.busy)
             await asyncio.sleep(0.02)
 
-    def _lose(self, server: Server, why: str, heard: queue.SimpleQueue[Event]) -> None:
+    def _lose(self, server: Server, why: str, heard: queue.SimpleQueue[ServerEvent]) -> None:
         """Once for all the samples that find it gone."""
         if not server.up:
             return
@@ -159,11 +159,11 @@ class Fleet:
         heard.put(Lost(server))
         self._watches.add(asyncio.create_task(self._watch(server, heard)))
 
-    async def _watch(self, server: Server, heard: queue.SimpleQueue[Event]) -> None:
+    async def _watch(self, server: Server, heard: queue.SimpleQueue[ServerEvent]) -> None:
         """Until the server answers; the run then gives it the weights."""
         await asyncio.sleep(_HEALTH_PAUSE)
         while not server.up:
-            with suppress(Failed):
+            with suppress(ServerFailed):
                 await asyncio.get_running_loop().run_in_executor(None, self._health, server)
                 heard.put(Back(server))
                 return

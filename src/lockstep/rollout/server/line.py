@@ -22,7 +22,7 @@ SWITCH_SECONDS = 120.0
 _JOIN_SECONDS = 30.0
 
 
-class Failed(Exception):
+class ServerFailed(Exception):
     """A server did not do what it was asked. `lost`: it may be gone or broken, and another one could."""
 
     def __init__(self, why: str, *, lost: bool = False, status: int | None = None):
@@ -52,11 +52,11 @@ class Lines:
         try:
             answer = await exchanged(self._client, method, address, data, seconds, MOST_BYTES)
         except Trouble as error:
-            raise Failed(str(error), lost=True) from error
+            raise ServerFailed(str(error), lost=True) from error
         except TooLong as error:
-            raise Failed(f"its answer is longer than {MOST_BYTES // 2**20} MiB") from error
+            raise ServerFailed(f"its answer is longer than {MOST_BYTES // 2**20} MiB") from error
         if not answer.success:
-            raise Failed(_told(answer), lost=answer.status >= 500, status=answer.status)
+            raise ServerFailed(_told(answer), lost=answer.status >= 500, status=answer.status)
         if not answer.body.strip():
             return None
         try:
@@ -106,9 +106,9 @@ class ServerLine:
     async def asked(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
         try:
             return await self.lines.exchange(method, self.address + path, body, seconds)
-        except Failed as error:
+        except ServerFailed as error:
             told = f"{self.address}{path.partition('?')[0]}: {error}"
-            raise Failed(told, lost=error.lost, status=error.status) from error
+            raise ServerFailed(told, lost=error.lost, status=error.status) from error
 
 
 def is_address(text: str) -> bool:

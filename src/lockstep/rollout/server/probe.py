@@ -15,7 +15,7 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.kernels.rotary import fixed_length
 from lockstep.kernels.truncate import Truncation
 from lockstep.model.policy import Policy, Scoring
-from lockstep.rollout.server.dialect import Answer, Wanted
+from lockstep.rollout.server.dialect import Answer, WantedSample
 from lockstep.types import Example, Origin, Sampling
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
@@ -47,7 +47,7 @@ ROOM = 4.0
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """One probe: the tokens, and what engine and trainer say of each."""
 
     ids: Sequence[Sequence[int]]
@@ -60,7 +60,7 @@ class Probed:
         return Bounds(float(off_K.mean()), float(off_K.max()))
 
 
-def probe_requests(policy: Policy, adapter: str | None, sampling: Sampling | None = None) -> list[Wanted]:
+def probe_requests(policy: Policy, adapter: str | None, sampling: Sampling | None = None) -> list[WantedSample]:
     """What is asked of the server: at a temperature of its own, or as `sampling` says."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
     fixed = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or PROMPT_TOKENS + NEW_TOKENS
@@ -68,11 +68,13 @@ def probe_requests(policy: Policy, adapter: str | None, sampling: Sampling | Non
     new = min(NEW_TOKENS, fixed - prompt)
     how = sampling or Sampling(max_tokens=new, temperature=TEMPERATURE)
     rows = [[(7 * row + 5 * i + 2) % vocabulary for i in range(prompt)] for row in range(PROMPTS)]
-    return [Wanted(ids, how, new, seed, adapter) for seed, ids in enumerate(rows, start=1)]
+    return [WantedSample(ids, how, new, seed, adapter) for seed, ids in enumerate(rows, start=1)]
 
 
 @torch.no_grad()
-def probed(policy: Policy, device: torch.device, asked: Sequence[Wanted], answers: Sequence[Answer]) -> Probed:
+def probed(
+    policy: Policy, device: torch.device, asked: Sequence[WantedSample], answers: Sequence[Answer]
+) -> ProbeResult:
     """The trainer's scores of what the server wrote, in the distribution that was sampled from."""
     how = asked[0].sampling
     truncation = Truncation(how.top_k, how.top_p, how.min_p)
@@ -90,10 +92,10 @@ def probed(policy: Policy, device: torch.device, asked: Sequence[Wanted], answer
         policy.scoring = before
         policy.train(training)
     engine_K = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
-    return Probed([answer.ids for answer in answers], engine_K, said_K)
+    return ProbeResult([answer.ids for answer in answers], engine_K, said_K)
 
 
-def calibrated(first: Probed, second: Probed, dtype: torch.dtype) -> Bounds:
+def calibrated(first: ProbeResult, second: ProbeResult, dtype: torch.dtype) -> Bounds:
     """The bounds of the probes to come, from two pushes of the same weights."""
     least, most = LEAST[dtype], MOST[dtype]
     mean, largest = max(first.off.mean, second.off.mean), max(first.off.largest, second.off.largest)
@@ -103,13 +105,13 @@ def calibrated(first: Probed, second: Probed, dtype: torch.dtype) -> Bounds:
     )
 
 
-def repeat_noise(first: Probed, second: Probed) -> float:
+def repeat_noise(first: ProbeResult, second: ProbeResult) -> float:
     """By how much the engine's own log-probs differ between two pushes of the same weights."""
     same = _shared(first, second)
     return float((first.engine_K[same] - second.engine_K[same]).abs().max()) if len(same) else float("inf")
 
 
-def why_refused(now: Probed, before: Probed | None, bounds: Bounds, noise: float) -> str | None:
+def why_refused(now: ProbeResult, before: ProbeResult | None, bounds: Bounds, noise: float) -> str | None:
     """What is wrong with an answer to the probe; None where nothing is."""
     off = now.off
     if not (off.mean <= bounds.mean and off.largest <= bounds.largest):
@@ -124,7 +126,7 @@ def why_refused(now: Probed, before: Probed | None, bounds: Bounds, noise: float
     return None
 
 
-def _stands_still(now: Probed, before: Probed, noise: float) -> bool:
+def _stands_still(now: ProbeResult, before: ProbeResult, noise: float) -> bool:
     """An update may move log-probs by less than the bounds: then the engine must at least have moved when the trainer
     has, by more than rounding alone moves either."""
     same = _shared(now, before)
@@ -135,7 +137,7 @@ def _stands_still(now: Probed, before: Probed, noise: float) -> bool:
     return engine <= noise and trainer > 4 * max(noise, 1e-6)
 
 
-def _shared(a: Probed, b: Probed) -> torch.Tensor:
+def _shared(a: ProbeResult, b: ProbeResult) -> torch.Tensor:
     """The tokens, by their number, that stand behind the same beginnings in both."""
     found: list[int] = []
     start = 0

@@ -15,7 +15,7 @@ from lockstep.errors import Refusal
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.rows import ENGINES, imported
-from lockstep.rollout.server.dialect import Dialect, Start
+from lockstep.rollout.server.dialect import Dialect, ServerStart
 
 HOST = "127.0.0.1"
 LAST_LINES = 25
@@ -103,7 +103,7 @@ def start_server(
 ) -> tuple[ServerProcess, str]:
     """A server on a free port of this machine, and its address. It is not waited for."""
     server = settings.server
-    start = Start(
+    start = ServerStart(
         python_of(settings),
         str(Path(model).absolute()) if Path(model).is_dir() else model,
         dtype,

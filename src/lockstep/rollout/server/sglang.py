@@ -11,13 +11,22 @@ from safetensors import safe_open
 
 from lockstep.device.serving import serving_on
 from lockstep.kernels.truncate import Truncation
-from lockstep.rollout.server.dialect import Answer, Ended, Facts, Line, Part, Start, Wanted, Weights
-from lockstep.rollout.server.line import SWITCH_SECONDS, Failed
+from lockstep.rollout.server.dialect import (
+    Answer,
+    Channel,
+    Ended,
+    MemoryPart,
+    PushedWeights,
+    ServerFacts,
+    ServerStart,
+    WantedSample,
+)
+from lockstep.rollout.server.line import SWITCH_SECONDS, ServerFailed
 from lockstep.types import Sampling
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _BAD_REQUEST = 400
-_TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}
+_TAGS: dict[MemoryPart, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
 class Sglang:
@@ -29,7 +38,7 @@ class Sglang:
 
     # -- start
 
-    def command(self, start: Start) -> list[str]:
+    def command(self, start: ServerStart) -> list[str]:
         said = [start.python, "-m", "sglang.launch_server", *self.flags(start.lora_rank)]
         said += ["--model-path", start.model, "--host", start.host, "--port", str(start.port)]
         said += ["--dtype", _DTYPES[start.dtype], "--tp-size", str(start.tensor_parallel), "--device", start.device]
@@ -48,7 +57,7 @@ class Sglang:
             said += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--lora-target-modules", "all"]
         return said
 
-    def environment(self, start: Start) -> dict[str, str]:
+    def environment(self, start: ServerStart) -> dict[str, str]:
         return {
             # Log-probs at the temperature: those before it are not of the distribution that is sampled from.
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
@@ -64,7 +73,7 @@ class Sglang:
 
     # -- generate
 
-    def ask(self, wanted: Wanted) -> tuple[str, dict[str, Any]]:
+    def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
         sampling = wanted.sampling
         _refuse_untellable(sampling)
         said: dict[str, Any] = {
@@ -100,7 +109,7 @@ class Sglang:
             body["lora_path"] = wanted.adapter
         return "/generate", body
 
-    def read(self, answered: Any, wanted: Wanted) -> Answer:
+    def read(self, answered: Any, wanted: WantedSample) -> Answer:
         try:
             ids, told = list(answered["output_ids"]), answered["meta_info"]
             scored = told["output_token_logprobs"]
@@ -110,27 +119,27 @@ class Sglang:
             reason = told["finish_reason"]
             kind = reason["type"]
         except (KeyError, TypeError, IndexError) as error:
-            raise Failed(f"an answer of another form than SGLang's: {error!r}") from error
+            raise ServerFailed(f"an answer of another form than SGLang's: {error!r}") from error
         if named != ids or len(logprobs) != len(ids):
-            raise Failed(f"an answer with {len(ids)} tokens and log-probs of {len(named)} others")
+            raise ServerFailed(f"an answer with {len(ids)} tokens and log-probs of {len(named)} others")
         if not all(isinstance(each, int | float) and math.isfinite(each) for each in logprobs):
-            raise Failed("an answer with a log-prob that is no number")
+            raise ServerFailed("an answer with a log-prob that is no number")
         ended = "aborted" if kind == "abort" else _ended(kind, reason.get("matched"), ids, wanted)
         return Answer(ids, [float(each) for each in logprobs], ended, _one_version(told))
 
     # -- weights
 
-    def pause(self, line: Line) -> None:
+    def pause(self, line: Channel) -> None:
         line.post("/pause_generation", {"mode": "abort"}, seconds=SWITCH_SECONDS)
 
-    def resume(self, line: Line) -> None:
+    def resume(self, line: Channel) -> None:
         line.post("/continue_generation", {}, seconds=SWITCH_SECONDS)
 
-    def begin(self, line: Line) -> None:
+    def begin(self, line: Channel) -> None:
         """Nothing: /begin_weight_update and /end_weight_update enclose tensors that come by a collective or by handles.
         An update from disk prepares and finishes the weights itself, and would be finished twice."""
 
-    def push(self, line: Line, weights: Weights) -> None:
+    def push(self, line: Channel, weights: PushedWeights) -> None:
         """SGLang takes every safetensors file of a folder and keeps what is in none of them as it was, without a word:
         what the files hold is looked at before, and what the engine made of it by the probe after."""
         folder = _folder_of(weights)
@@ -141,24 +150,24 @@ class Sglang:
         )
         _succeeded(line, said, "message")
 
-    def end(self, line: Line, version: str) -> None:
+    def end(self, line: Channel, version: str) -> None:
         said = line.post(
             "/update_weight_version", {"new_version": version, "abort_all_requests": False}, seconds=SWITCH_SECONDS
         )
         _succeeded(line, said, "message")
 
-    def flush(self, line: Line) -> None:
+    def flush(self, line: Channel) -> None:
         line.post("/flush_cache", seconds=SWITCH_SECONDS)
 
-    def version(self, line: Line) -> str:
+    def version(self, line: Channel) -> str:
         # Not /server_info: that tells the version which the server was started with.
         return str(line.get("/model_info")["weight_version"])
 
-    def load_adapter(self, line: Line, name: str, folder: Path) -> None:
+    def load_adapter(self, line: Channel, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
             said = line.post("/load_lora_adapter", body)
-        except Failed as error:
+        except ServerFailed as error:
             # A server that was given up and is there after all may have it, of an earlier try.
             if error.status != _BAD_REQUEST or "already loaded" not in str(error):
                 raise
@@ -169,29 +178,29 @@ class Sglang:
             if other != name:
                 self._unload(line, other)
 
-    def _unload(self, line: Line, name: str) -> None:
+    def _unload(self, line: Channel, name: str) -> None:
         said = line.post("/unload_lora_adapter", {"lora_name": name}, seconds=SWITCH_SECONDS)
         _succeeded(line, said, "error_message")
 
     # -- memory
 
-    def sleep(self, line: Line, *, discard_weights: bool) -> None:
+    def sleep(self, line: Channel, *, discard_weights: bool) -> None:
         info = line.get("/server_info")
         if not info.get("enable_memory_saver"):
-            raise Failed(f"{line.address}: it gives no memory back: start it with --enable-memory-saver")
+            raise ServerFailed(f"{line.address}: it gives no memory back: start it with --enable-memory-saver")
         if not discard_weights and not info.get("enable_weights_cpu_backup"):
-            raise Failed(f"{line.address}: its weights would be lost: start it with --enable-weights-cpu-backup")
+            raise ServerFailed(f"{line.address}: its weights would be lost: start it with --enable-weights-cpu-backup")
         line.post("/release_memory_occupation", {"tags": list(_TAGS.values())})
 
-    def wake(self, line: Line, part: Part) -> None:
+    def wake(self, line: Channel, part: MemoryPart) -> None:
         line.post("/resume_memory_occupation", {"tags": [_TAGS[part]]})
 
     # -- health
 
-    def healthy(self, line: Line) -> None:
+    def healthy(self, line: Channel) -> None:
         line.get("/health", seconds=SWITCH_SECONDS)
 
-    def facts(self, line: Line) -> Facts:
+    def facts(self, line: Channel) -> ServerFacts:
         info = line.get("/server_info")
         wrong = []
         if not info.get("enable_deterministic_inference"):
@@ -201,7 +210,7 @@ class Sglang:
         if info.get("speculative_algorithm") is not None:
             wrong.append(f"its draft model ({info['speculative_algorithm']}) gets no new weights: start it without")
         dtype, longest = info.get("dtype"), info.get("context_length")
-        return Facts(
+        return ServerFacts(
             f"sglang {info['version']}",
             longest=longest if isinstance(longest, int) else None,
             dtype=dtype if dtype != "auto" else None,
@@ -212,11 +221,11 @@ class Sglang:
 def _refuse_untellable(sampling: Sampling) -> None:
     """What SGLang would do otherwise than asked, or tell other log-probs of than the trainer scores."""
     if sampling.min_p:
-        raise Failed("SGLang does not sample with a seed and min_p: set min_p to 0")
+        raise ServerFailed("SGLang does not sample with a seed and min_p: set min_p to 0")
     if sampling.repetition_penalty != 1:
-        raise Failed("SGLang's log-probs are those after the penalty: set repetition_penalty to 1")
+        raise ServerFailed("SGLang's log-probs are those after the penalty: set repetition_penalty to 1")
     if _of_what_is_left(sampling) and (sampling.top_p < 1 or not sampling.top_k):
-        raise Failed("SGLang tells log-probs of a truncated distribution for top_k alone: remove top_p")
+        raise ServerFailed("SGLang tells log-probs of a truncated distribution for top_k alone: remove top_p")
 
 
 def _of_what_is_left(sampling: Sampling) -> bool:
@@ -225,7 +234,7 @@ def _of_what_is_left(sampling: Sampling) -> bool:
     return sampling.score_truncated and truncation.active and sampling.temperature > 0
 
 
-def _ended(kind: str, matched: Any, ids: Sequence[int], wanted: Wanted) -> Ended:
+def _ended(kind: str, matched: Any, ids: Sequence[int], wanted: WantedSample) -> Ended:
     sampling = wanted.sampling
     # Whatever SGLang names first where several things end a response at once.
     if ids and ids[-1] in sampling.stop_ids:
@@ -233,19 +242,19 @@ def _ended(kind: str, matched: Any, ids: Sequence[int], wanted: Wanted) -> Ended
     if kind == "stop" and matched in sampling.stop_strings:
         return "string"
     if kind == "stop" and isinstance(matched, int):
-        raise Failed(
+        raise ServerFailed(
             f"token {matched} ended a response, which is an end token for SGLang and not for this run: "
             "add it to rollout.stop_ids"
         )
     if kind == "length" and len(ids) >= wanted.max_tokens:
         return "length"
     if kind == "length":
-        raise Failed(
+        raise ServerFailed(
             f"a response was cut after {len(ids)} of {wanted.max_tokens} tokens: SGLang's --context-length, its memory "
             "for keys and values or SGLANG_MAX_NEW_TOKENS_LIMIT is too small for it"
         )
     # SGLang reports logits that are no numbers as a stop text of its own.
-    raise Failed(f"a response ended for a reason that was not asked for: {kind} ({matched})")
+    raise ServerFailed(f"a response ended for a reason that was not asked for: {kind} ({matched})")
 
 
 def _one_version(told: Any) -> str | None:
@@ -255,25 +264,25 @@ def _one_version(told: Any) -> str | None:
     return str(versions.pop()) if len(versions) == 1 else " and ".join(str(span["version"]) for span in spans)
 
 
-def _folder_of(weights: Weights) -> Path:
+def _folder_of(weights: PushedWeights) -> Path:
     folders = {file.parent for file in weights.files}
     folder = folders.pop()
     others = sorted(str(file) for file in set(folder.glob("*.safetensors")) - set(weights.files))
     if folders or others:
-        raise Failed(f"SGLang loads a whole folder, and {folder} is not this push alone: {others[:3]}")
+        raise ServerFailed(f"SGLang loads a whole folder, and {folder} is not this push alone: {others[:3]}")
     return folder
 
 
-def _refuse_other_names(weights: Weights) -> None:
+def _refuse_other_names(weights: PushedWeights) -> None:
     found: list[str] = []
     for file in weights.files:
         with safe_open(file, framework="pt") as opened:
             found += opened.keys()
     missing, extra = sorted(set(weights.names) - set(found)), sorted(set(found) - set(weights.names))
     if missing or extra or len(found) != len(set(found)):
-        raise Failed(f"the files do not hold what was announced: missing {missing[:5]}, too many {extra[:5]}")
+        raise ServerFailed(f"the files do not hold what was announced: missing {missing[:5]}, too many {extra[:5]}")
 
 
-def _succeeded(line: Line, said: Any, reason: str) -> None:
+def _succeeded(line: Channel, said: Any, reason: str) -> None:
     if not isinstance(said, dict) or said.get("success") is not True:
-        raise Failed(f"{line.address}: {said.get(reason) if isinstance(said, dict) else said}")
+        raise ServerFailed(f"{line.address}: {said.get(reason) if isinstance(said, dict) else said}")

@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.device.serving import serving_on
-from lockstep.rollout.server.dialect import Answer, Ended, Facts, Line, Part, Start, Wanted, Weights
-from lockstep.rollout.server.line import SWITCH_SECONDS, Failed
+from lockstep.rollout.server.dialect import (
+    Answer,
+    Channel,
+    Ended,
+    MemoryPart,
+    PushedWeights,
+    ServerFacts,
+    ServerStart,
+    WantedSample,
+)
+from lockstep.rollout.server.line import SWITCH_SECONDS, ServerFailed
 
 PLUGIN = Path(__file__).parent / "plugin"
 MODEL = "lockstep"
@@ -31,7 +40,7 @@ class Vllm:
 
     # -- start
 
-    def command(self, start: Start) -> list[str]:
+    def command(self, start: ServerStart) -> list[str]:
         # Not the console script: it asks for a distribution called vllm, which the builds for other devices are not.
         flags = self.flags(start.lora_rank, scale_out=_scales_out(start.python))
         said = [start.python, "-m", "vllm.entrypoints.openai.api_server", *flags]
@@ -60,7 +69,7 @@ class Vllm:
             said += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)]
         return said
 
-    def environment(self, start: Start) -> dict[str, str]:
+    def environment(self, start: ServerStart) -> dict[str, str]:
         said = {
             "PYTHONPATH": str(PLUGIN),
             "VLLM_SERVER_DEV_MODE": "1",
@@ -77,7 +86,7 @@ class Vllm:
 
     # -- generate
 
-    def ask(self, wanted: Wanted) -> tuple[str, dict[str, Any]]:
+    def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
         sampling = wanted.sampling
         said: dict[str, Any] = {
             "n": 1,
@@ -100,7 +109,7 @@ class Vllm:
         model = wanted.adapter or MODEL
         return "/inference/v1/generate", {"model": model, "token_ids": list(wanted.ids), "sampling_params": said}
 
-    def read(self, answered: Any, wanted: Wanted) -> Answer:
+    def read(self, answered: Any, wanted: WantedSample) -> Answer:
         try:
             (choice,) = answered["choices"]
             ids = list(choice["token_ids"])
@@ -109,47 +118,47 @@ class Vllm:
             reason, stop = choice["finish_reason"], choice.get("stop_reason")
             spans = choice.get("weight_versions")
         except (KeyError, TypeError, ValueError) as error:
-            raise Failed(f"an answer of another form than vLLM's: {error!r}") from error
+            raise ServerFailed(f"an answer of another form than vLLM's: {error!r}") from error
         if len(ids) != len(logprobs):
-            raise Failed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
+            raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
         return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), _one_version(spans))
 
     # -- weights
 
-    def pause(self, line: Line) -> None:
+    def pause(self, line: Channel) -> None:
         line.post("/pause?mode=abort", seconds=SWITCH_SECONDS)
 
-    def resume(self, line: Line) -> None:
+    def resume(self, line: Channel) -> None:
         line.post("/resume", seconds=SWITCH_SECONDS)
 
-    def begin(self, line: Line) -> None:
+    def begin(self, line: Channel) -> None:
         """Nothing: the worker extension takes all files in one call."""
 
-    def push(self, line: Line, weights: Weights) -> None:
+    def push(self, line: Channel, weights: PushedWeights) -> None:
         _call(line, "lockstep_load", files=[str(file) for file in weights.files], names=list(weights.names))
 
-    def end(self, line: Line, version: str) -> None:
+    def end(self, line: Channel, version: str) -> None:
         _call(line, "lockstep_version", version=version)
         with _unless_unknown():
             line.post("/update_weight_version", {"new_version": version}, seconds=SWITCH_SECONDS)
 
-    def flush(self, line: Line) -> None:
+    def flush(self, line: Channel) -> None:
         said = line.post("/reset_prefix_cache", seconds=SWITCH_SECONDS)
         if isinstance(said, dict) and said.get("success") is False:
-            raise Failed(f"{line.address}: its cache of earlier weights could not be emptied")
+            raise ServerFailed(f"{line.address}: its cache of earlier weights could not be emptied")
 
-    def version(self, line: Line) -> str:
+    def version(self, line: Channel) -> str:
         """Of the workers, which hold the weights, and of the engine, which tells it with every answer."""
         versions = {str(worker["version"]) for worker in _call(line, "lockstep_version")}
         if len(versions) > 1:
-            raise Failed(f"{line.address}: its workers have weights of several versions: {sorted(versions)}")
+            raise ServerFailed(f"{line.address}: its workers have weights of several versions: {sorted(versions)}")
         (version,) = versions
         with _unless_unknown():
             engine = line.get("/weight_info")["weight_version"]
             return version if version == engine else f"{version} (the engine says {engine})"
         return version
 
-    def load_adapter(self, line: Line, name: str, folder: Path) -> None:
+    def load_adapter(self, line: Channel, name: str, folder: Path) -> None:
         line.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         for other in _adapters(line):
             if other != name:
@@ -157,33 +166,33 @@ class Vllm:
 
     # -- memory
 
-    def sleep(self, line: Line, *, discard_weights: bool) -> None:
+    def sleep(self, line: Channel, *, discard_weights: bool) -> None:
         line.post(f"/sleep?level={2 if discard_weights else 1}")
 
-    def wake(self, line: Line, part: Part) -> None:
+    def wake(self, line: Channel, part: MemoryPart) -> None:
         line.post(f"/wake_up?tags={ {'weights': 'weights', 'cache': 'kv_cache'}[part] }")
 
     # -- health
 
-    def healthy(self, line: Line) -> None:
+    def healthy(self, line: Channel) -> None:
         line.get("/health", seconds=SWITCH_SECONDS)
 
-    def facts(self, line: Line) -> Facts:
+    def facts(self, line: Channel) -> ServerFacts:
         try:
             said = _call(line, "lockstep_facts")[0]
-        except Failed as error:
+        except ServerFailed as error:
             if error.lost and error.status is None:
                 raise
-            raise Failed(f"{error}; it was not started for lockstep") from error
+            raise ServerFailed(f"{error}; it was not started for lockstep") from error
         wrong = []
         if said["logprobs_mode"] != "processed_logprobs":
             wrong.append(f"--logprobs-mode is {said['logprobs_mode']}: set processed_logprobs")
         if said["quantization"] is not None:
             wrong.append(f"its weights are quantized ({said['quantization']}): start it without")
-        return Facts(f"vllm {said['version']}", said["vocabulary"], said["longest"], said["dtype"], wrong)
+        return ServerFacts(f"vllm {said['version']}", said["vocabulary"], said["longest"], said["dtype"], wrong)
 
 
-def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wanted: Wanted) -> Ended:
+def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wanted: WantedSample) -> Ended:
     if reason == "abort":
         return "aborted"
     if reason == "length":
@@ -192,7 +201,7 @@ def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wante
         return "string"
     if reason == "stop" and ids and ids[-1] in wanted.sampling.stop_ids:
         return "token"
-    raise Failed(f"a response ended for a reason that was not asked for: {reason} ({stop})")
+    raise ServerFailed(f"a response ended for a reason that was not asked for: {reason} ({stop})")
 
 
 def _one_version(spans: Any) -> str | None:
@@ -208,7 +217,7 @@ def _unless_unknown() -> Iterator[None]:
     """Older versions have no route for the version: the workers alone tell it then."""
     try:
         yield
-    except Failed as error:
+    except ServerFailed as error:
         if error.status != _NOT_FOUND:
             raise
 
@@ -220,16 +229,16 @@ def _scales_out(python: str) -> bool:
     return (Path(found.stdout.strip()) / "entrypoints" / "scale_out").is_dir()
 
 
-def _call(line: Line, method: str, **told: Any) -> list[dict[str, Any]]:
+def _call(line: Channel, method: str, **told: Any) -> list[dict[str, Any]]:
     """A method of the worker extension, on every worker."""
     answered = line.post("/collective_rpc", {"method": method, "args": [json.dumps(told)]})
     results = answered["results"]
     for result in results:
         if "error" in result:
-            raise Failed(f"{line.address}: {result['error']}")
+            raise ServerFailed(f"{line.address}: {result['error']}")
     return list(results)
 
 
-def _adapters(line: Line) -> list[str]:
+def _adapters(line: Channel) -> list[str]:
     listed = line.get("/v1/models")["data"]
     return [model["id"] for model in listed if model.get("parent") is not None]

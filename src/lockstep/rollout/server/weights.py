@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import Refusal, unwritten
-from lockstep.rollout.server.dialect import Weights
+from lockstep.rollout.server.dialect import PushedWeights
 from lockstep.run.tensor_file import write_model
 
 KEY = "rollout.server.folder"
@@ -38,7 +38,7 @@ def travelling(named: str | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def written_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Weights:
+def written_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> PushedWeights:
     """All weights of a model, in `dtype`; on the device there is never more than the one that is being written."""
     shapes = {name: tensor.shape for name, tensor in weights}
     _refuse_no_room(folder, sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
@@ -47,7 +47,7 @@ def written_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], d
         write_model(folder, shapes, dtype, tensors.__getitem__)
     except OSError as error:
         raise unwritten(folder, error, f"name another {KEY}") from error
-    return Weights(sorted(folder.glob("*.safetensors")), list(shapes))
+    return PushedWeights(sorted(folder.glob("*.safetensors")), list(shapes))
 
 
 def write_adapter(folder: Path, model: Any) -> None:
