@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: quickstart test browser test-ascend test-migration test-ray test-slow lint format docs models bench clean
+.PHONY: quickstart test browser test-ascend test-engines test-migration test-ray test-slow lint format docs models bench clean
 
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
@@ -40,6 +40,10 @@ test-migration: $(VENV)/.test
 test-ray: $(VENV)/.ray
 	$(BIN)/python -m pytest -m ray
 
+# Not in the run above: a serving engine is gigabytes to install and takes minutes of processor time at each start.
+test-engines: $(VENV)/.test
+	@VENV="$(VENV)" sh tools/test_engines.sh
+
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
 	@VENV="$(VENV)" WORKERS="$(WORKERS)" sh tools/test_ascend.sh tests/ascend -m slow
@@ -69,7 +73,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/parity.py
 
 clean:
-	rm -rf $(VENV) .venv-ascend .venv-peers .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-ascend .venv-peers .venv-vllm .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.13 found; install one or say: make PYTHON=/path/to/python3 ..."; exit 1; }

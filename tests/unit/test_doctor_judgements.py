@@ -169,6 +169,31 @@ CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
         "warning",
         "ENABLE_NZ=0",
     ),
+    (
+        A2.having(
+            packages={"sglang": "0.5.13.post1"}, variables={"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+        ),
+        "npu",
+        "PYTORCH_NPU_ALLOC_CONF",
+        "warning",
+        "expandable_segments:False",
+    ),
+    (
+        A2.having(packages={"sglang": "0.5.13"}, variables={"SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "false"}),
+        "npu",
+        "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT",
+        "warning",
+        "FORMAT_WEIGHT=1",
+    ),
+    (A2.having(variables={"TASK_QUEUE_ENABLE": "0"}), "npu", "TASK_QUEUE_ENABLE", "warning", "default is 1"),
+    (CPU.having(variables={"VLLM_USE_V1": "0"}), "cpu", "VLLM_USE_V1", "warning", "unset"),
+    (
+        CPU.having(variables={"SGLANG_RETURN_ORIGINAL_LOGPROB": "True"}),
+        "cpu",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB",
+        "warning",
+        "unset",
+    ),
     (A2.having(variables={"HCCL_IF_BASE_PORT": "65530"}), "npu", "HCCL_IF_BASE_PORT", "broken", "50000"),
     (A2.having(variables={"ASCEND_LAUNCH_BLOCKING": "1"}), "npu", "ASCEND_LAUNCH_BLOCKING", "warning", "unset"),
 ]
@@ -196,6 +221,9 @@ def test_judgement(machine: RecordedMachine, device: str, row: str, verdict: str
         (A2.having(variables={"ASCEND_RT_VISIBLE_DEVICES": "0,1", NOSET: "0"}), "npu"),
         (A2.having(variables={"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}), "npu"),
         (A2.having(variables={"HCCL_IF_BASE_PORT": "65520"}), "npu"),
+        (A2.having(packages={"sglang": "0.5.13"}, variables={"SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1"}), "npu"),
+        (A2.having(packages={"sglang": "0.5.13"}, variables={"TASK_QUEUE_ENABLE": "2"}), "npu"),
+        (CPU.having(variables={"VLLM_USE_V1": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}), "cpu"),
         (A2.having(files={DRIVER: output("driver-25.0.rc1.1.info")}), "npu"),
         (CPU.having(packages={"torch_npu": "2.13.0"}, variables={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}), "cpu"),
         (CPU.having(packages={"flash_attn": "2.8.0", "deepspeed": "0.18"}, variables={NOSET: "1"}), "cpu"),

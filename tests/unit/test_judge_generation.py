@@ -21,8 +21,18 @@ def response(ids: list[int], logprobs: list[float], place: int = 0) -> Rollout:
     return Rollout(Prompt(question, [1, 2]), place, 0, ids, logprobs, "token", "", Score(1.0))
 
 
-def held(ours: list[Rollout], theirs: list[Rollout], *, greedy: bool = False) -> Check:
-    return judge_generation(3, ours, theirs, 1e-3, seed=SEED, first_key=FIRST_KEY, vocabulary=VOCABULARY, greedy=greedy)
+def held(ours: list[Rollout], theirs: list[Rollout], *, greedy: bool = False, known_noise: bool = True) -> Check:
+    return judge_generation(
+        3,
+        ours,
+        theirs,
+        1e-3,
+        seed=SEED,
+        first_key=FIRST_KEY,
+        vocabulary=VOCABULARY,
+        greedy=greedy,
+        known_noise=known_noise,
+    )
 
 
 def test_the_error_is_the_root_mean_square_over_all_tokens() -> None:
@@ -68,3 +78,16 @@ def test_responses_on_one_side_only() -> None:
     found = held([one, replace(one, sample=1)], [one])
     assert found.error == math.inf
     assert found.where == "1 responses are on one side only, the first to prompt 0, sample 1"
+
+
+def test_of_a_serving_engine_what_comes_before_the_parting_is_judged_and_the_parting_is_not() -> None:
+    ours = [response([1, 5, 6], [-1.0, -2.0, -0.1]), response([4, 4], [-0.25, -0.5], place=1)]
+    # The first parts after one token, the second ends early; both agree before.
+    theirs = [response([1, 8, 9], [-1.0, -7.0, -3.0]), response([4], [-0.25], place=1)]
+    found = held(ours, theirs, known_noise=False)
+    assert found.passed
+    assert "2 of 2 responses part, which is not judged" in found.what
+    assert not held(ours, theirs).passed
+    # (0.3^2 + 0) / 2 = 0.045
+    off = [response([1, 8, 9], [-1.3, -7.0, -3.0]), theirs[1]]
+    assert held(ours, off, known_noise=False).error == pytest.approx(0.045**0.5)

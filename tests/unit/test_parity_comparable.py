@@ -226,6 +226,8 @@ def test_the_data() -> None:
         ({"packages__numpy": "2.5"}, "versions", "harmless"),
         ({"python": "3.12"}, "versions", "harmless"),
         ({"determinism": {"torch.use_deterministic_algorithms": "True"}}, "determinism", "matters"),
+        ({"engine": {"version": "vllm 0.32.0"}}, "engine", "matters"),
+        ({"engine": {"servers": 2}}, "engine", "harmless"),
         ({"world_size": 2}, "device", "harmless"),
         ({"machine": "aarch64"}, "device", "harmless"),
         ({"device__chip": "other"}, "device", "harmless"),

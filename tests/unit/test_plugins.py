@@ -168,7 +168,7 @@ def test_an_offline_method(tmp_path: Path, tiny_folder: Path, recipe_file: Path,
 def test_an_engine(online_file: Path, plug: Plug) -> None:
     """It draws the built-in engine's tokens, since the noise is the same, and may say what the trainer says only."""
     misspelt = {"rollout.engine": "naiv"}
-    assert "rollout.engine: input should be 'native' or 'hf'" in problem(online_file, **misspelt)
+    assert "rollout.engine: input should be 'native', 'hf', 'vllm' or 'sglang'" in problem(online_file, **misspelt)
     plug("naive")
     assert "did you mean naive?" in problem(online_file, **misspelt)
     native = trained(online_file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from lockstep.commands.plan_engines import engine_lines
 from lockstep.device.select import explain
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
@@ -21,6 +22,7 @@ def show_plan(recipe: Recipe, devices: int) -> None:
     find = prepare_online if recipe.method in ONLINE else prepare
     prepared = find(recipe, device, devices, console, must_fit=False)
     counts = prepared.train.counts
+    generates = recipe.method in ONLINE or bool(recipe.val.questions)
     console.banner(
         f"plan of {recipe.run.name}",
         [
@@ -30,6 +32,7 @@ def show_plan(recipe: Recipe, devices: int) -> None:
             *prepared.batches.lines(),
             ("parameters", f"{prepared.memory.parameters:,}, of which {prepared.memory.trained:,} trained"),
             ("checkpoint", f"{prepared.memory.checkpoint_bytes / 2**20:,.1f} MiB on disk"),
+            *(engine_lines(recipe, device) if generates else []),
         ],
     )
     Screen.on_stdout().print(_memory_table(prepared.memory))

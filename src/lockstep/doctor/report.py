@@ -7,10 +7,11 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.text import Text
 
+from lockstep.doctor.engines import engines_here
 from lockstep.doctor.facts import CORE, OTHERS, Diagnosis, MachineFacts, Verdict
 from lockstep.doctor.judge_machine import GIB, driver_version, names_cann
 from lockstep.doctor.stacks import fitting
@@ -22,6 +23,12 @@ class Fact:
     name: str
     value: str | None
     findings: tuple[Diagnosis, ...] = ()
+    missing: str = ""
+    """What an absent one needs, where that is no secret."""
+
+    @property
+    def shown(self) -> str:
+        return self.value or (f"absent: {self.missing}" if self.missing else "absent")
 
     @property
     def verdict(self) -> Verdict:
@@ -33,15 +40,16 @@ class Fact:
 
 def make_rows(facts: MachineFacts, device: str, findings: Sequence[Diagnosis]) -> list[Fact]:
     rows = [Fact(group, name, value) for group, name, value in _entries(facts, device)]
+    rows += [
+        Fact("engines", f"engine {engine.name}", engine.found, missing=engine.told())
+        for engine in engines_here(facts.packages, device)
+    ]
     named = {row.name for row in rows}
     # A finding on something that is absent and not listed has its row too.
     rows += [
         Fact("other", name, None) for name in dict.fromkeys(finding.row for finding in findings) if name not in named
     ]
-    return [
-        Fact(row.group, row.name, row.value, tuple(finding for finding in findings if finding.row == row.name))
-        for row in rows
-    ]
+    return [replace(row, findings=tuple(each for each in findings if each.row == row.name)) for row in rows]
 
 
 def _entries(facts: MachineFacts, device: str) -> Iterator[tuple[str, str, str | None]]:
@@ -142,6 +150,7 @@ def as_json(report: Report) -> str:
             "group": row.group,
             "name": row.name,
             "value": row.value,
+            "missing": row.missing,
             "verdict": row.verdict,
             "findings": [
                 {"verdict": finding.verdict, "why": finding.why, "remedy": finding.remedy} for finding in row.findings
@@ -165,7 +174,7 @@ def plain_lines(report: Report) -> Iterator[str]:
     """One line a fact and one a finding, never wrapped, so that they can be searched."""
     width = max(len(row.name) for row in report.rows)
     for row in report.rows:
-        yield f"{row.verdict:8} {row.name:{width}}  {row.value or 'absent'}"
+        yield f"{row.verdict:8} {row.name:{width}}  {row.shown}"
         for finding in row.findings:
             yield f"{finding.verdict:8} {row.name}: {finding.why} -> {finding.remedy}"
     yield report.verdict()
@@ -202,7 +211,7 @@ def _row_lines(row: Fact, names: int, width: int) -> Iterator[Text]:
     if len(name) > names:  # a name too long for its column has a line for itself
         yield Text.assemble((f"  {mark} ", style), name)
         mark, name = " ", ""
-    for line in _wrapped(row.value or "absent", width - names - 6):
+    for line in _wrapped(row.shown, width - names - 6):
         yield Text.assemble((f"  {mark} ", style), f"{name:{names}}  ", (line, "" if row.value else "dim"))
         mark, name = " ", ""
 

@@ -14,7 +14,7 @@ from lockstep.recipe.methods import (
     reference_kind,
     sections_read,
 )
-from lockstep.recipe.rows import estimator_row, loss_row
+from lockstep.recipe.rows import ENGINES, estimator_row, loss_row
 from lockstep.recipe.schema import Data, Recipe
 from lockstep.recipe.section import Section
 from lockstep.recipe.tensor import tensor_problems
@@ -239,6 +239,7 @@ def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _online_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _rollout_problems(recipe)
+    yield from _server_problems(recipe)
     if recipe.data.val:
         yield Problem("data.val", "online methods validate on questions", "use val.questions")
     if recipe.data.overlong == "truncate_right":
@@ -281,6 +282,55 @@ def _rollout_problems(recipe: Recipe) -> Iterator[Problem]:
             "new to old probability would be off",
             "remove it, or say rollout.truncated=mask (the trainer truncates too) or ignore",
         )
+
+
+def _server_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Keys of a serving engine without one, and what cannot be had of one."""
+    rollout = recipe.rollout
+    if not ENGINES[rollout.engine].served:
+        for key in ("url", "server", "sleep"):
+            if getattr(rollout, key) != type(rollout).model_fields[key].get_default(call_default_factory=True):
+                yield Problem(
+                    f"rollout.{key}",
+                    f"engine {rollout.engine} is no server",
+                    f"set rollout.engine to {' or '.join(name for name, row in ENGINES.items() if row.served)}",
+                )
+        return
+    if rollout.url is not None:
+        # What is left of the section says how to reach a server, not how to start one.
+        for key in ("devices", "tensor_parallel", "args", "env", "python"):
+            known = type(rollout.server).model_fields[key]
+            if getattr(rollout.server, key) != known.get_default(call_default_factory=True):
+                yield Problem(
+                    f"rollout.server.{key}", "the server at rollout.url is not started by lockstep", "remove it"
+                )
+    if rollout.max_staleness is not None:
+        yield Problem(
+            "rollout.max_staleness",
+            f"the process that generates beside training does not run engine {rollout.engine}",
+            "remove one of them",
+        )
+    yield from _truncation_problems(recipe)
+
+
+def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Truncations of which the engine tells other log-probs than the trainer scores."""
+    rollout, row = recipe.rollout, ENGINES[recipe.rollout.engine]
+    if rollout.truncated not in ("refuse", *row.scored):
+        yield Problem(
+            "rollout.truncated",
+            f"engine {rollout.engine} tells log-probs of the truncated distribution, which the trainer would not score",
+            "use mask: the trainer truncates too",
+        )
+    for key in ("top_p", "top_k", "min_p"):
+        unused = getattr(rollout, key) == type(rollout).model_fields[key].default
+        ways = [way for way, keys in row.scored.items() if key in keys]
+        if not unused and rollout.truncated in row.scored and rollout.truncated not in ways:
+            yield Problem(
+                f"rollout.{key}",
+                f"with truncated: {rollout.truncated} engine {rollout.engine} does not tell the log-probs of it",
+                f"use truncated: {' or '.join(ways)}" if ways else "remove it",
+            )
 
 
 def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -418,8 +468,9 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
     if model.lora and model.lora.alpha is None and model.lora.rank is not None:
         model = model.model_copy(update={"lora": model.lora.model_copy(update={"alpha": 2.0 * model.lora.rank})})
     algorithm = recipe.algorithm
+    others = recipe.rollout.max_staleness or ENGINES[recipe.rollout.engine].served
     unsaid = "weight" not in algorithm.correction.model_fields_set and not algorithm.correction.bypass
-    if recipe.rollout.max_staleness and unsaid:
+    if recipe.method in ONLINE and others and unsaid:
         correction = algorithm.correction.model_copy(update={"weight": "token"})
         recipe = recipe.model_copy(update={"algorithm": algorithm.model_copy(update={"correction": correction})})
     return recipe.model_copy(update={"run": run, "batch": batch, "model": model})

@@ -8,13 +8,31 @@ from lockstep.recipe.effects import CACHE, FOLDER, GROUPS, REWARD, SAMPLING, Eff
 from lockstep.recipe.named import Named
 from lockstep.recipe.rows import ENGINES, ESTIMATORS, LOSSES
 from lockstep.recipe.section import Field, Section
+from lockstep.recipe.serving import ServerSettings
 
 
 class RolloutSettings(Section):
     engine: Annotated[str, Named(ENGINES)] = Field(
         "native",
-        description="`native` is the built-in engine, `hf` plain `generate`: slow, for comparison.",
-        effect=Effect("matters", "the same distribution by other kernels: rounding moves some tokens"),
+        description="`native` is the built-in engine, `hf` plain `generate`: slow, for comparison; `vllm` and "
+        "`sglang` are servers with weights of their own (docs/engines.md).",
+        effect=Effect(
+            "matters", "the same distribution by other kernels: rounding moves some tokens; a server's noise is its own"
+        ),
+    )
+    url: str | list[str] | None = Field(
+        None,
+        description="Address of a serving engine that runs already; or several, that share the requests. Default: "
+        "lockstep starts one, as `rollout.server` says.",
+        effect=Effect("harmless", "where the engine runs"),
+        resumable=True,
+    )
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    sleep: bool = Field(
+        False,
+        description="A serving engine gives its memory back while the run trains.",
+        effect=Effect("harmless", "the engine's memory is given back, and its weights come again"),
+        resumable=True,
     )
     function: str | None = Field(
         None,
@@ -133,7 +151,7 @@ class Correction(Section):
     weight: Literal["none", "token", "sequence"] = Field(
         "none",
         description="Truncated importance sampling: trainer's over engine's probability, as a weight. Default: `token` "
-        "where `rollout.max_staleness` is over 0, otherwise `none`.",
+        "where `rollout.max_staleness` is over 0 or a serving engine generates, otherwise `none`.",
     )
     cap: float | None = Field(
         2.0,

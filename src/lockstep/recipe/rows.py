@@ -49,6 +49,19 @@ class EngineRow:
     models whose positions move with the length are refused past what can be cached."""
     divided: bool = False
     """Generates from a model whose modules several processes divide (`parallel.tensor`)."""
+    dialect: str = ""
+    """Of a serving engine, one with weights of its own behind HTTP: `package.module:name` of its `Dialect`
+    (`rollout/server/`). It is started or found by `rollout.server` and `rollout.url`, and its `open_engine` is told who
+    and where the run is."""
+    scored: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: dict.fromkeys(("mask", "ignore"), ("top_p", "top_k", "min_p"))
+    )
+    """The values of `rollout.truncated` for which it tells log-probs as the trainer scores them, each with the keys
+    that may truncate."""
+
+    @property
+    def served(self) -> bool:
+        return bool(self.dialect)
 
 
 _BOUNDS = {"low": "clip_low", "high": "clip_high"}
@@ -86,6 +99,16 @@ LOSSES: dict[str, LossRow] = {
 ENGINES: dict[str, EngineRow] = {
     "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True, divided=True),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
+    "vllm": EngineRow(
+        "lockstep.rollout.server.engine:open_engine",
+        dialect="lockstep.rollout.server.vllm:Vllm",
+        scored={"mask": ("top_p", "top_k", "min_p")},
+    ),
+    "sglang": EngineRow(
+        "lockstep.rollout.server.engine:open_engine",
+        dialect="lockstep.rollout.server.sglang:Sglang",
+        scored={"mask": ("top_k",), "ignore": ("top_p", "top_k")},
+    ),
 }
 TRACKERS: dict[str, str] = {
     "tensorboard": "lockstep.run.trackers.tensorboard:TensorboardSink",
@@ -102,6 +125,11 @@ def estimator_row(name: str) -> EstimatorRow:
 
 def loss_row(name: str) -> LossRow:
     return LOSSES.get(name, LossRow())
+
+
+def drawn_by(engine: str) -> str:
+    """Whose random numbers choose the tokens: engines of ours share theirs, a serving engine has its own."""
+    return engine if ENGINES.get(engine, ENGINES["native"]).served else "lockstep"
 
 
 def imported(path: str) -> Any:

@@ -57,9 +57,13 @@ class HttpAnswer:
         return short(f"answered {self.status} {self.reason}".rstrip() + (f": {text}" if text else ""))
 
 
-def open_client() -> Any:
-    """Redirects are not followed, connections not kept: one that the endpoint closed meanwhile would cost a try."""
+def open_client(*, direct_to_loopback: bool = False) -> Any:
+    """Redirects are not followed, connections not kept: one that the endpoint closed meanwhile would cost a try.
+
+    `direct_to_loopback`: a proxy of the environment is not asked for this machine itself."""
+    loopback: dict[str, Any] = {f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")}
     return httpx.AsyncClient(
+        mounts=loopback if direct_to_loopback else None,
         verify=_tls(),
         timeout=None,
         limits=httpx.Limits(max_keepalive_connections=0),
@@ -83,10 +87,15 @@ async def _hear(response: Any) -> None:
 
 async def post(client: Any, address: str, body: bytes, seconds: float) -> HttpAnswer:
     """The answer to a POST, from the look-up of the name to the last byte within `seconds`."""
+    return await exchanged(client, "POST", address, body, seconds, MOST_BYTES)
+
+
+async def exchanged(client: Any, method: str, address: str, body: bytes, seconds: float, most: int) -> HttpAnswer:
+    """The answer to a request, of at most `most` bytes, within `seconds`."""
     heard: list[HttpAnswer] = []
     cause: Exception
     try:
-        await asyncio.wait_for(_exchange(client, address, body, heard), seconds)
+        await asyncio.wait_for(_exchange(client, method, address, body, heard, most), seconds)
     except TooLong:
         raise
     except asyncio.TimeoutError as error:
@@ -101,10 +110,10 @@ async def post(client: Any, address: str, body: bytes, seconds: float) -> HttpAn
     raise Trouble(why) from cause
 
 
-async def _exchange(client: Any, address: str, body: bytes, heard: list[HttpAnswer]) -> None:
+async def _exchange(client: Any, method: str, address: str, body: bytes, heard: list[HttpAnswer], most: int) -> None:
     # What an endpoint asks to remember would go along with the requests of other batches.
     client.cookies.clear()
-    request = client.build_request("POST", address, content=body, headers=_HEADERS, extensions={"heard": heard})
+    request = client.build_request(method, address, content=body, headers=_HEADERS, extensions={"heard": heard})
     response = await client.send(request, stream=True)
     answer = heard[0]
     try:
@@ -117,7 +126,7 @@ async def _exchange(client: Any, address: str, body: bytes, heard: list[HttpAnsw
                 answer.body = b"".join(pieces)
                 if size > _REASON_BYTES:
                     return
-            elif size > MOST_BYTES:
+            elif size > most:
                 raise TooLong
         answer.body = b"".join(pieces)
     finally:

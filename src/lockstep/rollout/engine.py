@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -35,6 +35,15 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """The run is over."""
+        ...
+
+
+@runtime_checkable
+class OtherProgram(Protocol):
+    """An engine that is another program, and says which."""
+
+    def told(self) -> dict[str, Any]:
+        """Plain values for the run's record: `version` of the program, and what else tells it apart."""
         ...
 
 

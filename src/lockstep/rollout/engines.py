@@ -9,8 +9,13 @@ from lockstep.model.policy import Policy
 from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.rows import ENGINES, imported
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.place import RunPlace
 
 
-def engine_of(settings: RolloutSettings, policy: Policy, device: Device, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    engine: Engine = imported(ENGINES[settings.engine].opener)(policy, device, settings, tokenizer)
+def engine_of(
+    settings: RolloutSettings, policy: Policy, device: Device, tokenizer: PreTrainedTokenizerBase, place: RunPlace
+) -> Engine:
+    row = ENGINES[settings.engine]
+    told = (place,) if row.served else ()
+    engine: Engine = imported(row.opener)(policy, device, settings, tokenizer, *told)
     return engine

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,15 +24,17 @@ from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.collect import Judge, collect
 from lockstep.rollout.ending import end_ids
-from lockstep.rollout.engine import Engine
+from lockstep.rollout.engine import Engine, OtherProgram
 from lockstep.rollout.engines import engine_of
 from lockstep.rollout.function import FunctionEngine
+from lockstep.rollout.place import RunPlace
 from lockstep.run.metrics import PhaseTimer
 from lockstep.types import Prompt, Rollout, Sampling
 
 
 class Generator:
-    """`end_tokens` end a response besides the model's own and the tokenizer's; `path` names the model in refusals."""
+    """`end_tokens` end a response besides the model's own and the tokenizer's; `path` names the model in refusals, and
+    to a server that is started. Its log goes to the folder `logs`."""
 
     def __init__(
         self,
@@ -40,13 +45,16 @@ class Generator:
         world: World,
         path: str,
         end_tokens: Sequence[int] = (),
+        logs: Path | None = None,
     ):
         self.policy, self.tokenizer, self.world = policy, tokenizer, world
         self.device = device.torch_device(world.local_rank)
-        self.engine = engine_of(settings, policy, device, tokenizer)
+        self.engine_name, self.served = settings.engine, ENGINES[settings.engine].served
+        self.engine = engine_of(settings, policy, device, tokenizer, RunPlace(world, path, logs or Path(gettempdir())))
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
         paged_on = device if ENGINES[settings.engine].paged else None
-        with self.whole_weights():
+        with self._closed_on_refusal(), self.whole_weights():
+            self.engine.sync(self.policy.stored.named_parameters())
             check_engine(self.engine, policy, self.device, path, paged_on=paged_on)
         self.responder: Engine = self.engine if settings.function is None else self._own(settings)
         """Who writes whole responses: the engine, or a function of the user's that asks it."""
@@ -93,8 +101,29 @@ class Generator:
     ) -> list[Rollout]:
         """`n` judged responses to each prompt, in order, the same on every rank. `keys` choose each prompt's noise."""
         with self.whole_weights():
-            self.engine.sync(self.policy.stored.named_parameters())
+            with phases("sync") if self.served else nullcontext():
+                self.engine.sync(self.policy.stored.named_parameters())
             return collect(self.responder, judge, prompts, keys, n, sampling, self.world, self.decode, phases, advance)
+
+    def after(self, updates: int) -> None:
+        """The weights have seen so many updates: told to an engine that has weights of its own."""
+        if self.served:
+            self.engine.updates = updates  # type: ignore[attr-defined]
+
+    def facts(self) -> dict[str, Any]:
+        """Which engine generates, for the run's record."""
+        own = self.engine.told() if isinstance(self.engine, OtherProgram) else {}
+        return {"name": self.engine_name, **own}
+
+    def proof(self) -> str:
+        """What the last probe of a serving engine found, as the end of a sentence; nothing for engines of ours."""
+        found = self.facts().get("probe")
+        return "" if found is None else f"; the probe of the push: {found}"
+
+    def rest(self) -> None:
+        """Nothing is generated while the run trains: a server may give its memory back."""
+        if self.served:
+            self.engine.free()
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -108,6 +137,14 @@ class Generator:
                 self.policy(to_device(micro_batch([], packed=True, pad_id=0), self.device))
         with gathered(self.policy):
             yield
+
+    @contextmanager
+    def _closed_on_refusal(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.engine.close()
+            raise
 
     def close(self) -> None:
         self.engine.close()

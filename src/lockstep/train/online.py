@@ -53,7 +53,9 @@ class Online:
         """The next prompts, answered and scored."""
         training, run = self.training, self.training.run
         position = int(training.carried["position"])
-        return take_rollouts(self.loader, position, training.generator, self.scorer, run.recipe, run.phases)
+        rollouts = take_rollouts(self.loader, position, training.generator, self.scorer, run.recipe, run.phases)
+        training.generator.rest()
+        return rollouts
 
 
 @contextmanager

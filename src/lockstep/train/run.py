@@ -34,6 +34,8 @@ class Run:
         settings = self.recipe.log
         self.trackers = open_sinks(list(settings.track), folder, settings.project, console) if world.main else []
         self.fingerprint = self._fingerprint() if world.main else {}
+        self.engine: dict[str, Any] = {}
+        """Which engine generates, and its version; nothing where none does."""
         self.fallbacks: dict[str, int] | None = None
         """Operators of the first step that ran on the host for want of a kernel; None before that step."""
         self._step = 0
@@ -89,6 +91,7 @@ class Run:
                 "determinism": switches,
                 "data": self.prepared.fingerprints,
                 "model": self.fingerprint,
+                "engine": self.engine,
                 "fused": fused,
                 "own_code": code,
             }

@@ -47,6 +47,7 @@ def _manifest(run: Run, models: Models) -> dict[str, object]:
         "device": run.device.facts(),
         "world_size": run.world.size,
         "model": run.fingerprint,
+        "engine": run.engine,
         "data": run.prepared.fingerprints,
         "vocabulary": run.prepared.config.vocab_size,
         "parameters": {

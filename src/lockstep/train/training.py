@@ -67,7 +67,11 @@ class Training:
             self.run.log(0, self._validate(0))
 
     def _validate(self, step: int) -> dict[str, float]:
+        if self._generator is not None:
+            self._generator.after(step)
         metrics, answers = self.validator.validate(step)
+        if self._generator is not None:
+            self._generator.rest()
         self.run.store(step, "val", answers)
         return metrics
 
@@ -75,6 +79,8 @@ class Training:
     def step(self, step: int) -> Iterator[None]:
         """Step `step` (from 1), on the tape and on the clock."""
         self.tape.begin(step, self.carried)
+        if self._generator is not None:
+            self._generator.after(step - 1)
         with self.run.timed(step):
             yield
 
@@ -170,7 +176,9 @@ def _started(run: Run, judge: Examiner, interrupt: list[int], switches: dict[str
             world,
             recipe.model.path,
             prepared.end_tokens,
+            run.folder.path / "rollout",
         )
+        run.engine = generator.facts()
     validator = Validator(recipe, world, prepared.questions, generator, judge)
     training = Training(run, models, generator, validator, Checkpointer(run, models), interrupt, keeps=keeps)
     trained = {"model": models.learner, "critic": models.critic}

@@ -136,7 +136,10 @@ def judged(loop: Checklist, a: Side, b: Side) -> list[CheckItem]:
     """What the replayed step says against the recorded one, around what was tried in its run."""
     recorded, (own, again) = a.tape.read_step(1), loop.own
     tolerance = tolerance_of(*(side.recipe["model"]["dtype"] for side in (a, b)))
-    if loop.generated:
+    if loop.generated and a.drawn_by != b.drawn_by:
+        why = f"the recorded responses were drawn by {a.drawn_by}'s noise, and {b.drawn_by}'s would be others"
+        heard = [CheckItem("first tokens", None, "", why), rewards(recorded, own)]
+    elif loop.generated:
         heard = [first_tokens(a, recorded, loop.generated, tolerance), rewards(recorded, own)]
     else:
         heard = [CheckItem(name, None, "", OFFLINE) for name in ("first tokens", "rewards")]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from lockstep.errors import Refusal
 from lockstep.parity.checklist.bench import OFFLINE, Bench, CheckItem, EngineAndTrainer, generate_and_score
 from lockstep.parity.replay.checks import root_mean_square, worst_difference
 
@@ -19,7 +22,26 @@ def engine_items(bench: Bench) -> list[CheckItem]:
         return [_none("weight hand-over", OFFLINE), rate_zero(bench, None), _none("prefill and decode", OFFLINE)]
     bench.restore()
     before = generate_and_score(bench)
-    return [hand_over(bench, before), rate_zero(bench, before), prefill_and_decode(bench, before)]
+    items: dict[str, Callable[[Bench, EngineAndTrainer], CheckItem]] = {
+        "weight hand-over": hand_over,
+        "learning rate 0": rate_zero,
+        "prefill and decode": prefill_and_decode,
+    }
+    return [_tried(name, bench, before, item) for name, item in items.items()]
+
+
+def _tried(
+    name: str, bench: Bench, before: EngineAndTrainer, item: Callable[[Bench, EngineAndTrainer], CheckItem]
+) -> CheckItem:
+    """A serving engine proves every push by a probe, and a run ends where it fails; here that is the finding."""
+    try:
+        return item(bench, before)
+    except Refusal as refusal:
+        if not bench.training.generator.served:
+            raise
+        bench.restore()
+        means = "weights do not reach the engine whole: what it was given is not what it generates with"
+        return CheckItem(name, False, "; ".join(f"{each.where}: {each.why}" for each in refusal.problems), means)
 
 
 def _none(name: str, why: str) -> CheckItem:
@@ -46,6 +68,7 @@ def hand_over(bench: Bench, before: EngineAndTrainer) -> CheckItem:
         f"after an update at rate {rate:.2g} the engine is {after.difference:.2g} from the trainer's new weights "
         f"(allowed {allowed:.2g}) and {stale:.2g} from the old ones"
     )
+    measured += bench.training.generator.proof()
     if after.difference <= allowed:
         if moved <= 2 * allowed:
             return CheckItem(

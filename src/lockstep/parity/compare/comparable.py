@@ -17,7 +17,9 @@ from lockstep.recipe.schema import Recipe
 from lockstep.run.metrics import missing_steps
 
 Differences = tuple[list[Difference], list[str]]
-EvidencePart = Literal["recipe", "own code", "data", "tokenizer", "weights", "versions", "determinism", "device"]
+EvidencePart = Literal[
+    "recipe", "own code", "data", "tokenizer", "weights", "versions", "engine", "determinism", "device"
+]
 Values = Mapping[str, Any]
 
 _ORDER = ("blocks", "matters", "harmless")
@@ -44,7 +46,7 @@ def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
     found: list[Difference] = []
     unknown = [sentence for log, one in ((a, a.evidence), (b, b.evidence)) for sentence in _resumed(log, one)]
     unknown += [sentence for log in (a, b) for sentence in _holes(log)]
-    for look in (_recipe, _own_code, _data, _model, _versions, _determinism, _device):
+    for look in (_recipe, _own_code, _data, _model, _versions, _engine, _determinism, _device):
         differ, silent = look(a.evidence, b.evidence)
         found += differ
         unknown += silent
@@ -197,6 +199,16 @@ def _versions(a: Evidence, b: Evidence) -> Differences:
     for key in ("python", "platform"):
         found += _differences("versions", key, a, b, unused)
     return found, unknown
+
+
+def _engine(a: Evidence, b: Evidence) -> Differences:
+    """The program that generated; its name is in the recipe. Engines of ours have the versions of the packages."""
+    versions = Effect("matters", "another program generates: the same distribution by other kernels")
+    number = Effect("harmless", "how many servers share the requests")
+    return [
+        *_differences("engine", "engine.version", a, b, versions),
+        *_differences("engine", "engine.servers", a, b, number),
+    ], []
 
 
 def _determinism(a: Evidence, b: Evidence) -> Differences:

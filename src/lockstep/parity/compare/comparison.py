@@ -140,7 +140,7 @@ class Throughput:
 class Difference:
     """Something that is not the same on both sides, and what it is likely to do to the curves."""
 
-    part: Literal["recipe", "own code", "data", "tokenizer", "weights", "versions", "determinism", "device"]
+    part: Literal["recipe", "own code", "data", "tokenizer", "weights", "versions", "engine", "determinism", "device"]
     key: str
     a: Any
     b: Any

@@ -28,8 +28,12 @@ def judge_generation(
     first_key: int,
     vocabulary: int,
     greedy: bool,
+    known_noise: bool = True,
 ) -> Check:
-    """`first_key` is the data position of the step's first prompt, from which sampling derives its noise."""
+    """`first_key` is the data position of the step's first prompt, from which sampling derives its noise.
+
+    Without `known_noise`, that of a serving engine, responses are judged up to where they part, and the parting is not.
+    """
     ours, theirs = by_prompt_and_sample(a), by_prompt_and_sample(b)
     missing = sorted(ours.keys() ^ theirs.keys())
     if missing:
@@ -48,7 +52,8 @@ def judge_generation(
             parted += 1
             # An end token is a token too: where one side just stops, no tie explains it.
             ended = shared == min(len(one.ids), len(other.ids))
-            errors.append(math.inf if ended else _preference_gap(one, other, shared, keys, vocabulary, greedy))
+            if known_noise:
+                errors.append(math.inf if ended else _preference_gap(one, other, shared, keys, vocabulary, greedy))
         differences += errors
         if errors and max(errors) > worst:
             worst = max(errors)
@@ -58,7 +63,8 @@ def judge_generation(
             )
     size = torch.tensor(differences, dtype=torch.float64)
     error = float(size.square().mean().sqrt()) if len(size) else 0.0
-    what = f"tokens and the engine's log-probabilities ({parted} of {len(ours)} responses part)"
+    unjudged = "" if known_noise else ", which is not judged: the engine's noise is its own"
+    what = f"tokens and the engine's log-probabilities ({parted} of {len(ours)} responses part{unjudged})"
     return Check("generation", step, what, error, allowed, where)
 
 

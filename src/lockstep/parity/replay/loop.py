@@ -14,6 +14,7 @@ from lockstep.parity.replay.restore import restore_learner
 from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.rows import drawn_by
 from lockstep.reward.shaping import rescored
 from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
@@ -49,6 +50,7 @@ class Replay:
     def run(self, recipe: Recipe, console: Console) -> None:
         """Make the steps in a run folder of their own, which keeps a tape and no model."""
         self._refuse_other_versions(recipe)
+        self._refuse_other_noise(recipe)
         if recipe.method in ONLINE:
             with open_online(recipe, console, keeps=False) as online:
                 self._loop(online.training, lambda step: online_step(self.rollouts(online, step), online, step))
@@ -64,6 +66,20 @@ class Replay:
                 "no engine draws them again",
                 "use --mode chained, which learns from the recorded responses",
             )
+
+    def _refuse_other_noise(self, recipe: Recipe) -> None:
+        if self.mode == "free" and recipe.method in ONLINE and self._other_noise(recipe):
+            raise Refusal.at(
+                f"tape {self.tape.path}",
+                f"engine {self._recorded_engine()} drew its responses, and engine {recipe.rollout.engine} draws others",
+                "use --mode forced or chained, which learn from the recorded responses",
+            )
+
+    def _recorded_engine(self) -> str:
+        return str(self.tape.manifest()["recipe"]["rollout"].get("engine", "native"))
+
+    def _other_noise(self, recipe: Recipe) -> bool:
+        return drawn_by(self._recorded_engine()) != drawn_by(recipe.rollout.engine)
 
     def _loop(self, training: Training, train: Callable[[int], dict[str, float]]) -> None:
         for step in self.steps():
@@ -87,7 +103,8 @@ class Replay:
         training, recipe = online.training, online.training.run.recipe
         rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
         # Own responses tell of the engine; only from the recorded weights must they be the recorded ones.
-        generated = online.take_rollouts().experience.rollouts if self.mode == "forced" else rollouts
+        own = self.mode == "forced" and not self._other_noise(recipe)
+        generated = online.take_rollouts().experience.rollouts if own else rollouts
         judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
         baseline = self.tape.read_step(step + 1).tensors.get("step/baseline")
         indices = [rollout.prompt_index for rollout in rollouts]

@@ -174,6 +174,11 @@ def judge(
     checks: list[Check] = []
     remarks: list[str] = []
     cause, module, parted = None, None, None
+    if "rollout" in ours.recipe and ours.drawn_by != theirs.drawn_by and mode != "chained":
+        remarks.append(
+            f"Generation is not judged: the recorded responses were drawn by {ours.drawn_by}'s noise, and "
+            f"{theirs.drawn_by}'s would be others."
+        )
     for step in steps:
         fresh = mode == "forced" or step == 1
         found = judge_step(

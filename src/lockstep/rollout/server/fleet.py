@@ -1,0 +1,173 @@
+"""The servers of a run: samples are shared among those that are up, and asked again where one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample
+from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine
+from lockstep.rollout.server.process import ServerProcess
+
+# Of one sample, on servers that are lost under it.
+TRIES = 6
+# Samples under way at one server: it queues them itself, and a socket each is enough.
+AT_ONCE = 1024
+_HEALTH_SECONDS, _HEALTH_PAUSE = 30.0, 1.0
+_LISTEN_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class Server:
+    """One server. Only the event loop changes `busy`; `up` is set by the run and cleared by whoever finds it gone."""
+
+    line: ServerLine
+    process: ServerProcess | None = None
+    up: bool = False
+    asleep: bool = False
+    busy: int = 0
+    why: str = ""
+    """Why it is not up."""
+    since: float = 0.0
+    """When it was lost, or started."""
+    starts: int = 0
+    """Restarts since it last had weights."""
+
+    def told(self) -> str:
+        return f"{self.line.address}: {self.why}" if self.why else self.line.address
+
+
+@dataclass(frozen=True)
+class Done:
+    """Sample `number` is answered, with weights of the version that was asked for."""
+
+    number: int
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Lost:
+    server: Server
+
+
+@dataclass(frozen=True)
+class Back:
+    """A server that was lost, or has been started, answers."""
+
+    server: Server
+
+
+ServerEvent = Done | Lost | Back | ServerFailed
+
+
+class Fleet:
+    def __init__(self, dialect: Dialect, lines: Lines, servers: Sequence[Server], answer_limit: float):
+        self.dialect, self.lines, self.servers = dialect, lines, list(servers)
+        self._answer_limit = answer_limit
+        self.version = ""
+        """Of the weights that a sample must be drawn by."""
+        self._heard: queue.SimpleQueue[ServerEvent] = queue.SimpleQueue()
+        self._watches: set[asyncio.Task[None]] = set()
+
+    def up(self) -> list[Server]:
+        return [server for server in self.servers if server.up]
+
+    def events(self, asked: Sequence[WantedSample]) -> Generator[ServerEvent | None, None, None]:
+        """What happens until all are answered; None now and then, so that the caller can look at the clock.
+
+        On `Lost` and `Back` it is the caller's to bring the server up again. Closing it drops what is under way.
+        """
+        heard = self._heard = queue.SimpleQueue()
+        job = self.lines.start(self._all(asked, heard))
+        left = len(asked)
+        try:
+            while left:
+                try:
+                    event = heard.get(timeout=_LISTEN_SECONDS)
+                except queue.Empty:
+                    yield None
+                    continue
+                left -= isinstance(event, Done)
+                yield event
+        finally:
+            job.cancel()
+
+    def watch(self, server: Server) -> None:
+        """Say `Back` once the server answers: in the middle of `events`."""
+        self.lines.start(self._watch(server, self._heard))
+
+    # -- on the event loop
+
+    async def _all(self, asked: Sequence[WantedSample], heard: queue.SimpleQueue[ServerEvent]) -> None:
+        self._watches = {asyncio.create_task(self._watch(server, heard)) for server in self.servers if not server.up}
+        tasks = [asyncio.create_task(self._one(number, wanted, heard)) for number, wanted in enumerate(asked)]
+        try:
+            await asyncio.gather(*tasks)
+        except Exception as error:  # noqa: BLE001 - whoever waits for answers must hear that there are none
+            heard.put(error if isinstance(error, ServerFailed) else ServerFailed(f"{type(error).__name__}: {error}"))
+        finally:
+            for task in (*tasks, *self._watches):
+                task.cancel()
+
+    async def _one(self, number: int, wanted: WantedSample, heard: queue.SimpleQueue[ServerEvent]) -> None:
+        path, body = self.dialect.ask(wanted)
+        why = ""
+        for _ in range(TRIES):
+            server = await self._least_busy()
+            server.busy += 1
+            try:
+                said = await server.line.asked("POST", path, body, self._answer_limit)
+                answer = self.dialect.read(said, wanted)
+            except ServerFailed as error:
+                if not error.lost:
+                    heard.put(error)
+                    return
+                why = str(error)
+                self._lose(server, why, heard)
+                continue
+            finally:
+                server.busy -= 1
+            if answer.ended == "aborted":
+                why = f"{server.line.address}: a response was aborted"
+                # It may be on its way out; the next look at its health tells.
+                await asyncio.sleep(_HEALTH_PAUSE)
+                continue
+            if answer.version is not None and answer.version != self.version:
+                why = f"its weights are those of version {answer.version}, not {self.version}: it was started again"
+                self._lose(server, why, heard)
+                continue
+            heard.put(Done(number, answer))
+            return
+        heard.put(ServerFailed(f"a response was asked for {TRIES} times in vain, the last time: {why}"))
+
+    async def _least_busy(self) -> Server:
+        while True:
+            free = [server for server in self.servers if server.up and server.busy < AT_ONCE]
+            if free:
+                return min(free, key=lambda server: server.busy)
+            await asyncio.sleep(0.02)
+
+    def _lose(self, server: Server, why: str, heard: queue.SimpleQueue[ServerEvent]) -> None:
+        """Once for all the samples that find it gone."""
+        if not server.up:
+            return
+        server.up, server.why, server.since = False, why, time.monotonic()
+        heard.put(Lost(server))
+        self._watches.add(asyncio.create_task(self._watch(server, heard)))
+
+    async def _watch(self, server: Server, heard: queue.SimpleQueue[ServerEvent]) -> None:
+        """Until the server answers; the run then gives it the weights."""
+        await asyncio.sleep(_HEALTH_PAUSE)
+        while not server.up:
+            with suppress(ServerFailed):
+                await asyncio.get_running_loop().run_in_executor(None, self._health, server)
+                heard.put(Back(server))
+                return
+            await asyncio.sleep(_HEALTH_PAUSE)
+
+    def _health(self, server: Server) -> None:
+        self.dialect.healthy(server.line)

@@ -1,0 +1,288 @@
+"""SGLang's dialect, from the sources of 0.5.23. The real package, which has no CPU build, was not run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from lockstep.device.serving import serving_on
+from lockstep.kernels.truncate import Truncation
+from lockstep.rollout.server.dialect import (
+    Answer,
+    Channel,
+    Ended,
+    MemoryPart,
+    PushedWeights,
+    ServerFacts,
+    ServerStart,
+    WantedSample,
+)
+from lockstep.rollout.server.line import SWITCH_SECONDS, ServerFailed
+from lockstep.types import Sampling
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_BAD_REQUEST = 400
+_TAGS: dict[MemoryPart, str] = {"weights": "weights", "cache": "kv_cache"}
+
+
+class Sglang:
+    name = "sglang"
+    package = "sglang"
+
+    def install(self, device: str) -> str:
+        return serving_on(device, self.name).install
+
+    # -- start
+
+    def command(self, start: ServerStart) -> list[str]:
+        said = [start.python, "-m", "sglang.launch_server", *self.flags(start.lora_rank)]
+        said += ["--model-path", start.model, "--host", start.host, "--port", str(start.port)]
+        said += ["--dtype", _DTYPES[start.dtype], "--tp-size", str(start.tensor_parallel), "--device", start.device]
+        if start.sleep:
+            said += ["--enable-memory-saver"]
+            if start.lora_rank is not None:
+                # Only the adapter comes again: what it stands on must outlive the sleep.
+                said += ["--enable-weights-cpu-backup"]
+        return [*said, *serving_on(start.device, self.name).words, *start.args]
+
+    def flags(self, lora_rank: int | None = None) -> list[str]:
+        """What a server must be started with, whoever starts it."""
+        # Without it SGLang reads seeds and does nothing with them.
+        said = ["--enable-deterministic-inference"]
+        if lora_rank is not None:
+            said += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--lora-target-modules", "all"]
+        return said
+
+    def environment(self, start: ServerStart) -> dict[str, str]:
+        return {
+            # Log-probs at the temperature: those before it are not of the distribution that is sampled from.
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+            # Otherwise the health of a server is told by a generation, which a pause holds up.
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            **serving_on(start.device, self.name).environment(sleep=start.sleep),
+        }
+
+    def started_by_hand(self) -> str:
+        return (
+            f"start it with python -m sglang.launch_server --model-path FOLDER --dtype DTYPE {' '.join(self.flags())}"
+        )
+
+    # -- generate
+
+    def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
+        sampling = wanted.sampling
+        _refuse_untellable(sampling)
+        said: dict[str, Any] = {
+            # Samples of one request share its seed and come out alike: each has a request of its own.
+            "n": 1,
+            "max_new_tokens": wanted.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "min_new_tokens": 0,
+            "sampling_seed": wanted.seed,
+            # This switches off the named end tokens together with the model's own: `read` looks at which it was.
+            "ignore_eos": not sampling.stop_ids,
+            "stop_token_ids": list(sampling.stop_ids),
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        if sampling.stop_strings:
+            said["stop"] = list(sampling.stop_strings)
+        body: dict[str, Any] = {
+            "input_ids": list(wanted.ids),
+            "sampling_params": said,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
+        if _of_what_is_left(sampling):
+            body["return_sampling_mask"] = True
+        if wanted.adapter is not None:
+            body["lora_path"] = wanted.adapter
+        return "/generate", body
+
+    def read(self, answered: Any, wanted: WantedSample) -> Answer:
+        try:
+            ids, told = list(answered["output_ids"]), answered["meta_info"]
+            scored = told["output_token_logprobs"]
+            logprobs, named = [entry[0] for entry in scored], [entry[1] for entry in scored]
+            if _of_what_is_left(wanted.sampling):
+                logprobs = told["output_token_sampling_logprobs"]
+            reason = told["finish_reason"]
+            kind = reason["type"]
+        except (KeyError, TypeError, IndexError) as error:
+            raise ServerFailed(f"an answer of another form than SGLang's: {error!r}") from error
+        if named != ids or len(logprobs) != len(ids):
+            raise ServerFailed(f"an answer with {len(ids)} tokens and log-probs of {len(named)} others")
+        if not all(isinstance(each, int | float) and math.isfinite(each) for each in logprobs):
+            raise ServerFailed("an answer with a log-prob that is no number")
+        ended = "aborted" if kind == "abort" else _ended(kind, reason.get("matched"), ids, wanted)
+        return Answer(ids, [float(each) for each in logprobs], ended, _one_version(told))
+
+    # -- weights
+
+    def pause(self, line: Channel) -> None:
+        line.post("/pause_generation", {"mode": "abort"}, seconds=SWITCH_SECONDS)
+
+    def resume(self, line: Channel) -> None:
+        line.post("/continue_generation", {}, seconds=SWITCH_SECONDS)
+
+    def begin(self, line: Channel) -> None:
+        """Nothing: /begin_weight_update and /end_weight_update enclose tensors that come by a collective or by handles.
+        An update from disk prepares and finishes the weights itself, and would be finished twice."""
+
+    def push(self, line: Channel, weights: PushedWeights) -> None:
+        """SGLang takes every safetensors file of a folder and keeps what is in none of them as it was, without a word:
+        what the files hold is looked at before, and what the engine made of it by the probe after."""
+        folder = _folder_of(weights)
+        _refuse_other_names(weights)
+        said = line.post(
+            "/update_weights_from_disk",
+            {"model_path": str(folder), "load_format": "safetensors", "flush_cache": True},
+        )
+        _succeeded(line, said, "message")
+
+    def end(self, line: Channel, version: str) -> None:
+        said = line.post(
+            "/update_weight_version", {"new_version": version, "abort_all_requests": False}, seconds=SWITCH_SECONDS
+        )
+        _succeeded(line, said, "message")
+
+    def flush(self, line: Channel) -> None:
+        line.post("/flush_cache", seconds=SWITCH_SECONDS)
+
+    def version(self, line: Channel) -> str:
+        # Not /server_info: that tells the version which the server was started with.
+        return str(line.get("/model_info")["weight_version"])
+
+    def load_adapter(self, line: Channel, name: str, folder: Path) -> None:
+        body = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            said = line.post("/load_lora_adapter", body)
+        except ServerFailed as error:
+            # A server that was given up and is there after all may have it, of an earlier try.
+            if error.status != _BAD_REQUEST or "already loaded" not in str(error):
+                raise
+            self._unload(line, name)
+            said = line.post("/load_lora_adapter", body)
+        _succeeded(line, said, "error_message")
+        for other in said["loaded_adapters"]:
+            if other != name:
+                self._unload(line, other)
+
+    def _unload(self, line: Channel, name: str) -> None:
+        said = line.post("/unload_lora_adapter", {"lora_name": name}, seconds=SWITCH_SECONDS)
+        _succeeded(line, said, "error_message")
+
+    # -- memory
+
+    def sleep(self, line: Channel, *, discard_weights: bool) -> None:
+        info = line.get("/server_info")
+        if not info.get("enable_memory_saver"):
+            raise ServerFailed(f"{line.address}: it gives no memory back: start it with --enable-memory-saver")
+        if not discard_weights and not info.get("enable_weights_cpu_backup"):
+            raise ServerFailed(f"{line.address}: its weights would be lost: start it with --enable-weights-cpu-backup")
+        line.post("/release_memory_occupation", {"tags": list(_TAGS.values())})
+
+    def wake(self, line: Channel, part: MemoryPart) -> None:
+        line.post("/resume_memory_occupation", {"tags": [_TAGS[part]]})
+
+    # -- health
+
+    def healthy(self, line: Channel) -> None:
+        line.get("/health", seconds=SWITCH_SECONDS)
+
+    def facts(self, line: Channel) -> ServerFacts:
+        info = line.get("/server_info")
+        wrong = []
+        if not info.get("enable_deterministic_inference"):
+            wrong.append("seeds have no effect on it: start it with --enable-deterministic-inference")
+        if info.get("quantization") is not None:
+            wrong.append(f"its weights are quantized ({info['quantization']}): start it without")
+        if info.get("speculative_algorithm") is not None:
+            wrong.append(f"its draft model ({info['speculative_algorithm']}) gets no new weights: start it without")
+        dtype, longest = info.get("dtype"), info.get("context_length")
+        return ServerFacts(
+            f"sglang {info['version']}",
+            longest=longest if isinstance(longest, int) else None,
+            dtype=dtype if dtype != "auto" else None,
+            wrong=wrong,
+        )
+
+
+def _refuse_untellable(sampling: Sampling) -> None:
+    """What SGLang would do otherwise than asked, or tell other log-probs of than the trainer scores."""
+    if sampling.min_p:
+        raise ServerFailed("SGLang does not sample with a seed and min_p: set min_p to 0")
+    if sampling.repetition_penalty != 1:
+        raise ServerFailed("SGLang's log-probs are those after the penalty: set repetition_penalty to 1")
+    if _of_what_is_left(sampling) and (sampling.top_p < 1 or not sampling.top_k):
+        raise ServerFailed("SGLang tells log-probs of a truncated distribution for top_k alone: remove top_p")
+
+
+def _of_what_is_left(sampling: Sampling) -> bool:
+    """Whether log-probs are wanted of the truncated distribution. SGLang's usual ones are of the whole vocabulary."""
+    truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
+    return sampling.score_truncated and truncation.active and sampling.temperature > 0
+
+
+def _ended(kind: str, matched: Any, ids: Sequence[int], wanted: WantedSample) -> Ended:
+    sampling = wanted.sampling
+    # Whatever SGLang names first where several things end a response at once.
+    if ids and ids[-1] in sampling.stop_ids:
+        return "token"
+    if kind == "stop" and matched in sampling.stop_strings:
+        return "string"
+    if kind == "stop" and isinstance(matched, int):
+        raise ServerFailed(
+            f"token {matched} ended a response, which is an end token for SGLang and not for this run: "
+            "add it to rollout.stop_ids"
+        )
+    if kind == "length" and len(ids) >= wanted.max_tokens:
+        return "length"
+    if kind == "length":
+        raise ServerFailed(
+            f"a response was cut after {len(ids)} of {wanted.max_tokens} tokens: SGLang's --context-length, its memory "
+            "for keys and values or SGLANG_MAX_NEW_TOKENS_LIMIT is too small for it"
+        )
+    # SGLang reports logits that are no numbers as a stop text of its own.
+    raise ServerFailed(f"a response ended for a reason that was not asked for: {kind} ({matched})")
+
+
+def _one_version(told: Any) -> str | None:
+    """All tokens of a response are of the same weights: a pause aborts what is under way."""
+    spans = told.get("weight_versions") or [{"version": told.get("weight_version")}]
+    versions = {span["version"] for span in spans}
+    return str(versions.pop()) if len(versions) == 1 else " and ".join(str(span["version"]) for span in spans)
+
+
+def _folder_of(weights: PushedWeights) -> Path:
+    folders = {file.parent for file in weights.files}
+    folder = folders.pop()
+    others = sorted(str(file) for file in set(folder.glob("*.safetensors")) - set(weights.files))
+    if folders or others:
+        raise ServerFailed(f"SGLang loads a whole folder, and {folder} is not this push alone: {others[:3]}")
+    return folder
+
+
+def _refuse_other_names(weights: PushedWeights) -> None:
+    found: list[str] = []
+    for file in weights.files:
+        with safe_open(file, framework="pt") as opened:
+            found += opened.keys()
+    missing, extra = sorted(set(weights.names) - set(found)), sorted(set(found) - set(weights.names))
+    if missing or extra or len(found) != len(set(found)):
+        raise ServerFailed(f"the files do not hold what was announced: missing {missing[:5]}, too many {extra[:5]}")
+
+
+def _succeeded(line: Channel, said: Any, reason: str) -> None:
+    if not isinstance(said, dict) or said.get("success") is not True:
+        raise ServerFailed(f"{line.address}: {said.get(reason) if isinstance(said, dict) else said}")

@@ -1,0 +1,244 @@
+"""vLLM's dialect, which vllm-ascend shares."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lockstep.device.serving import serving_on
+from lockstep.rollout.server.dialect import (
+    Answer,
+    Channel,
+    Ended,
+    MemoryPart,
+    PushedWeights,
+    ServerFacts,
+    ServerStart,
+    WantedSample,
+)
+from lockstep.rollout.server.line import SWITCH_SECONDS, ServerFailed
+
+PLUGIN = Path(__file__).parent / "plugin"
+MODEL = "lockstep"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# The ranks that vLLM makes room for.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_NOT_FOUND = 404
+_LOOK_SECONDS = 300.0
+
+
+class Vllm:
+    name = "vllm"
+    package = "vllm"
+
+    def install(self, device: str) -> str:
+        return serving_on(device, self.name).install
+
+    # -- start
+
+    def command(self, start: ServerStart) -> list[str]:
+        # Not the console script: it asks for a distribution called vllm, which the builds for other devices are not.
+        flags = self.flags(start.lora_rank, scale_out=_scales_out(start.python))
+        said = [start.python, "-m", "vllm.entrypoints.openai.api_server", *flags]
+        said += ["--model", start.model, "--host", start.host, "--port", str(start.port)]
+        said += ["--dtype", _DTYPES[start.dtype], "--tensor-parallel-size", str(start.tensor_parallel)]
+        said += ["--disable-uvicorn-access-log"]
+        if start.device == "cpu":
+            # A prompt in two pieces takes the noise of a seeded sample back by a step, which a CPU's generator cannot:
+            # vLLM 0.32 dies of it.
+            said += ["--no-enable-chunked-prefill"]
+        elif start.sleep:
+            said += ["--enable-sleep-mode"]
+        return [*said, *serving_on(start.device, self.name).words, *start.args]
+
+    def flags(self, lora_rank: int | None = None, *, scale_out: bool = True) -> list[str]:
+        """What a server must be started with, whoever starts it. `scale_out`: tokens in, tokens out is behind a flag of
+        its own, which versions up to 0.26 do not know."""
+        said = ["--served-model-name", MODEL, "--logprobs-mode", "processed_logprobs"]
+        if scale_out:
+            said += ["--enable-scale-out"]
+        # Sampling defaults of the model's folder must not act.
+        said += ["--generation-config", "vllm"]
+        said += ["--worker-extension-cls", "lockstep_vllm.WeightExtension"]
+        if lora_rank is not None:
+            room = next((rank for rank in _LORA_RANKS if rank >= lora_rank), lora_rank)
+            said += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)]
+        return said
+
+    def environment(self, start: ServerStart) -> dict[str, str]:
+        said = {
+            "PYTHONPATH": str(PLUGIN),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        }
+        return said | serving_on(start.device, self.name).environment(sleep=start.sleep)
+
+    def started_by_hand(self) -> str:
+        return (
+            f"start it with PYTHONPATH={PLUGIN} VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m "
+            f"vllm.entrypoints.openai.api_server --model FOLDER --dtype DTYPE {' '.join(self.flags())}"
+        )
+
+    # -- generate
+
+    def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
+        sampling = wanted.sampling
+        said: dict[str, Any] = {
+            "n": 1,
+            "max_tokens": wanted.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "seed": wanted.seed,
+            "logprobs": 0,
+            # The tokens that end a response are named, whatever the model's folder says.
+            "ignore_eos": True,
+            "stop_token_ids": list(sampling.stop_ids),
+            "detokenize": bool(sampling.stop_strings),
+            "skip_special_tokens": False,
+        }
+        if sampling.stop_strings:
+            said["stop"] = list(sampling.stop_strings)
+        model = wanted.adapter or MODEL
+        return "/inference/v1/generate", {"model": model, "token_ids": list(wanted.ids), "sampling_params": said}
+
+    def read(self, answered: Any, wanted: WantedSample) -> Answer:
+        try:
+            (choice,) = answered["choices"]
+            ids = list(choice["token_ids"])
+            content = choice["logprobs"]["content"] or []
+            logprobs = [float(entry["logprob"]) for entry in content]
+            reason, stop = choice["finish_reason"], choice.get("stop_reason")
+            spans = choice.get("weight_versions")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerFailed(f"an answer of another form than vLLM's: {error!r}") from error
+        if len(ids) != len(logprobs):
+            raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
+        return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), _one_version(spans))
+
+    # -- weights
+
+    def pause(self, line: Channel) -> None:
+        line.post("/pause?mode=abort", seconds=SWITCH_SECONDS)
+
+    def resume(self, line: Channel) -> None:
+        line.post("/resume", seconds=SWITCH_SECONDS)
+
+    def begin(self, line: Channel) -> None:
+        """Nothing: the worker extension takes all files in one call."""
+
+    def push(self, line: Channel, weights: PushedWeights) -> None:
+        _call(line, "lockstep_load", files=[str(file) for file in weights.files], names=list(weights.names))
+
+    def end(self, line: Channel, version: str) -> None:
+        _call(line, "lockstep_version", version=version)
+        with _unless_unknown():
+            line.post("/update_weight_version", {"new_version": version}, seconds=SWITCH_SECONDS)
+
+    def flush(self, line: Channel) -> None:
+        said = line.post("/reset_prefix_cache", seconds=SWITCH_SECONDS)
+        if isinstance(said, dict) and said.get("success") is False:
+            raise ServerFailed(f"{line.address}: its cache of earlier weights could not be emptied")
+
+    def version(self, line: Channel) -> str:
+        """Of the workers, which hold the weights, and of the engine, which tells it with every answer."""
+        versions = {str(worker["version"]) for worker in _call(line, "lockstep_version")}
+        if len(versions) > 1:
+            raise ServerFailed(f"{line.address}: its workers have weights of several versions: {sorted(versions)}")
+        (version,) = versions
+        with _unless_unknown():
+            engine = line.get("/weight_info")["weight_version"]
+            return version if version == engine else f"{version} (the engine says {engine})"
+        return version
+
+    def load_adapter(self, line: Channel, name: str, folder: Path) -> None:
+        line.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        for other in _adapters(line):
+            if other != name:
+                line.post("/v1/unload_lora_adapter", {"lora_name": other}, seconds=SWITCH_SECONDS)
+
+    # -- memory
+
+    def sleep(self, line: Channel, *, discard_weights: bool) -> None:
+        line.post(f"/sleep?level={2 if discard_weights else 1}")
+
+    def wake(self, line: Channel, part: MemoryPart) -> None:
+        line.post(f"/wake_up?tags={ {'weights': 'weights', 'cache': 'kv_cache'}[part] }")
+
+    # -- health
+
+    def healthy(self, line: Channel) -> None:
+        line.get("/health", seconds=SWITCH_SECONDS)
+
+    def facts(self, line: Channel) -> ServerFacts:
+        try:
+            said = _call(line, "lockstep_facts")[0]
+        except ServerFailed as error:
+            if error.lost and error.status is None:
+                raise
+            raise ServerFailed(f"{error}; it was not started for lockstep") from error
+        wrong = []
+        if said["logprobs_mode"] != "processed_logprobs":
+            wrong.append(f"--logprobs-mode is {said['logprobs_mode']}: set processed_logprobs")
+        if said["quantization"] is not None:
+            wrong.append(f"its weights are quantized ({said['quantization']}): start it without")
+        return ServerFacts(f"vllm {said['version']}", said["vocabulary"], said["longest"], said["dtype"], wrong)
+
+
+def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wanted: WantedSample) -> Ended:
+    if reason == "abort":
+        return "aborted"
+    if reason == "length":
+        return "length"
+    if reason == "stop" and isinstance(stop, str):
+        return "string"
+    if reason == "stop" and ids and ids[-1] in wanted.sampling.stop_ids:
+        return "token"
+    raise ServerFailed(f"a response ended for a reason that was not asked for: {reason} ({stop})")
+
+
+def _one_version(spans: Any) -> str | None:
+    """All tokens of a response are of the same weights: a push waits for the responses before it."""
+    if not spans:
+        return None
+    versions = [str(span["version"]) for span in spans]
+    return versions[0] if len(set(versions)) == 1 else " and ".join(versions)
+
+
+@contextmanager
+def _unless_unknown() -> Iterator[None]:
+    """Older versions have no route for the version: the workers alone tell it then."""
+    try:
+        yield
+    except ServerFailed as error:
+        if error.status != _NOT_FOUND:
+            raise
+
+
+def _scales_out(python: str) -> bool:
+    """Whether the vLLM of that Python has the flag: its folder tells, since importing it takes half a minute."""
+    look = "import importlib.util, os; print(os.path.dirname(importlib.util.find_spec('vllm').origin))"
+    found = subprocess.run([python, "-c", look], capture_output=True, text=True, timeout=_LOOK_SECONDS, check=True)
+    return (Path(found.stdout.strip()) / "entrypoints" / "scale_out").is_dir()
+
+
+def _call(line: Channel, method: str, **told: Any) -> list[dict[str, Any]]:
+    """A method of the worker extension, on every worker."""
+    answered = line.post("/collective_rpc", {"method": method, "args": [json.dumps(told)]})
+    results = answered["results"]
+    for result in results:
+        if "error" in result:
+            raise ServerFailed(f"{line.address}: {result['error']}")
+    return list(results)
+
+
+def _adapters(line: Channel) -> list[str]:
+    listed = line.get("/v1/models")["data"]
+    return [model["id"] for model in listed if model.get("parent") is not None]

@@ -1,0 +1,88 @@
+"""Weights on their way to a server: safetensors files in shared memory or a shared folder, a tensor at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.errors import Refusal, unwritten
+from lockstep.rollout.server.dialect import PushedWeights
+from lockstep.run.tensor_file import write_model
+
+KEY = "rollout.server.folder"
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "lockstep-weights-"
+
+
+@contextmanager
+def travelling(named: str | None) -> Iterator[Path]:
+    """A fresh folder that run and server both see, gone afterwards."""
+    above = Path(named) if named is not None else _usual()
+    try:
+        _remove_left(above)
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=above))
+    except OSError as error:
+        raise unwritten(above, error, f"name another {KEY}") from error
+    try:
+        if named is not None:
+            folder.chmod(0o755)  # the server there may be another user's
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def written_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> PushedWeights:
+    """All weights of a model, in `dtype`; on the device there is never more than the one that is being written."""
+    shapes = {name: tensor.shape for name, tensor in weights}
+    _refuse_no_room(folder, sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
+    tensors = dict(weights)
+    try:
+        write_model(folder, shapes, dtype, tensors.__getitem__)
+    except OSError as error:
+        raise unwritten(folder, error, f"name another {KEY}") from error
+    return PushedWeights(sorted(folder.glob("*.safetensors")), list(shapes))
+
+
+def write_adapter(folder: Path, model: Any) -> None:
+    """A PEFT folder of the adapter alone."""
+    try:
+        model.save_pretrained(folder, safe_serialization=True)
+    except OSError as error:
+        raise unwritten(folder, error, f"name another {KEY}") from error
+
+
+def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
+    """Tells whether any weight has changed: of each tensor the sum of its bits as whole numbers."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    with torch.no_grad():
+        sums = [tensor.detach().view(kinds[tensor.element_size()]).sum(dtype=torch.int64) for _, tensor in weights]
+        return tuple(torch.stack([one.cpu() for one in sums]).tolist())
+
+
+def _usual() -> Path:
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _refuse_no_room(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise Refusal.at(
+            KEY,
+            f"{folder.parent} has {free / 2**30:.1f} GiB free, and the weights take {size / 2**30:.1f} GiB",
+            "name a folder with room that run and engine both see",
+        )
+
+
+def _remove_left(above: Path) -> None:
+    """What a run that was killed in the middle of a push has left."""
+    for folder in above.glob(f"{_PREFIX}*"):
+        process = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if process.isdigit() and folder.owner() == Path.home().owner() and not Path(f"/proc/{process}").exists():
+            shutil.rmtree(folder, ignore_errors=True)

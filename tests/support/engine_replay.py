@@ -1,0 +1,125 @@
+"""A server that answers as a real engine has answered: what was recorded, over real HTTP, with faults where asked."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from lockstep.rollout.server.line import Lines
+
+DATA = Path(__file__).parents[1] / "data" / "engines"
+_VERSION = re.compile(r"\b([0-9a-f]{8})-(\d+)\b")
+_FOLDER = re.compile(r"[^\"\\ ]*/lockstep-weights-[^/\"\\]+")
+
+# What a fault makes of an answer: another status and body, or None to cut the connection.
+Fault = Callable[[str, Any, int, Any], "tuple[int, Any] | None"]
+
+
+def plain(value: Any) -> str:
+    """Without what differs from run to run: the run's mark in versions, and the folder that weights went through."""
+    text = json.dumps(value, sort_keys=True)
+    return _FOLDER.sub("FOLDER", _VERSION.sub(r"RUN-\2", text))
+
+
+@contextmanager
+def recorded(kept: list[dict[str, Any]]) -> Iterator[None]:
+    """Every request of this process to a serving engine, and its answer."""
+    exchange = Lines.exchange
+
+    async def keeping(self: Lines, method: str, address: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
+        answer = await exchange(self, method, address, body, seconds)
+        path = "/" + address.split("/", 3)[3]
+        kept.append(json.loads(plain({"method": method, "path": path, "body": body, "answer": answer})))
+        return answer
+
+    Lines.exchange = keeping  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Lines.exchange = exchange  # type: ignore[method-assign]
+
+
+class Replay(ThreadingHTTPServer):
+    """`fault` sees path, body, the number of the request and the recorded answer, and may give another."""
+
+    daemon_threads = True
+
+    def __init__(self, kept: list[dict[str, Any]], fault: Fault | None = None):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        # The same request has another answer after a push: by what was asked, then by the version that it was asked of.
+        self.answers: dict[str, dict[str, Any]] = defaultdict(dict)
+        version = ""
+        for one in kept:
+            self.answers[plain([one["method"], one["path"], one["body"]])][version] = one["answer"]
+            version = _new_version(one["path"], one["body"]) or version
+        self.fault, self.run, self.version, self.lock = fault, "", "", threading.Lock()
+        self.asked: list[tuple[str, Any]] = []
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any] | None:
+        with self.lock:
+            self.asked.append((path, body))
+            number = len(self.asked)
+            if found := _VERSION.search(json.dumps(body)):
+                self.run = found[1]
+            known = self.answers.get(plain([method, path, body]))
+            if known is None:
+                return 599, f"never asked of the real server: {plain([method, path, body])[:500]}"
+            said = known.get(self.version, next(iter(known.values())))
+            self.version = _new_version(path, json.loads(plain(body))) or self.version
+        said = json.loads(json.dumps(said).replace("RUN-", f"{self.run}-"))
+        return (200, said) if self.fault is None else self.fault(path, body, number, said)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that is cut is what some tests are about."""
+
+
+def _new_version(path: str, body: Any) -> str | None:
+    return str(body["new_version"]) if path == "/update_weight_version" else None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Replay
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        self._reply("POST", json.loads(self.rfile.read(length)) if length else None)
+
+    def do_GET(self) -> None:
+        self._reply("GET", None)
+
+    def _reply(self, method: str, body: Any) -> None:
+        answered = self.server.answer(method, self.path, body)
+        if answered is None:
+            self.connection.close()
+            return
+        status, said = answered
+        data = b"" if said is None else json.dumps(said).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *words: object) -> None:
+        """Quiet."""
+
+
+@contextmanager
+def replaying(name: str, fault: Fault | None = None) -> Iterator[Replay]:
+    server = Replay(json.loads((DATA / f"{name}.json").read_text(encoding="utf-8")), fault)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()

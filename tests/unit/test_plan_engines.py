@@ -1,0 +1,83 @@
+"""What the plan says of engines: that of the recipe, how it starts on the device, and the others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.commands.plan_engines import engine_lines
+from lockstep.device.cpu import Cpu
+from lockstep.device.npu import Npu
+from lockstep.doctor.engines import packages_in
+from lockstep.doctor.machine import Machine
+from lockstep.errors import Refusal
+from lockstep.recipe import Recipe, load_recipe
+from sglang_server import write_package
+
+
+def planned(online_file: Path, *words: str) -> Recipe:
+    return load_recipe(str(online_file), list(words))
+
+
+def test_the_built_in_engine_and_why_there_is_no_other(online_file: Path) -> None:
+    lines = engine_lines(planned(online_file), Cpu())
+    assert lines[0] == ("engine", "native (built in)")
+    assert ("other engines", "not sglang: SGLang has no build for CPUs on the registry") in lines
+    assert not [line for line in lines if line[0] == "engine setting"]
+
+
+def test_an_engine_of_another_python_is_named_with_its_version(
+    online_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(write_package(tmp_path / "package")))
+    assert packages_in(Machine(), sys.executable) == {"sglang": "0.5.23"}
+    assert packages_in(Machine(), "no-such-python") == {}
+    recipe = planned(online_file, "rollout.engine=sglang", f"rollout.server.python={sys.executable}")
+    assert engine_lines(recipe, Cpu())[0] == ("engine", "sglang, started by the run: sglang 0.5.23")
+
+
+def test_settings_of_the_device_are_shown_with_their_reasons(online_file: Path) -> None:
+    lines = engine_lines(planned(online_file, "rollout.engine=vllm", "rollout.sleep=true"), Npu())
+    told = [text for label, text in lines if label == "engine setting"]
+    assert any(text.startswith("VLLM_ASCEND_ENABLE_NZ=0: ") for text in told)
+    assert any(text.startswith("PYTORCH_NPU_ALLOC_CONF=expandable_segments:False: ") for text in told)
+    assert any(text.startswith("--enforce-eager: ") for text in told)
+    assert "engine memory" not in dict(lines)
+    awake = dict(engine_lines(planned(online_file, "rollout.engine=vllm"), Npu()))
+    assert "rollout.sleep" in awake["engine memory"]
+
+
+def test_a_running_server_is_named_by_its_address(online_file: Path) -> None:
+    lines = engine_lines(planned(online_file, "rollout.engine=sglang", "rollout.url=[http://a:1,http://b:2]"), Cpu())
+    assert lines[0] == ("engine", "sglang at http://a:1, http://b:2, which the run asks when it starts")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("rollout.engine=vllm", "rollout.top_k=5", "rollout.truncated=ignore"), "rollout.truncated"),
+        (("rollout.engine=sglang", "rollout.top_p=0.9", "rollout.truncated=mask"), "truncated: ignore"),
+        (("rollout.engine=sglang", "rollout.min_p=0.1", "rollout.truncated=ignore"), "rollout.min_p"),
+        (("rollout.engine=sglang", "rollout.top_p=0.9"), "rollout.truncated"),
+    ],
+)
+def test_truncations_that_an_engine_does_not_score_are_refused(
+    online_file: Path, words: tuple[str, ...], why: str
+) -> None:
+    with pytest.raises(Refusal, match=why):
+        planned(online_file, *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("rollout.engine=vllm", "rollout.top_p=0.9", "rollout.truncated=mask"),
+        ("rollout.engine=sglang", "rollout.top_p=0.9", "rollout.top_k=5", "rollout.truncated=ignore"),
+        ("rollout.engine=sglang", "rollout.top_k=5", "rollout.truncated=mask"),
+        ("rollout.engine=native", "rollout.min_p=0.1", "rollout.truncated=ignore"),
+    ],
+)
+def test_truncations_that_an_engine_scores_pass(online_file: Path, words: tuple[str, ...]) -> None:
+    planned(online_file, *words)

@@ -1,0 +1,356 @@
+"""The adapter of serving engines, against what a real vLLM server has answered (tests/data/engines), with faults."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_replay import Replay, replaying
+from engine_session import SAMPLED, adapted, load, move, opened, requests, run, scored, session, slept, sync
+from hang import HANG
+from lockstep.errors import Refusal
+from lockstep.model.policy import Policy
+from lockstep.model.tiny import write_tiny
+from lockstep.parallel.world import World
+
+GENERATE = "/inference/v1/generate"
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("embedded") / "model"
+    write_tiny(folder)
+    return folder
+
+
+@pytest.fixture
+def policy(embedded: Path) -> Policy:
+    return load(embedded)
+
+
+def generated(path: str, body: Any) -> bool:
+    """A response of a step, not one of the probe, which has a temperature of its own."""
+    return path == GENERATE and body["sampling_params"]["temperature"] != 0.7
+
+
+def probing(path: str, body: Any) -> bool:
+    return path == GENERATE and body["sampling_params"]["temperature"] == 0.7
+
+
+def refused(url: str | list[str], policy: Policy, embedded: Path, tmp_path: Path, **values: Any) -> str:
+    with pytest.raises(Refusal) as caught, opened(url, policy, embedded, tmp_path, **values) as engine:
+        session(engine)
+    return str(caught.value)
+
+
+def test_a_session_as_it_was_recorded(policy: Policy, embedded: Path, tmp_path: Path) -> None:
+    first = load(embedded)
+    with replaying("vllm") as server, opened(server.address, policy, embedded, tmp_path) as engine:
+        said = session(engine)
+        paths = [path.partition("?")[0] for path, _ in server.asked]
+    # Two pushes of the first weights, which tell what is noise, and one of those that have moved.
+    assert sum(b is not None and b.get("method") == "lockstep_load" for _, b in server.asked) == 3
+    order = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/collective_rpc", "/update_weight_version", "/resume"]
+    assert paths[paths.index("/pause") :][:6] == order
+    for made, weights, temperature in ((said.sampled, first, 0.8), (said.after, policy, 0.8)):
+        assert [(one.request, one.sample) for one in made] == [(r, s) for r in range(3) for s in range(2)]
+        for one, ours in zip(made, scored(weights, made, temperature), strict=True):
+            torch.testing.assert_close(torch.tensor(one.logprobs), ours, rtol=0, atol=1e-4)
+    assert {version for one in said.sampled for version in one.versions} == {0}
+    assert {version for one in said.after for version in one.versions} == {1}
+    assert said.stopped[0].stop == "string"
+    assert said.stopped[0].ids == said.greedy[0].ids[: len(said.stopped[0].ids)]
+    assert {one.stop for one in said.sampled + said.after} == {"token", "length"}
+
+
+def off(answer: Any, by: float) -> Any:
+    for choice in answer["choices"]:
+        for entry in choice["logprobs"]["content"]:
+            entry["logprob"] += by
+    return answer
+
+
+def test_log_probs_that_are_off_end_the_run(policy: Policy, embedded: Path, tmp_path: Path) -> None:
+    """A tenth of a nat, in the third push alone: the first two say what is noise."""
+
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
+        return 200, off(answer, 0.1) if probing(path, body) and pushes(server) == 3 else answer
+
+    with replaying("vllm", fault) as server:
+        told = refused(server.address, policy, embedded, tmp_path)
+    assert "does not generate with the weights after 1 updates" in told
+    assert "differ from the trainer's by 0.1 on average" in told
+
+
+def pushes(server: Replay) -> int:
+    return sum(body is not None and body.get("method") == "lockstep_load" for _, body in server.asked)
+
+
+def test_raw_log_probs_are_refused_by_the_probe(policy: Policy, embedded: Path, tmp_path: Path) -> None:
+    """A server that says it is processed and is not: log-probs of temperature 1 for tokens drawn at 0.7."""
+    first = load(embedded)
+
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
+        if probing(path, body):
+            made = answer["choices"][0]
+            raw = raw_scores(first, body["token_ids"], made["token_ids"])
+            for entry, score in zip(made["logprobs"]["content"], raw, strict=True):
+                entry["logprob"] = score
+        return 200, answer
+
+    with replaying("vllm", fault) as server:
+        assert "its log-probs of the probe differ" in refused(server.address, policy, embedded, tmp_path)
+
+
+@torch.no_grad()
+def raw_scores(policy: Policy, prompt: list[int], ids: list[int]) -> list[float]:
+    from lockstep.data.batching import micro_batch
+    from lockstep.types import Example, Origin
+
+    row = Example([*prompt, *ids], [0] * len(prompt) + [1] * len(ids), Origin("", 0))
+    policy.eval()
+    return policy(micro_batch([row], packed=True, pad_id=0)).logprobs_K.tolist()
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "why"),
+    [
+        ("lockstep_facts", {"logprobs_mode": "raw_logprobs"}, "--logprobs-mode is raw_logprobs"),
+        ("lockstep_facts", {"vocabulary": 300}, "a vocabulary of 300 tokens, the model of the run one of 259"),
+        ("lockstep_facts", {"dtype": "bfloat16"}, "it computes in bfloat16, the trainer in float32"),
+        ("lockstep_facts", {"quantization": "fp8"}, "its weights are quantized (fp8)"),
+        ("lockstep_facts", {"error": "AttributeError: x"}, "AttributeError: x; it was not started for lockstep"),
+        ("lockstep_load", {"error": "ValueError: missing"}, "did not take the weights after 0 updates: "),
+        ("lockstep_version", {"version": "as started"}, "says that it has as started"),
+    ],
+)
+def test_what_a_server_says_of_itself(
+    policy: Policy, embedded: Path, tmp_path: Path, method: str, change: dict, why: str
+) -> None:
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
+        if body is not None and body.get("method") == method:
+            answer["results"] = [{**result, **change} for result in answer["results"]]
+        return 200, answer
+
+    with replaying("vllm", fault) as server:
+        assert why in refused(server.address, policy, embedded, tmp_path)
+
+
+def test_a_server_that_is_lost_in_mid_step_is_given_the_weights_again(
+    policy: Policy, embedded: Path, tmp_path: Path
+) -> None:
+    """Its connections are cut from the third response on, until it is asked for its health."""
+    lost: list[bool] = []
+
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any] | None:
+        if path == "/health" and lost:
+            lost[:] = [False]
+        done = [body["sampling_params"]["seed"] for path, body in server.asked if generated(path, body)]
+        if generated(path, body) and not lost and len(done) >= 3:
+            lost.append(True)
+        return None if lost == [True] else (200, answer)
+
+    with replaying("vllm", fault) as server, opened(server.address, policy, embedded, tmp_path) as engine:
+        sync(engine)
+        before = pushes(server)
+        made = run(engine, requests(), SAMPLED)
+        assert pushes(server) == before + 1
+        seeds = [body["sampling_params"]["seed"] for path, body in server.asked if generated(path, body)]
+    with replaying("vllm") as server, opened(server.address, load(embedded), embedded, tmp_path) as engine:
+        sync(engine)
+        assert run(engine, requests(), SAMPLED) == made
+    assert len(set(seeds)) == 6
+    assert len(seeds) > 6
+
+
+def test_a_server_that_came_back_with_other_weights_is_found_out(
+    policy: Policy, embedded: Path, tmp_path: Path
+) -> None:
+    changed: list[int] = []
+
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
+        if generated(path, body) and not changed:
+            changed.append(number)
+            for span in answer["choices"][0]["weight_versions"]:
+                span["version"] = "default"
+        return 200, answer
+
+    with replaying("vllm", fault) as server, opened(server.address, policy, embedded, tmp_path) as engine:
+        sync(engine)
+        before = pushes(server)
+        assert len(run(engine, requests(), SAMPLED)) == 6
+        assert pushes(server) == before + 1
+
+
+def test_samples_are_shared_and_asked_again_elsewhere(policy: Policy, embedded: Path, tmp_path: Path) -> None:
+    gone: list[bool] = []
+
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any] | None:
+        if generated(path, body):
+            gone.append(True)
+        return None if gone else (200, answer)
+
+    with (
+        replaying("vllm", fault) as one,
+        replaying("vllm") as other,
+        opened([one.address, other.address], policy, embedded, tmp_path) as engine,
+    ):
+        sync(engine)
+        assert len(run(engine, requests(), SAMPLED)) == 6
+        assert [server.up for server in engine.fleet.servers] == [False, True]
+        asked = [sum(generated(*request) for request in server.asked) for server in (one, other)]
+        assert asked[0] > 0
+        assert asked[1] == 6
+
+
+def test_an_aborted_response_is_asked_again(policy: Policy, embedded: Path, tmp_path: Path) -> None:
+    aborted: list[int] = []
+
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
+        if generated(path, body) and not aborted:
+            aborted.append(number)
+            answer["choices"][0]["finish_reason"] = "abort"
+        return 200, answer
+
+    with replaying("vllm", fault) as server, opened(server.address, policy, embedded, tmp_path) as engine:
+        sync(engine)
+        assert len(run(engine, requests(), SAMPLED)) == 6
+        assert sum(generated(*request) for request in server.asked) == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda choice: choice.update(token_ids=choice["token_ids"][:-1]), "tokens and"),
+        (lambda choice: choice.update(finish_reason="stop", stop_reason=None, token_ids=[1] * 12), "not asked for"),
+        (lambda choice: choice.pop("logprobs"), "of another form than vLLM's"),
+    ],
+)
+def test_an_answer_that_is_not_what_was_asked_for_ends_the_run(
+    policy: Policy, embedded: Path, tmp_path: Path, change: Callable[[dict], Any], why: str
+) -> None:
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
+        if generated(path, body) and len(answer["choices"][0]["token_ids"]) == 12:
+            change(answer["choices"][0])
+        return 200, answer
+
+    with replaying("vllm", fault) as server:
+        assert why in refused(server.address, policy, embedded, tmp_path)
+
+
+def test_a_request_that_the_server_refuses_ends_the_run(policy: Policy, embedded: Path, tmp_path: Path) -> None:
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
+        return (
+            (400, {"error": {"message": "temperature must be in [0, 2]"}}) if generated(path, body) else (200, answer)
+        )
+
+    with replaying("vllm", fault) as server:
+        told = refused(server.address, policy, embedded, tmp_path)
+    assert f"{GENERATE}: answered 400 Bad Request: temperature must be in [0, 2]" in told
+
+
+def test_a_response_that_the_servers_context_cut_ends_the_run(policy: Policy, embedded: Path, tmp_path: Path) -> None:
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
+        choice = answer["choices"][0] if path == GENERATE else {}
+        if generated(path, body) and choice["finish_reason"] == "length":
+            choice["token_ids"].pop()
+            choice["logprobs"]["content"].pop()
+        return 200, answer
+
+    with replaying("vllm", fault) as server:
+        assert "was cut after 11 of 12" in refused(server.address, policy, embedded, tmp_path)
+
+
+def test_a_server_that_never_answers_is_given_up(policy: Policy, embedded: Path, tmp_path: Path) -> None:
+    with replaying("vllm") as server:
+        address = server.address
+    told = refused(address, policy, embedded, tmp_path, server={"start_limit": 0.5})
+    assert "no answer in 0.5 s" in told
+    assert "rollout.server.start_limit" in told
+
+
+def test_an_address_must_be_one(policy: Policy, embedded: Path, tmp_path: Path) -> None:
+    assert "'localhost:8000' is not an HTTP address" in refused("localhost:8000", policy, embedded, tmp_path)
+
+
+def test_weights_that_did_not_change_are_not_pushed(policy: Policy, embedded: Path, tmp_path: Path) -> None:
+    with replaying("vllm") as server, opened(server.address, policy, embedded, tmp_path) as engine:
+        sync(engine)
+        before = pushes(server)
+        sync(engine, 1)
+        assert pushes(server) == before
+        move(policy)
+        sync(engine, 1)
+        assert pushes(server) == before + 1
+        assert not list(Path("/dev/shm").glob("lockstep-weights-*"))
+
+
+def test_an_adapter_is_pushed_alone(embedded: Path, tmp_path: Path) -> None:
+    policy = load(embedded, lora=8)
+    first = load(embedded)
+    with replaying("vllm-lora") as server, opened(server.address, policy, embedded, tmp_path) as engine:
+        made = adapted(engine)
+    asked = [body["model"] for path, body in server.asked if generated(path, body)]
+    assert pushes(server) == 0
+    assert len(set(asked)) == 2  # an adapter's name tells its version
+    # A fresh adapter changes nothing, one that has moved does.
+    for weights, part in ((first, made[:3]), (policy, made[3:])):
+        for one, ours in zip(part, scored(weights, part, SAMPLED.temperature), strict=True):
+            torch.testing.assert_close(torch.tensor(one.logprobs), ours, rtol=0, atol=1e-4)
+
+
+def test_a_server_that_slept_is_given_the_weights_again(policy: Policy, embedded: Path, tmp_path: Path) -> None:
+    with replaying("vllm-sleep") as server, opened(server.address, policy, embedded, tmp_path, sleep=True) as engine:
+        made = slept(engine)
+    paths = [path for path, _ in server.asked]
+    assert pushes(server) == 3
+    back = paths[paths.index("/sleep?level=2") :]
+    woken = [back.index(f"/wake_up?tags={tag}") for tag in ("weights", "kv_cache")]
+    assert woken[0] < back.index("/pause?mode=abort") < woken[1] < back.index("/resume")
+    assert [(one.ids, one.logprobs) for one in made[:3]] == [(one.ids, one.logprobs) for one in made[3:]]
+
+
+@dataclass(frozen=True)
+class Ranks(World):
+    """Two ranks that are threads of this process."""
+
+    meeting: threading.Barrier | None = None
+    laid: list[Any] = field(default_factory=list)
+
+    def gather(self, value: Any) -> list[Any]:
+        assert self.meeting is not None
+        self.laid[self.rank] = value
+        self.meeting.wait(HANG)
+        found = list(self.laid)
+        self.meeting.wait(HANG)
+        return found
+
+
+def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None:
+    meeting, laid = threading.Barrier(2), [None, None]
+
+    def rank(number: int) -> list[list[int]]:
+        world = Ranks(number, 2, meeting=meeting, laid=laid)
+        with opened(server.address, load(embedded), embedded, tmp_path, world) as engine:
+            sync(engine)
+            made = run(engine, requests(), SAMPLED)
+            if number == 1:
+                # Its own weights are never asked for.
+                assert engine._pushes == 0
+            # What rank 0 is refused ends all.
+            move(engine.policy, by=0.5)
+            with pytest.raises(Refusal, match="log-probs of the probe"):
+                sync(engine, 1)
+            return [one.ids for one in made]
+
+    with replaying("vllm") as server, ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(rank, range(2))
+    assert first == second
+    assert pushes(server) == 3

