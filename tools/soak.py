@@ -32,11 +32,14 @@ KINDS = ("rank", "warden", "worker")
 # For what hangs: the longest that a run may be without an end after its last blow.
 HANG = 1800
 
+# A file beside the runs: no more blows.
+OVER = "over"
+# Slow until the last blow has fallen, so that a blow may meet a call, and comes before the steps are done.
 REWARD = """
-import time
+import os, time
 
 def score(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(0.2)  # so that a blow may meet a call, and comes before the steps are done
+    time.sleep(0.01 if os.path.exists({over!r}) else 0.5)
     return float(sum(letter in "aeiou" for letter in solution_str))
 """
 
@@ -70,7 +73,7 @@ def write_scene(folder: Path, steps: int, ranks: int) -> Path:
 
     write_tiny(folder / "model", hidden=64, layers=2)
     write_arithmetic(folder / "data", train_rows=64, val_rows=8)
-    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    (folder / "reward.py").write_text(REWARD.format(over=str(folder / OVER)), encoding="utf-8")
     recipe = folder / "recipe.yaml"
     recipe.write_text(
         f"""
@@ -185,7 +188,8 @@ class Striker:
         while process.poll() is None:
             pids = sorted(pid for pid, what in self.look().items() if what == kind)
             if pids:
-                pid = self.draw.choice(pids)
+                # One number, however many there are: what is drawn after it stays the same.
+                pid = pids[int(self.draw.random() * len(pids))]
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
                     second = round(time.monotonic() - self.began, 1)
@@ -213,6 +217,7 @@ def run(
             striker.wait_for_moment(process)
             if not striker.strike(process):
                 break
+        (runs.parent / OVER).touch()
         status = striker.wait_for_end(process)
     said = log.read_text(errors="replace")
     seconds = time.monotonic() - began
@@ -269,6 +274,7 @@ def soak(
     alone = ["parallel.devices=1", "parallel.max_restarts=0"] if ranks == 1 else []
     whole = run(recipe, folder / "whole", alone, python=python)
     words = [f"parallel.max_restarts={2 * plan.blows}", *([f"parallel.stall_seconds={stall:g}"] if plan.stops else [])]
+    (folder / OVER).unlink()
     struck = run(recipe, folder / "struck", words, plan)
     both = whole.status == struck.status == 0
     return whole, struck, differences(folder / "struck" / "run", folder / "whole" / "run") if both else ["the end"]

@@ -33,7 +33,7 @@ def assert_unharmed(whole: Outcome, struck: Outcome, apart: list[str], blows: in
 def test_a_killed_scorer_and_a_killed_rank_leave_no_trace(tmp_path: Path) -> None:
     """The score is asked for again; the rank is started again, from the last checkpoint."""
     plan = Plan(blows=2, seed=1, kinds=("worker", "rank"), stops=False)
-    whole, struck, apart = soak(tmp_path, plan, steps=6, ranks=1, python=tuple(warm_python()))
+    whole, struck, apart = soak(tmp_path, plan, steps=8, ranks=1, python=tuple(warm_python()))
     assert_unharmed(whole, struck, apart, 2)
     assert {blow.kind for blow in struck.blows} == {"worker", "rank"}
     assert struck.restarts == 1
