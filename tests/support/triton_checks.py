@@ -496,7 +496,7 @@ def row_attention(device: str) -> None:
     """A token's attention is the same bit by bit on a line, alone over a cache in blocks, and as a part of a chunk; and
     it is what plain torch computes."""
     from lockstep.kernels.layout import make_layout
-    from lockstep.kernels.triton_invariant import Keys, Queries, attend, store
+    from lockstep.kernels.triton_invariant import KeyPlaces, Queries, attend, store
     from lockstep.kernels.varlen import varlen_attention
 
     torch.manual_seed(0)
@@ -510,7 +510,7 @@ def row_attention(device: str) -> None:
         firsts, counts = bounds[:-1], bounds.diff()
         for window in (None, 40):
             queries = Queries(query, firsts, counts, counts, max(lengths))
-            line, lse = attend(queries, Keys(key, value, firsts), size**-0.5, window)
+            line, lse = attend(queries, KeyPlaces(key, value, firsts), size**-0.5, window)
             wide = (part.float() for part in (query, key, value))
             layout = make_layout(lengths, torch.device(device), "sdpa")
             agree(line, varlen_attention(*wide, layout, scale=size**-0.5, window=window).to(dtype), 2e-6)
@@ -536,7 +536,7 @@ def row_attention(device: str) -> None:
                 places = (firsts + seen - 1).long()
                 every = torch.arange(len(lengths), dtype=torch.int32, device=device)
                 alone = Queries(query[places], every, torch.ones_like(every), seen.long(), 1)
-                where = Keys(*cached, table=table, block=block)
+                where = KeyPlaces(*cached, table=table, block=block)
                 found, found_lse = attend(alone, where, size**-0.5, window)
                 _same_bits(found, line[places])
                 _same_bits(found_lse, lse[:, places])
@@ -544,7 +544,7 @@ def row_attention(device: str) -> None:
             first, length = int(firsts[-1]), lengths[-1]
             zero, count, whole = (torch.tensor([n], dtype=torch.int32, device=device) for n in (0, length - 10, length))
             chunk = Queries(query[first + 10 :], zero, count, whole, length - 10)
-            found = attend(chunk, Keys(key[first:], value[first:], zero), size**-0.5, window)[0]
+            found = attend(chunk, KeyPlaces(key[first:], value[first:], zero), size**-0.5, window)[0]
             _same_bits(found, line[first + 10 :])
 
 

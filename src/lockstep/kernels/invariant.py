@@ -104,12 +104,12 @@ class _Attention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        from lockstep.kernels.triton_invariant import Keys, Queries, attend
+        from lockstep.kernels.triton_invariant import KeyPlaces, Queries, attend
 
         firsts = layout.bounds[:-1]
         lengths = layout.bounds[1:] - firsts
         queries = Queries(query, firsts, lengths, lengths, layout.longest)
-        out, lse_HT = attend(queries, Keys(key, value, firsts), scale, window)
+        out, lse_HT = attend(queries, KeyPlaces(key, value, firsts), scale, window)
         ctx.save_for_backward(query, key, value, out, lse_HT)
         ctx.layout, ctx.scale, ctx.window = layout, scale, window
         return out
@@ -132,12 +132,12 @@ def invariant_decode(
     window: int | None,
 ) -> torch.Tensor:
     """One token of each sequence to what the cache holds of it, itself included."""
-    from lockstep.kernels.triton_invariant import Keys, Queries, attend
+    from lockstep.kernels.triton_invariant import KeyPlaces, Queries, attend
 
     batch = len(query_BHD)
     firsts = torch.arange(batch, dtype=torch.int32, device=query_BHD.device)
     queries = Queries(query_BHD, firsts, torch.ones_like(firsts), step.lengths_B, 1)
-    where = Keys(keys, values, table=step.table_BM, block=step.cache.block)
+    where = KeyPlaces(keys, values, table=step.table_BM, block=step.cache.block)
     return attend(queries, where, scale, window)[0]
 
 
@@ -158,11 +158,11 @@ def invariant_chunk(
     window: int | None,
 ) -> torch.Tensor:
     """A stretch of one sequence to what the cache holds of it."""
-    from lockstep.kernels.triton_invariant import Keys, Queries, attend
+    from lockstep.kernels.triton_invariant import KeyPlaces, Queries, attend
 
     count = chunk.stop - chunk.start
     query = query_THD[chunk.first : chunk.first + count]
-    whole = Keys(keys.index_select(0, chunk.slots), values.index_select(0, chunk.slots))
+    whole = KeyPlaces(keys.index_select(0, chunk.slots), values.index_select(0, chunk.slots))
     first, counts, lengths = (
         torch.tensor([number], dtype=torch.int32, device=query.device) for number in (0, count, chunk.stop)
     )

@@ -151,7 +151,7 @@ def store(
     )
 
 
-class Keys(NamedTuple):
+class KeyPlaces(NamedTuple):
     """Where a sequence's keys and values lie: along a line from `firsts` on, or in the blocks that `table` names."""
 
     keys: torch.Tensor
@@ -267,7 +267,7 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(logsums + head.to(tl.int64) * tokens + line, largest + tl.log(safe), mask=here)
 
 
-def attend(queries: Queries, where: Keys, scale: float, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(queries: Queries, where: KeyPlaces, scale: float, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Every token to itself and what stands before it in its sequence: the output, and the log of the sum of
     exponentials as (H, T)."""
     query = queries.rows_THD
