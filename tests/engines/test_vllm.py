@@ -190,6 +190,8 @@ def without_times(one: dict) -> dict:
     answer = one["answer"]
     if isinstance(answer, dict):
         answer = {name: value for name, value in answer.items() if name not in ("request_id", "created", "usage")}
+    if one["path"] == "/v1/models":
+        answer = {"data": [{name: model[name] for name in ("id", "parent")} for model in answer["data"]]}
     return {**one, "answer": answer}
 
 

@@ -335,10 +335,11 @@ class Ranks(World):
 
 def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None:
     meeting, laid = threading.Barrier(2), [None, None]
+    policies = [load(embedded) for _ in range(2)]
 
     def rank(number: int) -> list[list[int]]:
         world = Ranks(number, 2, meeting=meeting, laid=laid)
-        with opened(server.address, load(embedded), embedded, tmp_path, world) as engine:
+        with opened(server.address, policies[number], embedded, tmp_path, world) as engine:
             sync(engine)
             made = run(engine, requests(), SAMPLED)
             if number == 1:
