@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 
 from engine_replay import Replay, replaying
 from engine_session import SAMPLED, adapted, load, move, opened, requests, run, scored, session, slept, sync
-from hang import HANG
 from lockstep.errors import Refusal
 from lockstep.model.policy import Policy
 from lockstep.model.tiny import write_tiny
@@ -319,39 +316,32 @@ def test_a_server_that_slept_is_given_the_weights_again(policy: Policy, embedded
 
 @dataclass(frozen=True)
 class Ranks(World):
-    """Two ranks that are threads of this process."""
+    """Rank 1 hears what rank 0 has laid down, which has gone through the whole test before it."""
 
-    meeting: threading.Barrier | None = None
     laid: list[Any] = field(default_factory=list)
 
     def gather(self, value: Any) -> list[Any]:
-        assert self.meeting is not None
-        self.laid[self.rank] = value
-        self.meeting.wait(HANG)
-        found = list(self.laid)
-        self.meeting.wait(HANG)
-        return found
+        if self.rank == 0:
+            self.laid.append(value)
+            return [value, None]
+        return [self.laid.pop(0), value]
 
 
 def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None:
-    meeting, laid = threading.Barrier(2), [None, None]
-    policies = [load(embedded) for _ in range(2)]
-
-    def rank(number: int) -> list[list[int]]:
-        world = Ranks(number, 2, meeting=meeting, laid=laid)
-        with opened(server.address, policies[number], embedded, tmp_path, world) as engine:
-            sync(engine)
-            made = run(engine, requests(), SAMPLED)
-            if number == 1:
-                # Its own weights are never asked for.
-                assert engine._pushes == 0
-            # What rank 0 is refused ends all.
-            move(engine.policy, by=0.5)
-            with pytest.raises(Refusal, match="log-probs of the probe"):
-                sync(engine, 1)
-            return [one.ids for one in made]
-
-    with replaying("vllm") as server, ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(rank, range(2))
-    assert first == second
+    laid: list[Any] = []
+    with replaying("vllm") as server:
+        for number in range(2):
+            world = Ranks(number, 2, laid=laid)
+            with opened(server.address, load(embedded), embedded, tmp_path, world) as engine:
+                sync(engine)
+                # The server is rank 0's to push to; by now it has gone on to the third push.
+                if number == 0:
+                    assert len(run(engine, requests(), SAMPLED)) == 6
+                assert engine._pushes == (2 if number == 0 else 0)
+                assert engine.fleet.version.endswith("-2")
+                # What rank 0 is refused ends all.
+                move(engine.policy, by=0.5)
+                with pytest.raises(Refusal, match="log-probs of the probe"):
+                    sync(engine, 1)
     assert pushes(server) == 3
+    assert laid == []
