@@ -1,7 +1,7 @@
 """Advantages: how the rewards of a step become the sign and size of each token's update.
 
-Shapes: K tokens, S sequences of a step, P sequences that have a token, G groups. The whole step is present, so means
-and deviations are plain moments; they are taken in float64.
+Shapes: K tokens, S sequences of a step, P sequences that have a token, G groups. A sequence's tokens are all here or
+none of them; means and deviations are over the whole step, from sums (`Signals.whole`), in float64.
 
 Rules that hold for all estimators:
 - A sequence without a token has no score (there is no token to carry it) and is no part of any baseline.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.algorithms import returns
-from lockstep.algorithms.reduce import sum_by
+from lockstep.algorithms.reduce import EVERYTHING, Whole, sum_by
 from lockstep.errors import Refusal
 
 STD_FLOOR = 1e-6
@@ -50,11 +50,12 @@ class Signals:
     values_K: torch.Tensor | None = None
     baseline_S: torch.Tensor | None = None
     whitening: Whitening = Whitening()
+    whole: Whole = EVERYTHING
 
     @property
     def scores_S(self) -> torch.Tensor:
         """What each sequence earned over all its tokens."""
-        return sum_by(self.rewards_K, self.sequence_K, len(self.group_S))
+        return self.whole.sum_by(self.rewards_K, self.sequence_K, len(self.group_S))
 
 
 @dataclass(frozen=True)
@@ -161,18 +162,20 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 }
 
 
-def whitened(values_K: torch.Tensor, *, biased: bool = False, divide: bool = True) -> torch.Tensor:
+def whitened(
+    values_K: torch.Tensor, *, biased: bool = False, divide: bool = True, whole: Whole = EVERYTHING
+) -> torch.Tensor:
     """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as verl has it. One or equal values give 0.
 
     `biased` takes the variance with n, as OpenRLHF has it; without `divide` x - mean is all.
     """
-    if not len(values_K):
-        return values_K
-    shifted_K = values_K - values_K[0]  # equal values become exact zeros, which no rounding of their mean can undo
-    centred_K = shifted_K - shifted_K.mean()
+    count = whole.count(len(values_K))
+    # Equal values become exact zeros, which no rounding of their mean can undo.
+    shifted_K = values_K - whole.greatest(values_K) if count else values_K
+    centred_K = shifted_K - whole.total(shifted_K.sum()) / max(count, 1)
     if not divide:
         return centred_K
-    variance = centred_K.square().sum() / (len(values_K) if biased else max(len(values_K) - 1, 1))
+    variance = whole.total(centred_K.square().sum()) / (count if biased else max(count - 1, 1))
     return centred_K * torch.rsqrt(variance + VARIANCE_FLOOR)
 
 
@@ -187,10 +190,14 @@ class _Groups:
 
     def __init__(self, signals: Signals):
         self._signals = signals
-        present_P, self._index_K = torch.unique(signals.sequence_K, return_inverse=True)
-        self._group_P, self._groups = _numbered(signals.group_S[present_P])
-        self.scores_P = sum_by(signals.rewards_K.double(), self._index_K, len(present_P))
-        self.lengths_P = sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), self._index_K, len(present_P))
+        whole, sequence_K, sequences = signals.whole, signals.sequence_K, len(signals.group_S)
+        lengths_S = whole.sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), sequence_K, sequences)
+        scores_S = whole.sum_by(signals.rewards_K.double(), sequence_K, sequences)
+        present_S = lengths_S > 0
+        # The place of a sequence among those that have a token.
+        self._index_K = (present_S.cumsum(0) - 1)[sequence_K]
+        self._group_P, self._groups = _numbered(signals.group_S[present_S])
+        self.scores_P, self.lengths_P = scores_S[present_S], lengths_S[present_S]
         self.size_P = self.total(torch.ones_like(self.scores_P))
         self.above_least_P = self.scores_P - _extreme(self.scores_P, self._group_P, self._groups, "amin")
         self.greatest_P = self.greatest(self.above_least_P)
@@ -228,7 +235,7 @@ def _estimate(
     """`whitens`: the estimator's paper whitens over the step."""
     dtype, wanted = signals.rewards_K.dtype, signals.whitening
     if wanted.over == "step" or (wanted.over == "own" and whitens):
-        advantages_K = whitened(advantages_K, biased=wanted.biased, divide=wanted.divide)
+        advantages_K = whitened(advantages_K, biased=wanted.biased, divide=wanted.divide, whole=signals.whole)
     return Estimate(advantages_K.to(dtype), returns_K.to(dtype))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.algorithms.reduce import sequence_mean, sum_by
+from lockstep.algorithms.reduce import EVERYTHING, Whole, sequence_mean, sum_by
 from lockstep.algorithms.stable import log_ratio
 from lockstep.errors import Refusal
 
@@ -38,6 +38,7 @@ def correct(
     mask: str,
     low: float,
     high: float,
+    whole: Whole = EVERYTHING,
 ) -> Corrected:
     """Weights by ratio, at most `cap`, and a mask of the ratios out of [low, high].
 
@@ -45,28 +46,28 @@ def correct(
     `mask`: `token` judges a token by its own ratio, `sequence` a whole sequence by the geometric mean of its ratios.
     The mask does not change the weights: a sequence's product is over all its tokens.
     """
-    log_ratio_K = _log_ratio(trainer_K, engine_K)
+    log_ratio_K = _log_ratio(trainer_K, engine_K, whole)
     importance_K = _importance(weight, log_ratio_K, sequence_K, sequences)
     keep_K = _kept(mask, log_ratio_K, sequence_K, sequences, low, high)
     weights_K = importance_K.clamp(max=cap)
     metrics = {
-        **_disagreement(log_ratio_K),
-        "rollout_corr/weight_mean": _mean(weights_K),
-        "rollout_corr/effective_share": _effective_share(weights_K),
-        "rollout_corr/capped_share": _mean(importance_K > cap),
-        "rollout_corr/masked_share": _mean(keep_K == 0),
-        "rollout_corr/masked_sequence_share": _masked_sequences(keep_K, sequence_K, sequences),
+        **_disagreement(log_ratio_K, whole),
+        "rollout_corr/weight_mean": whole.mean(weights_K),
+        "rollout_corr/effective_share": _effective_share(weights_K, whole),
+        "rollout_corr/capped_share": whole.mean(importance_K > cap),
+        "rollout_corr/masked_share": whole.mean(keep_K == 0),
+        "rollout_corr/masked_sequence_share": _masked_sequences(keep_K, sequence_K, sequences, whole),
     }
     return Corrected(weights_K, keep_K, metrics)
 
 
-def _log_ratio(trainer_K: torch.Tensor, engine_K: torch.Tensor) -> torch.Tensor:
+def _log_ratio(trainer_K: torch.Tensor, engine_K: torch.Tensor, whole: Whole) -> torch.Tensor:
     difference_K = log_ratio(trainer_K, engine_K).detach()
-    unknown = int(difference_K.isnan().sum())
+    unknown, tokens = whole.count(int(difference_K.isnan().sum())), whole.count(len(difference_K))
     if unknown:
         raise Refusal.at(
             "rollout log-probabilities",
-            f"{unknown:,} of {len(difference_K):,} tokens have none that can be compared with the trainer's",
+            f"{unknown:,} of {tokens:,} tokens have none that can be compared with the trainer's",
             "check that the engine returns the log-probability of every token it drew",
         )
     return difference_K.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -97,32 +98,28 @@ def _kept(
     return ((judged_K >= low) & (judged_K <= high)).to(log_ratio_K.dtype)
 
 
-def _disagreement(log_ratio_K: torch.Tensor) -> dict[str, float]:
+def _disagreement(log_ratio_K: torch.Tensor, whole: Whole) -> dict[str, float]:
     """`kl` estimates KL(engine, trainer) by k1, `k3` the same by k3: both are 0 when they agree."""
     ratio_K = log_ratio_K.double().exp()
     return {
-        "rollout_corr/ratio_mean": _mean(ratio_K),
-        "rollout_corr/ratio_max": float(ratio_K.max()) if len(ratio_K) else 0.0,
-        "rollout_corr/kl": _mean(-log_ratio_K),
-        "rollout_corr/k3": _mean(ratio_K - log_ratio_K.double() - 1),
+        "rollout_corr/ratio_mean": whole.mean(ratio_K),
+        "rollout_corr/ratio_max": max(whole.greatest(ratio_K), 0.0),
+        "rollout_corr/kl": whole.mean(-log_ratio_K),
+        "rollout_corr/k3": whole.mean(ratio_K - log_ratio_K.double() - 1),
     }
 
 
-def _effective_share(weights_K: torch.Tensor) -> float:
+def _effective_share(weights_K: torch.Tensor, whole: Whole) -> float:
     """Effective sample size over the number of tokens: 1 when all weigh alike."""
-    squares = _mean(weights_K.double().square())
-    return _mean(weights_K) ** 2 / squares if squares > 0 else 0.0
+    squares, mean = whole.mean(weights_K.double().square()), whole.mean(weights_K)
+    return mean**2 / squares if squares > 0 else 0.0
 
 
-def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> float:
+def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, whole: Whole) -> float:
     """Of the sequences that have tokens, the share that keeps none."""
     present_S = sum_by(torch.ones_like(keep_K), sequence_K, sequences) > 0
     lost_S = present_S & (sum_by(keep_K, sequence_K, sequences) == 0)
-    return float(lost_S.sum()) / max(float(present_S.sum()), 1.0)
-
-
-def _mean(values_K: torch.Tensor) -> float:
-    return float(values_K.sum(dtype=torch.float64)) / max(len(values_K), 1)
+    return whole.count(int(lost_S.sum())) / max(whole.count(int(present_S.sum())), 1)
 
 
 def _unknown(key: str, name: str) -> Refusal:

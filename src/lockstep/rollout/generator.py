@@ -19,11 +19,12 @@ from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.rows import ENGINES
 from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine
-from lockstep.rollout.collect import Judge, collect
+from lockstep.rollout.collect import Collected, Judge, collect, everyone
 from lockstep.rollout.ending import end_ids
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.engines import engine_of
 from lockstep.rollout.function import FunctionEngine
+from lockstep.rollout.shares import ExpectedLengths
 from lockstep.run.metrics import PhaseTimer
 from lockstep.types import Prompt, Rollout, Sampling
 
@@ -43,6 +44,7 @@ class Generator:
     ):
         self.policy, self.tokenizer, self.world = policy, tokenizer, world
         self.device = device.torch_device(world.local_rank)
+        self.lengths = ExpectedLengths()
         self.engine = engine_of(settings, policy, device, tokenizer)
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
         paged_on = device if ENGINES[settings.engine].paged else None
@@ -92,9 +94,26 @@ class Generator:
         advance: Callable[[int], None] = lambda done: None,
     ) -> list[Rollout]:
         """`n` judged responses to each prompt, in order, the same on every rank. `keys` choose each prompt's noise."""
+        own = self.generate_here(prompts, keys, n, sampling, judge, phases, advance)
+        return everyone(own.rollouts, self.world)
+
+    def generate_here(
+        self,
+        prompts: Sequence[Prompt],
+        keys: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        judge: Judge,
+        phases: PhaseTimer = lambda phase: nullcontext(),
+        advance: Callable[[int], None] = lambda done: None,
+    ) -> Collected:
+        """Those of the responses that this rank generates: all `n` to a prompt, or none."""
+        expected = self.lengths.of(prompts)
         with self.whole_weights():
             self.engine.sync(self.policy.stored.named_parameters())
-            return collect(self.responder, judge, prompts, keys, n, sampling, self.world, self.decode, phases, advance)
+            return collect(
+                self.responder, judge, prompts, keys, n, sampling, self.world, self.decode, phases, advance, expected
+            )
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

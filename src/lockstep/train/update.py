@@ -58,10 +58,9 @@ def update_policy(
     algorithm, tokens = recipe.algorithm, plan.tokens
     experience, known, advantages = learned.experience, learned.known, learned.advantages
     sequence_K = experience.sequence_K[tokens] - plan.responses.start
-    sequences = plan.responses.stop - plan.responses.start
-    average_K, divisor = aggregation_weights(
-        algorithm.aggregation, sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens
-    )
+    sequences, whole = plan.responses.stop - plan.responses.start, experience.whole
+    keep_K, longest = advantages.keep_K[tokens], recipe.rollout.max_tokens
+    average_K, divisor = aggregation_weights(algorithm.aggregation, sequence_K, keep_K, sequences, longest, whole)
     loss = PolicyLoss(
         algorithm,
         loss_of(algorithm),
@@ -74,10 +73,10 @@ def update_policy(
         engine_K=experience.engine_K[tokens],
         old_K=None if known.old_K is None else known.old_K[tokens],
         reference_K=None if known.reference_K is None else known.reference_K[tokens],
-        held_K=held_tokens(algorithm, learned, tokens, seed),
+        held_K=held_tokens(algorithm, learned, plan, seed),
     )
     batches = [replace(batch, foresee=loss.foresight(batch)) for batch in plan.batches]
     outcome = models.trained.forward_backward(batches, loss, divisor)
-    metrics = policy_metrics(outcome, divisor, float((average_K > 0).sum()))
+    metrics = policy_metrics(outcome, divisor, float(whole.count(int((average_K > 0).sum()))))
     refuse_disagreement(metrics, recipe.rollout.max_probs_diff)
     return metrics | models.trained.optim_step(lr)

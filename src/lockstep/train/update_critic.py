@@ -23,10 +23,10 @@ def update_critic(plan: UpdatePlan, learned: Learned, models: Models, recipe: Re
     old_K, returns_K, keep_K = values_K[tokens], advantages.returns_K[tokens], advantages.keep_K[tokens]
 
     def loss(values_K: torch.Tensor, batch: MicroBatch) -> Sums:
-        old, returns, keep = (sent(vector[batch.index_K], models.device) for vector in (old_K, returns_K, keep_K))
+        old, returns, keep = (sent(vector[batch.own_K], models.device) for vector in (old_K, returns_K, keep_K))
         return value_loss(values_K, old, returns, keep, clip=clip)
 
-    kept = float((keep_K > 0).sum())
+    kept = float(learned.experience.whole.count(int((keep_K > 0).sum())))
     outcome = models.critic.forward_backward(plan.batches, loss, max(kept, 1.0))
     names = {"vf_clipfrac": "critic/vf_clipfrac", "vpred": "critic/vpred_mean"}
     return {
