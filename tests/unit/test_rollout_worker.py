@@ -20,6 +20,7 @@ from lockstep.processes.descendants import NOBODY, descendants
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.rollout.worker import engine as engine_module
 from lockstep.rollout.worker.engine import WorkerEngine
+from lockstep.rollout.worker.group import WeightGroup
 from lockstep.rollout.worker.memory import WeightMemory
 from lockstep.types import Example, Origin, Request, Sampling
 
@@ -38,8 +39,10 @@ def policy(recipe: Recipe) -> Policy:
 
 
 @pytest.fixture
-def worker(policy: Policy, recipe: Recipe, tmp_path: Path) -> Iterator[WorkerEngine]:
-    engine = WorkerEngine(policy, CPU, recipe, (), tmp_path / "rollout" / "worker.log")
+def worker(policy: Policy, recipe: Recipe, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[WorkerEngine]:
+    """With weights by shared memory, or by the collective that the test names."""
+    collective = getattr(request, "param", None)
+    engine = WorkerEngine(policy, CPU, recipe, (), tmp_path / "rollout" / "worker.log", collective)
     yield engine
     engine.close()
     assert living(engine) == []
@@ -115,7 +118,7 @@ def corrupted(write: Callable[..., None], memory: WeightMemory) -> Callable[...,
 
 def test_a_corrupted_hand_over_is_caught_by_the_probe(worker: WorkerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     worker.hand_over(0, [], SAMPLING)
-    monkeypatch.setattr(worker.memory, "write", corrupted(worker.memory.write, worker.memory))
+    monkeypatch.setattr(worker.channel, "write", corrupted(worker.channel.write, worker.channel))
     with pytest.raises(Refusal, match=r"(?s)after 1 updates.*differs by up to .* in the worker, .* in the trainer"):
         worker.hand_over(1, [], SAMPLING)
 
@@ -124,11 +127,45 @@ def test_weights_that_were_not_handed_over_are_caught_however_small_the_update(
     worker: WorkerEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.hand_over(0, [], SAMPLING)
-    monkeypatch.setattr(worker.memory, "write", lambda parameters: None)
+    monkeypatch.setattr(worker.channel, "write", lambda parameters: None)
     with torch.no_grad():
         for _, parameter in policy.trainable():
             parameter *= 1 + 1e-6
     with pytest.raises(Refusal, match="that of the weights before the last update"):
+        worker.hand_over(1, [], SAMPLING)
+
+
+BY_COLLECTIVE = pytest.mark.parametrize("worker", ["gloo"], indirect=True)
+
+
+@BY_COLLECTIVE
+def test_weights_come_through_a_collective_and_are_probed(
+    worker: WorkerEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(worker.channel, WeightGroup)
+    short = Request([5, 6, 7], 1, 2, max_tokens=4)
+    worker.hand_over(0, [short], SAMPLING)
+    move(policy)
+    worker.hand_over(1, [], SAMPLING)
+    assert len(list(worker.generate([short], SAMPLING))) == 2
+    again = Request([5, 6, 7], 9, 2, max_tokens=4)
+    for one in worker.generate([again], SAMPLING):
+        assert list(one.versions) == [1] * 4
+        torch.testing.assert_close(scored(policy, [5, 6, 7], one.ids), torch.tensor(one.logprobs), rtol=0, atol=1e-4)
+    # Another tensor in the place of one: what is sent is not what is trained.
+    sent = worker.channel._broadcast
+    monkeypatch.setattr(worker.channel, "_broadcast", lambda tensor: sent(tensor.flip(0)))
+    with pytest.raises(Refusal, match=r"after 2 updates.*differs by up to"):
+        worker.hand_over(2, [], SAMPLING)
+
+
+@BY_COLLECTIVE
+def test_a_worker_killed_before_a_collective_hand_over_is_told(worker: WorkerEngine) -> None:
+    worker.hand_over(0, [], SAMPLING)
+    warden = worker.process._process.pid
+    (child,) = (pid for pid in living(worker) if pid != warden)
+    os.kill(child, signal.SIGKILL)
+    with pytest.raises(Refusal, match=r"the process that generates was killed \(SIGKILL\)"):
         worker.hand_over(1, [], SAMPLING)
 
 

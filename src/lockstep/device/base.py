@@ -52,6 +52,8 @@ class Device(ABC):
     """Name of what runs the decoder layers when the engine generates; see `kernels/generating.py`."""
     generates_beside: ClassVar[bool] = False
     """Whether a second process may generate on it while the run trains on it."""
+    meets_itself: ClassVar[bool] = False
+    """Whether its collective joins two processes that are on one device."""
     prefill_tokens: ClassVar[int] = 8192
     """Prompt tokens that the engine gives to one forward pass, where the recipe does not say and memory allows."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -33,6 +33,7 @@ from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.prefill import prefill_budget
 from lockstep.rollout.questions import asked_as, encode_questions
 from lockstep.run.progress import Console
+from lockstep.train.beside import refuse_beside, with_worker
 from lockstep.train.own_functions import try_functions
 from lockstep.train.plan import (
     BatchPlan,
@@ -228,7 +229,7 @@ def prepare_online(
     """As `prepare`, for prompts."""
     collect = Collector()
     collect(lambda: refuse_ranks(recipe.parallel.context, devices))
-    collect(lambda: _refuse_beside(recipe, device, devices))
+    collect(lambda: refuse_beside(recipe, device, devices))
     tokenizer, config, questions = _common(recipe, device, collect)
     collect(lambda: grid_of(recipe.parallel, devices))
     collect(lambda: refuse_offload(recipe.parallel, devices))
@@ -247,22 +248,11 @@ def prepare_online(
     size = DTYPES[recipe.model.dtype].itemsize
     prefill_tokens = prefill_budget(recipe.rollout, device, config.get_text_config(), size)
     memory = plan_memory(recipe, config, devices, batches.longest, rows, prefill_tokens, lean_layers=device.lean_layers)
+    on_host = device.torch_device(0).type == "cpu"
+    memory = with_worker(memory, recipe, config, batches.longest, prefill_tokens, on_host=on_host)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
     return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches)
-
-
-def _refuse_beside(recipe: Recipe, device: Device, devices: int) -> None:
-    """Generation beside training, where it is not made for."""
-    if recipe.rollout.max_staleness is None:
-        return
-    remedy = "remove the key: generation and training then take turns"
-    if devices > 1:
-        why = f"generation beside training is made for one process, and these are {devices}"
-        raise Refusal.at("rollout.max_staleness", why, remedy)
-    if not device.generates_beside:
-        why = f"two processes on one {device.name} device, one of which trains and one generates, are not supported"
-        raise Refusal.at("rollout.max_staleness", why, remedy)
 
 
 def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrainedTokenizerBase, Any, list[Question]]:
