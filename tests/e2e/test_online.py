@@ -305,12 +305,12 @@ def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_pat
 
 @pytest.mark.torchrun
 def test_an_update_with_fewer_responses_than_processes(online_file: Path, tmp_path: Path) -> None:
-    """One response an update: the second process has none, for the policy and for the critic."""
+    """One response a step: the second process has none to generate, and none for the policy and for the critic."""
     words = [
         "method=ppo",
         "rollout.n=1",
-        "batch.prompts=2",
-        "batch.prompts_per_update=1",
+        "batch.prompts=1",
+        "algorithm.kl.where=none",
         "critic.lr=1e-3",
         "run.steps=2",
     ]

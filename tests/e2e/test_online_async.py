@@ -165,7 +165,9 @@ def test_a_device_of_its_own_and_a_way_for_the_weights(online_file: Path) -> Non
     assert beside(Beside()) is None
     assert beside(Alone(), "rollout.worker_device=1") == "gloo"
     assert beside(Alone(), "rollout.worker_device=1", "rollout.hand_over=memory") is None
-    with pytest.raises(Refusal, match=r"(?s)two processes on one cpu device.*set rollout.worker_device to another device"):
+    with pytest.raises(
+        Refusal, match=r"(?s)two processes on one cpu device.*set rollout.worker_device to another device"
+    ):
         beside(Alone(), "rollout.worker_device=0")
     with pytest.raises(Refusal, match=r"rollout\.hand_over: gloo does not join two processes on one cpu device"):
         beside(Beside(), "rollout.hand_over=collective")

@@ -121,12 +121,18 @@ class Generator:
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """Whole weights on every rank, so that each can generate by itself."""
-        if self.world.size > 1:
-            # A sharded model must be entered through its root once; the engines enter below it.
-            with torch.no_grad():
-                self.policy(to_device(micro_batch([], packed=True, pad_id=0), self.device))
+        # A sharded model must be entered through its root once; the engines enter below it.
+        self._enter()
         with gathered(self.policy):
             yield
+            # Its backward pass gathers ahead what was run before, by the order in which that was: the last pass before
+            # training is the same on every rank, also on one that had nothing to generate.
+            self._enter()
+
+    def _enter(self) -> None:
+        if self.world.size > 1:
+            with torch.no_grad():
+                self.policy(to_device(micro_batch([], packed=True, pad_id=0), self.device))
 
     def close(self) -> None:
         self.engine.close()
