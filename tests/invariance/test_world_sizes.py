@@ -20,7 +20,7 @@ from runs import close, facts, stored
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun]
 STEPS = 2
 # eps above the gradients' noise: Adam's first steps would blow a rounding difference up to a whole step.
-COMMON = [f"run.steps={STEPS}", "run.export=false", "optim.eps=1e-4", "log.samples=99"]
+COMMON = [f"run.steps={STEPS}", "run.export=false", "optim.eps=1e-4", "optim.warmup=0", "log.samples=99"]
 METHODS: dict[str, list[str]] = {
     "sft": [],
     "dpo": [],

@@ -124,17 +124,25 @@ class _Taking(_Asked):
     engine: NativeEngine
 
     def generate(self, sampling: Sampling) -> Iterator[Any]:
-        first = self.take(self.engine.settings.max_sequences)
         self.engine.further = self
         try:
-            yield from self.engine.generate(first, sampling)
+            yield from self.engine.generate(self._requests(self.shares.begin(self._prompts(self._rows))), sampling)
         finally:
             self.engine.further = None
 
     def take(self, room: int) -> list[Request]:
+        count = self._prompts(room)
+        if not count:
+            return []
+        return self._requests(self.shares.begin(count) or self.shares.help(count, idle=room == self._rows))
+
+    @property
+    def _rows(self) -> int:
+        return self.engine.settings.max_sequences
+
+    def _prompts(self, room: int) -> int:
         # More samples than rows: a prompt at a time, when there is all the room that there will ever be.
-        count = room // min(self.n, self.engine.settings.max_sequences)
-        return self._requests(self.shares.take(count))
+        return room // min(self.n, self._rows)
 
 
 @contextmanager

@@ -4,10 +4,14 @@ that runs dry takes prompts that another has not begun. What a response says dep
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Protocol
 
-from lockstep.parallel.world import Counter
 from lockstep.types import Origin, Prompt
+
+# Between two looks at the others' shares while nothing of them can be taken: each is a question to the store.
+LOOK_SECONDS = 0.05
 
 
 class ExpectedLengths:
@@ -18,13 +22,16 @@ class ExpectedLengths:
 
     def __init__(self) -> None:
         self._last: dict[Origin, float] = {}
+        self._sum = 0.0
 
     def learn(self, prompt: Prompt, tokens: float) -> None:
         """The mean over the last responses to a prompt."""
-        self._last[prompt.question.origin] = tokens
+        origin = prompt.question.origin
+        self._sum += tokens - self._last.get(origin, 0.0)
+        self._last[origin] = tokens
 
     def of(self, prompts: Sequence[Prompt]) -> list[float]:
-        other = sum(self._last.values()) / len(self._last) if self._last else 1.0
+        other = self._sum / len(self._last) if self._last else 1.0
         return [self._last.get(prompt.question.origin, other) for prompt in prompts]
 
 
@@ -39,36 +46,53 @@ def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return shares
 
 
-class Shares:
-    """The prompts of one call, as one rank sees them. `counters` say how far each rank's share is begun, by whomever;
-    without them a share is a rank's own, and nobody else's."""
+class Begun(Protocol):
+    """How far a share is begun, by whomever (`parallel/world.py`)."""
 
-    def __init__(self, costs: Sequence[float], rank: int, ranks: int, counters: Sequence[Counter] = ()):
-        self._shares, self._rank, self._counters = balanced(costs, ranks), rank, counters
-        self._left = [len(share) for share in self._shares]
-        """As far as this rank knows."""
+    def take(self, count: int) -> int:
+        """Begin so many more; returns how many were begun before."""
+        ...
+
+
+class Shares:
+    """The prompts of one call, as one rank sees them. Without counters a share is a rank's own, and nobody else's."""
+
+    def __init__(self, costs: Sequence[float], rank: int, ranks: int, begun: Sequence[Begun] = ()):
+        self._shares, self._rank, self._begun = balanced(costs, ranks), rank, begun
+        self._open = {other for other, share in enumerate(self._shares) if share and other != rank}
+        """Other ranks whose share may have something left, as far as this one knows."""
+        self._look_at = 0.0
         self.taken = 0
-        """Prompts of other ranks' shares that this one has generated."""
+        """Prompts of other ranks' shares that this one has begun."""
 
     def own(self) -> list[int]:
         """The whole share of this rank, where nobody takes of another's."""
         return self._shares[self._rank]
 
-    def take(self, count: int) -> list[int]:
-        """Up to `count` prompts for this rank to begin: of its own share, or where that is begun of the fullest one."""
-        found = self._begin(self._rank, count)
-        while len(found) < count and any(self._left):
-            fullest = self._left.index(max(self._left))
-            # Half of what is left at most: its owner is at work on it too.
-            other = self._begin(fullest, min(count - len(found), -(-self._left[fullest] // 2)))
-            self.taken += len(other)
-            found += other
-        return found
+    def begin(self, count: int) -> list[int]:
+        """Up to `count` prompts of this rank's share."""
+        return self._some(self._rank, self._begun[self._rank].take(count), count)
 
-    def _begin(self, rank: int, count: int) -> list[int]:
-        share = self._shares[rank]
-        if not self._left[rank] or not count:
+    def help(self, count: int, *, idle: bool) -> list[int]:
+        """Up to `count` prompts of another rank's share, of the one with the most left.
+
+        What a rank has not begun of its share is more than it has room for, unless it has not come yet: then it is left
+        alone by all who still have something to do (who are not `idle`).
+        """
+        if not self._open or not (idle or time.monotonic() >= self._look_at):
             return []
-        first = self._counters[rank].take(count)
-        self._left[rank] = max(0, len(share) - first - count)
-        return share[first : first + count]
+        first = {other: self._begun[other].take(0) for other in self._open}
+        left = {other: len(self._shares[other]) - begun for other, begun in first.items() if idle or begun}
+        for other in sorted(left, key=lambda one: -left[one]):
+            # Half of what is left at most: its owner is at work on it too.
+            most = min(count, -(-left[other] // 2))
+            some = self._some(other, self._begun[other].take(most), most) if most > 0 else []
+            if some:
+                self.taken += len(some)
+                return some
+            self._open.discard(other)
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        return []
+
+    def _some(self, rank: int, first: int, count: int) -> list[int]:
+        return self._shares[rank][first : first + count]
