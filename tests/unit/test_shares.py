@@ -30,6 +30,7 @@ def test_the_longest_go_first_to_who_has_the_least() -> None:
     assert balanced([3, 9, 1, 5, 4], 2) == [[1, 0], [3, 4, 2]]  # 9 + 3 and 5 + 4 + 1
     assert balanced([1, 1, 1, 1, 1], 3) == [[0, 3], [1, 4], [2]]
     assert balanced([2], 3) == [[0], [], []]
+    assert balanced([1, 9, 2], 1) == [[0, 1, 2]]
 
 
 def test_a_share_whose_owner_has_not_come_is_left_alone_while_there_is_something_to_do() -> None:

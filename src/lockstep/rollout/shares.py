@@ -36,7 +36,10 @@ class ExpectedLengths:
 
 
 def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """For each rank what it generates, the longest first: each goes to the rank that has the least so far."""
+    """For each rank what it generates, the longest first: each goes to the rank that has the least so far. A rank alone
+    takes them as they come."""
+    if ranks == 1:
+        return [list(range(len(costs)))]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     work = [0.0] * ranks
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -61,6 +64,7 @@ class Shares:
         self._shares, self._rank, self._begun = balanced(costs, ranks), rank, begun
         self._open = {other for other, share in enumerate(self._shares) if share and other != rank}
         """Other ranks whose share may have something left, as far as this one knows."""
+        self._ended = False
         self._look_at = 0.0
         self.taken = 0
         """Prompts of other ranks' shares that this one has begun."""
@@ -71,7 +75,11 @@ class Shares:
 
     def begin(self, count: int) -> list[int]:
         """Up to `count` prompts of this rank's share."""
-        return self._some(self._rank, self._begun[self._rank].take(count), count)
+        if self._ended:
+            return []
+        some = self._some(self._rank, self._begun[self._rank].take(count), count)
+        self._ended = len(some) < count
+        return some
 
     def help(self, count: int, *, idle: bool) -> list[int]:
         """Up to `count` prompts of another rank's share, of the one with the most left.
