@@ -17,7 +17,7 @@ from transformers import LlamaConfig, MistralConfig
 
 from hand_rollouts import plans_of, recipe_of, rollout
 from lockstep.data.batching import target_starts
-from lockstep.data.groups import MOST_WHOLE, Line, Outline, common_prompt, lay_groups
+from lockstep.data.groups import MOST_WHOLE, LaidLine, Outline, common_prompt, lay_groups
 from lockstep.data.updates import arrange
 from lockstep.device.select import select
 from lockstep.parallel.world import World
@@ -49,7 +49,7 @@ def outlines(groups: Sequence[Sequence[Example]]) -> list[Outline]:
     return [Outline(number, len(one), common_prompt(group)) for number, group in enumerate(groups) for one in group]
 
 
-def batches(groups: Sequence[Sequence[Example]], laid: Sequence[Line], packing: Packing) -> list[MicroBatch]:
+def batches(groups: Sequence[Sequence[Example]], laid: Sequence[LaidLine], packing: Packing) -> list[MicroBatch]:
     examples = [example for group in groups for example in group]
     starts = target_starts(examples)
     return [packing.batch(line, [examples[n] for n, _ in line], [starts[n] for n, _ in line]) for line in laid]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.algorithms import returns
-from lockstep.algorithms.reduce import EVERYTHING, Whole, sum_by
+from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sum_by
 from lockstep.errors import Refusal
 
 STD_FLOOR = 1e-6
@@ -50,7 +50,7 @@ class Signals:
     values_K: torch.Tensor | None = None
     baseline_S: torch.Tensor | None = None
     whitening: Whitening = Whitening()
-    whole: Whole = EVERYTHING
+    whole: WholeStep = EVERYTHING
 
     @property
     def scores_S(self) -> torch.Tensor:
@@ -163,7 +163,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 
 
 def whitened(
-    values_K: torch.Tensor, *, biased: bool = False, divide: bool = True, whole: Whole = EVERYTHING
+    values_K: torch.Tensor, *, biased: bool = False, divide: bool = True, whole: WholeStep = EVERYTHING
 ) -> torch.Tensor:
     """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as verl has it. One or equal values give 0.
 

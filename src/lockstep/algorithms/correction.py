@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.algorithms.reduce import EVERYTHING, Whole, sequence_mean, sum_by
+from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sequence_mean, sum_by
 from lockstep.algorithms.stable import log_ratio
 from lockstep.errors import Refusal
 
@@ -38,7 +38,7 @@ def correct(
     mask: str,
     low: float,
     high: float,
-    whole: Whole = EVERYTHING,
+    whole: WholeStep = EVERYTHING,
 ) -> Corrected:
     """Weights by ratio, at most `cap`, and a mask of the ratios out of [low, high].
 
@@ -61,7 +61,7 @@ def correct(
     return Corrected(weights_K, keep_K, metrics)
 
 
-def _log_ratio(trainer_K: torch.Tensor, engine_K: torch.Tensor, whole: Whole) -> torch.Tensor:
+def _log_ratio(trainer_K: torch.Tensor, engine_K: torch.Tensor, whole: WholeStep) -> torch.Tensor:
     difference_K = log_ratio(trainer_K, engine_K).detach()
     unknown, tokens = whole.count(int(difference_K.isnan().sum())), whole.count(len(difference_K))
     if unknown:
@@ -98,7 +98,7 @@ def _kept(
     return ((judged_K >= low) & (judged_K <= high)).to(log_ratio_K.dtype)
 
 
-def _disagreement(log_ratio_K: torch.Tensor, whole: Whole) -> dict[str, float]:
+def _disagreement(log_ratio_K: torch.Tensor, whole: WholeStep) -> dict[str, float]:
     """`kl` estimates KL(engine, trainer) by k1, `k3` the same by k3: both are 0 when they agree."""
     ratio_K = log_ratio_K.double().exp()
     return {
@@ -109,13 +109,13 @@ def _disagreement(log_ratio_K: torch.Tensor, whole: Whole) -> dict[str, float]:
     }
 
 
-def _effective_share(weights_K: torch.Tensor, whole: Whole) -> float:
+def _effective_share(weights_K: torch.Tensor, whole: WholeStep) -> float:
     """Effective sample size over the number of tokens: 1 when all weigh alike."""
     squares, mean = whole.mean(weights_K.double().square()), whole.mean(weights_K)
     return mean**2 / squares if squares > 0 else 0.0
 
 
-def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, whole: Whole) -> float:
+def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, whole: WholeStep) -> float:
     """Of the sequences that have tokens, the share that keeps none."""
     present_S = sum_by(torch.ones_like(keep_K), sequence_K, sequences) > 0
     lost_S = present_S & (sum_by(keep_K, sequence_K, sequences) == 0)

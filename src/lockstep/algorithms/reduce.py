@@ -21,7 +21,7 @@ def _as_they_are(numbers: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeStep:
     """From numbers over the tokens that are here to those over all tokens of the step. Where all of them are here there
     is nothing to do; where others are elsewhere, everybody who has some must ask for the same, in the same order.
     """
@@ -49,7 +49,7 @@ class Whole:
         return self.total(sum_by(values_K, key_K, count))
 
 
-EVERYTHING = Whole()
+EVERYTHING = WholeStep()
 
 
 def sum_by(values_K: torch.Tensor, key_K: torch.Tensor, count: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ def aggregation_weights(
     keep_K: torch.Tensor,
     sequences: int,
     max_tokens: int,
-    whole: Whole = EVERYTHING,
+    whole: WholeStep = EVERYTHING,
 ) -> tuple[torch.Tensor, float]:
     """Weights and divisor over a whole update: its loss is `sum(weights_K * loss_K) / divisor`.
 

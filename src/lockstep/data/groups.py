@@ -36,12 +36,12 @@ class Laid(NamedTuple):
 
 
 # A micro-batch before it is made.
-Line = list[Laid]
+LaidLine = list[Laid]
 
 
 def lay_groups(
     responses: Sequence[Outline], shares: int, *, tokens: int, alike_up_to: int | None = None
-) -> list[list[Line]]:
+) -> list[list[LaidLine]]:
     """For each share its lines of at most `tokens` tokens. A group may be cut: every part has the prompt once.
 
     Up to `alike_up_to` tokens (None: always) a beginning is the same whatever follows it; groups with a longer sequence

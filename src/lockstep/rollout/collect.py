@@ -101,7 +101,7 @@ def collect(
     )
 
 
-class _Asked:
+class _OwnShare:
     """What this rank asks its engine: all of its share at once, or as there is room for it (`Further`)."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Prompt], keys: Sequence[int], n: int, shares: Shares):
@@ -118,7 +118,7 @@ class _Asked:
         return [Request(self.prompts[i].ids, self.keys[i], self.n, question=self.prompts[i].question) for i in indices]
 
 
-class _Taking(_Asked):
+class _OpenShare(_OwnShare):
     """Prompts are begun when the engine has rows for all their samples, and anybody may begin them."""
 
     engine: NativeEngine
@@ -148,15 +148,15 @@ class _Taking(_Asked):
 @contextmanager
 def _asked(
     engine: Engine, prompts: Sequence[Prompt], keys: Sequence[int], n: int, world: World, expected: Sequence[float]
-) -> Iterator[_Asked]:
+) -> Iterator[_OwnShare]:
     costs = [len(prompt.ids) + n * tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     # Which responses are decoded together is a matter of time where ranks take from each other, and with that rounding:
     # a deterministic run leaves each to its share.
     if world.size == 1 or not isinstance(engine, NativeEngine) or torch.are_deterministic_algorithms_enabled():
-        yield _Asked(engine, prompts, keys, n, Shares(costs, world.rank, world.size))
+        yield _OwnShare(engine, prompts, keys, n, Shares(costs, world.rank, world.size))
         return
     *counters, ended = world.counters(world.size + 1)
-    yield _Taking(engine, prompts, keys, n, Shares(costs, world.rank, world.size, counters))
+    yield _OpenShare(engine, prompts, keys, n, Shares(costs, world.rank, world.size, counters))
     if ended.take(1) == world.size - 1:  # nobody counts any more
         for counter in (*counters, ended):
             counter.remove()

@@ -49,7 +49,7 @@ def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return shares
 
 
-class Begun(Protocol):
+class ShareCounter(Protocol):
     """How far a share is begun, by whomever (`parallel/world.py`)."""
 
     def take(self, count: int) -> int:
@@ -60,7 +60,7 @@ class Begun(Protocol):
 class Shares:
     """The prompts of one call, as one rank sees them. Without counters a share is a rank's own, and nobody else's."""
 
-    def __init__(self, costs: Sequence[float], rank: int, ranks: int, begun: Sequence[Begun] = ()):
+    def __init__(self, costs: Sequence[float], rank: int, ranks: int, begun: Sequence[ShareCounter] = ()):
         self._shares, self._rank, self._begun = balanced(costs, ranks), rank, begun
         self._open = {other for other, share in enumerate(self._shares) if share and other != rank}
         """Other ranks whose share may have something left, as far as this one knows."""

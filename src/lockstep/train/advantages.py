@@ -10,7 +10,7 @@ from lockstep.algorithms.advantage import Estimate, Signals, Whitening, informat
 from lockstep.algorithms.correction import correct
 from lockstep.algorithms.kl import divergence
 from lockstep.algorithms.own import estimator
-from lockstep.algorithms.reduce import EVERYTHING, Whole, sum_by
+from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sum_by
 from lockstep.functions import is_function_path
 from lockstep.recipe import Recipe
 from lockstep.recipe.online import Algorithm
@@ -114,12 +114,12 @@ def _described(
     return metrics
 
 
-def _variance(values_K: torch.Tensor, whole: Whole) -> float:
+def _variance(values_K: torch.Tensor, whole: WholeStep) -> float:
     centred_K = values_K.double() - whole.mean(values_K)
     return whole.mean(centred_K.square())
 
 
-def _spread(name: str, values: torch.Tensor, whole: Whole) -> dict[str, float]:
+def _spread(name: str, values: torch.Tensor, whole: WholeStep) -> dict[str, float]:
     return {
         f"{name}/mean": whole.mean(values),
         f"{name}/max": whole.greatest(values),

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from lockstep.data.groups import Line
+from lockstep.data.groups import LaidLine
 from lockstep.recipe import Recipe
 from lockstep.recipe.rows import loss_row
 from lockstep.recipe.schema import Batch
@@ -23,7 +23,7 @@ class UpdateLines:
     """The responses of one optimizer step by their numbers, and who trains on which of them in which micro-batch."""
 
     responses: slice
-    shares: list[list[Line]]
+    shares: list[list[LaidLine]]
     """The lines of each share; numbers are counted from the first response of the update."""
 
     def owners(self) -> Iterator[tuple[int, int]]:

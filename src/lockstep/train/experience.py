@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from lockstep.algorithms.reduce import EVERYTHING, Whole
+from lockstep.algorithms.reduce import EVERYTHING, WholeStep
 from lockstep.data.groups import Outline, common_prompt
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.parallel.world import World
@@ -51,9 +51,9 @@ class Experience:
         return len(self.summaries)
 
     @property
-    def whole(self) -> Whole:
+    def whole(self) -> WholeStep:
         """From sums over what is here to those over the step."""
-        return EVERYTHING if self.world.size == 1 else Whole(self.world.sum_tensor, self.world.max_tensor)
+        return EVERYTHING if self.world.size == 1 else WholeStep(self.world.sum_tensor, self.world.max_tensor)
 
     @cached_property
     def written_S(self) -> torch.Tensor:

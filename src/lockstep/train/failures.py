@@ -10,26 +10,26 @@ from lockstep.types import Failure, Rollout
 
 
 @dataclass(frozen=True)
-class Failed:
+class Unscored:
     """How many there were, and the first of them."""
 
     count: int
     first: Sequence[Rollout]
 
 
-def refuse_failures(failed: Failed, total: int, most: float) -> None:
+def refuse_failures(failed: Unscored, total: int, most: float) -> None:
     """Stop where more than the share `most` of all responses failed."""
     if failed.count > most * total:
         raise _refusal(failed, total, f"over reward.max_failures={most:g}")
 
 
-def refuse_nothing_left(failed: Failed, total: int, left: int) -> None:
+def refuse_nothing_left(failed: Unscored, total: int, left: int) -> None:
     """Stop where no response is left to learn from, however many may fail."""
     if not left:
         raise _refusal(failed, total, "and none is left to learn from")
 
 
-def _refusal(failed: Failed, total: int, consequence: str) -> Refusal:
+def _refusal(failed: Unscored, total: int, consequence: str) -> Refusal:
     first = failed.first[0]
     assert isinstance(first.score, Failure)
     return Refusal.at(
@@ -40,7 +40,7 @@ def _refusal(failed: Failed, total: int, consequence: str) -> Refusal:
     )
 
 
-def failure_warning(failed: Failed) -> list[str]:
+def failure_warning(failed: Unscored) -> list[str]:
     """The first response of a step that could not be scored, with the reason."""
     if not failed.count:
         return []

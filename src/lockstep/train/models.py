@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.data.batching import micro_batch, plan_micro_batches, run_on
-from lockstep.data.groups import Laid, Line, Outline, lay_groups
+from lockstep.data.groups import Laid, LaidLine, Outline, lay_groups
 from lockstep.data.updates import Update, arrange
 from lockstep.device.transfer import fetched
 from lockstep.kernels.divergence import Likeliest
@@ -47,7 +47,7 @@ class Packing:
     def __call__(self, items: Sequence[T]) -> Update[T]:
         return arrange(items, self.world, tokens=self.tokens, rows=self.rows, pad_id=self.pad_id)
 
-    def lay(self, responses: Sequence[Outline], alike_up_to: int | None) -> list[list[Line]]:
+    def lay(self, responses: Sequence[Outline], alike_up_to: int | None) -> list[list[LaidLine]]:
         """For each share, which responses make up its micro-batches. Those to one prompt begin with it, which a packed
         line has once, a divided one not."""
         alone = len({one.prompt for one in responses}) == len(responses)
@@ -58,7 +58,7 @@ class Packing:
         return lay_groups(responses, self.world.shares, tokens=self.tokens, alike_up_to=alike_up_to)
 
     def batch(
-        self, line: Line, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
+        self, line: LaidLine, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
     ) -> MicroBatch:
         """A line with its `examples`, the targets of each of which begin at `starts` (and at `places` in the vectors of
         this rank, where that does not have them all)."""
@@ -120,7 +120,7 @@ class Models:
     def arrange(self, items: Sequence[T]) -> Update[T]:
         return self.packing(items)
 
-    def lay(self, responses: Sequence[Outline]) -> list[list[Line]]:
+    def lay(self, responses: Sequence[Outline]) -> list[list[LaidLine]]:
         """For each share, the micro-batches of the responses to some prompts, for all models of the run."""
         modules = [self.module, self.reference, *(learner.module for learner in self.learners)]
         limits = [getattr(module, "alike_up_to", None) for module in modules]

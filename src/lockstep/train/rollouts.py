@@ -18,7 +18,7 @@ from lockstep.rollout.generator import Generator
 from lockstep.rollout.sampling import training_sampling
 from lockstep.run.metrics import PhaseTimer
 from lockstep.train.experience import Experience, spread_experience, summarised
-from lockstep.train.failures import Failed, refuse_failures, refuse_nothing_left
+from lockstep.train.failures import Unscored, refuse_failures, refuse_nothing_left
 from lockstep.train.rollout_metrics import rollout_metrics, straggler_metrics
 from lockstep.types import Failure, Prompt, Rollout, Sampling, Score, Summary
 
@@ -28,7 +28,7 @@ class Rollouts:
     """The responses to learn from, those that could not be scored, and where the next step begins in the data."""
 
     experience: Experience
-    failed: Failed
+    failed: Unscored
     position: int
     metrics: dict[str, float]
     generated: list[Rollout] | None = None
@@ -110,14 +110,14 @@ class _Answers:
         _, greedy = self._generate(prompts, 1, replace(self.sampling, temperature=0.0))
         return {one.prompt_index: one.score.total for one in greedy if isinstance(one.score, Score)}
 
-    def failed(self) -> Failed:
+    def failed(self) -> Unscored:
         """Those that could not be scored, the first of them whole on every rank."""
         count = sum(isinstance(one.score, Failure) for one in self.every)
         if not count:
-            return Failed(0, [])
+            return Unscored(0, [])
         most = max(self.recipe.log.samples, 1)
         calls = (everyone(own[:most], self.generator.world) for own in self._failed)
-        return Failed(count, [one for call in calls for one in call][:most])
+        return Unscored(count, [one for call in calls for one in call][:most])
 
     def _generate(
         self, prompts: Mapping[int, Prompt], n: int, sampling: Sampling

@@ -20,7 +20,7 @@ from lockstep.tape.format import TapeFolder
 from lockstep.tape.record import refuse_no_weights, weights_of
 from lockstep.tape.rows import items_of, rollouts_of
 from lockstep.train.experience import spread_experience, summarised
-from lockstep.train.failures import Failed
+from lockstep.train.failures import Unscored
 from lockstep.train.offline import Offline, open_offline
 from lockstep.train.offline import train_step as offline_step
 from lockstep.train.online import Online, open_online
@@ -100,7 +100,7 @@ class Replay:
         prompts = {rollout.prompt_index: rollout.prompt for rollout in rollouts}
         experience = spread_experience(summaries, prompts, here, baselines, world)
         metrics = rollout_metrics(summaries, summaries, 0)
-        return Rollouts(experience, Failed(0, []), position, metrics, generated, judged_S)
+        return Rollouts(experience, Unscored(0, []), position, metrics, generated, judged_S)
 
     def after(self, training: Training, step: int) -> None:
         """Where a module parts for the first time, look into it while the models are here."""
