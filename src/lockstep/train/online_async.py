@@ -112,7 +112,8 @@ class _Clock:
         passed, busy, waited = (after - before for after, before in zip(now, self._last, strict=True))
         self._last = now
         return {
-            "async/worker_busy": busy / passed,
-            "async/trainer_busy": 1.0 - waited / passed,
+            # The clocks are read one after the other: a share may come out a little over all of it.
+            "async/worker_busy": min(1.0, busy / passed),
+            "async/trainer_busy": max(0.0, 1.0 - waited / passed),
             "async/wait_s": waited,
         }
