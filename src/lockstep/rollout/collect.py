@@ -132,7 +132,7 @@ class _OpenShare(_OwnShare):
 
     def take(self, room: int) -> list[Request]:
         count = self._prompts(room)
-        if not count:
+        if count < 1:
             return []
         return self._requests(self.shares.begin(count) or self.shares.help(count, idle=room == self._rows))
 

@@ -117,7 +117,7 @@ class NativeEngine(SharedWeights):
     def _filled(self, scheduler: Scheduler, sampling: Sampling) -> bool:
         """Whether anything is left to do, after a look for further requests where rows are free."""
         room = scheduler.rows - len(scheduler.running)
-        if self.further is not None and room and not scheduler.waiting:
+        if self.further is not None and room > 0 and not scheduler.waiting:
             scheduler.add(*_sequences(self.further.take(room), sampling, first=len(scheduler.prefixes)))
         return scheduler.unfinished
 
