@@ -332,6 +332,8 @@ def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_pat
     words = [f"method={method}", n, "log.samples=99", "reward.workers=2"]
     words += ["batch.prompts_per_update=2"] if method != "remax" else []
     words += ["critic.lr=1e-3"] if method == "ppo" else []
+    # Room for the samples of one prompt: the others of a share are begun one by one, by whoever is first.
+    words += ["rollout.max_sequences=3"] if method == "grpo" else []
     train(online_file, "run.name=one", *words)
     two = torchrun("train", online_file, "run.name=two", *words)
     assert two.returncode == 0, two.stderr
@@ -339,18 +341,20 @@ def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_pat
     assert [s["response"] for s in samples_of(single)] == [s["response"] for s in samples_of(double)]
     assert [s["score"] for s in samples_of(single)] == [s["score"] for s in samples_of(double)]
     assert close(weights_of(single), weights_of(double))
+    told = {name for metrics in metrics_of(double) for name in metrics}
+    assert {"perf/gen_straggler", "perf/gen_taken_prompts"} <= told
     if method == "ppo":
         assert close(weights_of(single, part="critic"), weights_of(double, part="critic"))
 
 
 @pytest.mark.torchrun
 def test_an_update_with_fewer_responses_than_processes(online_file: Path, tmp_path: Path) -> None:
-    """One response an update: the second process has none, for the policy and for the critic."""
+    """One response a step: the second process has none to generate, and none for the policy and for the critic."""
     words = [
         "method=ppo",
         "rollout.n=1",
-        "batch.prompts=2",
-        "batch.prompts_per_update=1",
+        "batch.prompts=1",
+        "algorithm.kl.where=none",
         "critic.lr=1e-3",
         "run.steps=2",
     ]

@@ -25,7 +25,7 @@ from lockstep.reward.shaping import shaped
 from lockstep.rollout.sampling import validation_sampling
 from lockstep.train.advantages import estimate_advantages
 from lockstep.train.annotate import Annotated
-from lockstep.train.experience import experience_of
+from lockstep.train.experience import experience_of, summarised
 from lockstep.train.optim import Optimizer
 from lockstep.train.rollouts import _teaches
 from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
@@ -262,7 +262,8 @@ def test_which_groups_are_replaced(
         for i, score in enumerate(scores)
     ]
     bounds = None if between is None else list(between)
-    assert _teaches(group, DynamicSampling(rounds=2, between=bounds)) is teaches
+    prompts = {0: group[0].prompt}
+    assert _teaches(summarised(group), prompts, DynamicSampling(rounds=2, between=bounds)) is teaches
 
 
 def test_arguments_of_the_chat_template(tiny_folder: Path) -> None:
