@@ -39,7 +39,7 @@ CLOSE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}
 
 
 def answered(index: int, draw: random.Random) -> list[Rollout]:
-    """Responses to one prompt; one in twelve could not be scored."""
+    """Responses to one prompt; one in twelve could not be scored, one in five met the limit."""
     prompt = Prompt(question(index), [draw.randrange(50) for _ in range(draw.randrange(3, 9))])
     return [
         Rollout(
@@ -48,9 +48,11 @@ def answered(index: int, draw: random.Random) -> list[Rollout]:
             sample,
             ids=(ids := [draw.randrange(50) for _ in range(draw.randrange(40, 80))]),
             logprobs=[-draw.random() for _ in ids],
-            stop="token",
+            stop="length" if draw.random() < 1 / 5 else "token",
             text="",
-            score=FAILED if draw.random() < 1 / 12 else Score(float(draw.randrange(3)), {"rule": 1.0}),
+            score=FAILED
+            if draw.random() < 1 / 12
+            else Score(float(draw.randrange(3)), {"rule": float(draw.randrange(2)), "style": draw.random()}),
             earned=((3, 0.25),),
         )
         for sample in range(SAMPLES)
@@ -85,7 +87,30 @@ def same(found: dict[str, float], wanted: dict[str, float]) -> None:
 def vectors(experience: Experience) -> dict[str, torch.Tensor]:
     """Something for each token that depends on the token alone, wherever it is."""
     base = experience.engine_K
-    return {"old_K": base + 0.4 * torch.sin(50 * base), "reference_K": base - 0.1, "values_K": torch.cos(9 * base)}
+    return {
+        "old_K": base + 0.4 * torch.sin(50 * base),
+        "reference_K": base - 0.1,
+        "values_K": torch.cos(9 * base),
+        "squares_K": 0.5 + 0.4 * torch.cos(7 * base),
+    }
+
+
+# What looks at the whole step besides the estimator: weights by their mean, what is left out, how often it counts.
+KEYS: tuple[dict[str, Any], ...] = (
+    {"correction": {"weight": "sequence", "mask": "token"}, "kl__compared": False, "whiten__over": "step"},
+    {
+        "correction": {
+            "weight": "token",
+            "normalize": True,
+            "floor": 0.7,
+            "reject": [{"over": "max", "by": "k3", "high": 0.1}],
+            "rejected": "zero",
+        },
+        "overlong__skip": True,
+        "filtration__method": "pow",
+    },
+    {"correction": {"weight": "sequence", "normalize": True}, "filtration__method": "max_random"},
+)
 
 
 def check_numbers(world: World, own_function: str) -> None:
@@ -108,17 +133,18 @@ def check_numbers(world: World, own_function: str) -> None:
     own_K = here.places_of(slice(0, whole.sequences))
     known, every_known = Annotated(**vectors(here)), Annotated(**vectors(whole))
     for name in (*ESTIMATORS, own_function):
-        keys: dict[str, Any] = {"algorithm__correction": {"weight": "sequence", "mask": "token"}}
-        recipe = recipe_of(algorithm__advantage=name, algorithm__kl__where="reward", rollout__n=4, **keys)
         some, full = here, whole
         if name == "remax":
             some, full = (replace(one, baseline_S=torch.arange(whole.sequences) / 9) for one in (here, whole))
-        found, told = (
-            estimate_advantages(one, said, recipe, 0.1) for one, said in ((some, known), (full, every_known))
-        )
-        for vector in ("rewards_K", "advantages_K", "returns_K", "keep_K", "importance_K"):
-            torch.testing.assert_close(getattr(found, vector), getattr(told, vector)[own_K], **CLOSE)
-        same(found.metrics, told.metrics)
+        for keys in KEYS:
+            recipe = estimating(name, keys)
+            found, told = (
+                estimate_advantages(one, said, recipe, 0.1) for one, said in ((some, known), (full, every_known))
+            )
+            for vector in ("rewards_K", "advantages_K", "returns_K", "keep_K", "importance_K"):
+                torch.testing.assert_close(getattr(found, vector), getattr(told, vector)[own_K], **CLOSE)
+            same(found.metrics, told.metrics)
+            check_weights(here, found, whole, told, own_K)
     for loss in ("clip_cov", "kl_cov"):
         recipe = recipe_of(algorithm__loss=loss, algorithm__cov_share=0.1, algorithm__cov_low=0.0)
         for ours, theirs in zip(plans, wanted, strict=True):
@@ -128,15 +154,26 @@ def check_numbers(world: World, own_function: str) -> None:
             assert one_place is not None
             assert one_place.sum() > 3
             assert torch.equal(held, one_place[here.places_of(ours.responses)])
-    check_weights(here, found, whole, told, own_K)
+
+
+def estimating(name: str, keys: dict[str, Any]) -> Recipe:
+    """`gdpo` refuses a divergence in the reward."""
+    gdpo: dict[str, Any] = {"gdpo_rewards": {"rule": 1.0, "style": 0.3}}
+    given = {"advantage": name, **keys, **(gdpo if name == "gdpo" else {"kl__where": "reward"})}
+    if name == "gdpo":
+        given.pop("kl__compared", None)
+    return recipe_of(rollout__n=4, **{f"algorithm__{key}": value for key, value in given.items()})
 
 
 def check_weights(
     here: Experience, found: Advantages, whole: Experience, told: Advantages, own_K: torch.Tensor
 ) -> None:
     for kind in AGGREGATIONS:
-        weights, divisor = aggregation_weights(kind, here.sequence_K, found.keep_K, whole.sequences, 99, here.whole)
-        every, wanted = aggregation_weights(kind, whole.sequence_K, told.keep_K, whole.sequences, 99)
+        sequences, times_S = whole.sequences, told.times_S
+        weights, divisor = aggregation_weights(
+            kind, here.sequence_K, found.keep_K, sequences, 99, found.times_S, here.whole
+        )
+        every, wanted = aggregation_weights(kind, whole.sequence_K, told.keep_K, sequences, 99, times_S)
         assert divisor == wanted
         assert torch.equal(weights, every[own_K])
 

@@ -150,18 +150,12 @@ def test_a_judge_that_breaks_breaks_the_step() -> None:
 
 
 def test_ranks_that_divide_a_model_generate_the_same_and_one_of_them_judges() -> None:
-    """Rank 3 of four, whose neighbour 2 has the same prompts and speaks for both."""
-    spoken: list[list[dict]] = []  # type: ignore[type-arg]
-
-    class SecondOfItsGroup(World):
-        def gather(self, value: list) -> list[list]:  # type: ignore[type-arg, override]
-            spoken.append(value)
-            made = {"prompt_index": 1, "sample": 0, "ids": [4], "logprobs": [-0.5], "stop": "token", "trained": (1,)}
-            return [[], [], [{**made, "versions": (), "text": "told", "score": Score(5.0), "earned": ()}], value]
-
-    prompts, judge, engine = [prompt(n) for n in range(4)], Judge(), Script([(0, 0), (1, 0)])
-    world = SecondOfItsGroup(3, 4, tensor=2)
-    made = collect(engine, judge, prompts, [5, 6, 7, 8], 1, SAMPLING, world, decode, Phases())
-    assert [request.key for request in engine.requests] == [6, 8]
-    assert (judge.judged, spoken) == ([], [[]])
-    assert [(rollout.prompt_index, rollout.text, rollout.score) for rollout in made] == [(1, "told", Score(5.0))]
+    """Ranks 2 and 3 of four have the same prompts, and 2 speaks for both."""
+    prompts = [prompt(n) for n in range(4)]
+    for rank, spoken in ((2, [1, 3]), (3, [])):
+        judge, engine = Judge(), Script([(0, 0), (1, 0)])
+        world = World(rank, 4, tensor=2)
+        made = collect(engine, judge, prompts, [5, 6, 7, 8], 1, SAMPLING, world, decode, Phases())
+        assert [request.key for request in engine.requests] == [6, 8]
+        assert [int(truth) for truth, _ in judge.judged] == spoken
+        assert [rollout.prompt_index for rollout in made.rollouts] == spoken

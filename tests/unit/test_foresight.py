@@ -24,7 +24,7 @@ from lockstep.train.experience import Experience, experience_of
 from lockstep.train.models import Models, Packing
 from lockstep.train.update import update_policy
 
-SEQUENCES = {"gspo", "geo_mean"}
+SEQUENCES = {"gspo", "geo_mean", "importance"}
 LENGTHS = (5, 2, 7, 3, 1, 4)
 
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lockstep.algorithms.advantage import informative
 from lockstep.data.dataset import Loader
 from lockstep.recipe import Recipe
-from lockstep.recipe.online import DynamicSampling
 from lockstep.recipe.rows import estimator_row
 from lockstep.reward.scorer import Scorer
 from lockstep.reward.shaping import shaped
@@ -18,7 +16,8 @@ from lockstep.rollout.collect import everyone
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.sampling import training_sampling
 from lockstep.run.metrics import PhaseTimer
-from lockstep.train.experience import Experience, part_of, spread_experience, summarised
+from lockstep.train.dynamic_sampling import teaches
+from lockstep.train.experience import Experience, spread_experience, summarised
 from lockstep.train.failures import Unscored, refuse_failures, refuse_nothing_left
 from lockstep.train.rollout_metrics import rollout_metrics, straggler_metrics
 from lockstep.types import Failure, Prompt, Rollout, Sampling, Score, Summary
@@ -56,7 +55,7 @@ def take_rollouts(
         position += missing
         used += 1
         for group in _groups(answers.sampled(taken)):
-            (kept if rounds == 1 or _teaches(group, prompts, settings) else uniform).append(group)
+            (kept if rounds == 1 or teaches(group, prompts, settings) else uniform).append(group)
     # The rounds are used up: groups that teach nothing fill the step, so that its size stays what it is.
     filled = kept + uniform[: wanted - len(kept)]
     # A prompt was known by its position in the data; from here on by its index in the step.
@@ -143,19 +142,3 @@ def _groups(rollouts: Sequence[Summary]) -> list[list[Summary]]:
     for rollout in rollouts:
         groups.setdefault(rollout.prompt_index, []).append(rollout)
     return list(groups.values())
-
-
-def _teaches(group: Sequence[Summary], prompts: Mapping[int, Prompt], settings: DynamicSampling) -> bool:
-    """Scores that are not all equal, or whose mean is between two bounds."""
-    metric, key = settings.metric, "algorithm.dynamic_sampling.metric"
-    scores = torch.tensor(
-        [
-            one.score.total if metric is None else part_of(one, prompts, metric, key)
-            for one in group
-            if isinstance(one.score, Score)
-        ]
-    )
-    if settings.between is not None:
-        low, high = settings.between
-        return len(scores) > 0 and low < float(scores.double().mean()) < high
-    return bool(informative(scores, torch.zeros(len(scores), dtype=torch.long)).any())
