@@ -54,7 +54,7 @@ def response_mask(scene: Scene) -> None:
     def example(own: Any, rollout: Any) -> Example:
         return last_untrained(prompt_trained(own(rollout)))
 
-    patched(scene, "lockstep.train.experience", "_example", example)
+    patched(scene, "lockstep.train.experience", "example_of", example)
 
 
 # -- generation

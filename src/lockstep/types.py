@@ -171,11 +171,18 @@ class MicroBatch:
     line_E: torch.Tensor | None = None
     teacher: Callable[[MicroBatch], Any] | None = None
     """Tells what a teacher says of the targets, when the micro-batch is run (see `kernels/divergence.py`)."""
+    place_K: torch.Tensor | None = None
+    """Where they stand among those targets of the update that this rank has; None where it has all of them."""
     foresee: Callable[..., Any] | None = None
     """Tells how the loss depends on each target, up to a factor, before it is whole (see `kernels/logprob.py`)."""
     context: Divided | None = None
     """Who has which of its tokens, where the ranks of a context group divide it. A rank's own part says so too, and
     its `lengths` are still those of whole sequences."""
+
+    @property
+    def own_K(self) -> torch.Tensor:
+        """Where the targets stand in this rank's vectors of the update."""
+        return self.index_K if self.place_K is None else self.place_K
 
     @property
     def tokens(self) -> int:
@@ -363,3 +370,26 @@ class Rollout:
                 found.append(Turn(bool(trained), []))
             found[-1].ids.append(token)
         return found
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A rollout without its tokens and its text: what every rank knows of it, wherever it is."""
+
+    prompt_index: int
+    sample: int
+    prompt_tokens: int
+    tokens: int
+    """Of the response, an environment's among them."""
+    written: int
+    """Those that the policy wrote."""
+    shared: int
+    """Tokens at the beginning of the sequence that all scored responses to the prompt have in common, none trained."""
+    stop: str
+    score: Score | Failure
+    """Without its steps."""
+
+    @property
+    def length(self) -> int:
+        """Of the whole sequence."""
+        return self.prompt_tokens + self.tokens

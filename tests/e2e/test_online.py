@@ -325,13 +325,28 @@ def test_killed_and_resumed_is_bit_identical_critic_and_rollouts_included(online
         assert all(torch.equal(one[name], two[name]) for name in one), part
 
 
+# Keys whose numbers are over all responses of a step, or of an update, wherever they are.
+OVER_THE_STEP = (
+    "algorithm.correction.weight=sequence",
+    "algorithm.correction.normalize=true",
+    "algorithm.overlong.skip=true",
+    f"rollout.stop_ids={list(range(20))}",  # so that some responses end before the limit
+    "algorithm.filtration.method=max_random",
+    "algorithm.aggregation=seq_mean_token_mean",
+    "algorithm.penalty_aggregation=token_mean",
+    "critic.aggregation=seq_mean_token_sum",
+)
+
+
 @pytest.mark.torchrun
 @pytest.mark.parametrize("method", ["grpo", "ppo", pytest.param("remax", marks=pytest.mark.slow)])
 def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_path: Path, method: str) -> None:
     n = "rollout.n=3" if method == "grpo" else "rollout.n=1"
     words = [f"method={method}", n, "log.samples=99", "reward.workers=2"]
     words += ["batch.prompts_per_update=2"] if method != "remax" else []
-    words += ["critic.lr=1e-3"] if method == "ppo" else []
+    words += ["critic.lr=1e-3", *OVER_THE_STEP] if method == "ppo" else []
+    # Room for the samples of one prompt: the others of a share are begun one by one, by whoever is first.
+    words += ["rollout.max_sequences=3"] if method == "grpo" else []
     train(online_file, "run.name=one", *words)
     two = torchrun("train", online_file, "run.name=two", *words)
     assert two.returncode == 0, two.stderr
@@ -339,18 +354,25 @@ def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_pat
     assert [s["response"] for s in samples_of(single)] == [s["response"] for s in samples_of(double)]
     assert [s["score"] for s in samples_of(single)] == [s["score"] for s in samples_of(double)]
     assert close(weights_of(single), weights_of(double))
+    told = {name for metrics in metrics_of(double) for name in metrics}
+    assert {"perf/gen_straggler", "perf/gen_taken_prompts"} <= told
     if method == "ppo":
         assert close(weights_of(single, part="critic"), weights_of(double, part="critic"))
+        for one, other in zip(metrics_of(single), metrics_of(double), strict=True):
+            for name in ("actor/filtered_share", "response/skipped_ratio", "rollout_corr/weight_mean"):
+                assert other[name] == pytest.approx(one[name], rel=1e-6), name
+        assert any(0 < one["response/skipped_ratio"] < 1 for one in metrics_of(single))
+        assert any(0 < one["actor/filtered_share"] < 1 for one in metrics_of(single))
 
 
 @pytest.mark.torchrun
 def test_an_update_with_fewer_responses_than_processes(online_file: Path, tmp_path: Path) -> None:
-    """One response an update: the second process has none, for the policy and for the critic."""
+    """One response a step: the second process has none to generate, and none for the policy and for the critic."""
     words = [
         "method=ppo",
         "rollout.n=1",
-        "batch.prompts=2",
-        "batch.prompts_per_update=1",
+        "batch.prompts=1",
+        "algorithm.kl.where=none",
         "critic.lr=1e-3",
         "run.steps=2",
     ]

@@ -21,7 +21,9 @@ from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.rows import rollouts_of
+from lockstep.train.beside import collective_of, refuse_beside
 from lockstep.train.online_async import train_online_async
+from lockstep.train.plan import MemoryPlan
 from lockstep.train.prepare import prepare_online
 from runs import facts
 
@@ -48,9 +50,12 @@ def without_async(run: Path) -> list[tuple[int, dict[str, float]]]:
         pytest.param(["method=dapo"], id="dapo", marks=pytest.mark.slow),
     ],
 )
-def test_staleness_0_is_the_synchronous_loop_bit_for_bit(online_file: Path, tmp_path: Path, words: list[str]) -> None:
+@pytest.mark.parametrize("way", ["memory", pytest.param("collective", marks=pytest.mark.slow)])
+def test_staleness_0_is_the_synchronous_loop_bit_for_bit(
+    online_file: Path, tmp_path: Path, words: list[str], way: str
+) -> None:
     common = [*words, "run.steps=3", "run.export=false"]
-    for name, own in {"turns": [], "beside": ["rollout.max_staleness=0"]}.items():
+    for name, own in {"turns": [], "beside": ["rollout.max_staleness=0", f"rollout.hand_over={way}"]}.items():
         done = lockstep("train", online_file, f"run.name={name}", *common, *own)
         assert done.returncode == 0, done.stderr
     turns, beside = (tmp_path / "runs" / name for name in ("turns", "beside"))
@@ -134,9 +139,74 @@ def test_what_is_not_made_for_it_is_refused_by_name(online_file: Path, tmp_path:
 
 
 class Alone(Cpu):
-    """A device on which nobody may generate beside training."""
+    """A device on which nobody may generate beside training, and which has a neighbour."""
 
-    generates_beside = False
+    generates_beside = meets_itself = False
+
+    def count(self) -> int:
+        return 2
+
+
+class Beside(Alone):
+    """One on which somebody may."""
+
+    generates_beside = True
+
+
+def test_a_device_of_its_own_and_a_way_for_the_weights(online_file: Path) -> None:
+    def beside(device: Cpu, *words: str) -> str | None:
+        recipe = load_recipe(str(online_file), ["rollout.max_staleness=1", *words])
+        refuse_beside(recipe, device, 1)
+        return collective_of(recipe, device)
+
+    # By shared memory on one device, by the collective between two, or as the recipe says.
+    assert beside(Cpu()) is None
+    assert beside(Cpu(), "rollout.hand_over=collective") == "gloo"
+    assert beside(Beside()) is None
+    assert beside(Alone(), "rollout.worker_device=1") == "gloo"
+    assert beside(Alone(), "rollout.worker_device=1", "rollout.hand_over=memory") is None
+    with pytest.raises(
+        Refusal, match=r"(?s)two processes on one cpu device.*set rollout.worker_device to another device"
+    ):
+        beside(Alone(), "rollout.worker_device=0")
+    with pytest.raises(Refusal, match=r"rollout\.hand_over: gloo does not join two processes on one cpu device"):
+        beside(Beside(), "rollout.hand_over=collective")
+    with pytest.raises(Refusal, match=r"rollout\.worker_device: cpu device 2 is asked for, and 2 can be seen"):
+        beside(Beside(), "rollout.worker_device=2")
+    for key in ("worker_device=1", "hand_over=memory"):
+        with pytest.raises(
+            Refusal, match=rf"rollout\.{key.split('=')[0]}: says how .* beside training, and there is none"
+        ):
+            load_recipe(str(online_file), [f"rollout.{key}"])
+
+
+def test_the_plan_counts_the_worker(online_file: Path) -> None:
+    """The tiny model in fp32: a copy of the weights, once more where they lie in shared memory, and the cache."""
+
+    def planned(*words: str) -> MemoryPlan:
+        recipe = load_recipe(str(online_file), list(words))
+        return prepare_online(
+            recipe, Alone() if "rollout.worker_device=1" in words else Cpu(), 1, Console.silent()
+        ).memory
+
+    turns, ahead = planned(), ["rollout.max_staleness=1", "rollout.cache_gb=0.001"]
+    same, group, apart = (
+        planned(*ahead),
+        planned(*ahead, "rollout.hand_over=collective"),
+        planned(*ahead, "rollout.worker_device=1"),
+    )
+    copy = 4 * turns.parameters
+    by_name = {phase.name: phase for phase in turns.phases}
+    for plan, weights in ((same, 2 * copy), (group, copy), (apart, 0)):
+        *phases, worker = plan.phases
+        assert worker.name == "rollout worker"
+        assert worker.weights == copy
+        assert 1_000_000 <= worker.activations < 30_000_000
+        for phase in phases:
+            assert phase.weights == by_name[phase.name].weights + weights
+            # The run itself has the cache only while it generates.
+            own = 0 if phase.name == "generation" else by_name[phase.name].activations
+            assert phase.activations >= own + (worker.activations if weights else 0)
 
 
 def test_importance_sampling_is_a_default_and_no_more(online_file: Path) -> None:

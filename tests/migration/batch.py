@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from hand_rollouts import rollout
+from hand_rollouts import plans_of, rollout
 from lockstep.device.select import select
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.reward.shaping import shaped
 from lockstep.train.advantages import Learned, estimate_advantages
-from lockstep.train.annotate import Annotated, plan_updates
+from lockstep.train.annotate import Annotated
 from lockstep.train.build import build_critic, build_learner
 from lockstep.train.experience import Experience, experience_of
 from lockstep.train.models import Models, Packing
@@ -121,7 +121,7 @@ class Ours:
         experience = experience_of([shaped(row, recipe) for row in batch.experience.rollouts])
         self.advantages = estimate_advantages(experience, known, recipe, self.beta)
         self.learned = Learned(experience, known, self.advantages)
-        (self.plan,) = plan_updates(experience, self.models, recipe.batch)
+        (self.plan,) = plans_of(experience, self.models, recipe.batch)
 
     def policy(self) -> tuple[float, Gradients]:
         """Loss and gradient of one update of the policy, which stops short of its optimizer."""

@@ -8,6 +8,10 @@ from typing import Any
 from lockstep.recipe import Recipe
 from lockstep.recipe.checks import combination_problems, with_derived_defaults
 from lockstep.recipe.methods import with_method_defaults
+from lockstep.recipe.schema import Batch
+from lockstep.train.annotate import UpdatePlan, lay_updates, plan_updates
+from lockstep.train.experience import Experience
+from lockstep.train.models import Models
 from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
 
 
@@ -58,3 +62,8 @@ def rollout(
 
 
 FAILED = Failure("function", "no idea")
+
+
+def plans_of(experience: Experience, models: Models, batch: Batch) -> list[UpdatePlan]:
+    """The updates of a step whose responses are all here."""
+    return plan_updates(experience, lay_updates(experience, models, batch), models)

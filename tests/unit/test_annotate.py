@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from hand_rollouts import FAILED, recipe_of, rollout
+from hand_rollouts import FAILED, plans_of, recipe_of, rollout
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.train.advantages import _energy, estimate_advantages
-from lockstep.train.annotate import Annotated, UpdatePlan, annotate, old_needed, plan_updates
+from lockstep.train.annotate import Annotated, UpdatePlan, annotate, old_needed
 from lockstep.train.build import build_learner, build_reference
 from lockstep.train.experience import Experience, experience_of
 from lockstep.train.models import Models, Packing
@@ -78,7 +78,7 @@ class Phases(list[str]):
 
 def planned(experience: Experience, recipe: Recipe, world: World | None = None) -> list[UpdatePlan]:
     models = Models(torch.nn.Identity(), Packing.of(recipe, world or World(), 0), torch.device("cpu"))
-    return plan_updates(experience, models, recipe.batch)
+    return plans_of(experience, models, recipe.batch)
 
 
 def annotated(beta: float = 0.1, *, old: Sequence[float] = OLD, **keys: Any) -> tuple[Any, FakeModels, Phases]:

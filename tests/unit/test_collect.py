@@ -76,7 +76,7 @@ MIXED = [(2, 1), (0, 0), (2, 0), (1, 1), (1, 0), (0, 1)]
 def test_rollouts_come_in_order_whatever_was_finished_first() -> None:
     prompts, judge, phases, advanced = [prompt(n) for n in range(3)], Judge(), Phases(), []
     engine = Script(MIXED)
-    made = collect(engine, judge, prompts, [70, 71, 72], 2, SAMPLING, World(), decode, phases, advanced.append)
+    made = collect(engine, judge, prompts, [70, 71, 72], 2, SAMPLING, World(), decode, phases, advanced.append).rollouts
     assert engine.requests == [Request([n] * 3, 70 + n, 2, question=prompts[n].question) for n in range(3)]
     assert [(r.prompt_index, r.sample) for r in made] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert [r.prompt for r in made] == [prompts[0], prompts[0], prompts[1], prompts[1], prompts[2], prompts[2]]
@@ -110,7 +110,7 @@ def test_a_slow_judge_does_not_stop_decoding() -> None:
         decode,
         Phases(),
     )
-    assert len(made) == 6
+    assert len(made.rollouts) == 6
 
 
 def test_a_response_is_judged_before_the_next_is_decoded() -> None:
@@ -122,23 +122,20 @@ def test_a_response_is_judged_before_the_next_is_decoded() -> None:
     assert engine.events[:4] == [("decoded", 2, 1), ("judged", "2-1-9"), ("decoded", 0, 0), ("judged", "0-0-9")]
 
 
-class TwoRanks(World):
-    """Rank 0 of two, where the other rank's share is known."""
-
-    def gather(self, value: list) -> list[list]:  # type: ignore[type-arg, override]
-        other = [{**made, "prompt_index": 1, "text": "other"} for made in value if made["prompt_index"] == 0]
-        return [value, other]
-
-
-def test_a_rank_generates_its_share_and_gets_everything() -> None:
-    prompts, judge = [prompt(n) for n in range(3)], Judge()
-    engine = Script([(1, 0), (0, 0)])
-    made = collect(engine, judge, prompts, [5, 6, 7], 1, SAMPLING, TwoRanks(0, 2), decode, Phases())
-    assert engine.requests == [Request([n] * 3, 5 + n, 1, question=prompts[n].question) for n in (0, 2)]
-    # The engine's request 1 is prompt 2.
-    assert judge.judged == [("2", "1-0-9"), ("0", "0-0-9")]
-    assert [(r.prompt_index, r.text) for r in made] == [(0, "0-0-9"), (1, "other"), (2, "1-0-9")]
-    assert [r.prompt for r in made] == prompts
+def test_a_rank_generates_its_share_and_has_it_alone() -> None:
+    """The longest expected first, to the rank with the least: 12 | 8; 12 | 8 + 7; 12 + 6 (prompts have 3 tokens)."""
+    prompts = [prompt(n) for n in range(4)]
+    expected, shares = [4.0, 9.0, 3.0, 5.0], {0: [1, 2], 1: [3, 0]}
+    for rank, share in shares.items():
+        engine, judge = Script([(1, 0), (0, 0)]), Judge()
+        made = collect(
+            engine, judge, prompts, [5, 6, 7, 8], 1, SAMPLING, World(rank, 2), decode, Phases(), expected=expected
+        )
+        assert engine.requests == [Request([n] * 3, 5 + n, 1, question=prompts[n].question) for n in share]
+        # The engine's requests are in the order of the share, its rollouts in that of the prompts.
+        assert judge.judged == [(str(share[1]), "1-0-9"), (str(share[0]), "0-0-9")]
+        assert [(r.prompt_index, r.prompt) for r in made.rollouts] == [(n, prompts[n]) for n in sorted(share)]
+        assert made.taken == 0
 
 
 def test_a_judge_that_breaks_breaks_the_step() -> None:
@@ -153,18 +150,12 @@ def test_a_judge_that_breaks_breaks_the_step() -> None:
 
 
 def test_ranks_that_divide_a_model_generate_the_same_and_one_of_them_judges() -> None:
-    """Rank 3 of four, whose neighbour 2 has the same prompts and speaks for both."""
-    spoken: list[list[dict]] = []  # type: ignore[type-arg]
-
-    class SecondOfItsGroup(World):
-        def gather(self, value: list) -> list[list]:  # type: ignore[type-arg, override]
-            spoken.append(value)
-            made = {"prompt_index": 1, "sample": 0, "ids": [4], "logprobs": [-0.5], "stop": "token", "trained": (1,)}
-            return [[], [], [{**made, "versions": (), "text": "told", "score": Score(5.0), "earned": ()}], value]
-
-    prompts, judge, engine = [prompt(n) for n in range(4)], Judge(), Script([(0, 0), (1, 0)])
-    world = SecondOfItsGroup(3, 4, tensor=2)
-    made = collect(engine, judge, prompts, [5, 6, 7, 8], 1, SAMPLING, world, decode, Phases())
-    assert [request.key for request in engine.requests] == [6, 8]
-    assert (judge.judged, spoken) == ([], [[]])
-    assert [(rollout.prompt_index, rollout.text, rollout.score) for rollout in made] == [(1, "told", Score(5.0))]
+    """Ranks 2 and 3 of four have the same prompts, and 2 speaks for both."""
+    prompts = [prompt(n) for n in range(4)]
+    for rank, spoken in ((2, [1, 3]), (3, [])):
+        judge, engine = Judge(), Script([(0, 0), (1, 0)])
+        world = World(rank, 4, tensor=2)
+        made = collect(engine, judge, prompts, [5, 6, 7, 8], 1, SAMPLING, world, decode, Phases())
+        assert [request.key for request in engine.requests] == [6, 8]
+        assert [int(truth) for truth, _ in judge.judged] == spoken
+        assert [rollout.prompt_index for rollout in made.rollouts] == spoken

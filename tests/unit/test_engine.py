@@ -83,6 +83,34 @@ def test_a_generation_that_is_paused_goes_on_to_the_same_samples(
     assert_same(sorted(done, key=lambda one: (one.request, one.sample)), usual)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_requests_that_are_taken_as_rows_become_free_give_the_same_samples(
+    policy: Policy, folder: Path, requests: list[Request], usual: list[Completion], captured: bool
+) -> None:
+    """The first two at once, of short prompts; the others, the longest among them, as there is room."""
+    order = sorted(range(len(requests)), key=lambda n: len(requests[n].ids))
+
+    class Rest:
+        longest_prompt = max(len(request.ids) for request in requests)
+        left, rooms = order[2:], []
+
+        def take(self, room: int) -> list[Request]:
+            self.rooms.append(room)
+            taken = [self.left.pop(0) for _ in range(min(len(self.left), room // 4))]
+            return [requests[n] for n in taken]
+
+    engine = native(policy, folder, max_sequences=9)
+    if captured:
+        engine.device = Recorder()
+    engine.further = rest = Rest()
+    done = [
+        replace(one, request=order[one.request]) for one in engine.generate([requests[n] for n in order[:2]], SAMPLING)
+    ]
+    assert_same(sorted(done, key=lambda c: (c.request, c.sample)), usual)
+    assert not rest.left
+    assert max(rest.rooms) <= 9
+
+
 def test_samples_vary_in_length_and_end_as_they_should(usual: list[Completion]) -> None:
     assert [(c.request, c.sample) for c in usual] == [(r, s) for r in range(8) for s in range(4)]
     assert {c.stop for c in usual} == {"token", "length"}

@@ -180,7 +180,7 @@ def test_the_whole_loss_of_an_update_with_divergence_and_entropy(name: str) -> N
                 reference_K=reference,
                 held_K=tokens.held_K,
             )
-            batch: Any = SimpleNamespace(index_K=torch.arange(len(logprobs)))
+            batch: Any = SimpleNamespace(own_K=torch.arange(len(logprobs)))
             return loss(Scores(logprobs, entropies), batch)
 
         sums = of(logprobs, entropies, reference)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hand_rollouts import recipe_of, rollout
+from hand_rollouts import plans_of, recipe_of, rollout
 from lockstep.algorithms.policy import LOSSES
 from lockstep.device.select import select
 from lockstep.kernels.logprob import Scores, foreseen_token_scores, token_scores
@@ -18,13 +18,13 @@ from lockstep.parallel.world import World
 from lockstep.recipe.rows import loss_row
 from lockstep.train import policy_loss
 from lockstep.train.advantages import Advantages, Learned
-from lockstep.train.annotate import Annotated, plan_updates
+from lockstep.train.annotate import Annotated
 from lockstep.train.build import build_learner
 from lockstep.train.experience import Experience, experience_of
 from lockstep.train.models import Models, Packing
 from lockstep.train.update import update_policy
 
-SEQUENCES = {"gspo", "geo_mean"}
+SEQUENCES = {"gspo", "geo_mean", "importance"}
 LENGTHS = (5, 2, 7, 3, 1, 4)
 
 
@@ -62,7 +62,7 @@ def stepped(folder: Path, loss: str, monkeypatch: pytest.MonkeyPatch, **keys: An
     learner = build_learner(recipe, select("cpu"), World(), torch.device("cpu"))
     models = Models(learner.module, Packing.of(recipe, World(), 0), torch.device("cpu"), learner)
     monkeypatch.setattr(learner, "optim_step", lambda lr: {})
-    (plan,) = plan_updates(made(), models, recipe.batch)
+    (plan,) = plans_of(made(), models, recipe.batch)
     old = models.logprobs(plan)
     # Ratios on both sides of every bound, a token that is left out, weights of its own for the others.
     far = old if loss == "policy_gradient" else old + noise(2, 0.4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from moving_models import longrope
 from small_models import SIZES, load, write_model
 from transformers import LlamaConfig, MistralConfig
 
-from hand_rollouts import recipe_of, rollout
-from lockstep.data.groups import MOST_WHOLE, arrange_groups, common_prompt
+from hand_rollouts import plans_of, recipe_of, rollout
+from lockstep.data.batching import target_starts
+from lockstep.data.groups import MOST_WHOLE, LaidLine, Outline, common_prompt, lay_groups
 from lockstep.data.updates import arrange
 from lockstep.device.select import select
 from lockstep.parallel.world import World
 from lockstep.train.advantages import Advantages, Learned
-from lockstep.train.annotate import Annotated, annotate, plan_updates
+from lockstep.train.annotate import Annotated, annotate
 from lockstep.train.build import build_critic, build_learner, build_reference
 from lockstep.train.experience import Experience, experience_of
 from lockstep.train.models import Models, Packing
@@ -38,7 +40,19 @@ def answered(prompt: Sequence[int], *answers: Sequence[int]) -> list[Example]:
 def lines(
     groups: Sequence[Sequence[Example]], tokens: int, world: World | None = None, **more: Any
 ) -> list[MicroBatch]:
-    return arrange_groups(groups, world or World(), tokens=tokens, pad_id=0, **more)
+    packing = Packing(world or World(), tokens, None, 0)
+    laid = lay_groups(outlines(groups), packing.world.shares, tokens=tokens, **more)
+    return batches(groups, laid[packing.world.share], packing)
+
+
+def outlines(groups: Sequence[Sequence[Example]]) -> list[Outline]:
+    return [Outline(number, len(one), common_prompt(group)) for number, group in enumerate(groups) for one in group]
+
+
+def batches(groups: Sequence[Sequence[Example]], laid: Sequence[LaidLine], packing: Packing) -> list[MicroBatch]:
+    examples = [example for group in groups for example in group]
+    starts = target_starts(examples)
+    return [packing.batch(line, [examples[n] for n, _ in line], [starts[n] for n, _ in line]) for line in laid]
 
 
 def test_a_line_written_out() -> None:
@@ -182,10 +196,10 @@ def step(folder: Path, shared: bool, monkeypatch: pytest.MonkeyPatch, **keys: An
     )
     if not shared:
         monkeypatch.setattr(
-            Models, "arrange_groups", lambda self, groups: self.arrange([e for g in groups for e in g]).batches
+            Models, "lay", lambda self, some: self.packing.lay([replace(one, shared=0) for one in some], None)
         )
     experience = made()
-    (plan,) = plan_updates(experience, models, recipe.batch)
+    (plan,) = plans_of(experience, models, recipe.batch)
     tokens = sum(batch.input_ids_NT.numel() for batch in plan.batches)
     known = annotate([plan], models, recipe, lambda name: monkeypatch.context(), torch.zeros(0))
     assert known.old_K is not None
@@ -229,9 +243,11 @@ def test_a_shared_prompt_changes_nothing(
 def test_padded_rows_and_single_responses_are_as_ever(tiny_folder: Path) -> None:
     groups = [answered([1, 2], [3], [4, 5]), answered([1, 2], [3])]
     examples = [example for group in groups for example in group]
-    padded = Packing(World(), None, 2, 0).groups(groups, None)
+    packing = Packing(World(), None, 2, 0)
+    padded = batches(groups, packing.lay(outlines(groups), None)[0], packing)
     for ours, theirs in zip(padded, arrange(examples, World(), tokens=None, rows=2, pad_id=0).batches, strict=True):
         assert torch.equal(ours.input_ids_NT, theirs.input_ids_NT)
-    (single,) = Packing(World(), 64, None, 0).groups([groups[0][:1], groups[1]], None)
+    alone, packing = [groups[0][:1], groups[1]], Packing(World(), 64, None, 0)
+    (single,) = batches(alone, packing.lay(outlines(alone), None)[0], packing)
     assert single.line_E is None
     assert load(tiny_folder).alike_up_to is None

@@ -25,9 +25,9 @@ from lockstep.reward.shaping import shaped
 from lockstep.rollout.sampling import validation_sampling
 from lockstep.train.advantages import estimate_advantages
 from lockstep.train.annotate import Annotated
-from lockstep.train.experience import experience_of
+from lockstep.train.dynamic_sampling import teaches as worth_a_place
+from lockstep.train.experience import experience_of, summarised
 from lockstep.train.optim import Optimizer
-from lockstep.train.rollouts import _teaches
 from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
 
 
@@ -262,7 +262,8 @@ def test_which_groups_are_replaced(
         for i, score in enumerate(scores)
     ]
     bounds = None if between is None else list(between)
-    assert _teaches(group, DynamicSampling(rounds=2, between=bounds)) is teaches
+    prompts = {0: group[0].prompt}
+    assert worth_a_place(summarised(group), prompts, DynamicSampling(rounds=2, between=bounds)) is teaches
 
 
 def test_arguments_of_the_chat_template(tiny_folder: Path) -> None:

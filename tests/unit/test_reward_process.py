@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,8 +166,8 @@ def test_steps_are_credited_to_tokens_and_the_rest_to_the_end() -> None:
 
     (made,) = collect(
         Fixed(), Fixed(), [Prompt(QUESTION, [5, 6])], [0], 1, Sampling(4), World(), decode, lambda name: nullcontext()
-    )
+    ).rollouts
     assert isinstance(made, Rollout)
     assert made.earned == ((1, 0.3), (2, 0.4))
-    experience = experience_of([made, made])
+    experience = experience_of([made, replace(made, sample=1)])
     assert experience.earned_K.tolist() == pytest.approx([0, 0.3, 0.4, 0] * 2)

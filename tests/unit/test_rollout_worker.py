@@ -23,6 +23,7 @@ from lockstep.processes.descendants import NOBODY, descendants
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.rollout.worker import engine as engine_module
 from lockstep.rollout.worker.engine import WorkerEngine
+from lockstep.rollout.worker.group import WeightGroup
 from lockstep.rollout.worker.memory import WeightMemory
 from lockstep.types import Example, Origin, Request, Sampling
 
@@ -54,12 +55,16 @@ def started() -> Iterator[list[WorkerEngine]]:
 
 
 @pytest.fixture
-def worker(recipe: Recipe, started: list[WorkerEngine], tmp_path: Path) -> WorkerEngine:
+def worker(recipe: Recipe, started: list[WorkerEngine], tmp_path: Path, request: pytest.FixtureRequest) -> WorkerEngine:
     """The one of the test before where that is alive: its imports take longer than what is asked of it here. So a test
-    hands over weights of its own numbers, and asks prompts of its own keys."""
-    if not started or not started[-1].process.alive:
-        log = tmp_path / "rollout" / "worker.log"
-        started.append(WorkerEngine(policy_of(recipe), CPU, recipe, (), log))
+    hands over weights of its own numbers, and asks prompts of its own keys. Its weights come by shared memory, or by
+    the collective that the test names."""
+    collective = getattr(request, "param", None)
+    for engine in started:
+        if engine.collective == collective and engine.process.alive:
+            return engine
+    log = tmp_path / "rollout" / "worker.log"
+    started.append(WorkerEngine(policy_of(recipe), CPU, recipe, (), log, collective))
     return started[-1]
 
 
@@ -136,7 +141,7 @@ def corrupted(write: Callable[..., None], memory: WeightMemory) -> Callable[...,
 
 def test_a_corrupted_hand_over_is_caught_by_the_probe(worker: WorkerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     worker.hand_over(next(VERSIONS), [], SAMPLING)
-    monkeypatch.setattr(worker.memory, "write", corrupted(worker.memory.write, worker.memory))
+    monkeypatch.setattr(worker.channel, "write", corrupted(worker.channel.write, worker.channel))
     wrong = next(VERSIONS)
     said = rf"(?s)after {wrong} updates.*differs by up to .* in the worker, .* in the trainer"
     with pytest.raises(Refusal, match=said):
@@ -147,7 +152,7 @@ def test_weights_that_were_not_handed_over_are_caught_however_small_the_update(
     worker: WorkerEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.hand_over(next(VERSIONS), [], SAMPLING)
-    monkeypatch.setattr(worker.memory, "write", lambda parameters: None)
+    monkeypatch.setattr(worker.channel, "write", lambda parameters: None)
     with torch.no_grad():
         for _, parameter in worker.policy.trainable():
             parameter *= 1 + 1e-6
@@ -160,6 +165,41 @@ def child_of(worker: WorkerEngine) -> int:
     warden = worker.process._process.pid
     (child,) = (pid for pid in living(worker) if pid != warden)
     return child
+
+
+BY_COLLECTIVE = pytest.mark.parametrize("worker", ["gloo"], indirect=True)
+
+
+@BY_COLLECTIVE
+def test_weights_come_through_a_collective_and_are_probed(
+    worker: WorkerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(worker.channel, WeightGroup)
+    policy = worker.policy
+    short = Request([5, 6, 7], 1, 2, max_tokens=4)
+    worker.hand_over(next(VERSIONS), [short], SAMPLING)
+    move(policy)
+    version = next(VERSIONS)
+    worker.hand_over(version, [], SAMPLING)
+    assert len(list(worker.generate([short], SAMPLING))) == 2
+    again = Request([5, 6, 7], 9, 2, max_tokens=4)
+    for one in worker.generate([again], SAMPLING):
+        assert list(one.versions) == [version] * 4
+        torch.testing.assert_close(scored(policy, [5, 6, 7], one.ids), torch.tensor(one.logprobs), rtol=0, atol=1e-4)
+    # Another tensor in the place of one: what is sent is not what is trained.
+    sent = worker.channel._broadcast
+    monkeypatch.setattr(worker.channel, "_broadcast", lambda tensor: sent(tensor.flip(0)))
+    wrong = next(VERSIONS)
+    with pytest.raises(Refusal, match=rf"after {wrong} updates.*differs by up to"):
+        worker.hand_over(wrong, [], SAMPLING)
+
+
+@BY_COLLECTIVE
+def test_a_worker_killed_before_a_collective_hand_over_is_told(worker: WorkerEngine) -> None:
+    worker.hand_over(next(VERSIONS), [], SAMPLING)
+    os.kill(child_of(worker), signal.SIGKILL)
+    with pytest.raises(Refusal, match=r"the process that generates was killed \(SIGKILL\)"):
+        worker.hand_over(next(VERSIONS), [], SAMPLING)
 
 
 def test_a_killed_worker_ends_the_run_with_a_message_and_leaves_nobody(worker: WorkerEngine) -> None:

@@ -18,6 +18,7 @@ from lockstep.errors import Refusal
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.rollout.generator import Generator
+from lockstep.rollout.shares import ExpectedLengths
 from lockstep.train.rollouts import Rollouts, take_rollouts
 from lockstep.types import Completion, Failure, Prompt, Question, Request, Sampling, Score
 
@@ -73,7 +74,7 @@ class ScriptedGenerator(Generator):
     def __init__(self, policy: Policy, engine: Scripted):
         self.policy, self.engine, self.world, self.device = policy, engine, World(), torch.device("cpu")  # type: ignore[assignment]
         self.responder = engine  # type: ignore[assignment]
-        self.stop_ids = (0,)
+        self.stop_ids, self.lengths, self.served = (0,), ExpectedLengths(), False
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
@@ -172,7 +173,7 @@ def test_a_group_is_judged_by_the_responses_that_have_a_score(policy: Policy) ->
     assert prompts_of(taken) == [2, 3]
     # Three failures of eight responses, also those of groups that were replaced.
     assert taken.metrics["reward/failed"] == 3
-    assert len(taken.failed) == 3
+    assert taken.failed.count == 3
 
 
 def test_all_tokens_that_were_generated_are_counted(policy: Policy) -> None:
@@ -277,7 +278,7 @@ def test_a_failed_greedy_response_leaves_its_prompt_out_and_is_counted(policy: P
     assert taken.experience.baseline_S is not None
     assert taken.experience.baseline_S.tolist() == [0.5]
     assert taken.metrics["reward/failed"] == 1
-    assert [r.prompt.question.origin.row for r in taken.failed] == [0]
+    assert [r.prompt.question.origin.row for r in taken.failed.first] == [0]
     with pytest.raises(Refusal, match="1 of 4 responses"):
         take(policy, script, reward__max_failures=0.2, **REMAX)
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hand_rollouts import recipe_of, rollout
+from hand_rollouts import plans_of, recipe_of, rollout
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.train import update as updates
 from lockstep.train.advantages import Advantages, Learned
-from lockstep.train.annotate import Annotated, UpdatePlan, plan_updates
+from lockstep.train.annotate import Annotated, UpdatePlan
 from lockstep.train.build import build_critic, build_learner
 from lockstep.train.experience import Experience, experience_of
 from lockstep.train.kl_coefficient import next_coefficient
@@ -66,7 +66,7 @@ def models_of(recipe: Recipe, world: World | None = None) -> Models:
 
 
 def planned(models: Models, recipe: Recipe) -> list[UpdatePlan]:
-    return plan_updates(made(), models, recipe.batch)
+    return plans_of(made(), models, recipe.batch)
 
 
 def known_of(old: torch.Tensor | None, reference: torch.Tensor | None = None, **more: torch.Tensor) -> Learned:

@@ -1,7 +1,7 @@
 """Advantages: how the rewards of a step become the sign and size of each token's update.
 
-Shapes: K tokens, S sequences of a step, P sequences that have a token, G groups. The whole step is present, so means
-and deviations are plain moments; they are taken in float64.
+Shapes: K tokens, S sequences of a step, P sequences that have a token, G groups. A sequence's tokens are all here or
+none of them; means and deviations are over the whole step, from sums (`Signals.whole`), in float64.
 
 Rules that hold for all estimators:
 - A sequence without a token has no score (there is no token to carry it) and is no part of any baseline.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.algorithms import returns
-from lockstep.algorithms.reduce import sum_by
+from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sum_by
 from lockstep.errors import Refusal
 
 STD_FLOOR = 1e-6
@@ -57,11 +57,12 @@ class Signals:
     """The rewards that `gdpo` compares one by one: weight, and the scores of the sequences."""
     taken_off_K: torch.Tensor | None = None
     """A penalty that a group does not compare: taken off the advantages, at each token with all that follow."""
+    whole: WholeStep = EVERYTHING
 
     @property
     def scores_S(self) -> torch.Tensor:
         """What each sequence earned over all its tokens."""
-        return sum_by(self.rewards_K, self.sequence_K, len(self.group_S))
+        return self.whole.sum_by(self.rewards_K, self.sequence_K, len(self.group_S))
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 def flash_reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """FlashREINFORCE (OpenRLHF 0.11): s minus the mean score of the whole step; no groups, nothing is whitened."""
     scores_S = signals.scores_S.double()
-    present_S = sum_by(torch.ones_like(signals.rewards_K), signals.sequence_K, len(scores_S)) > 0
+    present_S = signals.whole.sum_by(torch.ones_like(signals.rewards_K), signals.sequence_K, len(scores_S)) > 0
     least = scores_S[present_S].min() if bool(present_S.any()) else scores_S.new_zeros(())
     above_S = scores_S - least  # equal scores become exact zeros
     baseline = above_S[present_S].sum() / present_S.sum().clamp(min=1)
@@ -188,16 +189,16 @@ def optimal_token_baseline(signals: Signals, *, gamma: float, lam: float) -> Est
     nothing to compare with: its baseline is 0 (verl's `handle_zero_tail`).
     """
     energy_K = _needed(signals.energy_K, "optimal_token_baseline", "the squared probabilities of all words").double()
-    sequence_K = signals.sequence_K
+    sequence_K, whole = signals.sequence_K, signals.whole
     returns_K = returns.return_to_go(signals.rewards_K, sequence_K, gamma)
     group_S, groups = _numbered(signals.group_S)
     place_K = returns.positions(sequence_K)
     energy_K = returns.running_sum(energy_K, sequence_K)
-    width = int(place_K.max()) + 1 if len(place_K) else 0
+    width = int(max(whole.greatest(place_K), -1.0)) + 1
     key_K = group_S[sequence_K] * width + place_K
 
     def over_group(values_K: torch.Tensor) -> torch.Tensor:
-        return sum_by(values_K, key_K, groups * width)[key_K]
+        return whole.sum_by(values_K, key_K, groups * width)[key_K]
 
     baseline_K = over_group(returns_K * energy_K) / (over_group(energy_K) + ENERGY_FLOOR)
     alone_K = over_group(torch.ones_like(energy_K)) == 1
@@ -224,18 +225,20 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 }
 
 
-def whitened(values_K: torch.Tensor, *, biased: bool = False, divide: bool = True) -> torch.Tensor:
+def whitened(
+    values_K: torch.Tensor, *, biased: bool = False, divide: bool = True, whole: WholeStep = EVERYTHING
+) -> torch.Tensor:
     """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as verl has it. One or equal values give 0.
 
     `biased` takes the variance with n, as OpenRLHF has it; without `divide` x - mean is all.
     """
-    if not len(values_K):
-        return values_K
-    shifted_K = values_K - values_K[0]  # equal values become exact zeros, which no rounding of their mean can undo
-    centred_K = shifted_K - shifted_K.mean()
+    count = whole.count(len(values_K))
+    # Equal values become exact zeros, which no rounding of their mean can undo.
+    shifted_K = values_K - whole.greatest(values_K) if count else values_K
+    centred_K = shifted_K - whole.total(shifted_K.sum()) / max(count, 1)
     if not divide:
         return centred_K
-    variance = centred_K.square().sum() / (len(values_K) if biased else max(len(values_K) - 1, 1))
+    variance = whole.total(centred_K.square().sum()) / (count if biased else max(count - 1, 1))
     return centred_K * torch.rsqrt(variance + VARIANCE_FLOOR)
 
 
@@ -251,13 +254,15 @@ class _Groups:
     def __init__(self, signals: Signals, scores_S: torch.Tensor | None = None):
         """`scores_S` in place of what the sequences earned in all."""
         self._signals = signals
-        present_P, self._index_K = torch.unique(signals.sequence_K, return_inverse=True)
-        self._group_P, self._groups = _numbered(signals.group_S[present_P])
+        whole, sequence_K, sequences = signals.whole, signals.sequence_K, len(signals.group_S)
+        lengths_S = whole.sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), sequence_K, sequences)
         if scores_S is None:
-            self.scores_P = sum_by(signals.rewards_K.double(), self._index_K, len(present_P))
-        else:
-            self.scores_P = scores_S.double()[present_P]
-        self.lengths_P = sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), self._index_K, len(present_P))
+            scores_S = whole.sum_by(signals.rewards_K.double(), sequence_K, sequences)
+        present_S = lengths_S > 0
+        # The place of a sequence among those that have a token.
+        self._index_K = (present_S.cumsum(0) - 1)[sequence_K]
+        self._group_P, self._groups = _numbered(signals.group_S[present_S])
+        self.scores_P, self.lengths_P = scores_S.double()[present_S], lengths_S[present_S]
         self.size_P = self.total(torch.ones_like(self.scores_P))
         self.above_least_P = self.scores_P - _extreme(self.scores_P, self._group_P, self._groups, "amin")
         self.greatest_P = self.greatest(self.above_least_P)
@@ -302,7 +307,7 @@ def _estimate(
     if signals.taken_off_K is not None:
         advantages_K = advantages_K - returns.return_to_go(signals.taken_off_K, signals.sequence_K, 1.0)
     if wanted.over == "step" or (wanted.over == "own" and whitens):
-        advantages_K = whitened(advantages_K, biased=wanted.biased, divide=wanted.divide)
+        advantages_K = whitened(advantages_K, biased=wanted.biased, divide=wanted.divide, whole=signals.whole)
     return Estimate(advantages_K.to(dtype), returns_K.to(dtype))
 
 

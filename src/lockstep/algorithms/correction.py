@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.algorithms.reduce import sequence_mean, sum_by
+from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sequence_mean, sum_by
 from lockstep.algorithms.stable import log_ratio
 from lockstep.errors import Refusal
 
@@ -63,6 +63,7 @@ def correct(
     normalize: bool = False,
     reject: Sequence[Band] = (),
     rejected: str = "left_out",
+    whole: WholeStep = EVERYTHING,
 ) -> Corrected:
     """Weights by ratio, from `floor` to `cap`, and a mask of what lies outside of every band.
 
@@ -74,14 +75,14 @@ def correct(
     """
     if rejected not in ("left_out", "zero"):
         raise Refusal.at("algorithm.correction.rejected", f"{rejected!r} is not known", "left_out or zero")
-    log_ratio_K = _log_ratio(trainer_K, engine_K)
+    log_ratio_K = _log_ratio(trainer_K, engine_K, whole)
     importance_K = _importance(weight, log_ratio_K, sequence_K, sequences)
     most = math.inf if cap is None or weight == "none" else cap
     weights_K = importance_K
     if weight != "none":
         weights_K = importance_K.clamp(floor, most)
         if normalize:
-            weights_K = weights_K / _mean_weight(weight, weights_K, sequence_K, sequences)
+            weights_K = weights_K / _mean_weight(weight, weights_K, sequence_K, sequences, whole)
     bands = [*reject, *([Band(MASKS[mask], "ratio", high, low)] if mask in MASKS else [])]
     if mask not in CHOICES:
         raise _unknown("algorithm.correction.mask", mask)
@@ -89,25 +90,25 @@ def correct(
     for band in bands:
         keep_K = keep_K * _inside(band, log_ratio_K, trainer_K, engine_K, sequence_K, sequences)
     metrics = {
-        **_disagreement(log_ratio_K),
-        "rollout_corr/weight_mean": _mean(weights_K),
-        "rollout_corr/effective_share": _effective_share(weights_K),
-        "rollout_corr/capped_share": _mean(importance_K > most),
-        "rollout_corr/masked_share": _mean(keep_K == 0),
-        "rollout_corr/masked_sequence_share": _masked_sequences(keep_K, sequence_K, sequences),
+        **_disagreement(log_ratio_K, whole),
+        "rollout_corr/weight_mean": whole.mean(weights_K),
+        "rollout_corr/effective_share": _effective_share(weights_K, whole),
+        "rollout_corr/capped_share": whole.mean(importance_K > most),
+        "rollout_corr/masked_share": whole.mean(keep_K == 0),
+        "rollout_corr/masked_sequence_share": _masked_sequences(keep_K, sequence_K, sequences, whole),
     }
     if rejected == "zero":
         return Corrected(weights_K * keep_K, torch.ones_like(keep_K), metrics)
     return Corrected(weights_K, keep_K, metrics)
 
 
-def _log_ratio(trainer_K: torch.Tensor, engine_K: torch.Tensor) -> torch.Tensor:
+def _log_ratio(trainer_K: torch.Tensor, engine_K: torch.Tensor, whole: WholeStep) -> torch.Tensor:
     difference_K = log_ratio(trainer_K, engine_K).detach()
-    unknown = int(difference_K.isnan().sum())
+    unknown, tokens = whole.count(int(difference_K.isnan().sum())), whole.count(len(difference_K))
     if unknown:
         raise Refusal.at(
             "rollout log-probabilities",
-            f"{unknown:,} of {len(difference_K):,} tokens have none that can be compared with the trainer's",
+            f"{unknown:,} of {tokens:,} tokens have none that can be compared with the trainer's",
             "check that the engine returns the log-probability of every token it drew",
         )
     return difference_K.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -124,15 +125,17 @@ def _importance(weight: str, log_ratio_K: torch.Tensor, sequence_K: torch.Tensor
     raise _unknown("algorithm.correction.weight", weight)
 
 
-def _mean_weight(weight: str, weights_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> float:
+def _mean_weight(
+    weight: str, weights_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, whole: WholeStep
+) -> float:
     """Over all tokens, or over the sequences that have one. A step without weight is left as it is."""
     if weight == "token":
-        mean = _mean(weights_K)
+        mean = whole.mean(weights_K)
     else:
         ones_K = torch.ones_like(weights_K)
         lengths_S = sum_by(ones_K, sequence_K, sequences)
         weights_S = sum_by(weights_K, sequence_K, sequences)[lengths_S > 0] / lengths_S[lengths_S > 0]
-        mean = _mean(weights_S)
+        mean = whole.mean(weights_S)
     return mean if mean > 1e-8 else 1.0
 
 
@@ -183,32 +186,28 @@ def _over(over: str, judged_K: torch.Tensor, sequence_K: torch.Tensor, sequences
     raise Refusal.at("algorithm.correction.reject", f"{over!r} is not known", "token, sum, mean or max")
 
 
-def _disagreement(log_ratio_K: torch.Tensor) -> dict[str, float]:
+def _disagreement(log_ratio_K: torch.Tensor, whole: WholeStep) -> dict[str, float]:
     """`kl` estimates KL(engine, trainer) by k1, `k3` the same by k3: both are 0 when they agree."""
     ratio_K = log_ratio_K.double().exp()
     return {
-        "rollout_corr/ratio_mean": _mean(ratio_K),
-        "rollout_corr/ratio_max": float(ratio_K.max()) if len(ratio_K) else 0.0,
-        "rollout_corr/kl": _mean(-log_ratio_K),
-        "rollout_corr/k3": _mean(ratio_K - log_ratio_K.double() - 1),
+        "rollout_corr/ratio_mean": whole.mean(ratio_K),
+        "rollout_corr/ratio_max": max(whole.greatest(ratio_K), 0.0),
+        "rollout_corr/kl": whole.mean(-log_ratio_K),
+        "rollout_corr/k3": whole.mean(ratio_K - log_ratio_K.double() - 1),
     }
 
 
-def _effective_share(weights_K: torch.Tensor) -> float:
+def _effective_share(weights_K: torch.Tensor, whole: WholeStep) -> float:
     """Effective sample size over the number of tokens: 1 when all weigh alike."""
-    squares = _mean(weights_K.double().square())
-    return _mean(weights_K) ** 2 / squares if squares > 0 else 0.0
+    squares, mean = whole.mean(weights_K.double().square()), whole.mean(weights_K)
+    return mean**2 / squares if squares > 0 else 0.0
 
 
-def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> float:
+def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, whole: WholeStep) -> float:
     """Of the sequences that have tokens, the share that keeps none."""
     present_S = sum_by(torch.ones_like(keep_K), sequence_K, sequences) > 0
     lost_S = present_S & (sum_by(keep_K, sequence_K, sequences) == 0)
-    return float(lost_S.sum()) / max(float(present_S.sum()), 1.0)
-
-
-def _mean(values_K: torch.Tensor) -> float:
-    return float(values_K.sum(dtype=torch.float64)) / max(len(values_K), 1)
+    return whole.count(int(lost_S.sum())) / max(whole.count(int(present_S.sum())), 1)
 
 
 def _unknown(key: str, name: str) -> Refusal:

@@ -102,22 +102,27 @@ def micro_batch(
     pad_id: int,
     starts: Sequence[int] | None = None,
     shares: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
 ) -> MicroBatch:
     """Tensors of some examples. None at all gives one token that trains nothing.
 
     `starts` says where the targets of each example begin among those of the update; by default they are all there is.
     `shares` says how many tokens of each example stand on the line already: those it has in common with the last
     example before it that shares nothing. Padded rows share nothing.
+    `places` says the same as `starts` among the targets that this rank has, where those are not all.
     """
     if not examples:
         blank = torch.full((1, 1), pad_id)
         nothing = torch.empty(0, dtype=torch.long)
         return MicroBatch(blank, torch.zeros_like(blank), (1,), True, nothing, nothing, nothing)
     batch = _packed(examples, shares or [0] * len(examples)) if packed else _padded(examples, pad_id)
-    if starts is None:
-        return batch
-    indices = [torch.arange(start, start + e.targets) for start, e in zip(starts, examples, strict=True)]
-    return replace(batch, index_K=torch.cat(indices))
+    if starts is not None:
+        batch = replace(batch, index_K=_counted(starts, examples))
+    return batch if places is None else replace(batch, place_K=_counted(places, examples))
+
+
+def _counted(starts: Sequence[int], examples: Sequence[Example]) -> torch.Tensor:
+    return torch.cat([torch.arange(start, start + e.targets) for start, e in zip(starts, examples, strict=True)])
 
 
 def target_starts(examples: Sequence[Example]) -> list[int]:

@@ -1,13 +1,17 @@
-"""Responses to one prompt in micro-batches: on a packed line the prompt stands once before all of its responses."""
+"""Responses to one prompt in micro-batches: on a packed line the prompt stands once before all of its responses.
+
+What goes where is settled from lengths alone (`lay_groups`), so that it is known before the responses are here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
 
-from lockstep.data.batching import cost, micro_batch, shared_beginnings, target_starts
-from lockstep.parallel.world import World
-from lockstep.types import Example, MicroBatch
+from lockstep.data.batching import cost, shared_beginnings
+from lockstep.types import Example
 
 # Attention may need every sequence whole, the prompt with it: a micro-batch holds no more of them than fill its budget
 # so many times, however much they share. Memory then stays what the budget says.
@@ -15,45 +19,45 @@ MOST_WHOLE = 2
 
 
 @dataclass(frozen=True)
-class _Member:
-    number: int
-    group: int
+class Outline:
+    """A response as far as its place depends on it. Those to one prompt have its number and stand together."""
+
+    prompt: int
     length: int
     shared: int
-    """Tokens that stand on the line already where another response of the group is on it."""
+    """Tokens that stand on the line already where another response to the prompt is on it."""
 
 
-def arrange_groups(
-    groups: Sequence[Sequence[Example]], world: World, *, tokens: int, pad_id: int, alike_up_to: int | None = None
-) -> list[MicroBatch]:
-    """This rank's micro-batches of at most `tokens` tokens. A group may be cut: every part has the prompt once.
+class Laid(NamedTuple):
+    """A response on a line: its number, and how many of its tokens stand there already."""
+
+    number: int
+    shared: int
+
+
+# A micro-batch before it is made.
+LaidLine = list[Laid]
+
+
+def lay_groups(
+    responses: Sequence[Outline], shares: int, *, tokens: int, alike_up_to: int | None = None
+) -> list[list[LaidLine]]:
+    """For each share its lines of at most `tokens` tokens. A group may be cut: every part has the prompt once.
 
     Up to `alike_up_to` tokens (None: always) a beginning is the same whatever follows it; groups with a longer sequence
     share nothing.
     """
-    examples = [example for group in groups for example in group]
-    starts, responses = target_starts(examples), _responses(groups, alike_up_to)
-    bins = _even(responses, world.shares, tokens)
-    bins.sort(key=lambda members: -sum(cost(one.length) for one in members))
-    return [
-        micro_batch(
-            [examples[one.number] for one in members],
-            packed=True,
-            pad_id=pad_id,
-            starts=[starts[one.number] for one in members],
-            shares=list(_shares(members)),
-        )
-        for members in bins[world.share :: world.shares]
-    ]
+    numbered = list(enumerate(_alike(responses, alike_up_to)))
+    bins = _even(numbered, shares, tokens)
+    bins.sort(key=lambda members: -sum(cost(one.length) for _, one in members))
+    return [[list(_line(members)) for members in bins[share::shares]] for share in range(shares)]
 
 
-def _responses(groups: Sequence[Sequence[Example]], alike_up_to: int | None) -> list[_Member]:
-    found: list[_Member] = []
-    for number, group in enumerate(groups):
-        moves = alike_up_to is not None and max(len(example) for example in group) > alike_up_to
-        shared = 0 if moves else common_prompt(group)
-        found += [_Member(len(found) + i, number, len(example), shared) for i, example in enumerate(group)]
-    return found
+def _alike(responses: Sequence[Outline], alike_up_to: int | None) -> Iterator[Outline]:
+    for _, members in groupby(responses, key=lambda one: one.prompt):
+        group = list(members)
+        moves = alike_up_to is not None and max(one.length for one in group) > alike_up_to
+        yield from (replace(one, shared=0) for one in group) if moves else group
 
 
 def common_prompt(group: Sequence[Example]) -> int:
@@ -71,20 +75,24 @@ def _untrained(example: Example) -> int:
     return example.trained.index(1) if 1 in example.trained else len(example) - 1
 
 
-def _shares(members: Sequence[_Member]) -> Iterator[int]:
+_Numbered = tuple[int, Outline]
+
+
+def _line(members: Sequence[_Numbered]) -> Iterator[Laid]:
     """A group's first response on the line brings the prompt."""
-    before: _Member | None = None
-    for one in members:
-        yield one.shared if before is not None and before.group == one.group else 0
+    before: Outline | None = None
+    for number, one in members:
+        yield Laid(number, one.shared if before is not None and before.prompt == one.prompt else 0)
         before = one
 
 
-def _even(responses: Sequence[_Member], devices: int, tokens: int) -> list[list[_Member]]:
+def _even(responses: Sequence[_Numbered], devices: int, tokens: int) -> list[list[_Numbered]]:
     """As few lines as `tokens` allows, as many on every device, and all about equally long."""
-    if max(one.length for one in responses) > tokens:
-        raise ValueError(f"a row of {max(one.length for one in responses)} tokens fits no micro-batch of {tokens}")
+    longest = max(one.length for _, one in responses)
+    if longest > tokens:
+        raise ValueError(f"a row of {longest} tokens fits no micro-batch of {tokens}")
     wanted = -(-len(_filled(responses, tokens, tokens)) // devices) * devices
-    low, high = max(one.length for one in responses), tokens
+    low, high = longest, tokens
     while low < high:
         middle = (low + high) // 2
         if len(_filled(responses, middle, tokens)) <= wanted:
@@ -95,17 +103,17 @@ def _even(responses: Sequence[_Member], devices: int, tokens: int) -> list[list[
     return bins + [[] for _ in range(wanted - len(bins))]
 
 
-def _filled(responses: Sequence[_Member], room: int, tokens: int) -> list[list[_Member]]:
+def _filled(responses: Sequence[_Numbered], room: int, tokens: int) -> list[list[_Numbered]]:
     """One response after another, on the same line while it has room."""
-    bins: list[list[_Member]] = []
+    bins: list[list[_Numbered]] = []
     used = whole = 0
-    for one in responses:
-        together = bins and bins[-1][-1].group == one.group
+    for number, one in responses:
+        together = bins and bins[-1][-1][1].prompt == one.prompt
         own = one.length - one.shared if together else one.length
         if not bins or used + own > room or whole + one.length > MOST_WHOLE * tokens:
             bins.append([])
             used, whole, own = 0, 0, one.length
-        bins[-1].append(one)
+        bins[-1].append((number, one))
         used += own
         whole += one.length
     return bins

@@ -28,6 +28,7 @@ class Update(Generic[T]):
     items: Sequence[T]
     examples: Sequence[Example]
     batches: list[MicroBatch]
+    spread = False
 
     @property
     def targets(self) -> int:

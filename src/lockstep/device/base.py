@@ -54,6 +54,8 @@ class Device(ABC):
     """Whether a drawn token's log-probability comes from the sampler on its way, or from the trainer's own kernel."""
     generates_beside: ClassVar[bool] = False
     """Whether a second process may generate on it while the run trains on it."""
+    meets_itself: ClassVar[bool] = False
+    """Whether its collective joins two processes that are on one device."""
     prefill_tokens: ClassVar[int] = 8192
     """Prompt tokens that the engine gives to one forward pass, where the recipe does not say and memory allows."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -26,6 +26,7 @@ class Cpu(Device):
     graph_capture = False
     attention = "sdpa"
     generates_beside = True
+    meets_itself = True
 
     def unavailable(self) -> str | None:
         return None

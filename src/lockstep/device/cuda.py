@@ -57,6 +57,7 @@ class Cuda(Accelerator):
     adamw = "triton"
     lean_layers = True
     graph_capture = True
+    generates_beside = True
     ray_resource = "GPU"
     paged_attention = "triton"
     sampler = "triton"

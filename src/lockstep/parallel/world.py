@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +28,25 @@ TIMEOUT = timedelta(minutes=30)
 # What ranks exchange tensors on the host with, whatever the device.
 HOST_COLLECTIVE = "gloo"
 HOST = f"cpu:{HOST_COLLECTIVE}"
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A number that the ranks count up together."""
+
+    key: str
+
+    def take(self, count: int) -> int:
+        """Count on by so many; returns where it stood. No two ranks are told the same."""
+        return int(_store().add(self.key, count)) - count
+
+    def remove(self) -> None:
+        """Nobody needs it any more."""
+        _store().delete_key(self.key)
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 @dataclass(frozen=True)
@@ -90,6 +111,32 @@ class World:
                 dist.all_reduce(tensor, group=self.column)
         return tensor
 
+    def max_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest of all shares' numbers, of a tensor on the host, in place."""
+        if self.shares > 1:
+            with self._meeting("a maximum"):
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.column)
+        return tensor
+
+    def ranks_of(self, share: int) -> range:
+        """The ranks that have a share."""
+        each = self.size // self.shares
+        return range(share * each, (share + 1) * each)
+
+    def exchange(self, parcels: Sequence[T]) -> list[T]:
+        """Parcel i goes to rank i; returns what every rank had for this one, in rank order. Nobody else sees it."""
+        if self.size == 1:
+            return list(parcels)
+        packed = [pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL) for parcel in parcels]
+        sent = torch.tensor([len(one) for one in packed])
+        received = torch.empty_like(sent)
+        with self._meeting("an exchange"):
+            dist.all_to_all_single(received, sent)
+            arriving = torch.empty(int(received.sum()), dtype=torch.uint8)
+            leaving = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
+            dist.all_to_all_single(arriving, leaving, received.tolist(), sent.tolist())
+        return [pickle.loads(part.numpy().tobytes()) for part in arriving.split(received.tolist())]
+
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order."""
         if self.size == 1:
@@ -98,6 +145,11 @@ class World:
         with self._meeting("a gathering"):
             dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
+
+    def counters(self, count: int) -> list[Counter]:
+        """New counters that all ranks share, in the store where they met (a collective)."""
+        name = self.gather(secrets.token_hex(8))[0]
+        return [Counter(f"lockstep/counter/{name}/{number}") for number in range(count)]
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -268,6 +268,11 @@ def _rollout_problems(recipe: Recipe) -> Iterator[Problem]:
             "the process that generates beside training cannot run rollout.function",
             "remove one of them",
         )
+    if rollout.max_staleness is None:
+        for key in ("worker_device", "hand_over"):
+            if key in rollout.model_fields_set and getattr(rollout, key) not in (None, "auto"):
+                why = "says how a process generates beside training, and there is none"
+                yield Problem(f"rollout.{key}", why, "set rollout.max_staleness, or remove it")
     if estimator_row(algorithm.advantage).groups and rollout.n < 2:
         yield Problem(
             "rollout.n",

@@ -121,6 +121,21 @@ class RolloutSettings(Section):
         "Over 0, `algorithm.correction.weight` is `token` where the recipe does not say.",
         effect=Effect("matters", "responses are drawn by weights of earlier steps, and how early is a matter of time"),
     )
+    worker_device: int | None = Field(
+        None,
+        ge=0,
+        description="With `max_staleness`: number of the device that this process generates on. Default: the one that "
+        "trains.",
+        effect=Effect("harmless", "the same model on another device of the same kind"),
+        resumable=True,
+    )
+    hand_over: Literal["auto", "memory", "collective"] = Field(
+        "auto",
+        description="With `max_staleness`: how weights reach it, through shared memory of the host or by a collective "
+        "of the devices (on a CPU: of the processes). `auto` is the collective where it has a device of its own.",
+        effect=Effect("harmless", "the same weights by another way; a probe shows that they are"),
+        resumable=True,
+    )
     max_probs_diff: float | None = Field(
         None,
         gt=0,

@@ -1,14 +1,20 @@
-"""Responses of all ranks, judged: each rank generates its share of the prompts, then everybody has everything."""
+"""Responses, judged: each rank generates its share of the prompts, and has the responses that it generated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import torch
 
 from lockstep.parallel.world import World
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.shares import Shares
 from lockstep.types import Failure, Prompt, Question, Request, Rollout, Sampling, Score
 
 
@@ -18,6 +24,16 @@ class Judge(Protocol):
     def submit(self, question: Question, text: str) -> Future[Score | Failure]: ...
 
     def flush(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What this rank generated, in the order of prompts and samples, in how many seconds, and how many of the prompts
+    were another's at first."""
+
+    rollouts: list[Rollout]
+    seconds: float
+    taken: int
 
 
 def _judged(made: dict[str, Any], score: Score | Failure, decode: Callable[[list[int]], str]) -> dict[str, Any]:
@@ -46,39 +62,110 @@ def collect(
     decode: Callable[[list[int]], str],
     phases: Callable[[str], AbstractContextManager[None]],
     advance: Callable[[int], None] = lambda done: None,
-) -> list[Rollout]:
-    """`n` responses to each prompt, in the order of prompts and samples, the same on every rank.
+    expected: Sequence[float] | None = None,
+) -> Collected:
+    """`n` responses to each prompt of this rank's share, which is balanced by the `expected` tokens of a response.
 
     A response is handed to the judge as soon as it is finished, so that judging overlaps with the decoding of the rest.
-    Of ranks that divide a model and generate together one judges, and the others take its word.
+    Of ranks that divide a model and generate together one judges and has the responses, the others have none.
     """
-    mine = list(range(world.engine, len(prompts), world.engines))
-    requests = [Request(prompts[index].ids, keys[index], n, question=prompts[index].question) for index in mine]
     judged: list[tuple[dict[str, Any], Future[Score | Failure]]] = []
-    with phases("gen"):
-        for completion in engine.generate(requests, sampling):
-            index = mine[completion.request]
-            text = decode(completion.ids)
-            made = {
-                "prompt_index": index,
-                "sample": completion.sample,
-                "ids": completion.ids,
-                "logprobs": completion.logprobs,
-                "stop": completion.stop,
-                "trained": completion.trained,
-                "versions": completion.versions,
-                "text": text,
-            }
-            if world.speaks:
-                judged.append((made, judge.submit(prompts[index].question, text)))
-            advance(1)
-            world.progress()
-    with phases("reward"):
-        judge.flush()
-        done = []
-        for made, score in judged:
-            world.progress(f"the score of sample {made['sample']} of prompt {made['prompt_index']} of the step")
-            done.append(_judged(made, score.result(), decode))
-        everyone = [made for share in world.gather(done) for made in share]
-    everyone.sort(key=lambda made: (made["prompt_index"], made["sample"]))
-    return [Rollout(prompt=prompts[made["prompt_index"]], **made) for made in everyone]
+    with _asked(engine, prompts, keys, n, world, expected or [1.0] * len(prompts)) as asked:
+        with phases("gen"):
+            begun = time.perf_counter()
+            for completion in asked.generate(sampling):
+                index = asked.indices[completion.request]
+                text = decode(completion.ids)
+                made = {
+                    "prompt_index": index,
+                    "sample": completion.sample,
+                    "ids": completion.ids,
+                    "logprobs": completion.logprobs,
+                    "stop": completion.stop,
+                    "trained": completion.trained,
+                    "versions": completion.versions,
+                    "text": text,
+                }
+                if world.speaks:
+                    judged.append((made, judge.submit(prompts[index].question, text)))
+                advance(1)
+                world.progress()
+            seconds = time.perf_counter() - begun
+        with phases("reward"):
+            judge.flush()
+            done = []
+            for made, score in judged:
+                world.progress(f"the score of sample {made['sample']} of prompt {made['prompt_index']} of the step")
+                done.append(_judged(made, score.result(), decode))
+    done.sort(key=lambda made: (made["prompt_index"], made["sample"]))
+    return Collected(
+        [Rollout(prompt=prompts[made["prompt_index"]], **made) for made in done], seconds, asked.shares.taken
+    )
+
+
+class _OwnShare:
+    """What this rank asks its engine: all of its share at once, or as there is room for it (`Further`)."""
+
+    def __init__(self, engine: Engine, prompts: Sequence[Prompt], keys: Sequence[int], n: int, shares: Shares):
+        self.engine, self.prompts, self.keys, self.n, self.shares = engine, prompts, keys, n, shares
+        self.longest_prompt = max((len(prompt.ids) for prompt in prompts), default=0)
+        self.indices: list[int] = []
+        """The prompt of each request, in the order they were asked."""
+
+    def generate(self, sampling: Sampling) -> Iterator[Any]:
+        return self.engine.generate(self._requests(self.shares.own()), sampling)
+
+    def _requests(self, indices: Sequence[int]) -> list[Request]:
+        self.indices += indices
+        return [Request(self.prompts[i].ids, self.keys[i], self.n, question=self.prompts[i].question) for i in indices]
+
+
+class _OpenShare(_OwnShare):
+    """Prompts are begun when the engine has rows for all their samples, and anybody may begin them."""
+
+    engine: NativeEngine
+
+    def generate(self, sampling: Sampling) -> Iterator[Any]:
+        self.engine.further = self
+        try:
+            yield from self.engine.generate(self._requests(self.shares.begin(self._prompts(self._rows))), sampling)
+        finally:
+            self.engine.further = None
+
+    def take(self, room: int) -> list[Request]:
+        count = self._prompts(room)
+        if count < 1:
+            return []
+        return self._requests(self.shares.begin(count) or self.shares.help(count, idle=room == self._rows))
+
+    @property
+    def _rows(self) -> int:
+        return self.engine.settings.max_sequences
+
+    def _prompts(self, room: int) -> int:
+        # More samples than rows: a prompt at a time, when there is all the room that there will ever be.
+        return room // min(self.n, self._rows)
+
+
+@contextmanager
+def _asked(
+    engine: Engine, prompts: Sequence[Prompt], keys: Sequence[int], n: int, world: World, expected: Sequence[float]
+) -> Iterator[_OwnShare]:
+    costs = [len(prompt.ids) + n * tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+    # Which responses are decoded together is a matter of time where ranks take from each other, and with that rounding:
+    # a deterministic run leaves each to its share, and so do ranks that divide a model, which all ask the same of it.
+    alone = world.size == 1 or world.tensor > 1 or not isinstance(engine, NativeEngine)
+    if alone or torch.are_deterministic_algorithms_enabled():
+        yield _OwnShare(engine, prompts, keys, n, Shares(costs, world.engine, world.engines))
+        return
+    *counters, ended = world.counters(world.size + 1)
+    yield _OpenShare(engine, prompts, keys, n, Shares(costs, world.rank, world.size, counters))
+    if ended.take(1) == world.size - 1:  # nobody counts any more
+        for counter in (*counters, ended):
+            counter.remove()
+
+
+def everyone(rollouts: Sequence[Rollout], world: World) -> list[Rollout]:
+    """The responses of all ranks, in the order of prompts and samples, on each of them."""
+    every = [rollout for share in world.gather(list(rollouts)) for rollout in share]
+    return sorted(every, key=lambda rollout: (rollout.prompt_index, rollout.sample))

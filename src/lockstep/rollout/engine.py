@@ -47,6 +47,17 @@ class OtherProgram(Protocol):
         ...
 
 
+class Further(Protocol):
+    """Requests that an engine may go on with once it has room for them."""
+
+    longest_prompt: int
+    """In tokens."""
+
+    def take(self, room: int) -> Sequence[Request]:
+        """Some for at most `room` more responses; none where there is none left."""
+        ...
+
+
 class SharedWeights:
     """For engines that run the trained modules themselves: there is no second copy to bring up to date."""
 

@@ -22,12 +22,13 @@ from lockstep.recipe.online import RolloutSettings
 from lockstep.recipe.rows import ENGINES
 from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine
-from lockstep.rollout.collect import Judge, collect
+from lockstep.rollout.collect import Collected, Judge, collect, everyone
 from lockstep.rollout.ending import end_ids
 from lockstep.rollout.engine import Engine, OtherProgram
 from lockstep.rollout.engines import engine_of
 from lockstep.rollout.function import FunctionEngine
 from lockstep.rollout.place import RunPlace
+from lockstep.rollout.shares import ExpectedLengths
 from lockstep.run.metrics import PhaseTimer
 from lockstep.types import Prompt, Rollout, Sampling
 
@@ -49,6 +50,7 @@ class Generator:
     ):
         self.policy, self.tokenizer, self.world = policy, tokenizer, world
         self.device = device.torch_device(world.local_rank)
+        self.lengths = ExpectedLengths()
         self.engine_name, self.served = settings.engine, ENGINES[settings.engine].served
         self.engine = engine_of(settings, policy, device, tokenizer, RunPlace(world, path, logs or Path(gettempdir())))
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
@@ -100,10 +102,27 @@ class Generator:
         advance: Callable[[int], None] = lambda done: None,
     ) -> list[Rollout]:
         """`n` judged responses to each prompt, in order, the same on every rank. `keys` choose each prompt's noise."""
+        own = self.generate_here(prompts, keys, n, sampling, judge, phases, advance)
+        return everyone(own.rollouts, self.world)
+
+    def generate_here(
+        self,
+        prompts: Sequence[Prompt],
+        keys: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        judge: Judge,
+        phases: PhaseTimer = lambda phase: nullcontext(),
+        advance: Callable[[int], None] = lambda done: None,
+    ) -> Collected:
+        """Those of the responses that this rank generates: all `n` to a prompt, or none."""
+        expected = self.lengths.of(prompts)
         with self.whole_weights():
             with phases("sync") if self.served else nullcontext():
                 self.engine.sync(self.policy.stored.named_parameters())
-            return collect(self.responder, judge, prompts, keys, n, sampling, self.world, self.decode, phases, advance)
+            return collect(
+                self.responder, judge, prompts, keys, n, sampling, self.world, self.decode, phases, advance, expected
+            )
 
     def after(self, updates: int) -> None:
         """The weights have seen so many updates: told to an engine that has weights of its own."""
@@ -131,12 +150,18 @@ class Generator:
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """Whole weights on every rank, so that each can generate by itself."""
-        if self.world.size > 1:
-            # A sharded model must be entered through its root once; the engines enter below it.
-            with torch.no_grad():
-                self.policy(to_device(micro_batch([], packed=True, pad_id=0), self.device))
+        # A sharded model must be entered through its root once; the engines enter below it.
+        self._enter()
         with gathered(self.policy):
             yield
+            # Its backward pass gathers ahead what was run before, by the order in which that was: the last pass before
+            # training is the same on every rank, also on one that had nothing to generate.
+            self._enter()
+
+    def _enter(self) -> None:
+        if self.world.size > 1:
+            with torch.no_grad():
+                self.policy(to_device(micro_batch([], packed=True, pad_id=0), self.device))
 
     @contextmanager
     def _closed_on_refusal(self) -> Iterator[None]:

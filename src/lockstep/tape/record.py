@@ -37,6 +37,9 @@ class Taped(Protocol):
 class Recorder:
     """This class itself keeps nothing, for runs without a tape."""
 
+    on = False
+    """Whether the step under way is kept."""
+
     def begin(self, step: int, carried: Mapping[str, float]) -> None:
         """Step `step` (from 1) is about to start, with the weights as they are and what the loop carries."""
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from lockstep.algorithms.advantage import Signals, Whitening, informative
+from lockstep.algorithms.advantage import Estimate, Signals, Whitening, informative
 from lockstep.algorithms.correction import Band, Corrected, correct
 from lockstep.algorithms.filtration import drawn_times
 from lockstep.algorithms.kl import divergence
 from lockstep.algorithms.own import estimator
-from lockstep.algorithms.reduce import sum_by
+from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sum_by
+from lockstep.functions import is_function_path
 from lockstep.recipe import Recipe
-from lockstep.recipe.online import Correction
+from lockstep.recipe.online import Algorithm, Correction
 from lockstep.recipe.rows import estimator_row
 from lockstep.reward.scorer import active_weights
 from lockstep.train.annotate import Annotated
@@ -23,8 +24,8 @@ from lockstep.train.experience import Experience, part_of
 
 @dataclass(frozen=True)
 class Advantages:
-    """For every token of a step. `keep_K` is 0 for tokens that are left out of the loss, `importance_K` their weight
-    otherwise; `times_S` is how often a response counts, where that is not once."""
+    """For every token of a step that is here. `keep_K` is 0 for tokens that are left out of the loss, `importance_K`
+    their weight otherwise; `times_S` is how often a response of the step counts, where that is not once."""
 
     rewards_K: torch.Tensor
     advantages_K: torch.Tensor
@@ -48,12 +49,12 @@ def estimate_advantages(
     experience: Experience, known: Annotated, recipe: Recipe, kl_coefficient: float, seed: tuple[int, ...] = (0,)
 ) -> Advantages:
     """`seed` is of what is drawn: which responses count how often."""
-    algorithm, sequence_K = recipe.algorithm, experience.sequence_K
+    algorithm, sequence_K, whole = recipe.algorithm, experience.sequence_K, experience.whole
     metrics: dict[str, float] = {}
     # What was not earned at a step of the response is earned at its end.
     earned_S = sum_by(experience.earned_K, sequence_K, experience.sequences)
     rewards_K = experience.earned_K.clone()
-    rewards_K[experience.last_K] += experience.scores_S - earned_S
+    rewards_K[experience.last_K] += (experience.scores_S - earned_S)[list(experience.numbers)]
     kl, taken_off_K = algorithm.kl, None
     if kl.in_reward():
         assert known.old_K is not None
@@ -65,12 +66,12 @@ def estimate_advantages(
             rewards_K -= penalty_K
         else:
             taken_off_K = penalty_K
-        metrics["actor/reward_kl_penalty"] = float(kl_K.double().mean())
+        metrics["actor/reward_kl_penalty"] = whole.mean(kl_K)
     corrected = _corrected(experience, known, algorithm.correction)
     keep_K, importance_K = corrected.keep_K, corrected.weights_K
     metrics |= corrected.metrics
     if algorithm.overlong.skip:
-        cut_S = torch.tensor([rollout.stop == "length" for rollout in experience.rollouts])
+        cut_S = torch.tensor([summary.stop == "length" for summary in experience.summaries])
         keep_K = torch.where(cut_S[sequence_K], 0.0, keep_K)
         metrics["response/skipped_ratio"] = float(cut_S.double().mean())
     signals = Signals(
@@ -83,16 +84,41 @@ def estimate_advantages(
         _energy(known, importance_K),
         _parts(experience, recipe) if estimator_row(algorithm.advantage).parts else (),
         taken_off_K,
+        whole,
     )
-    advantage = estimator(algorithm.advantage, algorithm.function_limit)
-    estimate = advantage(signals, gamma=algorithm.gamma, lam=algorithm.lam)
+    estimate = _estimate(experience, signals, algorithm)
     times_S = None
     if algorithm.filtration.method != "none":
+        # Every rank knows all scores, and draws the same.
         times_S = drawn_times(experience.scores_S, **algorithm.filtration.model_dump(), generator=generator_of(seed))
         metrics["actor/filtered_share"] = float((times_S == 0).double().mean())
     rewards_K = rewards_K if taken_off_K is None else rewards_K - taken_off_K
     metrics |= _described(experience, rewards_K, estimate.advantages_K, estimate.returns_K, known.values_K)
     return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, importance_K, metrics, times_S)
+
+
+def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) -> Estimate:
+    advantage = estimator(algorithm.advantage, algorithm.function_limit)
+    given = {"gamma": algorithm.gamma, "lam": algorithm.lam}
+    if not is_function_path(algorithm.advantage) or experience.world.size == 1:
+        return advantage(signals, **given)
+
+    # A function of the user's sees the whole step, as in one process; a rank keeps the numbers of its own tokens.
+    def every(vector_K: torch.Tensor | None) -> torch.Tensor | None:
+        return None if vector_K is None else experience.everywhere(vector_K)
+
+    everything = replace(
+        signals,
+        rewards_K=experience.everywhere(signals.rewards_K),
+        sequence_K=torch.repeat_interleave(torch.arange(experience.sequences), experience.written_S),
+        values_K=every(signals.values_K),
+        energy_K=every(signals.energy_K),
+        taken_off_K=every(signals.taken_off_K),
+        whole=EVERYTHING,
+    )
+    found = advantage(everything, **given)
+    own = experience.places_of(slice(0, experience.sequences))
+    return Estimate(found.advantages_K[own], found.returns_K[own])
 
 
 def _corrected(experience: Experience, known: Annotated, settings: Correction) -> Corrected:
@@ -104,7 +130,8 @@ def _corrected(experience: Experience, known: Annotated, settings: Correction) -
     assert trainer_K is not None
     keys = settings.model_dump(exclude={"bypass", "reject"})
     bands = [Band(**band.model_dump()) for band in settings.reject]
-    return correct(trainer_K, experience.engine_K, experience.sequence_K, experience.sequences, **keys, reject=bands)
+    engine_K, sequence_K, sequences = experience.engine_K, experience.sequence_K, experience.sequences
+    return correct(trainer_K, engine_K, sequence_K, sequences, **keys, reject=bands, whole=experience.whole)
 
 
 def _energy(known: Annotated, importance_K: torch.Tensor) -> torch.Tensor | None:
@@ -121,8 +148,9 @@ def _parts(experience: Experience, recipe: Recipe) -> tuple[tuple[float, torch.T
     weights = recipe.algorithm.gdpo_rewards or active_weights(recipe.reward)[0]
     if recipe.algorithm.overlong.buffer and not recipe.algorithm.gdpo_rewards:
         weights = {**weights, "overlong": 1.0}
+    summaries, prompts, key = experience.summaries, experience.prompts, "algorithm.gdpo_rewards"
     return tuple(
-        (weight, torch.tensor([part_of(rollout, name, "algorithm.gdpo_rewards") for rollout in experience.rollouts]))
+        (weight, torch.tensor([part_of(summary, prompts, name, key) for summary in summaries]))
         for name, weight in weights.items()
     )
 
@@ -134,27 +162,31 @@ def _described(
     returns_K: torch.Tensor,
     values_K: torch.Tensor | None,
 ) -> dict[str, float]:
-    rewards_S = sum_by(rewards_K.double(), experience.sequence_K, experience.sequences)
+    whole = experience.whole
+    rewards_S = whole.sum_by(rewards_K.double(), experience.sequence_K, experience.sequences)
     metrics = {
-        **_spread("critic/score", experience.scores_S),
-        **_spread("critic/rewards", rewards_S),
-        **_spread("critic/advantages", advantages_K),
-        **_spread("critic/returns", returns_K),
+        **_spread("critic/score", experience.scores_S, EVERYTHING),
+        **_spread("critic/rewards", rewards_S, EVERYTHING),
+        **_spread("critic/advantages", advantages_K, whole),
+        **_spread("critic/returns", returns_K, whole),
     }
     mixed = experience.group_S[informative(experience.scores_S, experience.group_S)].unique()
     metrics["critic/mixed_groups"] = len(mixed) / len(experience.group_S.unique())
     if values_K is not None:
-        metrics |= _spread("critic/values", values_K)
-        unexplained = (returns_K - values_K).double().var(unbiased=False)
-        total = returns_K.double().var(unbiased=False)
-        metrics["critic/vf_explained_var"] = float(1 - unexplained / total) if total > 0 else 0.0
+        metrics |= _spread("critic/values", values_K, whole)
+        unexplained, total = _variance(returns_K - values_K, whole), _variance(returns_K, whole)
+        metrics["critic/vf_explained_var"] = 1 - unexplained / total if total > 0 else 0.0
     return metrics
 
 
-def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    values = values.double()
+def _variance(values_K: torch.Tensor, whole: WholeStep) -> float:
+    centred_K = values_K.double() - whole.mean(values_K)
+    return whole.mean(centred_K.square())
+
+
+def _spread(name: str, values: torch.Tensor, whole: WholeStep) -> dict[str, float]:
     return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
+        f"{name}/mean": whole.mean(values),
+        f"{name}/max": whole.greatest(values),
+        f"{name}/min": -whole.greatest(-values),
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
+from lockstep.data.groups import LaidLine
 from lockstep.recipe import Recipe
 from lockstep.recipe.rows import estimator_row, loss_row
 from lockstep.recipe.schema import Batch
@@ -17,12 +19,28 @@ from lockstep.types import MicroBatch
 
 
 @dataclass(frozen=True)
+class UpdateLines:
+    """The responses of one optimizer step by their numbers, and who trains on which of them in which micro-batch."""
+
+    responses: slice
+    shares: list[list[LaidLine]]
+    """The lines of each share; numbers are counted from the first response of the update."""
+
+    def owners(self) -> Iterator[tuple[int, int]]:
+        """The share that has each response, and the response's number in the step."""
+        for share, lines in enumerate(self.shares):
+            yield from ((share, self.responses.start + laid.number) for line in lines for laid in line)
+
+
+@dataclass(frozen=True)
 class UpdatePlan:
     """The responses of one optimizer step, this rank's share of them in micro-batches."""
 
     responses: slice
     tokens: slice
+    """Of the vectors of the tokens that are here."""
     batches: list[MicroBatch]
+    spread = True
 
     @property
     def targets(self) -> int:
@@ -31,7 +49,7 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class Annotated:
-    """For every token of a step; what a recipe does not use is None."""
+    """For every token of a step that is here; what a recipe does not use is None."""
 
     old_K: torch.Tensor | None
     """What new log-probs are compared with: the policy's own before the first update, or the engine's."""
@@ -43,20 +61,38 @@ class Annotated:
     """The sum of the squared probabilities of all words."""
 
 
-def plan_updates(experience: Experience, models: Models, batch: Batch) -> list[UpdatePlan]:
-    """The step cut into optimizer steps by prompts, each packed by itself, a prompt once before its responses.
+def lay_updates(experience: Experience, models: Models, batch: Batch) -> list[UpdateLines]:
+    """The step cut into optimizer steps by prompts, each packed by itself, a prompt once before its responses."""
+    each = batch.prompts_per_update or batch.prompts
+    runs = [experience.of_prompts(first, first + each) for first in range(0, batch.prompts, each)]
+    return [UpdateLines(run, models.lay(experience.outlines(run))) for run in runs if run.stop > run.start]
+
+
+def plan_updates(experience: Experience, updates: Sequence[UpdateLines], models: Models) -> list[UpdatePlan]:
+    """The micro-batches of this rank, whose responses are here.
 
     Old and new log-probs come from the same micro-batches, so that their ratio is exactly 1 before an update.
     """
-    each = batch.prompts_per_update or batch.prompts
-    plans = []
-    for first in range(0, batch.prompts, each):
-        responses = experience.of_prompts(first, first + each)
-        groups = experience.groups(responses)
-        if groups:
-            batches = models.arrange_groups(groups)
-            plans.append(UpdatePlan(responses, experience.tokens_of(responses), batches))
-    return plans
+    return [_planned(experience, update, models) for update in updates]
+
+
+def _planned(experience: Experience, update: UpdateLines, models: Models) -> UpdatePlan:
+    run, tokens = update.responses, experience.tokens_of(update.responses)
+    starts = [0, *accumulate(experience.written_S[run].tolist())]
+    here = {number: place for place, number in enumerate(experience.numbers) if run.start <= number < run.stop}
+    places = dict(zip(here, [0, *accumulate(experience.written_S[list(here)].tolist())], strict=False))
+    batches = []
+    for line in update.shares[models.world.share]:
+        numbers = [run.start + laid.number for laid in line]
+        batches.append(
+            models.packing.batch(
+                line,
+                [experience.examples[here[number]] for number in numbers],
+                starts=[starts[laid.number] for laid in line],
+                places=[places[number] for number in numbers],
+            )
+        )
+    return UpdatePlan(run, tokens, batches)
 
 
 def old_needed(recipe: Recipe, updates: int) -> bool:

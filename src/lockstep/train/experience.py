@@ -1,28 +1,41 @@
 """The responses of a step as flat vectors, one entry for each token that the policy produced.
 
-Shapes: K tokens of all responses, one response after another; S responses. Every rank holds all of them, so what is
-computed from them is global by itself; only forward passes are divided over the ranks.
+Shapes: S responses of the step, K tokens of those that are here, one response after another. What is known of every
+response everywhere is small (`Summary`); its tokens, and all that is said of them, are on one rank: at first where they
+were generated, then where they are trained (`moving.py`). What is counted over the step comes from sums over the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 import torch
 
+from lockstep.algorithms.reduce import EVERYTHING, WholeStep
+from lockstep.data.groups import Outline, common_prompt
 from lockstep.errors import Problem, Refusal, shortened
-from lockstep.types import Example, Failure, Rollout, Score
+from lockstep.parallel.world import World
+from lockstep.types import Example, Prompt, Rollout, Score, Summary
 
 _NONE = np.empty(0, dtype=np.float32)
 
 
 @dataclass(frozen=True)
 class Experience:
+    summaries: Sequence[Summary]
+    """Of all responses of the step, by prompt and sample; a response's number is its place here."""
+    prompts: Mapping[int, Prompt]
+    """By their index in the step."""
+    numbers: Sequence[int]
+    """Of the responses that are here, in order."""
     rollouts: list[Rollout]
     examples: list[Example]
     sequence_K: torch.Tensor
+    """The number of a token's response."""
     group_S: torch.Tensor
     engine_K: torch.Tensor
     """The engine's log-probabilities."""
@@ -30,85 +43,173 @@ class Experience:
     earned_K: torch.Tensor
     """The shares of the scores that belong to a token before the last."""
     baseline_S: torch.Tensor | None
+    world: World
+    """The ranks that the responses are spread over; one of its own where all of them are here."""
 
     @property
     def sequences(self) -> int:
-        return len(self.examples)
+        return len(self.summaries)
+
+    @property
+    def whole(self) -> WholeStep:
+        """From sums over what is here to those over the step."""
+        return EVERYTHING if self.world.size == 1 else WholeStep(self.world.sum_tensor, self.world.max_tensor)
+
+    @cached_property
+    def written_S(self) -> torch.Tensor:
+        """Tokens that the policy wrote, of every response."""
+        return torch.tensor([summary.written for summary in self.summaries], dtype=torch.long)
 
     @property
     def last_K(self) -> torch.Tensor:
-        """Where each response ends."""
-        lengths = torch.tensor([rollout.written for rollout in self.rollouts])
-        return lengths.cumsum(0) - 1
+        """Where each response that is here ends."""
+        return self.written_S[list(self.numbers)].cumsum(0) - 1
 
     def of_prompts(self, first: int, last: int) -> slice:
-        """Responses to the prompts of index `first` up to `last`."""
-        indices = [rollout.prompt_index for rollout in self.rollouts]
-        inside = [i for i, index in enumerate(indices) if first <= index < last]
+        """Numbers of the responses to the prompts of index `first` up to `last`."""
+        inside = [i for i, summary in enumerate(self.summaries) if first <= summary.prompt_index < last]
         return slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
 
-    def groups(self, responses: slice) -> list[list[Example]]:
-        """A run of responses, those to one prompt together."""
-        groups: list[list[Example]] = []
-        before: int | None = None
-        for rollout, example in zip(self.rollouts[responses], self.examples[responses], strict=True):
-            if rollout.prompt_index != before:
-                groups.append([])
-            groups[-1].append(example)
-            before = rollout.prompt_index
-        return groups
+    def outlines(self, responses: slice) -> list[Outline]:
+        return [Outline(one.prompt_index, one.length, one.shared) for one in self.summaries[responses]]
 
     def tokens_of(self, responses: slice) -> slice:
-        """Tokens of a run of responses."""
-        lengths = [rollout.written for rollout in self.rollouts]
-        return slice(sum(lengths[: responses.start]), sum(lengths[: responses.stop]))
+        """Tokens that are here of a run of responses."""
+        before = [number for number in self.numbers if number < responses.start]
+        inside = [number for number in self.numbers if responses.start <= number < responses.stop]
+        start = int(self.written_S[before].sum())
+        return slice(start, start + int(self.written_S[inside].sum()))
+
+    def everywhere(self, vector_K: torch.Tensor, responses: slice | None = None) -> torch.Tensor:
+        """Numbers for the tokens that are here as those for all tokens of the step, or of a run of responses; on every
+        rank, so only for what cannot be had from sums."""
+        every = responses or slice(0, self.sequences)
+        if self.world.size == 1:
+            return vector_K
+        whole = vector_K.new_zeros(int(self.written_S[every].sum()))
+        whole[self.places_of(every)] = vector_K
+        return self.world.sum_tensor(whole)
+
+    def places_of(self, responses: slice) -> torch.Tensor:
+        """Where the tokens that are here of a run of responses stand among all tokens of the run."""
+        ends_S = self.written_S[responses].cumsum(0)
+        starts_S = ends_S - self.written_S[responses]
+        inside = [n - responses.start for n in self.numbers if responses.start <= n < responses.stop]
+        runs = [torch.arange(int(starts_S[n]), int(ends_S[n])) for n in inside]
+        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.long)
+
+    def everyone(self) -> list[Rollout]:
+        """All responses of the step, on every rank: for a tape and for a replay."""
+        shares = self.world.gather(list(zip(self.numbers, self.rollouts, strict=True)))
+        return [rollout for _, rollout in sorted(dict(pair for share in shares for pair in share).items())]
+
+    def with_own(self, own: Mapping[int, Rollout]) -> Experience:
+        """The same step where other responses are here, by their numbers."""
+        return _experience(self.summaries, self.prompts, own, self.baseline_S, self.world)
 
 
 def experience_of(rollouts: Sequence[Rollout], baselines: dict[int, float] | None = None) -> Experience:
+    """What can be learned from, where all responses are here."""
+    prompts = {rollout.prompt_index: rollout.prompt for rollout in rollouts}
+    return spread_experience(summarised(rollouts), prompts, rollouts, baselines, World())
+
+
+def spread_experience(
+    summaries: Sequence[Summary],
+    prompts: Mapping[int, Prompt],
+    here: Sequence[Rollout],
+    baselines: dict[int, float] | None,
+    world: World,
+) -> Experience:
     """What can be learned from: responses without a score, or without their baseline, are left out.
 
     A response without a token is refused: nothing could carry its score, which would fall on its neighbour.
     """
     scored = [
-        rollout
-        for rollout in rollouts
-        if not isinstance(rollout.score, Failure) and (baselines is None or rollout.prompt_index in baselines)
+        summary
+        for summary in summaries
+        if isinstance(summary.score, Score) and (baselines is None or summary.prompt_index in baselines)
     ]
-    _refuse_empty(scored)
-    lengths = torch.tensor([rollout.written for rollout in scored], dtype=torch.long)
-    return Experience(
-        rollouts=scored,
-        examples=[_example(rollout) for rollout in scored],
-        sequence_K=torch.repeat_interleave(torch.arange(len(scored)), lengths),
-        group_S=torch.tensor([rollout.prompt_index for rollout in scored], dtype=torch.long),
-        engine_K=torch.from_numpy(np.concatenate([_written(rollout) for rollout in scored] or [_NONE])),
-        scores_S=torch.tensor([r.score.total for r in scored if isinstance(r.score, Score)], dtype=torch.float32),
-        earned_K=_earned(scored, int(lengths.sum())),
-        baseline_S=None if baselines is None else torch.tensor([baselines[rollout.prompt_index] for rollout in scored]),
+    _refuse_empty(scored, prompts)
+    number = {(summary.prompt_index, summary.sample): i for i, summary in enumerate(scored)}
+    own = {number[key]: rollout for rollout in here if (key := (rollout.prompt_index, rollout.sample)) in number}
+    baseline_S = None if baselines is None else torch.tensor([baselines[summary.prompt_index] for summary in scored])
+    return _experience(scored, prompts, own, baseline_S, world)
+
+
+def summarised(rollouts: Sequence[Rollout]) -> list[Summary]:
+    """What is known everywhere of these responses, among which are all to a prompt or none."""
+    found: list[Summary] = []
+    for _, members in groupby(rollouts, key=lambda rollout: rollout.prompt_index):
+        group = list(members)
+        scored = [example_of(rollout) for rollout in group if isinstance(rollout.score, Score)]
+        shared = common_prompt(scored) if scored else 0
+        found += [_summary(rollout, shared) for rollout in group]
+    return found
+
+
+def _summary(rollout: Rollout, shared: int) -> Summary:
+    score = replace(rollout.score, steps=()) if isinstance(rollout.score, Score) else rollout.score
+    return Summary(
+        rollout.prompt_index,
+        rollout.sample,
+        len(rollout.prompt.ids),
+        len(rollout.ids),
+        rollout.written,
+        shared,
+        rollout.stop,
+        score,
     )
 
 
-def part_of(rollout: Rollout, name: str, key: str) -> float:
+def _experience(
+    summaries: Sequence[Summary],
+    prompts: Mapping[int, Prompt],
+    own: Mapping[int, Rollout],
+    baseline_S: torch.Tensor | None,
+    world: World,
+) -> Experience:
+    numbers = sorted(own)
+    here = [own[number] for number in numbers]
+    lengths = torch.tensor([rollout.written for rollout in here], dtype=torch.long)
+    return Experience(
+        summaries=summaries,
+        prompts=prompts,
+        numbers=numbers,
+        rollouts=here,
+        examples=[example_of(rollout) for rollout in here],
+        sequence_K=torch.repeat_interleave(torch.tensor(numbers, dtype=torch.long), lengths),
+        group_S=torch.tensor([summary.prompt_index for summary in summaries], dtype=torch.long),
+        engine_K=torch.from_numpy(np.concatenate([_written(rollout) for rollout in here] or [_NONE])),
+        scores_S=torch.tensor([s.score.total for s in summaries if isinstance(s.score, Score)], dtype=torch.float32),
+        earned_K=_earned(here, int(lengths.sum())),
+        baseline_S=baseline_S,
+        world=world,
+    )
+
+
+def part_of(summary: Summary, prompts: Mapping[int, Prompt], name: str, key: str) -> float:
     """One part of what a response earned. `key` is where the recipe names it."""
-    assert isinstance(rollout.score, Score)
-    if name not in rollout.score.parts:
+    assert isinstance(summary.score, Score)
+    if name not in summary.score.parts:
         raise Refusal.at(
             key,
-            f"response {rollout.sample} to {rollout.prompt.question.origin} has no part {name!r} in its score",
-            f"it has {', '.join(rollout.score.parts) or 'none'}; the last checkpoint is untouched",
+            f"response {summary.sample} to {prompts[summary.prompt_index].question.origin} has no part {name!r} in its "
+            "score",
+            f"it has {', '.join(summary.score.parts) or 'none'}; the last checkpoint is untouched",
         )
-    return rollout.score.parts[name]
+    return summary.score.parts[name]
 
 
-def _refuse_empty(rollouts: Sequence[Rollout]) -> None:
+def _refuse_empty(summaries: Sequence[Summary], prompts: Mapping[int, Prompt]) -> None:
     problems = [
         Problem(
-            f"response {rollout.sample} to {rollout.prompt.question.origin}",
+            f"response {summary.sample} to {prompts[summary.prompt_index].question.origin}",
             "has no token of the policy's, so there is none to carry its score",
             "an engine returns at least the token that ended the response; the last checkpoint is untouched",
         )
-        for rollout in rollouts
-        if not rollout.written
+        for summary in summaries
+        if not summary.written
     ]
     if problems:
         raise Refusal(shortened(problems, "responses"))
@@ -130,6 +231,7 @@ def _written(rollout: Rollout) -> np.ndarray:
     return logprobs[np.asarray(rollout.trained, dtype=bool)]
 
 
-def _example(rollout: Rollout) -> Example:
+def example_of(rollout: Rollout) -> Example:
+    """The whole sequence, of which the policy's own tokens are trained."""
     prompt = list(rollout.prompt.ids)
     return Example(prompt + rollout.ids, [0] * len(prompt) + list(rollout.trained), rollout.prompt.question.origin)

@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lockstep.errors import Refusal
 from lockstep.types import Failure, Rollout
 
 
-def refuse_failures(failed: Sequence[Rollout], total: int, most: float) -> None:
+@dataclass(frozen=True)
+class Unscored:
+    """How many there were, and the first of them."""
+
+    count: int
+    first: Sequence[Rollout]
+
+
+def refuse_failures(failed: Unscored, total: int, most: float) -> None:
     """Stop where more than the share `most` of all responses failed."""
-    if len(failed) > most * total:
+    if failed.count > most * total:
         raise _refusal(failed, total, f"over reward.max_failures={most:g}")
 
 
-def refuse_nothing_left(failed: Sequence[Rollout], total: int, left: int) -> None:
+def refuse_nothing_left(failed: Unscored, total: int, left: int) -> None:
     """Stop where no response is left to learn from, however many may fail."""
     if not left:
         raise _refusal(failed, total, "and none is left to learn from")
 
 
-def _refusal(failed: Sequence[Rollout], total: int, consequence: str) -> Refusal:
-    first = failed[0]
+def _refusal(failed: Unscored, total: int, consequence: str) -> Refusal:
+    first = failed.first[0]
     assert isinstance(first.score, Failure)
     return Refusal.at(
         f"reward.{first.score.part}",
-        f"{len(failed)} of {total} responses could not be scored, {consequence}; the first, to "
+        f"{failed.count} of {total} responses could not be scored, {consequence}; the first, to "
         f"{first.prompt.question.origin}: {first.score.told}; response: {first.text[:200]!r}",
         "mend the reward, or raise reward.max_failures; the last checkpoint is untouched",
     )
 
 
-def failure_warning(failed: Sequence[Rollout]) -> list[str]:
+def failure_warning(failed: Unscored) -> list[str]:
     """The first response of a step that could not be scored, with the reason."""
-    if not failed:
+    if not failed.count:
         return []
-    first = failed[0]
+    first = failed.first[0]
     assert isinstance(first.score, Failure)
     return [
-        f"{len(failed)} responses could not be scored and are left out; the first, to "
+        f"{failed.count} responses could not be scored and are left out; the first, to "
         f"{first.prompt.question.origin}: {first.score.part}: {first.score.told}; it said {first.text[:80]!r}"
     ]

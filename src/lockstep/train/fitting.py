@@ -17,7 +17,7 @@ from lockstep.recipe.rows import estimator_row
 from lockstep.train.cluster import TargetCluster
 from lockstep.train.outlook import Outlook
 
-Keys = dict[str, Any]
+KeyValues = dict[str, Any]
 # Up to so many times as many nodes are tried where no keys help.
 MOST_TIMES = 64
 # Keys that save less time than this are not worth saying.
@@ -52,9 +52,9 @@ def with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def _fastest(outlook: Outlook, cluster: TargetCluster) -> Keys | None:
+def _fastest(outlook: Outlook, cluster: TargetCluster) -> KeyValues | None:
     """By the time of a step, rounded, so that a change that gains next to nothing is left out."""
-    found: list[tuple[float, int, Keys]] = []
+    found: list[tuple[float, int, KeyValues]] = []
     for keys in _candidates(outlook, cluster):
         changed = outlook.with_recipe(with_keys(outlook.recipe, keys))
         if changed.over(cluster):
@@ -68,11 +68,11 @@ def _fastest(outlook: Outlook, cluster: TargetCluster) -> Keys | None:
     return min((one for one in found if one[0] <= (1 + WORTH) * least), key=lambda one: (one[1], one[0]))[2]
 
 
-def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[Keys]:
+def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[KeyValues]:
     """All combinations that the recipe may have, with as many sequences at once as the cache then has room for."""
     recipe = outlook.recipe
     for parts in product(*(one(recipe, cluster) for one in (_slices, _hosts, _references, _layers, _contexts))):
-        shared: Keys = {key: value for part in parts for key, value in part.items()}
+        shared: KeyValues = {key: value for part in parts for key, value in part.items()}
         context = shared.get("parallel.context", recipe.parallel.context)
         for micro in _micro_batches(outlook, context):
             keys = {**shared, **micro}
@@ -85,7 +85,7 @@ def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[Keys]:
                     break
 
 
-def _possible(outlook: Outlook, cluster: TargetCluster, keys: Keys) -> bool:
+def _possible(outlook: Outlook, cluster: TargetCluster, keys: KeyValues) -> bool:
     """Whether the recipe may have these keys, and a micro-batch still holds the longest row."""
     recipe = with_keys(outlook.recipe, keys)
     try:
@@ -99,7 +99,7 @@ def _possible(outlook: Outlook, cluster: TargetCluster, keys: Keys) -> bool:
 # -- what may be changed: for each, nothing first, then the keys
 
 
-def _slices(recipe: Recipe, cluster: TargetCluster) -> list[Keys]:
+def _slices(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     try:
         whole = grid_of(recipe.parallel, cluster.devices).replicate == 1
     except Refusal:  # of the recipe's own keys, on more devices than it was written for
@@ -107,23 +107,23 @@ def _slices(recipe: Recipe, cluster: TargetCluster) -> list[Keys]:
     return [{}] if whole else [{}, {"parallel.shard": cluster.devices, "parallel.replicate": 1}]
 
 
-def _hosts(recipe: Recipe, cluster: TargetCluster) -> list[Keys]:
+def _hosts(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     kinds = ["optimizer"] if cluster.devices == 1 else ["optimizer", "all"]
     critic = recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
     keys = ["parallel.offload", *(["parallel.offload_critic"] if critic else [])]
     return [{}, *(dict.fromkeys(keys, kind) for kind in kinds)]
 
 
-def _references(recipe: Recipe, cluster: TargetCluster) -> list[Keys]:
+def _references(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     absent = reference_kind(recipe) != "model" or recipe.parallel.offload_reference
     return [{}] if absent else [{}, {"parallel.offload_reference": True}]
 
 
-def _layers(recipe: Recipe, cluster: TargetCluster) -> list[Keys]:
+def _layers(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     return [{}] if recipe.model.gradient_checkpointing else [{}, {"model.gradient_checkpointing": True}]
 
 
-def _contexts(recipe: Recipe, cluster: TargetCluster) -> list[Keys]:
+def _contexts(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     """Only inside a node: keys and values travel in every layer."""
     if recipe.batch.tokens is None:
         return [{}]
@@ -131,7 +131,7 @@ def _contexts(recipe: Recipe, cluster: TargetCluster) -> list[Keys]:
     return [{}, *({"parallel.context": n} for n in counts if n > recipe.parallel.context and cluster.each % n == 0)]
 
 
-def _micro_batches(outlook: Outlook, context: int) -> Iterator[Keys]:
+def _micro_batches(outlook: Outlook, context: int) -> Iterator[KeyValues]:
     batch = outlook.recipe.batch
     yield {}
     if batch.tokens is None:
@@ -147,7 +147,7 @@ def _micro_batches(outlook: Outlook, context: int) -> Iterator[Keys]:
         yield {"batch.tokens": tokens}
 
 
-def _sequences(recipe: Recipe, cluster: TargetCluster) -> Iterator[Keys]:
+def _sequences(recipe: Recipe, cluster: TargetCluster) -> Iterator[KeyValues]:
     yield {}
     if recipe.method not in ONLINE:
         return

@@ -1,6 +1,7 @@
 """The models of a run: who answers for log-probs and values, and what learns.
 
-Answers cover all targets of an update, on the host, the same on every rank: each rank fills in its share.
+Answers are on the host. They cover all targets of an update, the same on every rank, each of which fills in its share;
+or, of responses that are spread over the ranks, those that this one has.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.data.batching import run_on
-from lockstep.data.groups import arrange_groups
+from lockstep.data.batching import micro_batch, plan_micro_batches, run_on
+from lockstep.data.groups import Laid, LaidLine, Outline, lay_groups
 from lockstep.data.updates import Update, arrange
 from lockstep.device.transfer import fetched
 from lockstep.kernels.divergence import Likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
+from lockstep.parallel.division import Division
 from lockstep.parallel.offload import resident
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
@@ -45,21 +47,42 @@ class Packing:
     def __call__(self, items: Sequence[T]) -> Update[T]:
         return arrange(items, self.world, tokens=self.tokens, rows=self.rows, pad_id=self.pad_id)
 
-    def groups(self, groups: Sequence[Sequence[Example]], alike_up_to: int | None) -> list[MicroBatch]:
-        """The examples of each group begin with one prompt, which a packed line has once, a divided one not."""
-        if self.tokens is None or self.world.context is not None or all(len(group) == 1 for group in groups):
-            return self([example for group in groups for example in group]).batches
-        return arrange_groups(groups, self.world, tokens=self.tokens, pad_id=self.pad_id, alike_up_to=alike_up_to)
+    def lay(self, responses: Sequence[Outline], alike_up_to: int | None) -> list[list[LaidLine]]:
+        """For each share, which responses make up its micro-batches. Those to one prompt begin with it, which a packed
+        line has once, a divided one not."""
+        alone = len({one.prompt for one in responses}) == len(responses)
+        if self.tokens is None or self.world.context is not None or alone:
+            lengths = [one.length for one in responses]
+            plan = plan_micro_batches(lengths, devices=self.world.shares, tokens=self.tokens, rows=self.rows)
+            return [[[Laid(number, 0) for number in members] for members in share] for share in plan]
+        return lay_groups(responses, self.world.shares, tokens=self.tokens, alike_up_to=alike_up_to)
+
+    def batch(
+        self, line: LaidLine, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
+    ) -> MicroBatch:
+        """A line with its `examples`, the targets of each of which begin at `starts` (and at `places` in the vectors of
+        this rank, where that does not have them all)."""
+        context = self.world.context
+        shares = [laid.shared for laid in line]
+        batch = micro_batch(
+            examples, packed=self.tokens is not None, pad_id=self.pad_id, starts=starts, shares=shares, places=places
+        )
+        return batch if context is None else replace(batch, context=Division(batch, context))
 
 
 class Asked(Protocol):
-    """Micro-batches of this rank, and how many targets those of all ranks have together."""
+    """Micro-batches of this rank, and how many targets there are to answer: those of all ranks, or its own."""
 
     @property
     def batches(self) -> Sequence[MicroBatch]: ...
 
     @property
     def targets(self) -> int: ...
+
+    @property
+    def spread(self) -> bool:
+        """Whether a rank wants the answers for its own targets alone, which it has counted."""
+        ...
 
 
 @dataclass
@@ -97,11 +120,11 @@ class Models:
     def arrange(self, items: Sequence[T]) -> Update[T]:
         return self.packing(items)
 
-    def arrange_groups(self, groups: Sequence[Sequence[Example]]) -> list[MicroBatch]:
-        """This rank's micro-batches of the responses to some prompts, for all models of the run."""
+    def lay(self, responses: Sequence[Outline]) -> list[list[LaidLine]]:
+        """For each share, the micro-batches of the responses to some prompts, for all models of the run."""
         modules = [self.module, self.reference, *(learner.module for learner in self.learners)]
         limits = [getattr(module, "alike_up_to", None) for module in modules]
-        return self.packing.groups(groups, min((limit for limit in limits if limit is not None), default=None))
+        return self.packing.lay(responses, min((limit for limit in limits if limit is not None), default=None))
 
     def logprobs(self, asked: Asked) -> torch.Tensor:
         """The policy's log-probs, as it is now."""
@@ -166,8 +189,8 @@ def over_targets(
     with resident(module), evaluating(module):
         said = [fetched(pick(run_on(module, batch, device))) for batch in asked.batches]
     for batch, numbers in zip(asked.batches, said, strict=True):
-        vector[..., batch.index_K] = numbers()
-    return world.sum_tensor(vector)
+        vector[..., batch.own_K] = numbers()
+    return vector if asked.spread else world.sum_tensor(vector)
 
 
 @dataclass(frozen=True)

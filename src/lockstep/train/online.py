@@ -12,9 +12,10 @@ from lockstep.recipe import Recipe
 from lockstep.reward.scorer import Scorer
 from lockstep.run.progress import Console
 from lockstep.train.advantages import Learned, estimate_advantages
-from lockstep.train.annotate import annotate, plan_updates
+from lockstep.train.annotate import annotate, lay_updates, plan_updates
 from lockstep.train.failures import failure_warning
 from lockstep.train.kl_coefficient import next_coefficient
+from lockstep.train.moving import moved
 from lockstep.train.plan import make_loader
 from lockstep.train.prepare import prepare_online
 from lockstep.train.rollouts import Rollouts, take_rollouts
@@ -74,21 +75,23 @@ def open_online(recipe: Recipe, console: Console, *, keeps: bool = True) -> Iter
 
 def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float]:
     """What a step learns from its rollouts; returns its metrics."""
-    training, experience = online.training, rollouts.experience
+    training = online.training
     run, models, beta = training.run, training.models, training.carried["kl_coefficient"]
     recipe, batches = run.recipe, run.prepared.batches
-    plans = plan_updates(experience, models, recipe.batch)
+    updates = lay_updates(rollouts.experience, models, recipe.batch)
+    experience = moved(rollouts.experience, updates, run.world)
+    plans = plan_updates(experience, updates, models)
     known = annotate(plans, models, recipe, run.phases, experience.engine_K)
     with run.phases("adv"):
         advantages = estimate_advantages(experience, known, recipe, beta, (recipe.run.seed, step))
-    record_rollouts(training.tape, rollouts, known, advantages)
+    record_rollouts(training.tape, rollouts, experience, known, advantages)
     learned = Learned(experience, known, advantages)
     metrics = {**rollouts.metrics, **advantages.metrics}
     metrics |= update(plans, learned, models, recipe, beta, step, batches.steps, run.phases)
     metrics["training/epoch"] = rollouts.position / batches.rows
     next_beta = next_coefficient(recipe, beta, metrics, experience.sequences)
     training.carried.update(position=float(rollouts.position), kl_coefficient=next_beta)
-    store_samples(run, step + 1, rollouts, advantages)
+    store_samples(run, step + 1, rollouts, experience, advantages)
     for warning in (*failure_warning(rollouts.failed), *online.warnings.read(metrics)):
         run.console.warn(warning)
     return metrics

@@ -15,6 +15,7 @@ from lockstep.recipe import Recipe
 from lockstep.rollout.sampling import training_sampling
 from lockstep.rollout.worker.engine import WorkerEngine
 from lockstep.run.progress import Console
+from lockstep.train.beside import collective_of
 from lockstep.train.online import Online, open_online, train_step
 from lockstep.train.rollouts import Rollouts, take_rollouts
 from lockstep.types import Request
@@ -77,7 +78,8 @@ def open_worker(online: Online) -> Iterator[Ahead]:
     run, policy = training.run, training.models.module
     assert isinstance(policy, Policy)
     log = run.folder.path / "rollout" / "worker.log"
-    engine = WorkerEngine(policy, training.models.device, run.recipe, run.prepared.end_tokens, log)
+    collective = collective_of(run.recipe, run.device)
+    engine = WorkerEngine(policy, training.models.device, run.recipe, run.prepared.end_tokens, log, collective)
     try:
         yield Ahead(online, engine)
     finally:
@@ -110,7 +112,8 @@ class _Clock:
         passed, busy, waited = (after - before for after, before in zip(now, self._last, strict=True))
         self._last = now
         return {
-            "async/worker_busy": busy / passed,
-            "async/trainer_busy": 1.0 - waited / passed,
+            # The clocks are read one after the other: a share may come out a little over all of it.
+            "async/worker_busy": min(1.0, busy / passed),
+            "async/trainer_busy": max(0.0, 1.0 - waited / passed),
             "async/wait_s": waited,
         }

@@ -17,6 +17,7 @@ from lockstep.kernels.logprob import Foresight, Scores
 from lockstep.recipe.online import Algorithm
 from lockstep.recipe.rows import loss_row
 from lockstep.train.advantages import Learned
+from lockstep.train.annotate import UpdatePlan
 from lockstep.train.draws import generator_of
 from lockstep.types import MicroBatch, Sums
 
@@ -31,20 +32,26 @@ def _keys(algorithm: Algorithm, names: Mapping[str, str]) -> dict[str, Any]:
     return {argument: getattr(algorithm, key) for argument, key in names.items()}
 
 
-def held_tokens(algorithm: Algorithm, learned: Learned, tokens: slice, seed: tuple[int, ...]) -> torch.Tensor | None:
+def held_tokens(algorithm: Algorithm, learned: Learned, plan: UpdatePlan, seed: tuple[int, ...]) -> torch.Tensor | None:
     """Tokens that the covariance losses hold back, chosen over the whole update."""
     held = loss_row(algorithm.loss).held
     if held is None:
         return None
     old_K, advantages = learned.known.old_K, learned.advantages
     assert old_K is not None
-    vectors = old_K[tokens], advantages.advantages_K[tokens], advantages.keep_K[tokens]
-    return HELD[algorithm.loss](*vectors, **_keys(algorithm, held), generator=generator_of(seed))
+    experience, tokens = learned.experience, plan.tokens
+    # Chosen by rank and by a draw over all of them, which no sum tells: every rank looks at the whole update.
+    vectors = [
+        experience.everywhere(vector_K[tokens], plan.responses)
+        for vector_K in (old_K, advantages.advantages_K, advantages.keep_K)
+    ]
+    held_K = HELD[algorithm.loss](*vectors, **_keys(algorithm, held), generator=generator_of(seed))
+    return held_K if experience.world.size == 1 else held_K[experience.places_of(plan.responses)]
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of a micro-batch, which finds its tokens in the vectors of the update."""
+    """The loss of a micro-batch, which finds its tokens in this rank's vectors of the update."""
 
     algorithm: Algorithm
     policy_loss: Callable[[PolicyTokens], Sums]
@@ -62,13 +69,13 @@ class PolicyLoss:
     held_K: torch.Tensor | None
 
     def __call__(self, scores: Scores, batch: MicroBatch) -> Sums:
-        tokens, logprobs = self._tokens(batch.index_K), scores.logprobs_K
+        tokens, logprobs = self._tokens(batch.own_K), scores.logprobs_K
         sums = self._sums(logprobs, scores.entropies_K, tokens)
         # The first update of a step compares what the engine said with what the trainer says of the same weights: over
         # all tokens, since those that disagree most are left out of everything else.
         bypass = self.algorithm.correction.bypass
         old = logprobs.detach() if tokens.old_K is None or bypass else tokens.old_K
-        difference = (old.exp() - sent(self.engine_K[batch.index_K], self.device).exp()).abs()
+        difference = (old.exp() - sent(self.engine_K[batch.own_K], self.device).exp()).abs()
         sums.metrics |= {"probs_diff": difference.sum(), "probs_diff_squared": difference.square().sum()}
         largest = difference.max() if len(difference) else difference.new_zeros(())
         return Sums(sums.loss, sums.metrics, {"probs_diff": largest})
@@ -86,7 +93,7 @@ class PolicyLoss:
             logprobs_R: torch.Tensor, entropies_R: torch.Tensor | None, part: slice
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             if not whole:
-                whole.append(self._tokens(batch.index_K))
+                whole.append(self._tokens(batch.own_K))
             with torch.enable_grad():
                 own = logprobs_R.detach().requires_grad_()
                 spread = None if entropies_R is None else entropies_R.detach().requires_grad_()
@@ -97,11 +104,11 @@ class PolicyLoss:
 
         return foresee
 
-    def _tokens(self, index_K: torch.Tensor) -> _Tokens:
+    def _tokens(self, own_K: torch.Tensor) -> _Tokens:
         def take(vector: torch.Tensor | None) -> torch.Tensor | None:
-            return None if vector is None else sent(vector[index_K], self.device)
+            return None if vector is None else sent(vector[own_K], self.device)
 
-        local_K = torch.unique_consecutive(self.sequence_K[index_K], return_inverse=True)[1]
+        local_K = torch.unique_consecutive(self.sequence_K[own_K], return_inverse=True)[1]
         weights = (self.advantages_K, self.average_K, self.penalty_K, self.importance_K)
         vectors = (*weights, self.old_K, self.reference_K, self.held_K)
         return _Tokens(sent(local_K, self.device), *map(take, vectors))  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ from lockstep.rollout.native.prefill import prefill_budget
 from lockstep.rollout.questions import asked_as, encode_questions
 from lockstep.rollout.server.process import refuse_absent
 from lockstep.run.progress import Console
+from lockstep.train.beside import refuse_beside, with_worker
 from lockstep.train.own_functions import try_functions
 from lockstep.train.plan import (
     BatchPlan,
@@ -234,7 +235,7 @@ def prepare_online(
     """As `prepare`, for prompts."""
     collect = Collector()
     collect(lambda: refuse_ranks(recipe.parallel.context, devices))
-    collect(lambda: _refuse_beside(recipe, device, devices))
+    collect(lambda: refuse_beside(recipe, device, devices))
     tokenizer, config, questions = _common(recipe, device, collect)
     collect(lambda: grid_of(recipe.parallel, devices))
     collect(lambda: refuse_offload(recipe.parallel, devices))
@@ -263,6 +264,8 @@ def prepare_online(
         lean_layers=device.lean_layers,
         keeps_cache=kept_cache(device.memory().total) if device.graph_capture else 0,
     )
+    on_host = device.torch_device(0).type == "cpu"
+    memory = with_worker(memory, recipe, config, batches.longest, prefill_tokens, on_host=on_host)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
     return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches)
@@ -270,19 +273,6 @@ def prepare_online(
 
 def sequences_per_update(recipe: Recipe) -> int:
     return (recipe.batch.prompts_per_update or recipe.batch.prompts) * recipe.rollout.n
-
-
-def _refuse_beside(recipe: Recipe, device: Device, devices: int) -> None:
-    """Generation beside training, where it is not made for."""
-    if recipe.rollout.max_staleness is None:
-        return
-    remedy = "remove the key: generation and training then take turns"
-    if devices > 1:
-        why = f"generation beside training is made for one process, and these are {devices}"
-        raise Refusal.at("rollout.max_staleness", why, remedy)
-    if not device.generates_beside:
-        why = f"two processes on one {device.name} device, one of which trains and one generates, are not supported"
-        raise Refusal.at("rollout.max_staleness", why, remedy)
 
 
 def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrainedTokenizerBase, Any, list[Question]]:

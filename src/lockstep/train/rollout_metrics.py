@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.types import Rollout, Score
+from lockstep.types import Score, Summary
 
 
-def rollout_metrics(
-    every: Sequence[Rollout], rollouts: Sequence[Rollout], failed: Sequence[Rollout]
-) -> dict[str, float]:
+def rollout_metrics(every: Sequence[Summary], rollouts: Sequence[Summary], failed: int) -> dict[str, float]:
     """Of the `rollouts` that are learned from; tokens are counted over `every` one that was generated."""
     lengths = torch.tensor([rollout.written for rollout in rollouts], dtype=torch.float64)
-    prompts = torch.tensor([len(rollout.prompt.ids) for rollout in rollouts], dtype=torch.float64)
+    prompts = torch.tensor([rollout.prompt_tokens for rollout in rollouts], dtype=torch.float64)
     metrics = {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
@@ -23,8 +21,8 @@ def rollout_metrics(
         "prompt_length/mean": float(prompts.mean()),
         "prompt_length/max": float(prompts.max()),
         "prompt_length/min": float(prompts.min()),
-        "perf/total_num_tokens": float(sum(len(r.ids) + len(r.prompt.ids) for r in every)),
-        "reward/failed": float(len(failed)),
+        "perf/total_num_tokens": float(sum(r.length for r in every)),
+        "reward/failed": float(failed),
     }
     parts: dict[str, list[float]] = {}
     for rollout in rollouts:
@@ -32,3 +30,14 @@ def rollout_metrics(
             for name, value in rollout.score.parts.items():
                 parts.setdefault(name, []).append(value)
     return metrics | {f"reward/{name}/mean": sum(values) / len(values) for name, values in parts.items()}
+
+
+def straggler_metrics(ranks: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """From every rank's seconds of generation, and the prompts that it took from another's share."""
+    seconds = [seconds for seconds, _ in ranks]
+    if len(ranks) == 1 or not sum(seconds):
+        return {}
+    return {
+        "perf/gen_straggler": max(seconds) * len(seconds) / sum(seconds),
+        "perf/gen_taken_prompts": float(sum(taken for _, taken in ranks)),
+    }

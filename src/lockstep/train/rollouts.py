@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from lockstep.algorithms.advantage import informative
 from lockstep.data.dataset import Loader
 from lockstep.recipe import Recipe
-from lockstep.recipe.online import DynamicSampling
 from lockstep.recipe.rows import estimator_row
 from lockstep.reward.scorer import Scorer
 from lockstep.reward.shaping import shaped
+from lockstep.rollout.collect import everyone
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.sampling import training_sampling
 from lockstep.run.metrics import PhaseTimer
-from lockstep.train.experience import Experience, experience_of, part_of
-from lockstep.train.failures import refuse_failures, refuse_nothing_left
-from lockstep.train.rollout_metrics import rollout_metrics
-from lockstep.types import Failure, Prompt, Rollout, Sampling, Score
+from lockstep.train.dynamic_sampling import teaches
+from lockstep.train.experience import Experience, spread_experience, summarised
+from lockstep.train.failures import Unscored, refuse_failures, refuse_nothing_left
+from lockstep.train.rollout_metrics import rollout_metrics, straggler_metrics
+from lockstep.types import Failure, Prompt, Rollout, Sampling, Score, Summary
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,13 @@ class Rollouts:
     """The responses to learn from, those that could not be scored, and where the next step begins in the data."""
 
     experience: Experience
-    failed: list[Rollout]
+    failed: Unscored
     position: int
     metrics: dict[str, float]
-    generated: list[Rollout]
-    """What the engine answered. A replay learns from recorded responses instead."""
-    judged_S: torch.Tensor
-    """What the rewards say of the responses that are learned from."""
-
-    @classmethod
-    def of(cls, experience: Experience, failed: list[Rollout], position: int, metrics: dict[str, float]) -> Rollouts:
-        """For a run that learns from what it generated."""
-        return cls(experience, failed, position, metrics, experience.rollouts, experience.scores_S)
+    generated: list[Rollout] | None = None
+    """What the engine answered, where a replay learns from recorded responses instead."""
+    judged_S: torch.Tensor | None = None
+    """What this run's rewards say of recorded responses that are learned from."""
 
 
 def take_rollouts(
@@ -49,86 +44,101 @@ def take_rollouts(
     answers = _Answers(generator, scorer, recipe, phases)
     wanted, settings = recipe.batch.prompts, recipe.algorithm.dynamic_sampling
     rounds = settings.rounds
-    kept: list[list[Rollout]] = []
-    uniform: list[list[Rollout]] = []
-    every: list[Rollout] = []
+    kept: list[list[Summary]] = []
+    uniform: list[list[Summary]] = []
+    prompts: dict[int, Prompt] = {}
     used = 0
     while len(kept) < wanted and used < rounds:
         missing = wanted - len(kept)
-        answered = answers.sampled(loader.between(position, position + missing), position)
+        taken = dict(enumerate(loader.between(position, position + missing), start=position))
+        prompts |= taken
         position += missing
         used += 1
-        every += answered
-        for group in _groups(answered):
-            (kept if rounds == 1 or _teaches(group, settings) else uniform).append(group)
+        for group in _groups(answers.sampled(taken)):
+            (kept if rounds == 1 or teaches(group, prompts, settings) else uniform).append(group)
     # The rounds are used up: groups that teach nothing fill the step, so that its size stays what it is.
     filled = kept + uniform[: wanted - len(kept)]
-    rollouts = [replace(rollout, prompt_index=index) for index, group in enumerate(filled) for rollout in group]
-    greedy = answers.greedy(rollouts) if estimator_row(recipe.algorithm.advantage).greedy_baseline else None
-    every += greedy or []
-    failed = [rollout for rollout in every if isinstance(rollout.score, Failure)]
-    refuse_failures(failed, len(every), recipe.reward.max_failures)
-    experience = experience_of(rollouts, None if greedy is None else _baselines(greedy))
-    refuse_nothing_left(failed, len(every), experience.sequences)
-    metrics = rollout_metrics(every, rollouts, failed)
+    # A prompt was known by its position in the data; from here on by its index in the step.
+    index = {group[0].prompt_index: number for number, group in enumerate(filled)}
+    rollouts = [replace(one, prompt_index=index[one.prompt_index]) for group in filled for one in group]
+    here = [replace(one, prompt_index=index[one.prompt_index]) for one in answers.here if one.prompt_index in index]
+    answers.here.clear()
+    asked = {number: prompts[at] for at, number in index.items()}
+    baselines = answers.baselines(asked) if estimator_row(recipe.algorithm.advantage).greedy_baseline else None
+    failed = answers.failed()
+    refuse_failures(failed, len(answers.every), recipe.reward.max_failures)
+    experience = spread_experience(rollouts, asked, here, baselines, generator.world)
+    refuse_nothing_left(failed, len(answers.every), experience.sequences)
+    metrics = rollout_metrics(answers.every, rollouts, failed.count)
+    metrics |= straggler_metrics(generator.world.gather((answers.seconds, answers.taken)))
     if rounds > 1:
         metrics |= {
             "train/num_gen_batches": float(used),
             "train/uniform_groups": float(len(uniform)),
             "train/filled_groups": float(len(filled) - min(len(kept), wanted)),
         }
-    return Rollouts.of(experience, failed, position, metrics)
+    return Rollouts(experience, failed, position, metrics)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Answers:
-    """Responses with the score that they are trained on."""
+    """Responses with the score that they are trained on: what is known of all, and those that this rank generated."""
 
     generator: Generator
     scorer: Scorer
     recipe: Recipe
     phases: PhaseTimer
+    here: list[Rollout] = field(default_factory=list)
+    every: list[Summary] = field(default_factory=list)
+    seconds: float = 0.0
+    taken: int = 0
+    _failed: list[list[Rollout]] = field(default_factory=list)
+    """Of those here, by call."""
 
     @property
     def sampling(self) -> Sampling:
         return training_sampling(self.recipe, self.generator.stop_ids)
 
-    def sampled(self, prompts: Sequence[Prompt], first_key: int) -> list[Rollout]:
-        keys = [first_key + index for index in range(len(prompts))]
-        return self._generate(prompts, keys, self.recipe.rollout.n, self.sampling)
+    def sampled(self, prompts: Mapping[int, Prompt]) -> list[Summary]:
+        """Of prompts by their position in the data, which is their key too."""
+        own, summaries = self._generate(prompts, self.recipe.rollout.n, self.sampling)
+        self.here += own
+        return summaries
 
-    def greedy(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The likeliest response to each prompt of the step, at the prompt's index."""
-        prompts = {rollout.prompt_index: rollout.prompt for rollout in rollouts}
-        indices = sorted(prompts)
-        greedy = self._generate([prompts[i] for i in indices], indices, 1, replace(self.sampling, temperature=0.0))
-        return [replace(rollout, prompt_index=indices[rollout.prompt_index]) for rollout in greedy]
+    def baselines(self, prompts: Mapping[int, Prompt]) -> dict[int, float]:
+        """The score of the likeliest response to each prompt of the step; none where it could not be scored."""
+        _, greedy = self._generate(prompts, 1, replace(self.sampling, temperature=0.0))
+        return {one.prompt_index: one.score.total for one in greedy if isinstance(one.score, Score)}
 
-    def _generate(self, prompts: Sequence[Prompt], keys: Sequence[int], n: int, sampling: Sampling) -> list[Rollout]:
-        rollouts = self.generator.generate(prompts, keys, n, sampling, self.scorer, self.phases)
-        return [shaped(rollout, self.recipe) for rollout in rollouts]
+    def failed(self) -> Unscored:
+        """Those that could not be scored, the first of them whole on every rank."""
+        count = sum(isinstance(one.score, Failure) for one in self.every)
+        if not count:
+            return Unscored(0, [])
+        most = max(self.recipe.log.samples, 1)
+        calls = (everyone(own[:most], self.generator.world) for own in self._failed)
+        return Unscored(count, [one for call in calls for one in call][:most])
+
+    def _generate(
+        self, prompts: Mapping[int, Prompt], n: int, sampling: Sampling
+    ) -> tuple[list[Rollout], list[Summary]]:
+        indices = list(prompts)
+        made = self.generator.generate_here(list(prompts.values()), indices, n, sampling, self.scorer, self.phases)
+        self.seconds += made.seconds
+        self.taken += made.taken
+        own = [shaped(replace(one, prompt_index=indices[one.prompt_index]), self.recipe) for one in made.rollouts]
+        with self.phases("reward"):  # where the ranks wait for the last of them
+            shares = self.generator.world.gather(summarised(own))
+        summaries = sorted((one for share in shares for one in share), key=lambda one: (one.prompt_index, one.sample))
+        for group in _groups(summaries):
+            self.generator.lengths.learn(prompts[group[0].prompt_index], sum(one.tokens for one in group) / len(group))
+        self.every += summaries
+        self._failed.append([one for one in own if isinstance(one.score, Failure)])
+        return own, summaries
 
 
-def _baselines(greedy: Sequence[Rollout]) -> dict[int, float]:
-    """The greedy response's score by the prompt's index; where it could not be scored there is none."""
-    return {rollout.prompt_index: rollout.score.total for rollout in greedy if isinstance(rollout.score, Score)}
-
-
-def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    groups: dict[int, list[Rollout]] = {}
+def _groups(rollouts: Sequence[Summary]) -> list[list[Summary]]:
+    groups: dict[int, list[Summary]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.prompt_index, []).append(rollout)
     return list(groups.values())
-
-
-def _teaches(group: Sequence[Rollout], settings: DynamicSampling) -> bool:
-    """Scores that are not all equal, or whose mean is between two bounds."""
-    scores = torch.tensor([_compared(r, r.score, settings.metric) for r in group if isinstance(r.score, Score)])
-    if settings.between is not None:
-        low, high = settings.between
-        return len(scores) > 0 and low < float(scores.double().mean()) < high
-    return bool(informative(scores, torch.zeros(len(scores), dtype=torch.long)).any())
-
-
-def _compared(rollout: Rollout, score: Score, metric: str | None) -> float:
-    return score.total if metric is None else part_of(rollout, metric, "algorithm.dynamic_sampling.metric")

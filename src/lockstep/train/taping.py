@@ -13,6 +13,7 @@ from lockstep.run.environment import describe_environment
 from lockstep.tape.record import Recorder, Taped, TapeRecorder
 from lockstep.train.advantages import Advantages
 from lockstep.train.annotate import Annotated
+from lockstep.train.experience import Experience, example_of
 from lockstep.train.models import Models
 from lockstep.train.rollouts import Rollouts
 from lockstep.train.run import Run
@@ -58,13 +59,24 @@ def _manifest(run: Run, models: Models) -> dict[str, object]:
     }
 
 
-def record_rollouts(tape: Recorder, rollouts: Rollouts, known: Annotated, advantages: Advantages) -> None:
-    """Online: what a step learns from, before its first update."""
-    experience = rollouts.experience
-    tape.rollouts(rollouts.generated, rollouts.judged_S, experience.baseline_S)
-    tape.examples(experience.examples)
+def record_rollouts(
+    tape: Recorder, rollouts: Rollouts, experience: Experience, known: Annotated, advantages: Advantages
+) -> None:
+    """Online: what a step learns from, before its first update. A step that is recorded is whole on every rank."""
+    if not tape.on:
+        return
+    every = experience.everyone()
+    judged_S = experience.scores_S if rollouts.judged_S is None else rollouts.judged_S
+    tape.rollouts(every if rollouts.generated is None else rollouts.generated, judged_S, experience.baseline_S)
+    tape.examples([example_of(rollout) for rollout in every])
     numbers = {**vars(known), **vars(advantages)}
-    tape.vectors({name.removesuffix("_K"): value for name, value in numbers.items() if name.endswith("_K")})
+    tape.vectors(
+        {
+            name.removesuffix("_K"): None if value is None else experience.everywhere(value)
+            for name, value in numbers.items()
+            if name.endswith("_K")
+        }
+    )
 
 
 def record_rows(tape: Recorder, rows: Sequence[Any], references: Sequence[torch.Tensor]) -> None:

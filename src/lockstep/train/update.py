@@ -58,9 +58,9 @@ def update_policy(
     algorithm, tokens = recipe.algorithm, plan.tokens
     experience, known, advantages = learned.experience, learned.known, learned.advantages
     sequence_K = experience.sequence_K[tokens] - plan.responses.start
-    sequences = plan.responses.stop - plan.responses.start
+    sequences, whole = plan.responses.stop - plan.responses.start, experience.whole
     times_S = None if advantages.times_S is None else advantages.times_S[plan.responses]
-    counted = sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens, times_S
+    counted = sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens, times_S, whole
     average_K, divisor = aggregation_weights(algorithm.aggregation, *counted)
     penalty_K = average_K
     if algorithm.penalty_aggregation is not None:
@@ -79,10 +79,10 @@ def update_policy(
         engine_K=experience.engine_K[tokens],
         old_K=None if known.old_K is None else known.old_K[tokens],
         reference_K=None if known.reference_K is None else known.reference_K[tokens],
-        held_K=held_tokens(algorithm, learned, tokens, seed),
+        held_K=held_tokens(algorithm, learned, plan, seed),
     )
     batches = [replace(batch, foresee=loss.foresight(batch)) for batch in plan.batches]
     outcome = models.trained.forward_backward(batches, loss, divisor)
-    metrics = policy_metrics(outcome, divisor, float((average_K > 0).sum()))
+    metrics = policy_metrics(outcome, divisor, float(whole.count(int((average_K > 0).sum()))))
     refuse_disagreement(metrics, recipe.rollout.max_probs_diff)
     return metrics | models.trained.optim_step(lr)

@@ -23,17 +23,17 @@ def update_critic(plan: UpdatePlan, learned: Learned, models: Models, recipe: Re
     tokens, clip = plan.tokens, recipe.critic.clip
     old_K, returns_K, keep_K = values_K[tokens], advantages.returns_K[tokens], advantages.keep_K[tokens]
     sequence_K = learned.experience.sequence_K[tokens] - plan.responses.start
-    sequences = plan.responses.stop - plan.responses.start
+    sequences, whole = plan.responses.stop - plan.responses.start, learned.experience.whole
     times_S = None if advantages.times_S is None else advantages.times_S[plan.responses]
     average_K, divisor = aggregation_weights(
-        recipe.critic.aggregation, sequence_K, keep_K, sequences, recipe.rollout.max_tokens, times_S
+        recipe.critic.aggregation, sequence_K, keep_K, sequences, recipe.rollout.max_tokens, times_S, whole
     )
 
     def loss(values_K: torch.Tensor, batch: MicroBatch) -> Sums:
-        old, returns, average = (sent(vector[batch.index_K], models.device) for vector in (old_K, returns_K, average_K))
+        old, returns, average = (sent(vector[batch.own_K], models.device) for vector in (old_K, returns_K, average_K))
         return value_loss(values_K, old, returns, average, clip=clip)
 
-    kept = float((average_K > 0).sum())
+    kept = float(whole.count(int((average_K > 0).sum())))
     outcome = models.critic.forward_backward(plan.batches, loss, divisor)
     names = {"vf_clipfrac": "critic/vf_clipfrac", "vpred": "critic/vpred_mean"}
     return {

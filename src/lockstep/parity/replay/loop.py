@@ -20,7 +20,8 @@ from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.record import refuse_no_weights, weights_of
 from lockstep.tape.rows import items_of, rollouts_of
-from lockstep.train.experience import experience_of
+from lockstep.train.experience import spread_experience, summarised
+from lockstep.train.failures import Unscored
 from lockstep.train.offline import Offline, open_offline
 from lockstep.train.offline import train_step as offline_step
 from lockstep.train.online import Online, open_online
@@ -104,14 +105,19 @@ class Replay:
         rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
         # Own responses tell of the engine; only from the recorded weights must they be the recorded ones.
         own = self.mode == "forced" and not self._other_noise(recipe)
-        generated = online.take_rollouts().experience.rollouts if own else rollouts
+        generated = online.take_rollouts().experience.everyone() if own else rollouts
         judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
         baseline = self.tape.read_step(step + 1).tensors.get("step/baseline")
         indices = [rollout.prompt_index for rollout in rollouts]
         baselines = None if baseline is None else dict(zip(indices, baseline.tolist(), strict=True))
         position = int(training.carried["position"]) + recipe.batch.prompts
-        experience, metrics = experience_of(rollouts, baselines), rollout_metrics(rollouts, rollouts, [])
-        return Rollouts(experience, [], position, metrics, generated, judged_S)
+        summaries, world = summarised(rollouts), training.run.world
+        # Whole groups, as a rank generates them.
+        here = [rollout for rollout in rollouts if rollout.prompt_index % world.size == world.rank]
+        prompts = {rollout.prompt_index: rollout.prompt for rollout in rollouts}
+        experience = spread_experience(summaries, prompts, here, baselines, world)
+        metrics = rollout_metrics(summaries, summaries, 0)
+        return Rollouts(experience, Unscored(0, []), position, metrics, generated, judged_S)
 
     def after(self, training: Training, step: int) -> None:
         """Where a module parts for the first time, look into it while the models are here."""

@@ -21,7 +21,7 @@ from lockstep.model.policy import Policy
 from lockstep.parallel.tensor import group_of
 from lockstep.recipe.online import RolloutSettings
 from lockstep.rollout.ending import why_ended
-from lockstep.rollout.engine import SharedWeights
+from lockstep.rollout.engine import Further, SharedWeights
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.prefill import prefill_budget
 from lockstep.rollout.native.runner import Round, Runner
@@ -49,6 +49,8 @@ class NativeEngine(SharedWeights):
         self.policy, self.device, self.settings, self.decode = policy, device, settings, decode
         self.pause: Callable[[], bool] = lambda: False
         """Asked between rounds; where it says yes, what is unfinished comes out as it stands, and `generate` ends."""
+        self.further: Further | None = None
+        """Asked between rounds while rows are free; its requests are numbered on from those of the call."""
         self.preempted = 0
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None
@@ -62,6 +64,8 @@ class NativeEngine(SharedWeights):
             return
         prefixes, samples = _sequences(requests, sampling)
         longest = max(sample.limit for sample in samples)
+        if self.further is not None:
+            longest = max(longest, self.further.longest_prompt + sampling.max_tokens)
         model = self.policy.causal_lm
         refuse_moving_positions(model.config.get_text_config(), longest, type(model).__name__)
         runner = self._runner(samples, longest, sampling)
@@ -100,7 +104,7 @@ class NativeEngine(SharedWeights):
 
     def _run(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
         ahead: Round | None = None
-        while scheduler.unfinished:
+        while self._filled(scheduler, sampling):
             if self.pause():
                 # What the device has drawn ahead is drawn again: the noise of a token depends on its place alone.
                 yield from (_completion(sample, PAUSED) for sample in scheduler.left() if sample.logprobs)
@@ -121,6 +125,13 @@ class NativeEngine(SharedWeights):
                 if sample.stop:
                     scheduler.finish(sample)
                     yield _completion(sample, sample.stop)
+
+    def _filled(self, scheduler: Scheduler, sampling: Sampling) -> bool:
+        """Whether anything is left to do, after a look for further requests where rows are free."""
+        room = scheduler.rows - len(scheduler.running)
+        if self.further is not None and room > 0 and not scheduler.waiting:
+            scheduler.add(*_sequences(self.further.take(room), sampling, first=len(scheduler.prefixes)))
+        return scheduler.unfinished
 
     def _next(self, scheduler: Scheduler, runner: Runner) -> Round | None:
         work = scheduler.next(runner.passes)
@@ -198,11 +209,11 @@ class NativeEngine(SharedWeights):
             # A little more serves the next call too, whose prompts are a little longer, without recording anew.
             step = 1 << max(0, useful.bit_length() - 4)
             useful = -(-useful // step) * step
-        blocks = min(useful, int(room // block_bytes))
+        least = Scheduler.least_blocks(longest, block)
+        blocks = min(max(useful, least), int(room // block_bytes))
         if self._group is not None:
             # The ranks of a group run one schedule.
             blocks = self._group.least(blocks, like.device)
-        least = Scheduler.least_blocks(longest, block)
         if blocks < least:
             raise Refusal.at(
                 "rollout.cache_gb" if asked is not None else "memory",
@@ -236,9 +247,9 @@ def open_engine(
     return NativeEngine(policy, device, settings, tokenizer.decode)
 
 
-def _sequences(requests: Sequence[Request], sampling: Sampling) -> tuple[list[Prefix], list[Sample]]:
+def _sequences(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> tuple[list[Prefix], list[Sample]]:
     prefixes, samples = [], []
-    for number, request in enumerate(requests):
+    for number, request in enumerate(requests, start=first):
         prompt = list(request.ids)
         if not prompt:
             raise ValueError(f"request {number} has no prompt tokens")

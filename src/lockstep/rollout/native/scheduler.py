@@ -42,14 +42,20 @@ class Scheduler:
     def __init__(
         self, prefixes: Sequence[Prefix], samples: Sequence[Sample], *, blocks: int, block: int, rows: int, budget: int
     ):
-        self.prefixes = prefixes
-        self.waiting = sorted(samples, key=lambda sample: sample.order)
+        self.prefixes: list[Prefix] = []
+        self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.pool = BlockPool(blocks)
         self.block, self.rows, self.budget = block, rows, budget
         self.preempted = 0
-        for sample in self.waiting:
-            prefixes[sample.request].waiting += 1
+        self.add(prefixes, samples)
+
+    def add(self, prefixes: Sequence[Prefix], samples: Sequence[Sample]) -> None:
+        """Further requests, numbered on, which come behind all others."""
+        self.prefixes += prefixes
+        self.waiting += sorted(samples, key=lambda sample: sample.order)
+        for sample in samples:
+            self.prefixes[sample.request].waiting += 1
 
     @staticmethod
     def least_blocks(limit: int, block: int) -> int:

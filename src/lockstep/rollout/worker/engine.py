@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
@@ -20,14 +21,17 @@ from lockstep.errors import Refusal
 from lockstep.model.policy import Policy
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe import Recipe
-from lockstep.rollout.worker.memory import WeightMemory
-from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Idle, Opening, Probed
+from lockstep.rollout.worker.group import WeightGroup
+from lockstep.rollout.worker.memory import Place, WeightMemory
+from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Idle, Meeting, Opening, Probed
 from lockstep.rollout.worker.probe import probe, refuse_other_weights
 from lockstep.types import Completion, Request, Sampling
 
 KEY = "rollout.max_staleness"
 # A worker that says nothing for so long has hung; it speaks every few seconds, but for the time it loads a model.
 SILENT_SECONDS = 900.0
+# For the line to say that the worker has ended, after a collective has failed.
+ENDED_SECONDS = 10.0
 # Of what it printed last, when it has died.
 LAST_LINES = 15
 
@@ -37,13 +41,22 @@ _Asked = tuple[Sampling, int, int]
 class WorkerEngine:
     """Starts the worker and does not wait for it. Only the thread that made it calls it.
 
-    `policy` is the one that is trained; `log` keeps the last lines that the worker prints.
+    `policy` is the one that is trained; `log` keeps the last lines that the worker prints. Weights travel through the
+    collective of that name, or without one through shared memory.
     """
 
     instead = "remove rollout.max_staleness: generation and training then take turns"
 
-    def __init__(self, policy: Policy, device: torch.device, recipe: Recipe, end_tokens: Sequence[int], log: Path):
-        self.policy, self.device, self.log = policy, device, log
+    def __init__(
+        self,
+        policy: Policy,
+        device: torch.device,
+        recipe: Recipe,
+        end_tokens: Sequence[int],
+        log: Path,
+        collective: str | None = None,
+    ):
+        self.policy, self.device, self.log, self.collective = policy, device, log, collective
         self.waited = 0.0
         """Seconds that the run has waited for responses and hand-overs."""
         self._numbers = count()
@@ -57,12 +70,12 @@ class WorkerEngine:
         self._said_before: torch.Tensor | None = None
         self._busy = 0.0
         self._busy_since: float | None = None
-        self.memory = WeightMemory.of(policy.trainable())
+        self.channel, how, files = _channel(policy, collective)
         self.process = FunctionProcess("lockstep.rollout.worker.process:serve", (), log)
-        self._line = _connection(self.process.connection, self.memory.file)
+        self._line = _connection(self.process.connection, files)
         threading.Thread(target=self._listen, daemon=True, name="rollout worker").start()
         try:
-            self._send(Opening(recipe, list(end_tokens), self.memory.places, torch.get_num_threads()))
+            self._send(Opening(recipe, list(end_tokens), how, torch.get_num_threads()))
         except BaseException:
             self.close()
             raise
@@ -74,9 +87,10 @@ class WorkerEngine:
 
         Returns when the worker has shown that it has these weights.
         """
-        self.memory.write(self.policy.trainable())
         self._probed = None
-        self._send(HandOver(version, self._ask(requests, sampling) if requests else None))
+        ask = self._ask(requests, sampling) if requests else None
+        with self._refusing_a_failed_hand_over():
+            self.channel.give(self.policy.trainable(), lambda: self._send(HandOver(version, ask)))
         said_K = probe(self.policy, self.device)
         self._wait(lambda: self._probed is not None)
         assert self._probed is not None
@@ -123,7 +137,7 @@ class WorkerEngine:
     def close(self) -> None:
         self.process.kill()
         self._line.close()
-        self.memory.close()
+        self.channel.close()
 
     # -- the two ends of the line
 
@@ -183,6 +197,25 @@ class WorkerEngine:
         finally:
             self.waited += time.monotonic() - begun
 
+    @contextmanager
+    def _refusing_a_failed_hand_over(self) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if self.collective is None:
+                raise
+            with self._changed:
+                # A collective notices at once that its other side has gone, often before the line does.
+                if self._changed.wait_for(lambda: self._ended, ENDED_SECONDS):
+                    raise self._refusal() from error
+            why = f"weights did not come through to the rollout worker by {self.collective}: {error}"
+            remedy = "set rollout.hand_over=memory; the last checkpoint is untouched"
+            raise Refusal.at("rollout.hand_over", why, remedy) from error
+        finally:
+            if self.collective is not None:
+                self.waited += time.monotonic() - begun
+
     def _silent(self) -> Refusal:
         return Refusal.at(
             KEY,
@@ -211,9 +244,20 @@ def _asked(request: Request, sampling: Sampling) -> _Asked:
     return sampling, request.key, request.n
 
 
-def _connection(ours: socket.socket, memory: int) -> Connection:
-    """The line to the worker, on which the memory has been handed to it."""
-    socket.send_fds(ours, [b"."], [memory])
+def _channel(
+    policy: Policy, collective: str | None
+) -> tuple[WeightMemory | WeightGroup, Sequence[Place] | Meeting, list[int]]:
+    """How weights travel, what the worker is told of it, and the files that it is handed for it."""
+    if collective is None:
+        memory = WeightMemory.of(policy.trainable())
+        return memory, memory.places, [memory.file]
+    group = WeightGroup.opened(collective, SILENT_SECONDS)
+    return group, Meeting(group.port, collective, SILENT_SECONDS), []
+
+
+def _connection(ours: socket.socket, memory: Sequence[int]) -> Connection:
+    """The line to the worker, on which the memory has been handed to it, if there is one."""
+    socket.send_fds(ours, [b"."], memory)
     # A worker that does not read must not hold the run for ever.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SILENT_SECONDS), 0))
     return Connection(os.dup(ours.fileno()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,8 +24,9 @@ from lockstep.recipe.load import resolved
 from lockstep.recipe.plugins import import_plugins
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.worker.memory import WeightMemory
-from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Idle, Opening, Probed, Working
+from lockstep.rollout.worker.group import WeightGroup
+from lockstep.rollout.worker.memory import Place, WeightMemory
+from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Idle, Meeting, Opening, Probed, Working
 from lockstep.rollout.worker.probe import probe
 from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 
@@ -48,11 +50,17 @@ def work(connection: int) -> None:
         raise
 
 
-def _received(connection: int) -> tuple[Connection, int]:
-    """The connection, and the descriptor of the memory, which comes first on it."""
+def _received(connection: int) -> tuple[Connection, list[int]]:
+    """The connection, and the descriptor of the memory, if there is one, which comes first on it."""
     with socket.socket(fileno=connection) as line:
-        _, (memory,), _, _ = socket.recv_fds(line, 1, 1)
+        _, memory, _, _ = socket.recv_fds(line, 1, 1)
         return Connection(line.detach()), memory
+
+
+def _channel(told: Sequence[Place] | Meeting, memory: list[int]) -> WeightMemory | WeightGroup:
+    if isinstance(told, Meeting):
+        return WeightGroup.met(told.collective, told.port, told.seconds)
+    return WeightMemory(memory[0], told)
 
 
 @dataclass
@@ -74,15 +82,16 @@ class _Unfinished:
 
 
 class _Worker:
-    def __init__(self, line: Connection, opening: Opening, memory: int):
+    def __init__(self, line: Connection, opening: Opening, memory: list[int]):
         recipe, self.line = opening.recipe, line
         torch.set_num_threads(opening.threads)
         import_plugins(resolved(recipe))
         device = select(recipe.device)
         if recipe.run.deterministic:
             device.deterministic(True)
-        device.use(0)
-        self.device = device.torch_device(0)
+        index = recipe.rollout.worker_device or 0
+        device.use(index)
+        self.device = device.torch_device(index)
         self.policy = load_policy(recipe.model, self.device, device.attention, recipe.run.seed)
         tokenizer, path = load_tokenizer(recipe.model.path), recipe.model.path
         generator = Generator(
@@ -91,7 +100,7 @@ class _Worker:
         self.engine = generator.engine
         if isinstance(self.engine, NativeEngine):
             self.engine.pause = self._paused
-        self.memory = WeightMemory(memory, opening.places)
+        self.channel = _channel(opening.weights, memory)
         self.version = -1
         self.jobs: list[_Unfinished] = []
         self._spoke = time.monotonic()
@@ -106,7 +115,7 @@ class _Worker:
 
     def _hear(self, said: Any) -> None:
         if isinstance(said, HandOver):
-            self.memory.read_into(self.policy.trainable())
+            self.channel.read_into(self.policy.trainable())
             self.version = said.version
             self._say(Probed(said.version, probe(self.policy, self.device).tolist()))
             if said.ask is not None:

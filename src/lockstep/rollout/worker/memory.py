@@ -6,7 +6,7 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,11 @@ class WeightMemory:
         file = _nameless()
         os.ftruncate(file, _size(places))
         return cls(file, places)
+
+    def give(self, parameters: Iterable[tuple[str, torch.Tensor]], tell: Callable[[], None]) -> None:
+        """Put weights into the memory, and tell the worker that they are there."""
+        self.write(parameters)
+        tell()
 
     @torch.no_grad()
     def write(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -11,12 +11,22 @@ from lockstep.types import Completion, Request, Sampling
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """The port of the store, the collective by name, and the seconds that one side waits for the other."""
+
+    port: int
+    collective: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Opening:
     """`end_tokens` as in `Generator`; `threads` so that both processes add up in the same order."""
 
     recipe: Recipe
     end_tokens: Sequence[int]
-    places: Sequence[Place]
+    weights: Sequence[Place] | Meeting
+    """How they come: where they lie in the memory that was handed over, or where the group meets that sends them."""
     threads: int
 
 
@@ -31,7 +41,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class HandOver:
-    """The memory holds the weights of `version`. The requests of `ask` are not begun with any before."""
+    """The weights of `version` are in the memory, or come now through the group. The requests of `ask` are not begun
+    with any before."""
 
     version: int
     ask: Ask | None

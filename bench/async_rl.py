@@ -1,0 +1,110 @@
+"""Generation beside training over its staleness: seconds of a step, and how much of it each side was at work.
+
+python bench/async_rl.py                              # the embedded tiny model on a CPU, responses of 192 tokens
+python bench/async_rl.py --device cuda --model FOLDER --dtype bf16 --max-tokens 1024 --out result.json
+
+`turns` is the synchronous loop. Weights are random, so responses end by their length alone and every run generates and
+trains the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lockstep.device.select import select
+from lockstep.run.metrics import read_metrics
+from report import machine, spread, summary, write_record
+
+# The first steps load kernels, record passes and fill the worker's queue.
+UNTIMED = 2
+SHOWN = {
+    "step, s": ("timing_s/step", ".2f"),
+    "generation, s": ("timing_s/gen", ".2f"),
+    "worker busy": ("async/worker_busy", ".0%"),
+    "trainer busy": ("async/trainer_busy", ".0%"),
+    "hand-over, s": ("timing_s/hand_over", ".2f"),
+    "staleness": ("async/staleness_mean", ".2f"),
+    "tokens/s": ("perf/throughput", ",.0f"),
+}
+
+
+def lockstep(*words: object) -> None:
+    command = [sys.executable, "-m", "lockstep", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+
+
+def measured(folder: Path, recipe: Path, staleness: str, words: list[str]) -> dict[str, dict[str, float]]:
+    name = f"staleness-{staleness}"
+    beside = [] if staleness == "turns" else [f"rollout.max_staleness={staleness}"]
+    lockstep("train", recipe, f"run.name={name}", *beside, *words)
+    steps = [metrics for step, metrics in read_metrics(folder / "runs" / name / "metrics.jsonl") if step > UNTIMED]
+    return {
+        shown: summary([metrics[metric] for metrics in steps])
+        for shown, (metric, _) in SHOWN.items()
+        if metric in steps[0]
+    }
+
+
+def recipe_in(folder: Path, given: argparse.Namespace) -> Path:
+    """Made-up sums, a reward that costs nothing, and a model whose random weights never end a response."""
+    model = given.model or folder / "model"
+    if given.model is None:
+        lockstep("tiny", model)
+    lockstep("data", "arithmetic", folder / "data")
+    (folder / "reward.py").write_text(
+        "def letters(data_source, solution_str, ground_truth, extra_info):\n    return len(set(solution_str)) / 100\n"
+    )
+    path = folder / "recipe.yaml"
+    path.write_text(
+        f"""
+method: grpo
+device: {given.device}
+run: {{folder: {folder / "runs"}, steps: {given.steps + UNTIMED}, export: false}}
+model: {{path: {model}, dtype: {given.dtype}}}
+data: {{train: {folder / "data" / "train.parquet"}}}
+batch: {{prompts: {given.prompts}, tokens: {given.tokens}}}
+rollout: {{n: {given.n}, max_tokens: {given.max_tokens}}}
+reward: {{function: "{folder / "reward.py"}:letters"}}
+algorithm: {{kl: {{where: none}}}}
+optim: {{lr: 1e-6}}
+"""
+    )
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--staleness", nargs="+", default=["turns", "0", "1", "2"])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--n", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--set", nargs="*", default=[], help="further keys, as rollout.worker_device=1")
+    parser.add_argument("--out")
+    given = parser.parse_args()
+    asked = {name: value if isinstance(value, int | list) else str(value) for name, value in vars(given).items()}
+    record: dict[str, Any] = {"machine": machine(select(given.device)), "asked": asked}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = recipe_in(folder, given)
+        record["results"] = {one: measured(folder, recipe, one, given.set) for one in given.staleness}
+    for staleness, found in record["results"].items():
+        told = ", ".join(f"{shown} {spread(values, SHOWN[shown][1])}" for shown, values in found.items())
+        print(f"{staleness:>6}: {told}")
+    if given.out:
+        write_record(record, given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Trained weights by broadcast: the run and its rollout worker are the two ranks of a group over their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+
+HERE = "127.0.0.1"
+RUN, WORKER = 0, 1
+
+
+class WeightGroup:
+    """One side of it. The other is waited for at the first hand-over, for `seconds` at most, then and later."""
+
+    def __init__(self, rank: int, backend: str, store: dist.TCPStore, seconds: float):
+        self.rank, self.backend, self.store = rank, backend, store
+        self._seconds = timedelta(seconds=seconds)
+        self._joined: dist.ProcessGroup | None = None
+
+    @classmethod
+    def opened(cls, backend: str, seconds: float) -> WeightGroup:
+        """The run's side, which holds the store where the two meet."""
+        return cls(RUN, backend, dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False), seconds)
+
+    @classmethod
+    def met(cls, backend: str, port: int, seconds: float) -> WeightGroup:
+        """The worker's side."""
+        return cls(WORKER, backend, dist.TCPStore(HERE, port, is_master=False), seconds)
+
+    @property
+    def port(self) -> int:
+        return int(self.store.port)
+
+    def give(self, parameters: Iterable[tuple[str, torch.Tensor]], tell: Callable[[], None]) -> None:
+        """Tell the worker that weights come, and send them."""
+        tell()
+        for _, parameter in parameters:
+            self._broadcast(parameter.detach().contiguous())
+
+    @torch.no_grad()
+    def read_into(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, parameter in parameters:
+            if parameter.is_contiguous():
+                self._broadcast(parameter.detach())
+            else:
+                parameter.copy_(self._broadcast(torch.empty_like(parameter, memory_format=torch.contiguous_format)))
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._group().broadcast(tensor, RUN).wait()
+        return tensor
+
+    def _group(self) -> dist.ProcessGroup:
+        if self._joined is None:
+            # Beside the default group, which a run in one process does not have: nothing else may take it for a world.
+            # A process may train twice, each time with a worker of its own: the port tells the groups apart.
+            name = cast(Any, f"lockstep/weights/{self.port}")
+            store = dist.PrefixStore(name, self.store)
+            joined, _ = _new_process_group_helper(
+                2, self.rank, [], Backend(self.backend), store, group_name=name, timeout=self._seconds
+            )
+            assert joined is not None
+            self._joined = joined
+            # Without which it could not be destroyed.
+            _world.pg_group_ranks[joined] = {RUN: RUN, WORKER: WORKER}
+        return self._joined
+
+    def close(self) -> None:
+        if self._joined is not None:
+            dist.destroy_process_group(self._joined)
+        self._joined = None

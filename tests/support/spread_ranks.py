@@ -1,0 +1,237 @@
+"""What each rank of test_spread.py does: responses that are spread over the ranks, against the same step in one place.
+
+Started by torchrun with a folder, into which every rank writes how many bytes of responses it holds. Every rank adds
+the same number of prompts to the step. A rank that finds a difference ends with an error.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hand_rollouts import FAILED, plans_of, question, recipe_of
+from lockstep.algorithms.advantage import ESTIMATORS
+from lockstep.algorithms.reduce import AGGREGATIONS, aggregation_weights
+from lockstep.device.cpu import Cpu
+from lockstep.parallel.context import with_context
+from lockstep.parallel.world import World, joined
+from lockstep.recipe import Recipe
+from lockstep.rollout.shares import Shares
+from lockstep.train.advantages import Advantages, Learned, estimate_advantages
+from lockstep.train.annotate import Annotated, lay_updates, plan_updates
+from lockstep.train.experience import Experience, experience_of, spread_experience, summarised
+from lockstep.train.models import Models, Packing
+from lockstep.train.moving import moved
+from lockstep.train.policy_loss import held_tokens
+from lockstep.types import Prompt, Rollout, Score
+
+EACH, SAMPLES = 8, 4
+# Sums of float64 in another order, then rounded to float32.
+CLOSE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}
+
+
+def answered(index: int, draw: random.Random) -> list[Rollout]:
+    """Responses to one prompt; one in twelve could not be scored, one in five met the limit."""
+    prompt = Prompt(question(index), [draw.randrange(50) for _ in range(draw.randrange(3, 9))])
+    return [
+        Rollout(
+            prompt,
+            index,
+            sample,
+            ids=(ids := [draw.randrange(50) for _ in range(draw.randrange(40, 80))]),
+            logprobs=[-draw.random() for _ in ids],
+            stop="length" if draw.random() < 1 / 5 else "token",
+            text="",
+            score=FAILED
+            if draw.random() < 1 / 12
+            else Score(float(draw.randrange(3)), {"rule": float(draw.randrange(2)), "style": draw.random()}),
+            earned=((3, 0.25),),
+        )
+        for sample in range(SAMPLES)
+    ]
+
+
+def step(prompts: int) -> list[Rollout]:
+    return [rollout for index in range(prompts) for rollout in answered(index, random.Random(index))]
+
+
+def spread(every: list[Rollout], world: World, models: Models, recipe: Recipe) -> tuple[Experience, list[Any]]:
+    """As a run does it: a rank has what it generated, all are told of it, and what is trained elsewhere goes there."""
+    prompts = {rollout.prompt_index: rollout.prompt for rollout in every}
+    own = [rollout for rollout in every if rollout.prompt_index % world.size == world.rank]
+    summaries = sorted(
+        (one for share in world.gather(summarised(own)) for one in share),
+        key=lambda one: (one.prompt_index, one.sample),
+    )
+    assert summaries == summarised(every)
+    generated = spread_experience(summaries, prompts, own, None, world)
+    updates = lay_updates(generated, models, recipe.batch)
+    experience = moved(generated, updates, world)
+    return experience, plan_updates(experience, updates, models)
+
+
+def same(found: dict[str, float], wanted: dict[str, float]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert abs(found[name] - value) <= 1e-9 * max(1.0, abs(value)), f"{name}: {found[name]} and not {value}"
+
+
+def vectors(experience: Experience) -> dict[str, torch.Tensor]:
+    """Something for each token that depends on the token alone, wherever it is."""
+    base = experience.engine_K
+    return {
+        "old_K": base + 0.4 * torch.sin(50 * base),
+        "reference_K": base - 0.1,
+        "values_K": torch.cos(9 * base),
+        "squares_K": 0.5 + 0.4 * torch.cos(7 * base),
+    }
+
+
+# What looks at the whole step besides the estimator: weights by their mean, what is left out, how often it counts.
+KEYS: tuple[dict[str, Any], ...] = (
+    {"correction": {"weight": "sequence", "mask": "token"}, "kl__compared": False, "whiten__over": "step"},
+    {
+        "correction": {
+            "weight": "token",
+            "normalize": True,
+            "floor": 0.7,
+            "reject": [{"over": "max", "by": "k3", "high": 0.1}],
+            "rejected": "zero",
+        },
+        "overlong__skip": True,
+        "filtration__method": "pow",
+    },
+    {"correction": {"weight": "sequence", "normalize": True}, "filtration__method": "max_random"},
+)
+
+
+def check_numbers(world: World, own_function: str) -> None:
+    prompts = EACH * world.size
+    every, whole = step(prompts), experience_of(step(prompts))
+    for batch in ({"batch__tokens": 400}, {"batch__rows": 3}):
+        recipe = recipe_of(batch__prompts=prompts, batch__prompts_per_update=prompts // 2, **batch)
+        models = Models(torch.nn.Identity(), Packing.of(recipe, world, 0), torch.device("cpu"))
+        here, plans = spread(every, world, models, recipe)
+        shares = world.gather(here.numbers)
+        assert sorted(n for share in {tuple(share) for share in shares} for n in share) == list(range(whole.sequences))
+        assert [whole.rollouts[n] for n in here.numbers] == here.rollouts
+        wanted = plans_of(whole, models, recipe.batch)
+        for ours, theirs in zip(plans, wanted, strict=True):
+            assert len(ours.batches) == len(theirs.batches) > 0
+            for one, other in zip(ours.batches, theirs.batches, strict=True):
+                assert torch.equal(one.input_ids_NT, other.input_ids_NT)
+                assert torch.equal(one.index_K, other.index_K)
+                assert torch.equal(here.engine_K[ours.tokens][one.own_K], whole.engine_K[theirs.tokens][one.index_K])
+    own_K = here.places_of(slice(0, whole.sequences))
+    known, every_known = Annotated(**vectors(here)), Annotated(**vectors(whole))
+    for name in (*ESTIMATORS, own_function):
+        some, full = here, whole
+        if name == "remax":
+            some, full = (replace(one, baseline_S=torch.arange(whole.sequences) / 9) for one in (here, whole))
+        for keys in KEYS:
+            recipe = estimating(name, keys)
+            found, told = (
+                estimate_advantages(one, said, recipe, 0.1) for one, said in ((some, known), (full, every_known))
+            )
+            for vector in ("rewards_K", "advantages_K", "returns_K", "keep_K", "importance_K"):
+                torch.testing.assert_close(getattr(found, vector), getattr(told, vector)[own_K], **CLOSE)
+            same(found.metrics, told.metrics)
+            check_weights(here, found, whole, told, own_K)
+    for loss in ("clip_cov", "kl_cov"):
+        recipe = recipe_of(algorithm__loss=loss, algorithm__cov_share=0.1, algorithm__cov_low=0.0)
+        for ours, theirs in zip(plans, wanted, strict=True):
+            held = held_tokens(recipe.algorithm, Learned(here, known, found), ours, (1,))
+            one_place = held_tokens(recipe.algorithm, Learned(whole, every_known, told), theirs, (1,))
+            assert held is not None
+            assert one_place is not None
+            assert one_place.sum() > 3
+            assert torch.equal(held, one_place[here.places_of(ours.responses)])
+
+
+def estimating(name: str, keys: dict[str, Any]) -> Recipe:
+    """`gdpo` refuses a divergence in the reward."""
+    gdpo: dict[str, Any] = {"gdpo_rewards": {"rule": 1.0, "style": 0.3}}
+    given = {"advantage": name, **keys, **(gdpo if name == "gdpo" else {"kl__where": "reward"})}
+    if name == "gdpo":
+        given.pop("kl__compared", None)
+    return recipe_of(rollout__n=4, **{f"algorithm__{key}": value for key, value in given.items()})
+
+
+def check_weights(
+    here: Experience, found: Advantages, whole: Experience, told: Advantages, own_K: torch.Tensor
+) -> None:
+    for kind in AGGREGATIONS:
+        sequences, times_S = whole.sequences, told.times_S
+        weights, divisor = aggregation_weights(
+            kind, here.sequence_K, found.keep_K, sequences, 99, found.times_S, here.whole
+        )
+        every, wanted = aggregation_weights(kind, whole.sequence_K, told.keep_K, sequences, 99, times_S)
+        assert divisor == wanted
+        assert torch.equal(weights, every[own_K])
+
+
+def held_bytes(world: World, folder: Path) -> None:
+    """What a rank holds of the step, when it trains."""
+    prompts = EACH * world.size
+    recipe = recipe_of(batch__prompts=prompts, batch__tokens=400)
+    models = Models(torch.nn.Identity(), Packing.of(recipe, world, 0), torch.device("cpu"))
+    here, plans = spread(step(prompts), world, models, recipe)
+    numbers = [vector for vector in vars(here).values() if isinstance(vector, torch.Tensor)]
+    tokens = [*(vector for vector in numbers if len(vector) != here.sequences), *vectors(here).values()]
+    counted = {
+        "objects": len(pickle.dumps([(one.ids, one.logprobs, one.trained, one.text) for one in here.rollouts])),
+        "examples": len(pickle.dumps([(list(one.ids), list(one.trained)) for one in here.examples])),
+        "vectors": sum(vector.nbytes for vector in tokens),
+        "batches": sum(len(pickle.dumps(vars(batch))) for plan in plans for batch in plan.batches),
+    }
+    (folder / f"{world.size}.{world.rank}.json").write_text(json.dumps(counted))
+
+
+def check_shares(world: World) -> None:
+    """Every prompt is begun once, whoever is fast; rank 0, which is slow, loses some of its share to the others."""
+    costs = [float(1 + index % 5) for index in range(12 * world.size)]
+    for turn in range(3):
+        *counters, _ = world.counters(world.size + 1)
+        shares, begun = Shares(costs, world.rank, world.size, counters), []
+        while some := shares.begin(2) or shares.help(2, idle=True):
+            begun += some
+            time.sleep(0.2 if world.rank == 0 else 0.001)
+        told = world.gather((begun, shares.taken))
+        assert sorted(index for found, _ in told for index in found) == list(range(len(costs))), turn
+        assert sum(taken for _, taken in told) > 0
+        assert len(told[0][0]) < 12
+
+
+def check_context(world: World) -> None:
+    """Ranks that divide their micro-batches have the same responses."""
+    divided = with_context(world, Cpu(), 2, "zigzag")
+    prompts = EACH * divided.shares
+    recipe = recipe_of(batch__prompts=prompts, batch__tokens=400)
+    models = Models(torch.nn.Identity(), Packing.of(recipe, divided, 0), torch.device("cpu"))
+    here, _ = spread(step(prompts), divided, models, recipe)
+    numbers = world.gather(here.numbers)
+    assert all(list(numbers[rank]) == list(numbers[rank - 1]) for rank in range(1, world.size, 2))
+    whole = experience_of(step(prompts))
+    assert sorted(n for own in numbers[::2] for n in own) == list(range(whole.sequences))
+    assert here.whole.count(len(here.sequence_K)) == len(whole.sequence_K)
+    assert torch.equal(here.everywhere(here.engine_K), whole.engine_K)
+    assert here.everyone() == whole.rollouts
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    with joined(Cpu()) as here:
+        held_bytes(here, folder)
+        check_numbers(here, f"{folder}/own.py:advantage")
+        check_shares(here)
+        if here.size % 2 == 0:
+            check_context(here)
