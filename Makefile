@@ -18,7 +18,7 @@ quickstart: $(VENV)/.core
 test: $(VENV)/.test browser
 	@failed=; \
 	$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" || failed="$$failed pytest"; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --durations=25 || failed="$$failed pytest"; \
 	wait $$lint || failed="$$failed lint"; \
 	cat $(VENV)/lint.log; \
 	$(MAKE) --no-print-directory test-ascend || failed="$$failed test-ascend"; \

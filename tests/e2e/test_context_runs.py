@@ -56,7 +56,10 @@ def same_metrics(one: Path, several: Path) -> None:
     [
         (2, "zigzag", ["val.every=3"]),
         pytest.param(*(4, "gather", ["batch.rows_per_update=3"]), marks=pytest.mark.slow),
-        (2, "ulysses", ["batch.tokens=null", "batch.rows=3", "model.gradient_checkpointing=true"]),
+        pytest.param(
+            *(2, "ulysses", ["batch.tokens=null", "batch.rows=3", "model.gradient_checkpointing=true"]),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *(2, "zigzag", ["model.lora.rank=4", "optim.lr=1e-2", "model.gradient_checkpointing=true"]),
             marks=pytest.mark.slow,
@@ -75,7 +78,7 @@ def test_supervised_fine_tuning(
 @pytest.mark.parametrize(
     ("method", "processes", "layout", "words"),
     [
-        ("dpo", 2, "zigzag", []),
+        pytest.param(*("dpo", 2, "zigzag", []), marks=pytest.mark.slow),
         pytest.param(*("dpo", 4, "ulysses", ["batch.rows_per_update=1"]), marks=pytest.mark.slow),
         pytest.param(*("rm", 2, "gather", []), marks=pytest.mark.slow),
         pytest.param(*("kto", 2, "zigzag", []), marks=pytest.mark.slow),

@@ -14,7 +14,7 @@ from lockstep.compat.verl.command import convert_verl
 from lockstep.run.metrics import read_metrics
 from reward_models import write_reward_model
 
-DAILY = ("SFT-PEFT", "RM")
+DAILY = ("SFT-PEFT",)
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,7 @@ def test_staleness_stays_within_its_bound_and_is_recorded(online_file: Path, tmp
     assert dict(read_metrics(run / "metrics.jsonl"))[2]["async/staleness_max"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(online_file: Path, tmp_path: Path) -> None:
     train(online_file, "run.steps=2", "rollout.max_staleness=1")
     train(online_file, "run.steps=4", "rollout.max_staleness=1")

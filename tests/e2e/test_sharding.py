@@ -76,7 +76,8 @@ def test_copies_and_slices_change_no_number(alone: Path, four: Path) -> None:
     assert max(sizes) < whole / 2
 
 
-@pytest.mark.parametrize("processes", [1, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2, 3])
 def test_four_ranks_go_on_as_fewer(alone: Path, four: Path, tmp_path: Path, processes: int) -> None:
     """From the third step, whose checkpoint was written while the fourth was computed."""
     run = shutil.copytree(four, tmp_path / "four")

@@ -44,9 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("ranks", "models"), [(2, ["qwen3"]), *(pytest.param(count, [], marks=pytest.mark.slow) for count in (2, 4, 6))]
-)
+@pytest.mark.parametrize(("ranks", "models"), [(2, ["qwen3"]), *((count, []) for count in (2, 4, 6))])
+@pytest.mark.slow
 def test_divided_models_are_whole_ones(ranks: int, models: list[str]) -> None:
     """Log-probs and gradients of several architectures, norms and slices; and that what is wrong is found."""
     done = torchrun(*models, program=Path(tensor_ranks.__file__), processes=ranks)
