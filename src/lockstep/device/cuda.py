@@ -132,7 +132,7 @@ class Cuda(Accelerator):
             torch.backends.cudnn.benchmark = False
             switches["torch.backends.cudnn.benchmark"] = "False"
             # Every new tensor would be filled with NaN first, to show who reads what nobody wrote: a pass of its own
-            # for each of them. Our tests look for that instead.
+            # for each of them, 6 of 40 ms of a decoding round.
             switches["torch.utils.deterministic.fill_uninitialized_memory"] = "False"
         if on and importlib.util.find_spec("triton") is not None:
             # Kernels that give a token the same bits whatever stands beside it: while generating as while training.
