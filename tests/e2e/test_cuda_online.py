@@ -14,7 +14,7 @@ from lockstep.kernels.invariant import products_by_row
 from lockstep.kernels.noise import sequence_keys
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.recipe import load_recipe
-from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.sampler import choose

@@ -28,7 +28,7 @@ from engine_session import (
 from lockstep.device.cpu import Cpu
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy
-from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.types import Completion, Sampling
 

@@ -18,7 +18,7 @@ from lockstep.recipe import load_recipe
 from lockstep.recipe.load import dump_recipe
 from lockstep.recipe.methods import OFFLINE, PREFERENCE_READS, reference_folder, reference_kind, sections_read
 from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
-from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.schema import Source
 from lockstep.run.progress import Console
 from lockstep.train.build import refuse_other_tokenizer

@@ -13,7 +13,7 @@ import torch
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
-from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.server.dialect import ServerStart, WantedSample
 from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine
 from lockstep.rollout.server.probe import Bounds, ProbeResult, calibrated, repeat_noise, why_refused

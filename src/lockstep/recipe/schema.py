@@ -13,8 +13,9 @@ from lockstep.recipe.effects import COLUMN, FOLDER, GROUPS, LIMIT, MICRO, NAME, 
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.named import Named
 from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
-from lockstep.recipe.online import Algorithm, Critic, Reward, RolloutSettings
+from lockstep.recipe.online import Algorithm, Critic, Reward
 from lockstep.recipe.parallel import Parallel
+from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.rows import TRACKERS
 from lockstep.recipe.section import Field, Section
 from lockstep.recipe.tape import Tape

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.device.base import Device
 from lockstep.model.policy import Policy
-from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.rows import ENGINES, imported
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.place import RunPlace

@@ -18,7 +18,7 @@ from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy
 from lockstep.parallel.shard import gathered
 from lockstep.parallel.world import World
-from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.rows import ENGINES
 from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine

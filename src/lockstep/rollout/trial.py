@@ -21,7 +21,7 @@ from lockstep.model.check import (
 )
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY
 from lockstep.model.verified import fingerprint, hardware, is_verified, remember
-from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.types import Request, Sampling
 

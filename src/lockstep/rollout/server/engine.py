@@ -16,7 +16,7 @@ from lockstep.errors import Refusal
 from lockstep.kernels.noise import sequence_keys
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import Policy
-from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.ending import why_ended
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server.dialect import Answer, Channel, Dialect, PushedWeights, ServerFacts, WantedSample

@@ -13,7 +13,7 @@ from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
 from lockstep.errors import Refusal
 from lockstep.processes.process import FunctionProcess
-from lockstep.recipe.online import RolloutSettings
+from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.rows import ENGINES, imported
 from lockstep.rollout.server.dialect import Dialect, ServerStart
 

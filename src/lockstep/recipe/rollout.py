@@ -1,0 +1,145 @@
+"""Keys of generation: the engine, how it samples, and the server behind it where it has one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from lockstep.recipe.effects import CACHE, GROUPS, SAMPLING, Effect
+from lockstep.recipe.named import Named
+from lockstep.recipe.rows import ENGINES
+from lockstep.recipe.section import Field, Section
+from lockstep.recipe.serving import ServerSettings
+
+
+class RolloutSettings(Section):
+    engine: Annotated[str, Named(ENGINES)] = Field(
+        "native",
+        description="`native` is the built-in engine, `hf` plain `generate`: slow, for comparison; `vllm` and "
+        "`sglang` are servers with weights of their own (docs/engines.md).",
+        effect=Effect(
+            "matters", "the same distribution by other kernels: rounding moves some tokens; a server's noise is its own"
+        ),
+    )
+    url: str | list[str] | None = Field(
+        None,
+        description="Address of a serving engine that runs already; or several, that share the requests. Default: "
+        "lockstep starts one, as `rollout.server` says.",
+        effect=Effect("harmless", "where the engine runs"),
+        resumable=True,
+    )
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    sleep: bool = Field(
+        False,
+        description="A serving engine gives its memory back while the run trains.",
+        effect=Effect("harmless", "the engine's memory is given back, and its weights come again"),
+        resumable=True,
+    )
+    function: str | None = Field(
+        None,
+        description="Your own function that writes a whole response, turn by turn: `path/to/file.py:name`. It asks the "
+        "engine for each turn of the policy.",
+        effect=Effect("matters", "another function, or the same one elsewhere: the samples tell"),
+    )
+    function_limit: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that `function` may take between two turns of the policy; then the run stops.",
+        effect=Effect("harmless", "only when the run is stopped"),
+        resumable=True,
+    )
+    n: int = Field(8, ge=1, description="Responses sampled for each prompt.", effect=GROUPS)
+    max_tokens: int = Field(
+        256,
+        ge=1,
+        description="Longest response in tokens.",
+        effect=Effect("blocks", "responses end at another length, and unfinished ones earn less"),
+    )
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="Divides the logits, in the engine and in the trainer's log-probabilities alike.",
+        effect=SAMPLING,
+    )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the most likely tokens that hold this probability.", effect=SAMPLING
+    )
+    top_k: int = Field(0, ge=0, description="Sample from the so many most likely tokens; 0 is all.", effect=SAMPLING)
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Leave out tokens below this share of the likeliest one's.", effect=SAMPLING
+    )
+    truncated: Literal["refuse", "mask", "ignore"] = Field(
+        "refuse",
+        description="With `top_p`, `top_k` or `min_p`: the trainer scores with the same truncation (`mask`) or under "
+        "the whole distribution (`ignore`: ratios are then off); `refuse` asks to choose.",
+        effect=Effect("blocks", "log-probabilities are of another distribution"),
+    )
+    stop: list[str] = Field(
+        default_factory=list,
+        description="Texts that end a response.",
+        effect=Effect("blocks", "responses end elsewhere"),
+    )
+    stop_ids: list[int] = Field(
+        default_factory=list,
+        description="Tokens that end a response, besides the model's.",
+        effect=Effect("blocks", "responses end elsewhere"),
+    )
+    max_sequences: int = Field(
+        256, ge=1, description="Native: responses decoded at once on one device.", effect=CACHE, resumable=True
+    )
+    prefill_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Native: prompt tokens of one forward pass. Default: 8,192, or what the device does best at once "
+        "within an eighth of its memory.",
+        effect=CACHE,
+        resumable=True,
+    )
+    block_tokens: int = Field(
+        16, ge=1, description="Native: tokens of one block of the key/value cache.", effect=CACHE, resumable=True
+    )
+    cache_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Native: memory of the key/value cache. Default: what the step can use, at most half of what is "
+        "free.",
+        effect=CACHE,
+        resumable=True,
+    )
+    free_cache: bool | None = Field(
+        None,
+        description="Native: give the cache back after each phase. `false` keeps it, and with it what was captured for "
+        "it: faster where memory is plentiful. Default: kept where passes are captured and it takes at most a "
+        "twentieth of the memory.",
+        effect=CACHE,
+        resumable=True,
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="A process of its own generates while the run trains, with weights that are at most so many steps "
+        "older than those its responses train (0: it waits for them). Default: generation and training take turns. "
+        "Over 0, `algorithm.correction.weight` is `token` where the recipe does not say.",
+        effect=Effect("matters", "responses are drawn by weights of earlier steps, and how early is a matter of time"),
+    )
+    worker_device: int | None = Field(
+        None,
+        ge=0,
+        description="With `max_staleness`: number of the device that this process generates on. Default: the one that "
+        "trains.",
+        effect=Effect("harmless", "the same model on another device of the same kind"),
+        resumable=True,
+    )
+    hand_over: Literal["auto", "memory", "collective"] = Field(
+        "auto",
+        description="With `max_staleness`: how weights reach it, through shared memory of the host or by a collective "
+        "of the devices (on a CPU: of the processes). `auto` is the collective where it has a device of its own.",
+        effect=Effect("harmless", "the same weights by another way; a probe shows that they are"),
+        resumable=True,
+    )
+    max_probs_diff: float | None = Field(
+        None,
+        gt=0,
+        description="Stop when the mean difference of engine's and trainer's probabilities is over this.",
+        effect=Effect("harmless", "only when the run is stopped"),
+        resumable=True,
+    )
