@@ -173,12 +173,12 @@ def test_a_model_of_few_words_is_loaded_and_trains(tmp_path: Path, tiny_folder: 
     torch.testing.assert_close(logprobs, wanted, atol=1e-5, rtol=0)
 
 
-def test_a_load_balancing_loss_is_refused() -> None:
+def test_a_load_balancing_loss_that_the_recipe_does_not_speak_of_is_refused() -> None:
     refuse_router_loss(MixtralConfig(), "folder")
     refuse_router_loss(MixtralConfig(output_router_logits=True, router_aux_loss_coef=0.0), "folder")
     with pytest.raises(Refusal, match=r"load-balancing loss .*coefficient 0\.02") as refusal:
         refuse_router_loss(MixtralConfig(output_router_logits=True, router_aux_loss_coef=0.02), "folder")
-    assert "output_router_logits to false" in refusal.value.problems[0].remedy
+    assert "model.aux_loss_coef=0.02 to train with it" in refusal.value.problems[0].remedy
 
 
 def test_router_noise_is_refused_and_dropout_is_not() -> None:

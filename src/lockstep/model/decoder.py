@@ -24,6 +24,9 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, kernel: str):
         self.model, self.kernel = model, kernel
+        self.tells_routers = False
+        """Whether a pass keeps what the routers of its experts said, in `router_logits`."""
+        self.router_logits: tuple[torch.Tensor, ...] = ()
         if not next(model.parameters()).is_meta:
             self.attentions  # noqa: B018  # a model that is filled later is looked at when it first runs
         self.moving = own_positions(model)
@@ -58,12 +61,16 @@ class Decoder:
         own_T = None if batch.context is None else batch.context.own_T
         assert self.attentions
         with sequences(self.moving, batch.lengths, batch.input_ids_NT.shape, batch.line_E, batch.packed, own_T):
-            return decoder(
+            output = decoder(
                 input_ids=batch.input_ids_NT,
                 position_ids=batch.position_ids_NT,
                 use_cache=False,
                 layout=layout_of(batch, self.kernel),
-            ).last_hidden_state
+                **({"output_router_logits": True} if self.tells_routers else {}),
+            )
+        if self.tells_routers:
+            self.router_logits = tuple(output.router_logits)
+        return output.last_hidden_state
 
 
 def inner_decoder(model: Any) -> nn.Module:

@@ -44,7 +44,7 @@ class ValueModel(nn.Module):
     def __init__(self, decoder: PreTrainedModel, head: nn.Linear, kernel: str):
         super().__init__()
         self.decoder, self.head, self.kernel = decoder, head, kernel
-        self._run = Decoder(decoder, kernel)
+        self.runner = Decoder(decoder, kernel)
 
     @property
     def stored(self) -> nn.Module:
@@ -53,7 +53,7 @@ class ValueModel(nn.Module):
 
     @property
     def alike_up_to(self) -> int | None:
-        return self._run.alike_up_to
+        return self.runner.alike_up_to
 
     def layers(self) -> list[nn.Module]:
         return decoder_layers(self.decoder)
@@ -63,7 +63,7 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Values at the positions that predict `batch.targets_K`, fp32."""
-        hidden = self._run(batch)
+        hidden = self.runner(batch)
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
         values_K = nn.functional.linear(hidden_KH, self.head.weight)[:, 0].float()
         # As in the policy: every parameter stays in the graph where a share of the update is empty.

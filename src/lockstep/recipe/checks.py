@@ -57,6 +57,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
         yield Problem("parallel.devices", "a cluster may have any number of devices", "say how many the run takes")
     yield from _offload_problems(recipe)
+    yield from _balance_problems(recipe)
     yield from tensor_problems(recipe)
     yield from _unread_sections(recipe)
     yield from (_online_problems(recipe) if recipe.method in ONLINE else _offline_problems(recipe))
@@ -73,6 +74,18 @@ def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
             f"holds micro-batches that one device ran, and parallel.context={recipe.parallel.context} divides them",
             "record with parallel.context=1",
         )
+
+
+def _balance_problems(recipe: Recipe) -> Iterator[Problem]:
+    """The routers' choices are counted where whole micro-batches and whole layers are."""
+    for key in ("context", "tensor"):
+        ranks = getattr(recipe.parallel, key)
+        if recipe.model.aux_loss_coef and ranks > 1:
+            yield Problem(
+                "model.aux_loss_coef",
+                f"needs the routers' choices for all tokens, and parallel.{key}={ranks} divides them",
+                f"set parallel.{key}=1, or model.aux_loss_coef=0",
+            )
 
 
 def _batch_problems(recipe: Recipe) -> Iterator[Problem]:

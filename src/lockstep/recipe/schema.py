@@ -121,6 +121,13 @@ class Model(Section):
         description="Train a LoRA adapter instead of all weights.",
         effect=Effect("blocks", "other parameters are trained"),
     )
+    aux_loss_coef: float | None = Field(
+        None,
+        ge=0,
+        description="Weight of the load-balancing loss of a mixture of experts, over all tokens of an update; it takes "
+        "one more forward pass. Default: none, and a model whose config.json asks for one is refused.",
+        effect=Effect("blocks", "another loss is minimised"),
+    )
     gradient_checkpointing: bool = Field(
         False,
         description="Recompute activations in the backward pass: less memory, more time.",

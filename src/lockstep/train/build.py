@@ -15,6 +15,7 @@ from lockstep.methods import METHODS
 from lockstep.model.heads import ValueModel, load_value_model
 from lockstep.model.load import load_config, load_policy, load_tokenizer
 from lockstep.model.policy import Policy, Scoring, Teacher
+from lockstep.model.router import experts_of_token
 from lockstep.parallel.fits import refuse_undivided
 from lockstep.parallel.mesh import sharding_of
 from lockstep.parallel.offload import keep_on_host
@@ -25,6 +26,7 @@ from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.parallel import Offload
 from lockstep.recipe.rows import estimator_row
 from lockstep.recipe.schema import Optim
+from lockstep.train.balance import Balance
 from lockstep.train.host_optim import HostOptimizer
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
@@ -98,7 +100,16 @@ def _learner(
         on_host = offload in ("optimizer", "all")
         optimizer = HostOptimizer(module.trainable(), settings, **how, device=torch_device, state_on_host=on_host)
     scale = LossScale() if recipe.model.dtype == "fp16" else None
-    return Learner(module, optimizer, torch_device, world, scale, name)
+    return Learner(module, optimizer, torch_device, world, scale, name, _balance(module, recipe, world))
+
+
+def _balance(module: Policy | ValueModel, recipe: Recipe, world: World) -> Balance | None:
+    """Where experts are to be kept busy alike. A critic may be of another architecture, without experts."""
+    decoder = module.decoder if isinstance(module, Policy) else module.runner
+    chosen = experts_of_token(decoder.model.config)
+    if not recipe.model.aux_loss_coef or chosen is None:
+        return None
+    return Balance(module, decoder, recipe.model.aux_loss_coef, chosen, world)
 
 
 def build_reference(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Policy | None:

@@ -18,6 +18,7 @@ from lockstep.device.transfer import fetched
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.tape.observer import Observer
+from lockstep.train.balance import Balance
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.types import Loss, MicroBatch, Origin, Sums
 
@@ -50,6 +51,7 @@ class Learner:
         world: World,
         scale: LossScale | None = None,
         name: str = "train",
+        balance: Balance | None = None,
     ):
         self.module = module
         self.optimizer = optimizer
@@ -57,6 +59,7 @@ class Learner:
         self.world = world
         self.scale = scale
         self.name = name
+        self.balance = balance
         self.observer = Observer()
         self.skipped = 0
         self._origins: list[Origin] = []
@@ -71,7 +74,9 @@ class Learner:
         if not targets:
             raise Refusal.at(self._rows(self._origins), "no token of the whole update is trained")
         whole = divisor or targets
-        factor = (self.scale.value if self.scale else 1.0) / whole
+        scale = self.scale.value if self.scale else 1.0
+        if self.balance:
+            self.balance.count(micro_batches, lambda batch: run_on(self.module, batch, self.device))
         every: list[_Arriving] = []
         for batch in micro_batches:
             output = run_on(self.module, batch, self.device)
@@ -79,14 +84,18 @@ class Learner:
             sums = loss(output, batch)
             # On their way to the host while the device goes backward.
             every.append(_Arriving(sums))
-            (sums.loss * factor).backward()
+            total = sums.loss * (scale / whole)
+            if self.balance:
+                # A mean over the update already, and no part of what the method minimises.
+                total = total + self.balance.part(batch) * scale
+            total.backward()
             self.optimizer.collect()
         # Added up in double precision, on the host: not every device has it.
         values = [float(sums.loss()) for sums in every]
         mean = self.world.sum([sum(values)])[0] / whole
         if not math.isfinite(mean):
             self._refuse_loss(values, micro_batches)
-        self.observer.summed(mean, whole, int(targets), self.scale.value if self.scale else 1.0)
+        self.observer.summed(mean, whole, int(targets), scale)
         return Outcome(mean, *self._companions(every), targets=int(targets), tokens=int(tokens))
 
     def optim_step(self, lr: float, divisor: float = 1.0) -> dict[str, float]:
@@ -94,6 +103,8 @@ class Learner:
         norm = self.optimizer.gradient_norm((self.scale.value if self.scale else 1.0) * divisor)
         size = norm.item()
         metrics = {f"{self.name}/grad_norm": size, f"{self.name}/lr": lr}
+        if self.balance:
+            metrics[f"{self.name}/aux_loss"] = self.balance.value
         finite = math.isfinite(size)
         if self.scale:
             self.scale.update(overflowed=not finite)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.errors import Problem, Refusal
 from lockstep.model.load import load_config
-from lockstep.model.router import refuse_router_loss, refuse_router_noise
+from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
 from lockstep.model.tensor_plan import refuse_indivisible
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import reference_folder, reference_kind
@@ -23,11 +23,14 @@ def refuse_routers(recipe: Recipe) -> list[Problem]:
     """What the routers of trained models would add to training."""
     problems: list[Problem] = []
     for key, path in trained_folders(recipe).items():
-        for check in (refuse_router_loss, refuse_router_noise):
-            try:
-                check(load_config(path), f"{key} {path}")
-            except Refusal as refusal:
-                problems += refusal.problems
+        config, where = load_config(path), f"{key} {path}"
+        # A critic may be of another architecture, without experts.
+        wanted = recipe.model.aux_loss_coef if key == "model.path" or experts_of_token(config) else 0.0
+        try:
+            refuse_router_loss(config, where, wanted)
+            refuse_router_noise(config, where)
+        except Refusal as refusal:
+            problems += refusal.problems
     return list(dict.fromkeys(problems))
 
 

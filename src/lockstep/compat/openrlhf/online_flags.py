@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lockstep.compat.openrlhf.options import Option, cannot, opt, without_effect
-from lockstep.compat.openrlhf.shared import SHARED
-from lockstep.compat.table import part, same
+from lockstep.compat.openrlhf.shared import BALANCED, SHARED
+from lockstep.compat.table import other, part, same
 
 PLACES = "all models share the devices of the policy; torchrun starts the processes"
 ENGINE = "of the engine: the built-in one generates with the weights that are trained"
@@ -240,7 +240,7 @@ OPTIONS: list[Option] = [
         "actor.gradient_checkpointing_enable",
         same("gradient_checkpointing", "model.gradient_checkpointing", False),
     ),
-    *cannot("f::actor.aux_loss_coef", "the balancing loss of expert models is not here", (None, 0, 0.0)),
+    opt("f", None, "actor.aux_loss_coef", other("aux_loss_coef", "model.aux_loss_coef", BALANCED, 0.0)),
     opt(
         "i", "freezing_actor_steps", "critic.freezing_steps", part("freezing_actor_steps", "critic.warmup", default=-1)
     ),

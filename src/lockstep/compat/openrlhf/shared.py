@@ -8,10 +8,11 @@ from typing import Any
 
 from lockstep.compat.openrlhf.options import Option, cannot, opt, without_effect
 from lockstep.compat.settings import Settings
-from lockstep.compat.table import Conversion, part, same
+from lockstep.compat.table import Conversion, other, part, same
 from lockstep.compat.verl.shared import run_name
 
 SPEED = "memory and speed, not results"
+BALANCED = "over all tokens of an update; theirs is a mean over micro-batches"
 _FILES = re.compile(r"\.(jsonl?|parquet|csv)$")
 
 SHARED: list[Option] = [
@@ -39,7 +40,7 @@ SHARED: list[Option] = [
     ),
     *cannot("b:use_ms:use_ms", "models and rows come from folders or the Hugging Face hub, not from ModelScope"),
     *cannot("b:load_in_4bit:ds.load_in_4bit", "weights are not quantised"),
-    *cannot("f:aux_loss_coef:model.aux_loss_coef", "the balancing loss of expert models is not here", (None, 0, 0.0)),
+    opt("f", "aux_loss_coef", "model.aux_loss_coef", other("aux_loss_coef", "model.aux_loss_coef", BALANCED, 0.0)),
     opt("i", "lora_rank", "ds.lora.rank", part("lora_rank", "model.lora.rank", default=0)),
     opt(
         "i", "lora_alpha", "ds.lora.alpha", part("lora_alpha", "model.lora.alpha", default=16, note="16, ours 2 x rank")
