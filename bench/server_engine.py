@@ -2,10 +2,12 @@
 
     python bench/server_engine.py MODEL PROMPTS --python .venv-vllm/bin/python --dtype bf16 --out result.json
     python bench/server_engine.py MODEL PROMPTS --url http://127.0.0.1:8000
+    python bench/server_engine.py --shape half-billion --prompt-tokens 256 --own --python ... -- rollout.max_tokens=256
 
 The same recipe runs twice, from the same weights on the same prompts (rows of the RL schema); only `rollout.engine`
 differs. The medians leave out the first step, which warms up. Words behind `--` go to both recipes:
-`-- batch.prompts=64 rollout.n=8 rollout.max_tokens=400`.
+`-- batch.prompts=64 rollout.n=8 rollout.max_tokens=400`. Without a MODEL, weights and prompts are random. `--own` times
+vLLM's own `generate` on the same prompts, in the server's Python.
 """
 
 from __future__ import annotations
@@ -14,14 +16,24 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import mkdtemp
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
+import transformers
+
+from lockstep.data.prompts import load_prompts
+from lockstep.device.select import select
+from lockstep.model.load import DTYPES, load_tokenizer
 from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics
 from lockstep.train.start import run_recipe
+from random_lengths import write_questions, write_random_lengths
+from shapes import SHAPES, write_model
 
 TOLD = (
     "timing_s/step",
@@ -37,18 +49,57 @@ TOLD = (
 )
 
 
+HERE = Path(__file__).parent
+
+
 def main() -> None:
     args = _arguments()
-    results = {}
-    for engine in ("native", args.engine):
+    if args.shape:
+        _write_random(args)
+    results: dict[str, dict[str, float]] = {}
+    for engine in dict.fromkeys(("native", args.engine) if not args.alone else (args.engine,)):
         results[engine] = _run(args, engine)
-        print(engine, json.dumps(results[engine], indent=2))
+        print(engine, json.dumps(results[engine], indent=2), flush=True)
+    if args.own:
+        results["generate"] = _own(args)
+        print("its own generate", json.dumps(results["generate"], indent=2), flush=True)
     if args.out:
-        args.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        facts = {"torch": torch.__version__, "transformers": transformers.__version__, **select(args.device).facts()}
+        said = {"command": sys.argv[1:], "versions": facts, "results": results}
+        args.out.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_random(args: argparse.Namespace) -> None:
+    folder = Path(mkdtemp(prefix="bench-model-"))
+    args.model, args.prompts = folder / "model", folder / "prompts.jsonl"
+    device = str(select(args.device).torch_device(0))
+    if args.shape in SHAPES:
+        write_model(args.model, args.shape, device)
+    else:
+        write_random_lengths(args.model, args.shape, None, DTYPES[args.dtype], device=device)
+    write_questions(args.prompts, args.rows, args.prompt_tokens, args.prompt_tokens, seed=0)
+
+
+def _own(args: argparse.Namespace) -> dict[str, float]:
+    """Of the prompts of one step, as the recipe has them."""
+    recipe = load_recipe(str(_recipe(args, "native", Path(mkdtemp(prefix="bench-own-")))), args.words)
+    prompts = load_prompts(recipe.data.train, recipe.data, load_tokenizer(str(args.model)), 10**6)
+    ids = [list(prompt.ids) for prompt in prompts.items[: recipe.batch.prompts]]
+    asked = {"n": recipe.rollout.n, "tokens": recipe.rollout.max_tokens, "prompts": ids, "dtype": args.dtype}
+    env = {**os.environ, **dict(args.env)}
+    command = [args.python or sys.executable, str(HERE / "vllm_side.py"), str(args.model)]
+    said = subprocess.run(command, input=json.dumps(asked), text=True, stdout=subprocess.PIPE, env=env, check=True)
+    return dict(json.loads(said.stdout.splitlines()[-1]))
 
 
 def _run(args: argparse.Namespace, engine: str) -> dict[str, float]:
-    folder = Path(mkdtemp(prefix=f"bench-{engine}-"))
+    recipe = _recipe(args, engine, Path(mkdtemp(prefix=f"bench-{engine}-")))
+    run = run_recipe(load_recipe(str(recipe), args.words))
+    steps = [metrics for _, metrics in read_metrics(run / "metrics.jsonl")][1:]
+    return {name: statistics.median(step[name] for step in steps) for name in TOLD if name in steps[0]}
+
+
+def _recipe(args: argparse.Namespace, engine: str, folder: Path) -> Path:
     recipe = folder / "recipe.yaml"
     said = {
         "method": "grpo",
@@ -58,11 +109,10 @@ def _run(args: argparse.Namespace, engine: str) -> dict[str, float]:
         "data": {"train": str(args.prompts)},
         "rollout": {"engine": engine, **(_server(args) if engine == args.engine else {})},
         "algorithm": {"kl": {"where": "none"}},
+        **({"reward": {"function": f"{HERE / 'reward.py'}:vowels"}} if args.shape else {}),
     }
     recipe.write_text(json.dumps(said), encoding="utf-8")
-    run = run_recipe(load_recipe(str(recipe), args.words))
-    steps = [metrics for _, metrics in read_metrics(run / "metrics.jsonl")][1:]
-    return {name: statistics.median(step[name] for step in steps) for name in TOLD if name in steps[0]}
+    return recipe
 
 
 def _server(args: argparse.Namespace) -> dict[str, object]:
@@ -73,8 +123,13 @@ def _server(args: argparse.Namespace) -> dict[str, object]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("prompts", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("prompts", type=Path, nargs="?")
+    parser.add_argument("--shape", choices=("tiny", "half-billion", *SHAPES))
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--own", action="store_true", help="vLLM's own generate too")
+    parser.add_argument("--alone", action="store_true", help="without the built-in engine")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="fp32")
@@ -84,8 +139,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--server-args", nargs="*", default=[], help="such as=this: --server-args=--enforce-eager")
     parser.add_argument("--env", nargs="*", default=[], type=lambda text: tuple(text.split("=", 1)))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("words", nargs="*")
-    return parser.parse_args()
+    said = sys.argv[1:]
+    mine = said.index("--") if "--" in said else len(said)
+    args = parser.parse_args(said[:mine])
+    args.words = said[mine + 1 :]
+    if args.shape is None and args.prompts is None:
+        parser.error("MODEL and PROMPTS, or --shape")
+    return args
 
 
 if __name__ == "__main__":

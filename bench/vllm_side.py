@@ -1,9 +1,15 @@
-"""vLLM's `generate` as a side of our benchmarks, in this process, where vLLM is importable."""
+"""vLLM's `generate` as a side of our benchmarks, in this process, where vLLM is importable.
+
+As a program it times one call, of what it is told on its standard input (`server_engine.py --own`).
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,3 +73,19 @@ class Vllm:
         if without:
             raise SystemExit("vLLM gave no log-probabilities")
         return found
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    prompts, n, tokens = asked["prompts"], asked["n"], asked["tokens"]
+    longest = max(map(len, prompts)) + tokens
+    side = Vllm(sys.argv[1], asked["dtype"], len(prompts) * n, longest)
+    side.generate(prompts[:1], n, tokens, None)
+    begun = time.perf_counter()
+    made = side.generate(prompts, n, tokens, None)
+    seconds = time.perf_counter() - begun
+    print(json.dumps({"timing_s/gen": seconds, "tokens": sum(map(len, made))}))
+
+
+if __name__ == "__main__":
+    main()
