@@ -1,6 +1,7 @@
 """Planned against measured peak memory of an update, on a device that counts its memory.
 
 python bench/memory.py --out bench/results/memory.json
+python bench/memory.py --cases 7b --out bench/results/memory_7b.json   # all weights trained, AdamW's state on the host
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ from lockstep.model.load import load_config, load_policy
 from lockstep.parallel.world import World
 from lockstep.recipe.checks import with_derived_defaults
 from lockstep.recipe.schema import Recipe
+from lockstep.train.host_optim import HostOptimizer
 from lockstep.train.optim import Optimizer
 from lockstep.train.plan import plan_memory
 from lockstep.train.step import Learner
@@ -36,24 +39,28 @@ SHAPE = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-CASES = [
+HALF_BILLION = [
     {"dtype": "bf16", "tokens": 4096},
     {"dtype": "bf16", "tokens": 16384},
     {"dtype": "bf16", "tokens": 16384, "gradient_checkpointing": True},
     {"dtype": "bf16", "tokens": 16384, "lora": {"rank": 16}},
     {"dtype": "fp32", "tokens": 4096},
 ]
+SEVEN_BILLION = [{"dtype": "bf16", "tokens": 8192, "gradient_checkpointing": True, "offload": "optimizer"}]
+CASES = {"0.5b": HALF_BILLION, "7b": SEVEN_BILLION}
+UPDATES = 3
 
 
 def measure(folder: Path, case: dict, device_name: str) -> dict:
     device = select(device_name)
-    settings = {key: value for key, value in case.items() if key != "tokens"}
+    settings = {key: value for key, value in case.items() if key not in ("tokens", "offload")}
     recipe = with_derived_defaults(
         Recipe.model_validate(
             {
                 "model": {"path": str(folder), **settings},
                 "data": {"train": "unused"},
                 "batch": {"tokens": case["tokens"]},
+                "parallel": {"offload": case.get("offload", "none")},
             }
         )
     )
@@ -67,40 +74,54 @@ def measure(folder: Path, case: dict, device_name: str) -> dict:
     )
     device.reset_peak()
     policy = load_policy(recipe.model, device.torch_device(), device.attention, seed=0)
-    optimizer = Optimizer(
-        policy.trainable(),
-        recipe.optim,
-        masters=bool(recipe.model.master_weights),
-        fused=device.fused_optimizer,
-        kernel=device.adamw,
-    )
+    how = {"masters": bool(recipe.model.master_weights), "fused": device.fused_optimizer, "kernel": device.adamw}
+    if "offload" in case:
+        where = {"device": device.torch_device(), "state_on_host": True}
+        optimizer: Optimizer = HostOptimizer(policy.trainable(), recipe.optim, **how, **where)
+    else:
+        optimizer = Optimizer(policy.trainable(), recipe.optim, **how)
     learner = Learner(policy, optimizer, device.torch_device(), World())
     draw = torch.Generator().manual_seed(0)
     rows = []
     for row in range(case["tokens"] // 512):
         ids = torch.randint(SHAPE["vocab_size"], (512,), generator=draw).tolist()
         rows.append(Example(ids, [1] * 512, Origin("random", row)))
-    for _ in range(2):
-        learner.forward_backward([micro_batch(rows, packed=True, pad_id=0)], token_loss)
+    losses = []
+    for _ in range(UPDATES):
+        begun = time.perf_counter()
+        losses.append(learner.forward_backward([micro_batch(rows, packed=True, pad_id=0)], token_loss).loss)
         learner.optim_step(1e-5)
+        seconds = time.perf_counter() - begun
     measured = device.memory().peak
     del learner, optimizer, policy
     torch.cuda.empty_cache()
     planned = plan.peak.total
-    return {**case, "planned_gib": planned / 2**30, "measured_gib": measured / 2**30, "ratio": planned / measured}
+    sizes = {"planned_gib": planned / 2**30, "measured_gib": measured / 2**30, "ratio": planned / measured}
+    return {**case, **sizes, "update_s": seconds, "losses": losses}
+
+
+def _write(folder: str, cases: str, device: str) -> None:
+    config = transformers.Qwen2Config(**SHAPE)
+    if cases == "7b":
+        from shapes import SHAPES
+
+        config = SHAPES["qwen2.5-7b"].config()
+    torch.manual_seed(0)
+    # Billions of numbers take a processor minutes to draw.
+    with torch.device(device if cases == "7b" else "cpu"):
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cases", choices=CASES, default="0.5b")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        config = transformers.Qwen2Config(**SHAPE)
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-        for case in CASES:
+        _write(folder, words.cases, words.device)
+        for case in CASES[words.cases]:
             result = measure(Path(folder), case, words.device)
             results.append(result)
             print({key: round(v, 3) if isinstance(v, float) else v for key, v in result.items()}, flush=True)
