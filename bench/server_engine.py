@@ -136,7 +136,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--url", nargs="*")
     parser.add_argument("--python")
-    parser.add_argument("--server-args", nargs="*", default=[], help="such as=this: --server-args=--enforce-eager")
+    parser.add_argument("--server-args", action="append", default=[], help="each as --server-args=--enforce-eager")
     parser.add_argument("--env", nargs="*", default=[], type=lambda text: tuple(text.split("=", 1)))
     parser.add_argument("--out", type=Path)
     said = sys.argv[1:]
