@@ -26,8 +26,8 @@ scalings that its defaults leave off (`llama+yarn`), and holds what is accepted 
 other weights and lengths: {cases} cases, {supported} supported, {training} for training only, {refused} refused,
 {unbuilt} of classes that cannot be built small. None may be accepted and wrong.
 
-Of mixtures of experts: `model.aux_loss_coef` weighs their load-balancing loss, which is that of a whole update however it
-is packed; router noise in training is refused, since it depends on the packing.
+Of mixtures of experts: `model.aux_loss_coef` weighs their load-balancing loss, which is that of a whole update however
+it is packed; router noise in training is refused, since it depends on the packing.
 """
 SECTIONS = {
     "training": (

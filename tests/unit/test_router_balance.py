@@ -89,7 +89,9 @@ def transformers_own(folder: Path, coefficient: float) -> tuple[float, dict[str,
         logprobs = output.logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         aux = load_balancing_loss_func(output.router_logits, 4, 2, mask)
         (-logprobs[trained[:, 1:]].mean() + coefficient * aux).backward()
-    return float(aux.detach()), {name: w.grad.clone() for name, w in each.module.named_parameters() if w.grad is not None}
+    return float(aux.detach()), {
+        name: w.grad.clone() for name, w in each.module.named_parameters() if w.grad is not None
+    }
 
 
 def test_the_gradient_is_transformers_own_however_the_update_is_divided(folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from lockstep.parallel.offload import on_device, on_host
+from lockstep.parallel.offload import HostRoom, on_device
 from lockstep.parallel.shard import total_norm
 from lockstep.parallel.stored import fill_all
 from lockstep.recipe.schema import Optim
@@ -45,6 +45,7 @@ class HostOptimizer(Optimizer):
         self.clip = settings.clip
         self.fused = fused
         self._kernel = device_kernel(kernel, list(self.parameters.values())) if masters else None
+        self._room = HostRoom(device)
         self._held: dict[str, torch.Tensor] = {}
         """Gradients that were taken over from the parameters; without masters, once their norm was asked for."""
         self._state = {name: self._fresh(parameter) for name, parameter in self.parameters.items()}
@@ -60,7 +61,7 @@ class HostOptimizer(Optimizer):
         return {"step": torch.zeros((), device=on), **state}
 
     def _home(self, tensor: torch.Tensor) -> torch.Tensor:
-        return on_host(tensor, self.device) if self.state_on_host else on_device(tensor, self.device)
+        return self._room.copy(tensor) if self.state_on_host else on_device(tensor, self.device)
 
     @torch.no_grad()
     def collect(self) -> None:
