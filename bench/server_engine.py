@@ -7,7 +7,7 @@
 The same recipe runs twice, from the same weights on the same prompts (rows of the RL schema); only `rollout.engine`
 differs. The medians leave out the first step, which warms up. Words behind `--` go to both recipes:
 `-- batch.prompts=64 rollout.n=8 rollout.max_tokens=400`. Without a MODEL, weights and prompts are random. `--own` times
-vLLM's own `generate` on the same prompts, in the server's Python.
+vLLM's own `generate` on the same prompts, in the server's Python. `--pushes` hands weights over, and trains nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ import transformers
 
 from lockstep.data.prompts import load_prompts
 from lockstep.device.select import select
-from lockstep.model.load import DTYPES, load_tokenizer
+from lockstep.model.load import DTYPES, load_policy, load_tokenizer
+from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
+from lockstep.rollout.place import RunPlace
+from lockstep.rollout.server.engine import open_engine
 from lockstep.run.metrics import read_metrics
 from lockstep.train.start import run_recipe
 from random_lengths import write_questions, write_random_lengths
@@ -57,7 +60,10 @@ def main() -> None:
     if args.shape:
         _write_random(args)
     results: dict[str, dict[str, float]] = {}
-    for engine in dict.fromkeys(("native", args.engine) if not args.alone else (args.engine,)):
+    if args.pushes:
+        results["pushes"] = _pushes(args)
+        print("pushes", json.dumps(results["pushes"], indent=2), flush=True)
+    for engine in () if args.pushes else ("native", args.engine):
         results[engine] = _run(args, engine)
         print(engine, json.dumps(results[engine], indent=2), flush=True)
     if args.own:
@@ -78,6 +84,29 @@ def _write_random(args: argparse.Namespace) -> None:
     else:
         write_random_lengths(args.model, args.shape, None, DTYPES[args.dtype], device=device)
     write_questions(args.prompts, args.rows, args.prompt_tokens, args.prompt_tokens, seed=0)
+
+
+def _pushes(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of a hand-over with its probe, without a trainer beside it: the first is pushed twice, and left out."""
+    device, folder = select(args.device), Path(mkdtemp(prefix="bench-pushes-"))
+    recipe = load_recipe(str(_recipe(args, args.engine, folder)), args.words)
+    policy = load_policy(recipe.model, device.torch_device(0), device.attention, 0, frozen=True)
+    tokenizer = load_tokenizer(str(args.model))
+    engine = open_engine(policy, device, recipe.rollout, tokenizer, RunPlace(World(), str(args.model), folder))
+    seconds = []
+    try:
+        for number in range(args.pushes + 1):
+            with torch.no_grad():
+                for weight in policy.parameters():
+                    weight.mul_(1.0 + 2.0**-6)
+            engine.updates = number
+            engine.sync(policy.stored.named_parameters())
+            seconds.append(engine.sync_seconds)
+            print(f"push {number}: {engine.sync_seconds:.2f} s, {engine.told()}", flush=True)
+    finally:
+        engine.close()
+    size = sum(weight.numel() * weight.element_size() for weight in policy.parameters())
+    return {"timing_s/sync": statistics.median(seconds[1:]), "gib": size / 2**30}
 
 
 def _own(args: argparse.Namespace) -> dict[str, float]:
@@ -129,7 +158,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--own", action="store_true", help="vLLM's own generate too")
-    parser.add_argument("--alone", action="store_true", help="without the built-in engine")
+    parser.add_argument("--pushes", type=int, default=0, help="only so many hand-overs of changed weights")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="fp32")
