@@ -1,9 +1,10 @@
 """Says which rank the others wait for. A collective waits without a word until its time-out; one rank that is stopped
 looks like a run that thinks.
 
-The thread that trains only notes where it is, in memory. Threads beside it tell the store that the ranks met at, four
-times in the time after which a wait is told, that this process lives and where it is; only a rank that has not moved
-for a quarter of it reads what the others told. So a collective costs nothing more, whatever the device.
+The thread that trains only notes where it is, in memory. Threads beside it tell the store that the ranks met at, when a
+step begins and four times in the time after which a wait is told, that this process lives and where it is; only a rank
+that has not moved for a quarter of it reads what the others told. So a collective costs nothing more, whatever the
+device.
 
 With a time after which a run counts as stalled (`parallel.stall_seconds`), the ranks end together when none of them has
 made progress for so long; `stall.py` says how.
@@ -31,6 +32,8 @@ from lockstep.parallel.stall import Ending, Stall, StallVerdict, end_alone, pron
 
 VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
+# Steps that are shorter than this are not all told: what is told of a rank that then stops is at most so old.
+_TELL_PAUSE = 0.02
 _sessions = count()
 
 
@@ -81,7 +84,7 @@ class Watch:
         self._awake = time.monotonic()
         self._heard: dict[int, HeardRank] = {}
         self._answered = time.monotonic()
-        self._stop = threading.Event()
+        self._stop, self._news = threading.Event(), threading.Event()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._tell, self._look)]
         for thread in self._threads:
             thread.start()
@@ -98,12 +101,17 @@ class Watch:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """What this rank does inside, in words."""
-        self._stages.append(name if len(self._stages) == 1 else f"{self._stages[-1]}, {name}")
+        outermost = len(self._stages) == 1
+        self._stages.append(name if outermost else f"{self._stages[-1]}, {name}")
         self._move(self._stages[-1])
+        if outermost:
+            self._news.set()
         try:
             yield
         finally:
             self._stages.pop()
+            if outermost:
+                self._stages[0] = f"what comes after {name}"
             self._move(self._stages[-1])
 
     def progress(self, next_part: str = "") -> None:
@@ -116,6 +124,7 @@ class Watch:
 
     def close(self) -> None:
         self._stop.set()
+        self._news.set()
         for thread in self._threads:
             thread.join(timeout=5)
 
@@ -125,6 +134,7 @@ class Watch:
         before = time.monotonic()
         for beat in count():
             try:
+                self._news.clear()
                 now, moment = time.monotonic(), self._moment
                 if slept := now - before > 4 * self._pace:
                     self._awake = now
@@ -138,8 +148,9 @@ class Watch:
                 self._answered = time.monotonic()
             except RuntimeError:
                 return  # the store is gone: `_look` says so if anybody still waits by then
-            if self._stop.wait(self._pace):
+            if self._stop.wait(min(_TELL_PAUSE, self._pace)):
                 return
+            self._news.wait(self._pace - min(_TELL_PAUSE, self._pace))
 
     def _listen(self) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
