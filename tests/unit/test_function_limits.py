@@ -180,8 +180,9 @@ def mine(path):
     once = pathlib.Path(path + '.struck')
     if not once.exists():
         once.touch()
-        sockets = [n for n in os.listdir('/proc/self/fd') if os.path.realpath('/proc/self/fd/' + n).find('socket:') >= 0]
-        os.write(int(sockets[0]), b'r{"a": 1')
+        folder = pathlib.Path('/proc/self/fd')
+        opened = {os.readlink(one): int(one.name) for one in folder.iterdir() if os.path.lexists(one)}
+        os.write(next(n for name, n in opened.items() if name.startswith('socket:')), b'r{"a": 1')
         os.kill(os.getpid(), HOW)
     yield {'a': 2}
 """

@@ -61,7 +61,7 @@ class Disturbed(Refusal):
 def read_own(path: str, reader: OwnReader) -> RowSet:
     """All rows, before anything else is done with them; the content's checksum stands for that of a file.
 
-    A process that was killed or stopped from outside is started once more. A function that ends itself so does it again.
+    A process that was killed or stopped from outside is started once more; one that ends itself so does it again.
     """
     if given(reader.function_path):
         return _row_set(path, reader, _here(path, reader))

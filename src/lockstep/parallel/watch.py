@@ -21,20 +21,23 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from lockstep.errors import Refusal
+from lockstep.parallel.meeting import connected_store
 from lockstep.parallel.stacks import answering
 from lockstep.parallel.stall import Ending, Stall, StallVerdict, end_alone, pronounce, pronounced, tell_address
 
 VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
+# The store is asked for what is there.
+STORE_TIMEOUT = timedelta(minutes=5)
 # Steps that are shorter than this are not all told: what is told of a rank that then stops is at most so old.
 _TELL_PAUSE = 0.02
-_sessions = count()
 
 
 class Moment(NamedTuple):
@@ -298,10 +301,4 @@ def watching(rank: int, size: int, stall: Stall | None = None) -> Iterator[Watch
 
 
 def _store(size: int) -> dist.Store:
-    if size == 1:
-        return dist.HashStore()
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
-    # A restart, and a second run in the same processes, find what the one before has told.
-    turn = f"lockstep/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_sessions)}"
-    return dist.PrefixStore(turn, store)
+    return dist.HashStore() if size == 1 else connected_store("watch", STORE_TIMEOUT)
