@@ -71,7 +71,7 @@ def _table(phases: Sequence[Phase], times: Sequence[PhaseTime]) -> Table:
 
 
 def _seconds(time: PhaseTime | None) -> tuple[str, str]:
-    return ("", "") if time is None else (_figure(time.computing), _figure(time.links + time.host))
+    return ("", "") if time is None else (_figure(time.computing), _figure(time.waiting + time.links + time.host))
 
 
 def _figure(seconds: float) -> str:
