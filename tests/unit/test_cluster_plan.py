@@ -15,6 +15,7 @@ from hand_rollouts import recipe_of
 from lockstep.commands.plan_cluster import show_cluster_plan
 from lockstep.device.chips import CHIPS, LINKS, ChipFacts, Reached
 from lockstep.errors import Refusal
+from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
 from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.section import Field
@@ -389,6 +390,17 @@ def test_the_command_tells_memory_time_and_traffic_in_80_columns(
     assert "all-gather" in said
     assert "nothing was run on it" in " ".join(said.split())
     assert "fits: atlas-800t-a2 has 64.0 GiB" in said
+
+
+def test_the_command_says_what_a_tensor_group_costs_and_what_is_not_known(
+    online_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_tiny(tmp_path / "divisible", hidden=128, layers=1)
+    words = [f"model.path={tmp_path / 'divisible'}", "parallel.tensor=2"]
+    show_cluster_plan(load_recipe(online_file, words), "1x8:h200", 16)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "all-reduce" in said
+    assert "the latency of parallel.tensor's sums is not known" in said
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
         yield "groups that are sampled anew (algorithm.dynamic_sampling) are not counted"
     if online and recipe.rollout.max_staleness is not None:
         yield "generation and training are counted one after the other"
+    if recipe.parallel.tensor > 1:
+        yield "the latency of parallel.tensor's sums is not known: a step takes longer, decoding above all"
     yield "not counted: rewards and their models, validation, loading, writing checkpoints"
 
 
