@@ -145,7 +145,13 @@ def main() -> None:
     parser.add_argument("--learn", action="store_true", help="the quickstart's task in place of random weights")
     parser.add_argument("--out")
     given = parser.parse_args()
-    asked = {name: value if isinstance(value, int | list) else str(value) for name, value in vars(given).items()}
+    # The quickstart's recipe says the rest.
+    unread = {"out", *(("model", "dtype", "prompts", "n", "max_tokens", "tokens") if given.learn else ())}
+    asked = {
+        name: value if isinstance(value, int | list) else str(value)
+        for name, value in vars(given).items()
+        if name not in unread
+    }
     record: dict[str, Any] = {"machine": machine(select(given.device)), "asked": asked}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
