@@ -2,9 +2,10 @@
 
 python bench/async_rl.py                              # the embedded tiny model on a CPU, responses of 192 tokens
 python bench/async_rl.py --device cuda --model FOLDER --dtype bf16 --max-tokens 1024 --out result.json
+python bench/async_rl.py --learn --staleness turns 2   # the quickstart's task: accuracy reached, and in what time
 
 `turns` is the synchronous loop. Weights are random, so responses end by their length alone and every run generates and
-trains the same number of tokens.
+trains the same number of tokens; with `--learn` they are the quickstart's after its warm-up.
 """
 
 from __future__ import annotations
@@ -79,6 +80,56 @@ optim: {{lr: 1e-6}}
     return path
 
 
+def learnt(folder: Path, staleness: str, given: argparse.Namespace) -> dict[str, Any]:
+    """The quickstart's GRPO run: accuracy on sums it was not trained on, and the seconds of all steps together."""
+    name = f"learn-{staleness}"
+    beside = [] if staleness == "turns" else [f"rollout.max_staleness={staleness}"]
+    lockstep(
+        "train",
+        "grpo-arithmetic",
+        f"run.name={name}",
+        f"run.folder={folder / 'runs'}",
+        f"run.steps={given.steps}",
+        f"device={given.device}",
+        f"model.path={folder / 'runs' / 'warmup-arithmetic' / 'export'}",
+        f"data.train={folder / 'data' / 'train.parquet'}",
+        f"val.questions={folder / 'data' / 'val.parquet'}",
+        *("run.export=false", "val.every=1000"),
+        *beside,
+        *given.set,
+    )
+    steps = [metrics for _, metrics in read_metrics(folder / "runs" / name / "metrics.jsonl")]
+    accuracy = [metrics["val/accuracy"] for metrics in steps if "val/accuracy" in metrics]
+    timed = [metrics for metrics in steps if "timing_s/step" in metrics]
+    found: dict[str, Any] = {"accuracy": [accuracy[0], accuracy[-1]], "steps": len(timed)}
+    found["seconds"] = sum(metrics["timing_s/step"] for metrics in timed)
+    for shown in ("step, s", "generation, s", "worker busy", "trainer busy", "staleness"):
+        values = [metrics[SHOWN[shown][0]] for metrics in timed[UNTIMED:] if SHOWN[shown][0] in metrics]
+        found |= {shown: summary(values)} if values else {}
+    return found
+
+
+def learning(folder: Path, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    lockstep("tiny", folder / "model")
+    lockstep("data", "arithmetic", folder / "data", "--difficulty", 2)
+    lockstep(
+        "train",
+        "warmup-arithmetic",
+        f"run.folder={folder / 'runs'}",
+        f"device={given.device}",
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'data' / 'sft_train.parquet'}",
+        f"val.questions={folder / 'data' / 'val.parquet'}",
+    )
+    results = {one: learnt(folder, one, given) for one in given.staleness}
+    for staleness, found in results.items():
+        before, after = found["accuracy"]
+        told = [f"accuracy {before:.3f} -> {after:.3f} in {found['steps']} steps, {found['seconds']:.0f} s"]
+        told += [f"{shown} {spread(found[shown], form)}" for shown, (_, form) in SHOWN.items() if shown in found]
+        print(f"{staleness:>6}: {', '.join(told)}")
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -91,17 +142,27 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--set", nargs="*", default=[], help="further keys, as rollout.worker_device=1")
+    parser.add_argument("--learn", action="store_true", help="the quickstart's task in place of random weights")
     parser.add_argument("--out")
     given = parser.parse_args()
-    asked = {name: value if isinstance(value, int | list) else str(value) for name, value in vars(given).items()}
+    # The quickstart's recipe says the rest.
+    unread = {"out", *(("model", "dtype", "prompts", "n", "max_tokens", "tokens") if given.learn else ())}
+    asked = {
+        name: value if isinstance(value, int | list) else str(value)
+        for name, value in vars(given).items()
+        if name not in unread
+    }
     record: dict[str, Any] = {"machine": machine(select(given.device)), "asked": asked}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        recipe = recipe_in(folder, given)
-        record["results"] = {one: measured(folder, recipe, one, given.set) for one in given.staleness}
-    for staleness, found in record["results"].items():
-        told = ", ".join(f"{shown} {spread(values, SHOWN[shown][1])}" for shown, values in found.items())
-        print(f"{staleness:>6}: {told}")
+        if given.learn:
+            record["results"] = learning(folder, given)
+        else:
+            recipe = recipe_in(folder, given)
+            record["results"] = {one: measured(folder, recipe, one, given.set) for one in given.staleness}
+            for staleness, found in record["results"].items():
+                told = ", ".join(f"{shown} {spread(values, SHOWN[shown][1])}" for shown, values in found.items())
+                print(f"{staleness:>6}: {told}")
     if given.out:
         write_record(record, given.out)
 

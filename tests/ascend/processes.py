@@ -23,5 +23,8 @@ def python(*words: object, timeout: float = HANG, **environment: str | None) -> 
     )
 
 
-def torchrun(script: Path, *words: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, script, *words)
+def torchrun(
+    script: Path, *words: object, ranks: int = 2, **environment: str | None
+) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    return python(*launcher, script, *words, **environment)

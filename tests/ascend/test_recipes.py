@@ -156,8 +156,10 @@ def test_bf16_stays_within_the_bars(model: Path, tmp_path: Path, method: str) ->
 
 
 # What every method exchanges is the same, but for the responses and rewards that an online one does besides.
-@pytest.mark.parametrize("method", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("sft", "dpo")), "grpo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
 def test_two_ranks_over_hccl_equal_one(model: Path, tmp_path: Path, method: str) -> None:
+    """By the command. Every day, in processes of its own, test_emulator_worlds.py does so."""
     one = history(recipe_of(tmp_path, model, method, []), "npu")
     words = ["device=npu", "run.steps=2", "run.export=false", "run.name=ranks"]
     words += ["batch.rows_per_update=4"] if method == "dpo" else []

@@ -73,6 +73,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(recipe_file: Path, tmp_path
         assert launcher.wait(timeout=HANG) == 0, output.read_text()
     assert re.search(r"rank 0 has .*step 3\b.*: rank 1 gives no sign of life", said)
     assert said.count("rank 1 gives no sign of life") == 1
+    assert re.search(r"rank 1 gives no sign of life for \d+ s; it was last seen at .*step [123]\b", said)
     assert "is over" in output.read_text()
 
     with started(tmp_path / "whole-output", *common, "run.name=whole", after="60") as launcher:

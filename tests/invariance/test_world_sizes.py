@@ -6,7 +6,6 @@ and their scores equal, metrics within 1e-4 (relative; 2e-5 absolute), weights w
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from commands import lockstep, torchrun
 from conftest import write_online_recipe, write_sft_recipe
 from preference_rows import write_recipe
-from runs import close, facts, stored
+from runs import difference, samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun]
 STEPS = 2
@@ -64,31 +63,6 @@ def recipes(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict
     return found
 
 
-def samples(run: Path) -> list[tuple[str, float]]:
-    file = run / "samples.jsonl"
-    told = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [(sample["response"], sample["score"]) for sample in told]
-
-
-def difference(run: Path, one: Path, method: str) -> str:
-    """The first thing that is another, in words; empty where nothing is."""
-    if samples(run) != samples(one):
-        return "other samples"
-    told, wanted = facts(run), facts(one)
-    if [step for step, _ in told] != [step for step, _ in wanted] or len(wanted) < STEPS:
-        return "other steps"
-    for (step, ours), (_, theirs) in zip(told, wanted, strict=True):
-        if ours.keys() != theirs.keys():
-            return f"other metrics: {sorted(ours.keys() ^ theirs.keys())}"
-        for name, value in theirs.items():
-            if ours[name] != pytest.approx(value, rel=1e-4, abs=2e-5):
-                return f"{name} is {ours[name]} and not {value} in step {step}"
-    for part in ("weights", "critic") if method == "ppo" else ("weights",):
-        if not close(stored(run, STEPS, part), stored(one, STEPS, part)):
-            return f"other {part}"
-    return ""
-
-
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_any_number_of_processes_trains_what_one_does(ranks: int, recipes: dict[str, Path]) -> None:
     found = {}
@@ -96,7 +70,9 @@ def test_any_number_of_processes_trains_what_one_does(ranks: int, recipes: dict[
         keys = [f"run.name={name}-{ranks}", *COMMON, *METHODS[method], *words]
         done = torchrun("train", recipes[method], *keys, processes=ranks)
         runs = recipes[method].parent / "runs"
-        told = done.stderr[-2000:] if done.returncode else difference(runs / f"{name}-{ranks}", runs / "one", method)
+        parts = ("weights", "critic") if method == "ppo" else ("weights",)
+        several, one = runs / f"{name}-{ranks}", runs / "one"
+        told = done.stderr[-2000:] if done.returncode else difference(several, one, STEPS, parts)
         if told:
             found[f"{method}, {name}"] = told
     assert not found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from lockstep.run import checkpoint as checkpoints
@@ -29,3 +31,32 @@ def stored(folder: Path, step: int, part: str = "weights") -> Mapping[str, torch
 
 def close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all((a[name] - b[name]).abs().max() <= 1e-5 for name in a)
+
+
+def samples(run: Path) -> list[tuple[str, float]]:
+    """The responses of an online run and their scores."""
+    file = run / "samples.jsonl"
+    told = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [(sample["response"], sample["score"]) for sample in told]
+
+
+def difference(run: Path, one: Path, steps: int, parts: Sequence[str] = ("weights",)) -> str:
+    """The first thing that is another in a run than in one of so many steps, in words; empty where nothing is.
+
+    In fp32: responses and their scores equal, metrics within 1e-4 (relative; 2e-5 absolute), weights within 1e-5.
+    """
+    if samples(run) != samples(one):
+        return "other samples"
+    told, wanted = facts(run), facts(one)
+    if [step for step, _ in told] != [step for step, _ in wanted] or len(wanted) < steps:
+        return "other steps"
+    for (step, ours), (_, theirs) in zip(told, wanted, strict=True):
+        if ours.keys() != theirs.keys():
+            return f"other metrics: {sorted(ours.keys() ^ theirs.keys())}"
+        for name, value in theirs.items():
+            if ours[name] != pytest.approx(value, rel=1e-4, abs=2e-5):
+                return f"{name} is {ours[name]} and not {value} in step {step}"
+    for part in parts:
+        if not close(stored(run, steps, part), stored(one, steps, part)):
+            return f"other {part}"
+    return ""

@@ -15,6 +15,7 @@ from hand_rollouts import recipe_of
 from lockstep.commands.plan_cluster import show_cluster_plan
 from lockstep.device.chips import CHIPS, LINKS, ChipFacts, Reached
 from lockstep.errors import Refusal
+from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
 from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.section import Field
@@ -196,6 +197,53 @@ def test_what_divided_sequences_send_by_hand(layout: str) -> None:
     assert found["update"].links > alone["update"].links
 
 
+# What a tensor group divides, and what every rank of it has: embedding, head and norms.
+DIVIDED = MULTIPLIED - 6400 + 2 * (64 + 32 + 32)
+WHOLE = PARAMETERS - DIVIDED
+
+
+def test_an_update_of_a_tensor_group_by_hand() -> None:
+    """The two devices see the same 8 rows of 50 tokens."""
+    keys = {"method": "sft", "batch__rows_per_update": 8, "batch__tokens": 400, "parallel__tensor": 2}
+    (update,) = times(TargetCluster(1, 2, ROUND), EqualRows(8, 50), **keys).values()
+    products = 6 * ((MULTIPLIED - 6400) / 2 * 400 + 6400 * 392) / 1e6
+    attention = 6 * (2 * 2 * 16) * 8 * 2500 / 1e6
+    adamw = PARAMETERS / 2 * 28 / 1e5
+    assert update.computing == pytest.approx(products + attention + adamw)
+    # Two sums a layer forward and two backward, of 64 numbers a token; half of one goes out and half comes back.
+    summed = 2 * 4 * 400 * 64 * 4
+    assert update.traffic.summed == summed
+    assert update.waiting == pytest.approx(summed / 1000 / LINKS)
+    # Of what both have each holds a half: gathered twice, its gradients once.
+    assert (update.traffic.gathered, update.traffic.scattered) == (2 * WHOLE * 4 / 2, WHOLE * 4 / 2)
+    assert update.links == pytest.approx(3 * WHOLE * 4 / 2 / 1000 / LINKS)
+    # No sum hides behind computing, nor computing behind it.
+    assert update.hidden == max(update.computing + update.waiting, update.links)
+    (twice,) = times(TargetCluster(1, 2, ROUND), EqualRows(8, 50), **keys, model__gradient_checkpointing=True).values()
+    assert twice.waiting == pytest.approx(1.5 * update.waiting)
+
+
+def test_generation_of_tensor_groups_by_hand() -> None:
+    """Four devices as two groups: each answers two prompts, 6 sequences at once, prompts of 10 and responses of 40."""
+    found = times(TargetCluster(1, 4, ROUND), parallel__tensor=2)["generate"]
+    part = (MULTIPLIED - 6400) / 2 + 6400
+    cache = 6 * 30 * (2 * 2 * 1 * 16) * 4 / 1e5
+    prompts = (2 * ((MULTIPLIED - 6400) / 2 * 20 + 6400 * 2) + 2 * 64 * 2 * 100) / 1e6
+    assert found.computing == pytest.approx(40 * (max(4 * part / 1e5, 2 * part * 6 / 1e6) + cache) + prompts)
+    summed = 2 * 2 * (20 + 6 * 40) * 64 * 4
+    assert found.traffic.summed == summed
+    assert found.waiting == pytest.approx(summed / 1000 / LINKS)
+    # Half of a rank's part is on the other group, three quarters of what all have on the other devices.
+    assert found.traffic.gathered == 4 * (DIVIDED / 2 / 2 + WHOLE * 3 / 4)
+    assert found.hidden == found.open
+
+
+def test_a_tensor_group_over_two_nodes_waits_for_the_links_between_them() -> None:
+    one, two = (times(TargetCluster(nodes, 2 // nodes, ROUND), parallel__tensor=2)["update"] for nodes in (1, 2))
+    assert two.waiting == pytest.approx(10 * one.waiting)
+    assert two.computing == one.computing
+
+
 def test_what_lives_on_the_host_is_copied() -> None:
     kept, moved = (
         times(TargetCluster(1, 1, ROUND), parallel__offload=kind)["update"] for kind in ("none", "optimizer")
@@ -217,7 +265,13 @@ def test_a_critic_is_scored_and_updated_too() -> None:
 
 def test_predictions_are_near_what_was_measured() -> None:
     """As docs/scale.md says. Another framework's time is no measure of ours."""
-    found = [one for one in predictions() if "NeMo" not in one.what and "the same" not in one.what]
+    every = predictions()
+    published = [one for one in every if one.what.startswith(("NeMo", "  the same", "verl"))]
+    assert len(published) == 2 + 3 * 6
+    # Of verl on 32 H20 all are too short; on more devices its step lies between the two ends or not far off.
+    apart = {one.what: one.error for one in published if "verl" in one.what}
+    assert -0.40 < apart["verl, 7B on 32 H20: step, at least"] < apart["verl, 7B on 32 H20: step, at most"] < -0.15
+    found = [one for one in every if one not in published]
     core = [one for one in found if one.what.startswith("CPU")]
     assert len(core) == 6
     assert all(abs(one.error) < (0.15 if "update" in one.what else 0.35) for one in core)
@@ -336,6 +390,17 @@ def test_the_command_tells_memory_time_and_traffic_in_80_columns(
     assert "all-gather" in said
     assert "nothing was run on it" in " ".join(said.split())
     assert "fits: atlas-800t-a2 has 64.0 GiB" in said
+
+
+def test_the_command_says_what_a_tensor_group_costs_and_what_is_not_known(
+    online_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_tiny(tmp_path / "divisible", hidden=128, layers=1)
+    words = [f"model.path={tmp_path / 'divisible'}", "parallel.tensor=2"]
+    show_cluster_plan(load_recipe(online_file, words), "1x8:h200", 16)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "all-reduce" in said
+    assert "the latency of parallel.tensor's sums is not known" in said
 
 
 @pytest.mark.parametrize(

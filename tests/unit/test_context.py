@@ -19,7 +19,8 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.logprob import Scores
-from lockstep.kernels.partial import PLAIN, merge, sections
+from lockstep.kernels.partial import PLAIN
+from lockstep.kernels.parts import merge, sections
 from lockstep.kernels.varlen import varlen_attention
 from lockstep.model.policy import Policy
 from lockstep.parallel.context import ContextGroup, refuse_ranks

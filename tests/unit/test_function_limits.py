@@ -173,6 +173,35 @@ def test_a_reader_whose_process_dies_is_told_with_what_it_printed_last(tmp_path:
     assert "its process was killed (SIGKILL) (it printed last: opening)" in told
 
 
+HALF_A_ROW = """
+import os, pathlib
+def mine(path):
+    yield {'a': 1}
+    once = pathlib.Path(path + '.struck')
+    if not once.exists():
+        once.touch()
+        folder = pathlib.Path('/proc/self/fd')
+        opened = {os.readlink(one): int(one.name) for one in folder.iterdir() if os.path.lexists(one)}
+        os.write(next(n for name, n in opened.items() if name.startswith('socket:')), b'r{"a": 1')
+        os.kill(os.getpid(), HOW)
+    yield {'a': 2}
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="finds the reader's connection in /proc")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_reader_that_was_killed_or_stopped_is_started_once_more(
+    tmp_path: Path, how: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the middle of a row, of which nothing is kept."""
+    where = written(tmp_path, HALF_A_ROW.replace("HOW", str(int(how))))
+    assert list(read_rows(str(tmp_path / "rows.db"), reader=OwnReader(where, seconds=3.0))) == [{"a": 1}, {"a": 2}]
+    told = capfd.readouterr().err
+    assert told.startswith(f"data.reader {where}: ")
+    assert ("was killed (SIGKILL)" if how == signal.SIGKILL else "in 3 s (data.reader_limit)") in told
+    assert told.endswith("; it is started once more\n")
+
+
 def test_what_a_reader_has_started_ends_with_it(tmp_path: Path) -> None:
     text = "import subprocess, sys\ndef mine(path):\n"
     text += f"    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(9999)', '{tmp_path}'])\n"

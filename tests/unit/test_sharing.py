@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralC
 from lockstep.data.batching import line_tokens, micro_batch, shared_beginnings
 from lockstep.kernels.cascade import cascade_attention
 from lockstep.kernels.layout import make_layout
+from lockstep.kernels.partial import PLAIN
 from lockstep.kernels.varlen import varlen_attention
 from lockstep.types import Example, MicroBatch, Origin, Probe, Ranking
-from plain_parts import PLAIN
 
 CPU = torch.device("cpu")
 MODELS = {

@@ -71,7 +71,7 @@ def _table(phases: Sequence[Phase], times: Sequence[PhaseTime]) -> Table:
 
 
 def _seconds(time: PhaseTime | None) -> tuple[str, str]:
-    return ("", "") if time is None else (_figure(time.computing), _figure(time.links + time.host))
+    return ("", "") if time is None else (_figure(time.computing), _figure(time.waiting + time.links + time.host))
 
 
 def _figure(seconds: float) -> str:
@@ -113,6 +113,8 @@ def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
         yield "groups that are sampled anew (algorithm.dynamic_sampling) are not counted"
     if online and recipe.rollout.max_staleness is not None:
         yield "generation and training are counted one after the other"
+    if recipe.parallel.tensor > 1:
+        yield "the latency of parallel.tensor's sums is not known: a step takes longer, decoding above all"
     yield "not counted: rewards and their models, validation, loading, writing checkpoints"
 
 

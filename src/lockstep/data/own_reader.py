@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +54,27 @@ class OwnReader:
         return Refusal.at(f"{KEY} {self.function_path}", why, remedy)
 
 
+class Disturbed(Refusal):
+    """Somebody has killed or stopped the reader's process, as one who lacks memory does: no fault of the function's."""
+
+
 def read_own(path: str, reader: OwnReader) -> RowSet:
-    """All rows, before anything else is done with them; the content's checksum stands for that of a file."""
-    told = _here(path, reader) if given(reader.function_path) else _in_process(path, reader)
+    """All rows, before anything else is done with them; the content's checksum stands for that of a file.
+
+    A process that was killed or stopped from outside is started once more; one that ends itself so does it again.
+    """
+    if given(reader.function_path):
+        return _row_set(path, reader, _here(path, reader))
+    try:
+        return _row_set(path, reader, _in_process(path, reader))
+    except Disturbed as first:
+        print(
+            f"{first.problems[0].where}: {first.problems[0].why}; it is started once more", file=sys.stderr, flush=True
+        )
+    return _row_set(path, reader, _in_process(path, reader))
+
+
+def _row_set(path: str, reader: OwnReader, told: Iterable[tuple[bytes, bytes]]) -> RowSet:
     problems = Problems(path)
     rows: list[Row] = []
     digest, size = hashlib.sha256(), 0
@@ -99,31 +118,44 @@ def _in_process(path: str, reader: OwnReader) -> Iterator[tuple[bytes, bytes]]:
         log = Path(folder) / "printed.log"
         arguments = (str(file), name, int(reader.memory_gb * 2**30), path)
         process = FunctionProcess("lockstep.data.reader_process:serve", arguments, log)
-        over = threading.Event()
-        clock = threading.Timer(reader.seconds, _end, (process, over))
-        clock.daemon = True
-        clock.start()
+        deadline = Deadline(process, reader.seconds)
         how = b""
         try:
             with process.connection.makefile("rb") as stream:
                 for line in stream:
-                    how = line[:1]
+                    # What was being written when the process ended is no row.
+                    how = line[:1] if line.endswith(b"\n") else b""
                     if how not in (ROW, BAD_ROW):
                         break
                     yield how, line[1:-1]
         finally:
-            clock.cancel()
+            deadline.cancel()
             status = process.ended()
             process.connection.close()
         if how == END:
             return
         said = json.loads(line[1:]) if how in (UNLOADABLE, NO_ROWS, OUT_OF_MEMORY, RAISED) else None
-        raise _failure(path, reader, how, said, over.is_set(), f"its process {status}{_last_line(log)}")
+        why = _failure(path, reader, how, said, deadline.over, f"its process {status}{_last_line(log)}")
+        disturbed = said is None and (deadline.stopped if deadline.over else process.disturbed)
+        raise Disturbed(why.problems) if disturbed else why
 
 
-def _end(process: FunctionProcess, over: threading.Event) -> None:
-    over.set()
-    process.kill()
+class Deadline:
+    """Ends the reader's process when its time is over."""
+
+    def __init__(self, process: FunctionProcess, seconds: float):
+        self.over = self.stopped = False
+        self._process = process
+        self._clock = threading.Timer(seconds, self._end)
+        self._clock.daemon = True
+        self._clock.start()
+
+    def _end(self) -> None:
+        self.stopped, self.over = self._process.disturbed, True
+        self._process.kill()
+
+    def cancel(self) -> None:
+        self._clock.cancel()
 
 
 def _failure(
@@ -142,7 +174,8 @@ def _failure(
     if late:
         why = f"had not given all rows of {path} in {reader.seconds:g} s ({TIME})"
         return reader.refuse(why, f"let it end sooner, or raise {TIME}")
-    return reader.refuse(f"{status}, before it had given all rows of {path}", "mend the function")
+    remedy = "mend the function, or see who has ended it: a machine that lacks memory does so"
+    return reader.refuse(f"{status}, before it had given all rows of {path}", remedy)
 
 
 def _last_line(log: Path) -> str:

@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.kernels.layout import Cascade
-
-
-class PartKernel(NamedTuple):
-    """A kernel for one part. Forward: (query, key, value, part, causal, scale) to the output, L as (H, tokens) and
-    what its backward wants back; backward: (upstream, query, key, value, output, L, kept, part, causal, scale)."""
-
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]]
-    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+from lockstep.kernels.parts import PartialKernel, merge
 
 
 def cascade_attention(
@@ -30,9 +23,9 @@ def cascade_attention(
     value_TGD: torch.Tensor,
     cascade: Cascade,
     scale: float,
-    parts: PartKernel,
+    kernel: PartialKernel,
 ) -> torch.Tensor:
-    return _CascadeAttention.apply(query_THD, key_TGD, value_TGD, cascade, scale, parts)
+    return _CascadeAttention.apply(query_THD, key_TGD, value_TGD, cascade, scale, kernel)
 
 
 class _CascadeAttention(torch.autograd.Function):
@@ -44,39 +37,32 @@ class _CascadeAttention(torch.autograd.Function):
         value: torch.Tensor,
         cascade: Cascade,
         scale: float,
-        parts: PartKernel,
+        kernel: PartialKernel,
     ) -> torch.Tensor:
         rows_R, keys_S = cascade.rows_R, cascade.keys_S
-        out, lse_HT, kept = parts.forward(query, key, value, cascade.own, True, scale)
+        out, lse_HT = kernel.forward(query, key, value, cascade.own, scale)
         beginning = key.index_select(0, keys_S), value.index_select(0, keys_S)
-        more, more_lse_HR, kept_more = parts.forward(
-            query.index_select(0, rows_R), *beginning, cascade.shared, False, scale
-        )
-        _rows(out).merge_(out, lse_HT, rows_R, more, more_lse_HR)
-        ctx.save_for_backward(query, key, value, out, lse_HT, *kept, *kept_more)
-        ctx.split = len(kept)
-        ctx.cascade, ctx.scale, ctx.parts = cascade, scale, parts
+        more = kernel.forward(query.index_select(0, rows_R), *beginning, cascade.shared, scale)
+        _rows(out).merge_(out, lse_HT, rows_R, *more)
+        ctx.save_for_backward(query, key, value, out, lse_HT)
+        ctx.cascade, ctx.scale, ctx.kernel = cascade, scale, kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         upstream = grads[0].contiguous()
-        query, key, value, out, lse_HT, *kept = ctx.saved_tensors
-        cascade, scale, parts = ctx.cascade, ctx.scale, ctx.parts
+        query, key, value, out, lse_HT = ctx.saved_tensors
+        cascade, scale, kernel = ctx.cascade, ctx.scale, ctx.kernel
         rows_R, keys_S = cascade.rows_R, cascade.keys_S
-        own = parts.backward(
-            upstream, query, key, value, out, lse_HT, tuple(kept[: ctx.split]), cascade.own, True, scale
-        )
-        shared = parts.backward(
+        own = kernel.backward(upstream, query, key, value, out, lse_HT, cascade.own, scale)
+        shared = kernel.backward(
             upstream.index_select(0, rows_R),
             query.index_select(0, rows_R),
             key.index_select(0, keys_S),
             value.index_select(0, keys_S),
             out.index_select(0, rows_R),
             lse_HT.index_select(1, rows_R),
-            tuple(kept[ctx.split :]),
             cascade.shared,
-            False,
             scale,
         )
         add_rows_ = _rows(out).add_rows_
@@ -108,14 +94,9 @@ def merge_(
     more_lse_HR: torch.Tensor,
 ) -> None:
     """Put a second part into some rows of a first: into its output and L."""
-    one, other = lse_HT.index_select(1, rows_R), more_lse_HR
-    both = torch.logaddexp(one, other)
-    weights = ((part - both).exp().t()[:, :, None] for part in (one, other))
-    merged = sum(
-        part * weight for part, weight in zip((out_THD.index_select(0, rows_R), more_RHD), weights, strict=True)
-    )
-    out_THD.index_copy_(0, rows_R, merged.to(out_THD.dtype))  # type: ignore[union-attr]
-    lse_HT.index_copy_(1, rows_R, both)
+    merged, lse = merge(out_THD.index_select(0, rows_R), lse_HT.index_select(1, rows_R), more_RHD, more_lse_HR)
+    out_THD.index_copy_(0, rows_R, merged.to(out_THD.dtype))
+    lse_HT.index_copy_(1, rows_R, lse)
 
 
 def add_rows_(total_THD: torch.Tensor, rows_R: torch.Tensor, more_RHD: torch.Tensor) -> None:

@@ -5,16 +5,14 @@ Shapes: T tokens of the line, H query heads, G key/value heads, D head size. The
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lockstep.kernels.cascade import PartKernel, cascade_attention
-from lockstep.kernels.layout import Cascade, Layout, LinePart
+from lockstep.kernels.cascade import cascade_attention
+from lockstep.kernels.layout import Cascade, Layout
+from lockstep.kernels.parts import Gradients, PartialKernel, Sections, Tensors
 from lockstep.kernels.sinks import sink_gradient, with_sinks
-
-if TYPE_CHECKING:
-    from lockstep.kernels.partial import Sections
 
 # What torch's kernel takes.
 LARGEST_HEAD = 256
@@ -42,37 +40,7 @@ def flash_shared(
     query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, cascade: Cascade, scale: float
 ) -> torch.Tensor:
     """On a line whose sequences share beginnings."""
-    return cascade_attention(query_THD, key_TGD, value_TGD, cascade, scale, PartKernel(_part, _part_backward))
-
-
-def _part(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: LinePart, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    out, lse_HT, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
-        query, key, value, *_bounds(part), 0.0, causal, False, scale=scale
-    )
-    return out, lse_HT, (rng_state, unused)
-
-
-def _part_backward(
-    upstream: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse_HT: torch.Tensor,
-    kept: tuple[torch.Tensor, ...],
-    part: LinePart,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.ops.aten._flash_attention_backward(
-        upstream, query, key, value, out, lse_HT, *_bounds(part), 0.0, causal, *kept, scale=scale
-    )
-
-
-def _bounds(part: LinePart) -> tuple[Any, ...]:
-    return part.query_bounds, part.key_bounds, part.longest_query, part.longest_key
+    return cascade_attention(query_THD, key_TGD, value_TGD, cascade, scale, FLASH_PARTS)
 
 
 def flash_with_sinks(
@@ -175,8 +143,8 @@ def flash_part(
     where: Sections,
     scale: float,
     window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some queries to some of their keys (`partial.py`). The kernel aligns a causal sequence at its end too."""
+) -> Tensors:
+    """Some queries to some of their keys (`parts.py`). The kernel aligns a causal sequence at its end too."""
     out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         query_THD, key_SGD, value_SGD, *_two_lines(where), False, scale=scale, **_window(window)
     )
@@ -193,7 +161,7 @@ def flash_part_backward(
     where: Sections,
     scale: float,
     window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Gradients:
     # The generator's state, which the forward pass would give, is of no use without dropout.
     state = torch.zeros(2, dtype=torch.int64, device=query_THD.device).view(torch.uint64)
     return torch.ops.aten._flash_attention_backward(
@@ -211,9 +179,12 @@ def flash_part_backward(
     )
 
 
+FLASH_PARTS = PartialKernel(flash_part, flash_part_backward)
+
+
 def _two_lines(where: Sections) -> tuple[Any, ...]:
     # Told that no sequence has more than one query, the kernel gives the normalisers in another order.
-    longest = max(2, *where.queries), max(where.keys)
+    longest = max(2, where.longest_query), where.longest_key
     return where.query_bounds, where.key_bounds, *longest, 0.0, where.causal
 
 

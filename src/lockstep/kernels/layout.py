@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lockstep.device.transfer import sent
+from lockstep.kernels.parts import Sections, sections
 
 # A bucket holds sequences down to this share of its longest one: padding stays small, buckets stay few.
 BUCKET_SHARE = 0.75
@@ -110,16 +111,6 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class LinePart:
-    """Queries that see keys, sequence by sequence: where each begins, the end of the last, and the longest."""
-
-    query_bounds: torch.Tensor
-    key_bounds: torch.Tensor
-    longest_query: int
-    longest_key: int
-
-
-@dataclass(frozen=True)
 class Cascade:
     """A line whose sequences share beginnings, as two attentions without a copy of a sequence.
 
@@ -128,47 +119,43 @@ class Cascade:
     beginning after another, are at `keys_S`. No key is named twice.
     """
 
-    own: LinePart
-    shared: LinePart
+    own: Sections
+    shared: Sections
     rows_R: torch.Tensor
     keys_S: torch.Tensor
 
 
 def _cascade(line_E: np.ndarray, ends: Sequence[int], device: torch.device) -> Cascade | None:
-    own, query_ends, key_ends = [0], [0], [0]
+    own: list[int] = []
+    queries: list[int] = []
+    shares: list[int] = []
+    written = 0
     rows: list[np.ndarray] = []
     keys: list[np.ndarray] = []
     last: tuple[int, int] | None = None
     for start, end in pairwise((0, *ends)):
         places = line_E[start:end]
         # What stands on the line already is behind what is written so far.
-        share = int(np.searchsorted(places, own[-1]))
+        share = int(np.searchsorted(places, written))
         length = end - start - share
         if share:
             # Neighbours that follow the same beginning are one sequence of queries.
             if last == (places[0], share):
-                query_ends[-1] += length
+                queries[-1] += length
             else:
-                query_ends.append(query_ends[-1] + length)
-                key_ends.append(key_ends[-1] + share)
+                queries.append(length)
+                shares.append(share)
                 keys.append(places[:share])
             rows.append(places[share:])
             last = (int(places[0]), share)
-        own.append(own[-1] + length)
+        own.append(length)
+        written += length
     every = np.concatenate(keys) if keys else np.empty(0, dtype=line_E.dtype)
     if not keys or len(np.unique(every)) < len(every):
         return None
-
-    def bounds(numbers: Sequence[int]) -> torch.Tensor:
-        return sent(torch.tensor(numbers, dtype=torch.int32), device)
-
-    def longest(numbers: Sequence[int]) -> int:
-        return max(end - start for start, end in pairwise(numbers))
-
-    lines = bounds(own)
     return Cascade(
-        LinePart(lines, lines, longest(own), longest(own)),
-        LinePart(bounds(query_ends), bounds(key_ends), longest(query_ends), longest(key_ends)),
+        sections(own, own, True, device),
+        sections(queries, shares, False, device),
         sent(torch.from_numpy(np.concatenate(rows)), device),
         sent(torch.from_numpy(every), device),
     )

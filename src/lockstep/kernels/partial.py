@@ -1,73 +1,23 @@
-"""Attention of some queries to some of their keys, in parts that can be merged: one interface, whatever the kernel.
-
-A part gives its output and the log of its sum of exponentials (`lse`). Parts over different keys are merged by these
-(`merge`), and the backward pass of a part is given the output and the lse of the whole, so that its gradients are
-shares of the whole's. A causal sequence is aligned at its end: the last query sees every key.
+"""Which kernel attends to a part of the keys (`parts.py`), and its twin in plain torch.
 
 Shapes: T queries, S keys, H query heads, G key/value heads, D numbers of a key, E of a value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 
-from lockstep.device.transfer import sent
 from lockstep.kernels.explicit import SCORE_BYTES
-from lockstep.kernels.flash import flash_part, flash_part_backward, flash_part_fits
-
-
-@dataclass(frozen=True)
-class Sections:
-    """Sequences along two lines, one of queries and one of keys; each has at least one of either."""
-
-    queries: tuple[int, ...]
-    """Of each sequence, how many stand on the line of queries."""
-    keys: tuple[int, ...]
-    causal: bool
-    query_bounds: torch.Tensor
-    key_bounds: torch.Tensor
-
-    @property
-    def spans(self) -> Iterator[tuple[slice, slice]]:
-        query = key = 0
-        for queries, keys in zip(self.queries, self.keys, strict=True):
-            yield slice(query, query + queries), slice(key, key + keys)
-            query, key = query + queries, key + keys
-
-
-def sections(queries: Sequence[int], keys: Sequence[int], causal: bool, device: torch.device) -> Sections:
-    bounds = (sent(torch.tensor([0, *accumulate(side)], dtype=torch.int32), device) for side in (queries, keys))
-    return Sections(tuple(queries), tuple(keys), causal, *bounds)
-
-
-Tensors = tuple[torch.Tensor, torch.Tensor]
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class PartialKernel(NamedTuple):
-    """`forward(q, k, v, sections, scale, window) -> out_THE, lse_HT` and
-    `backward(dout, q, k, v, out, lse, sections, scale, window) -> dq, dk, dv`, with the whole's `out` and `lse`."""
-
-    forward: Callable[..., Tensors]
-    backward: Callable[..., Gradients]
-
-
-def merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, more_THE: torch.Tensor, more_lse_HT: torch.Tensor) -> Tensors:
-    """Two parts over different keys as one, in the precision of the first."""
-    both_HT = torch.logaddexp(lse_HT, more_lse_HT)
-    weights = ((lse - both_HT).exp().t()[:, :, None] for lse in (lse_HT, more_lse_HT))
-    return out_THE * next(weights) + more_THE.to(out_THE.dtype) * next(weights), both_HT
+from lockstep.kernels.flash import FLASH_PARTS, flash_part_fits
+from lockstep.kernels.parts import Gradients, PartialKernel, Sections, Tensors
 
 
 def partial_kernel(name: str, query_THD: torch.Tensor, value_SGE: torch.Tensor) -> PartialKernel:
     """The kernel of the device whose `attention` is called `name`, where it takes these numbers; else plain torch."""
     if name in ("flash_varlen", "invariant") and flash_part_fits(query_THD, value_SGE):
-        return PartialKernel(flash_part, flash_part_backward)
+        return FLASH_PARTS
     return PLAIN
 
 
@@ -134,7 +84,7 @@ def _blocks(
         count = keys.stop - keys.start
         # The key of the first query's own token; a sequence that is not causal has none.
         first = count - (queries.stop - queries.start)
-        step = max(1, SCORE_BYTES // (4 * heads * count))
+        step = max(1, SCORE_BYTES // (4 * heads * max(1, count)))
         for start in range(queries.start, queries.stop, step):
             stop = min(start + step, queries.stop)
             if not where.causal:

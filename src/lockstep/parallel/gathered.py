@@ -17,7 +17,8 @@ import torch
 
 from lockstep.device.transfer import sent
 from lockstep.kernels.divided import DividedLayout
-from lockstep.kernels.partial import partial_kernel, sections
+from lockstep.kernels.partial import partial_kernel
+from lockstep.kernels.parts import sections
 from lockstep.kernels.sinks import sink_gradient, with_sinks
 from lockstep.parallel.context import ContextGroup
 from lockstep.parallel.lines import cut

@@ -4,7 +4,7 @@ In zigzag order rank r has chunk r and the r-th last of 2N chunks of every seque
 
     j = r: its own, causally        j < r: all queries, j's first chunk        j > r: its second chunk, all of j's
 
-and, but for its own, all of those keys. Parts are merged by their log of sums in fp32 (`kernels/partial.py`). In the
+and, but for its own, all of those keys. Parts are merged by their log of sums in fp32 (`kernels/parts.py`). In the
 backward pass keys and values travel the same way again, and their gradients one hop behind them, until they are home.
 Keys and values are one tensor on their way.
 
@@ -23,7 +23,8 @@ import torch
 
 from lockstep.device.transfer import sent
 from lockstep.kernels.divided import DividedLayout
-from lockstep.kernels.partial import Sections, merge, partial_kernel, sections
+from lockstep.kernels.partial import partial_kernel
+from lockstep.kernels.parts import Sections, merge, sections
 from lockstep.kernels.sinks import sink_gradient, with_sinks
 from lockstep.parallel.context import ContextGroup
 from lockstep.parallel.lines import cut

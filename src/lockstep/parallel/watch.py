@@ -1,9 +1,10 @@
 """Says which rank the others wait for. A collective waits without a word until its time-out; one rank that is stopped
 looks like a run that thinks.
 
-The thread that trains only notes where it is, in memory. Threads beside it tell the store that the ranks met at, four
-times in the time after which a wait is told, that this process lives and where it is; only a rank that has not moved
-for a quarter of it reads what the others told. So a collective costs nothing more, whatever the device.
+The thread that trains only notes where it is, in memory. Threads beside it tell the store that the ranks met at, when a
+step begins and four times in the time after which a wait is told, that this process lives and where it is; only a rank
+that has not moved for a quarter of it reads what the others told. So a collective costs nothing more, whatever the
+device.
 
 With a time after which a run counts as stalled (`parallel.stall_seconds`), the ranks end together when none of them has
 made progress for so long; `stall.py` says how.
@@ -20,18 +21,23 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from lockstep.errors import Refusal
+from lockstep.parallel.meeting import connected_store
 from lockstep.parallel.stacks import answering
 from lockstep.parallel.stall import Ending, Stall, StallVerdict, end_alone, pronounce, pronounced, tell_address
 
 VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
-_sessions = count()
+# The store is asked for what is there.
+STORE_TIMEOUT = timedelta(minutes=5)
+# Steps that are shorter than this are not all told: what is told of a rank that then stops is at most so old.
+_TELL_PAUSE = 0.02
 
 
 class Moment(NamedTuple):
@@ -81,7 +87,7 @@ class Watch:
         self._awake = time.monotonic()
         self._heard: dict[int, HeardRank] = {}
         self._answered = time.monotonic()
-        self._stop = threading.Event()
+        self._stop, self._news = threading.Event(), threading.Event()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._tell, self._look)]
         for thread in self._threads:
             thread.start()
@@ -98,12 +104,17 @@ class Watch:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """What this rank does inside, in words."""
-        self._stages.append(name if len(self._stages) == 1 else f"{self._stages[-1]}, {name}")
+        outermost = len(self._stages) == 1
+        self._stages.append(name if outermost else f"{self._stages[-1]}, {name}")
         self._move(self._stages[-1])
+        if outermost:
+            self._news.set()
         try:
             yield
         finally:
             self._stages.pop()
+            if outermost:
+                self._stages[0] = f"what comes after {name}"
             self._move(self._stages[-1])
 
     def progress(self, next_part: str = "") -> None:
@@ -116,6 +127,7 @@ class Watch:
 
     def close(self) -> None:
         self._stop.set()
+        self._news.set()
         for thread in self._threads:
             thread.join(timeout=5)
 
@@ -125,6 +137,7 @@ class Watch:
         before = time.monotonic()
         for beat in count():
             try:
+                self._news.clear()
                 now, moment = time.monotonic(), self._moment
                 if slept := now - before > 4 * self._pace:
                     self._awake = now
@@ -138,8 +151,9 @@ class Watch:
                 self._answered = time.monotonic()
             except RuntimeError:
                 return  # the store is gone: `_look` says so if anybody still waits by then
-            if self._stop.wait(self._pace):
+            if self._stop.wait(min(_TELL_PAUSE, self._pace)):
                 return
+            self._news.wait(self._pace - min(_TELL_PAUSE, self._pace))
 
     def _listen(self) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -287,10 +301,4 @@ def watching(rank: int, size: int, stall: Stall | None = None) -> Iterator[Watch
 
 
 def _store(size: int) -> dist.Store:
-    if size == 1:
-        return dist.HashStore()
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
-    # A restart, and a second run in the same processes, find what the one before has told.
-    turn = f"lockstep/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_sessions)}"
-    return dist.PrefixStore(turn, store)
+    return dist.HashStore() if size == 1 else connected_store("watch", STORE_TIMEOUT)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.device.base import Device
+from lockstep.parallel.meeting import connected_store, launcher_holds_store
 from lockstep.parallel.stall import Stall
 from lockstep.parallel.watch import Watch, watching
 
@@ -190,11 +191,12 @@ def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
             return
         own = f"{device.name}:{device.collective}"
         backend = HOST if own == HOST else f"{HOST},{own}"
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # The launcher holds the store, so that the first meeting can be watched too.
+        if launcher_holds_store():
+            # So the first meeting can be watched too.
             watch = stack.enter_context(watching(rank, size, stall))
             with watch.collective("joining"):
-                dist.init_process_group(backend, timeout=TIMEOUT)
+                store = connected_store("world", TIMEOUT)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         else:
             dist.init_process_group(backend, timeout=TIMEOUT)
             watch = stack.enter_context(watching(rank, size, stall))

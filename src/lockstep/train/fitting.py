@@ -104,7 +104,9 @@ def _slices(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
         whole = grid_of(recipe.parallel, cluster.devices).replicate == 1
     except Refusal:  # of the recipe's own keys, on more devices than it was written for
         whole = False
-    return [{}] if whole else [{}, {"parallel.shard": cluster.devices, "parallel.replicate": 1}]
+    return (
+        [{}] if whole else [{}, {"parallel.shard": cluster.devices // recipe.parallel.tensor, "parallel.replicate": 1}]
+    )
 
 
 def _hosts(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
@@ -151,7 +153,7 @@ def _sequences(recipe: Recipe, cluster: TargetCluster) -> Iterator[KeyValues]:
     yield {}
     if recipe.method not in ONLINE:
         return
-    share = -(-recipe.batch.prompts // cluster.devices) * recipe.rollout.n
+    share = -(-recipe.batch.prompts // (cluster.devices // recipe.parallel.tensor)) * recipe.rollout.n
     count = min(recipe.rollout.max_sequences, share)
     while count > 1:
         count //= 2

@@ -21,8 +21,16 @@ from lockstep.train.step_work import StepSource
 
 # Keys of `parallel` that the reckoning follows, or that change nothing in it.
 RECKONED = {
-    *("devices", "launcher", "stall_seconds", "max_restarts", "elastic", "shard", "replicate", "context"),
-    *("context_layout", "offload", "offload_critic", "offload_reference", "offload_teacher", "offload_reward"),
+    *("devices", "launcher", "stall_seconds", "max_restarts", "elastic", "shard", "replicate", "tensor"),
+    *(
+        "context",
+        "context_layout",
+        "offload",
+        "offload_critic",
+        "offload_reference",
+        "offload_teacher",
+        "offload_reward",
+    ),
 }
 
 

@@ -44,6 +44,8 @@ class PhaseTime:
 
     name: str
     computing: float = 0.0
+    waiting: float = 0.0
+    """For collectives in the middle of a layer, which nothing can hide."""
     links: float = 0.0
     host: float = 0.0
     tail: float = 0.0
@@ -53,12 +55,14 @@ class PhaseTime:
     @property
     def open(self) -> float:
         """Where nothing hides behind computing, and a response goes on to the limit."""
-        return self.computing + self.links + self.host + self.tail
+        return self.computing + self.waiting + self.links + self.host + self.tail
 
     @property
     def hidden(self) -> float:
         """Where all hides that can (weights are gathered before anything is generated), and responses end together."""
-        return self.open - self.tail if self.name == "generate" else max(self.computing, self.links + self.host)
+        if self.name == "generate":
+            return self.open - self.tail
+        return max(self.computing + self.waiting, self.links + self.host)
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,16 @@ class StepTimes:
         assert flops is not None, "asked for a chip without a figure"
         self.flops, self.memory = flops, self.chip.memory_speed
         self.grid = grid_of(recipe.parallel, cluster.devices)
-        self.slices = cluster.neighbours(self.grid.shard)
-        self.copies = cluster.apart(self.grid.replicate, self.grid.shard)
+        # A tensor group stands side by side; its slices of what it divides are with the same rank of other groups.
+        self.tensor, self.pieces = cluster.neighbours(self.grid.tensor), self.grid.shard * self.grid.tensor
+        self.slices = cluster.apart(self.grid.shard, self.grid.tensor)
+        self.every = cluster.neighbours(self.pieces)
+        self.copies = cluster.apart(self.grid.replicate, self.pieces)
         self.context = recipe.parallel.context
-        self.groups = cluster.devices // self.context
+        self.groups = cluster.devices // recipe.parallel.group
+        cost = models.cost
+        # Of the weights but the head: nearly all of them, where a group divides any.
+        self.divided = min(1.0, models.counted.divided / (cost.read - cost.head))
         # Of what the rows of an update are divided into, the largest share decides; a group divides it again.
         rows = max(1, work.rows // work.updates)
         self.share = -(-rows // self.groups) / rows / self.context
@@ -108,27 +118,30 @@ class StepTimes:
         return found
 
     def generate(self) -> PhaseTime:
-        work, cost = self.work, self.models.cost
-        asked = -(-work.prompts // self.cluster.devices)
+        work, cost, counted = self.work, self.models.cost, self.models.counted
+        asked = -(-work.prompts // (self.cluster.devices // self.grid.tensor))
         sequences = asked * work.samples
         batch = min(sequences, self.recipe.rollout.max_sequences)
         step = self._decoding(batch, work.prompt_tokens + work.response_tokens / 2)
         prompts = asked * work.prompt_tokens
         prefill = self._pass(cost, prompts, asked * work.prompt_tokens**2, asked, 1) / 3
         decoding = -(-sequences // batch) * work.response_tokens * step
+        sums = self._sums(prompts + sequences * work.response_tokens)
         left = max(0.0, self.recipe.rollout.max_tokens - work.response_tokens)
-        whole = self.models.counted.parameters * self.size
+        whole = self._gathering(counted.parameters, counted.divided, self.size)
         return PhaseTime(
             "generate",
             prefill + decoding,
-            self.cluster.gather_seconds(whole, self.slices),
-            tail=left * self._decoding(1, work.prompt_tokens + self.recipe.rollout.max_tokens),
-            traffic=Traffic(gathered=_others(whole, self.slices)),
+            sums.waiting,
+            whole.links,
+            tail=left
+            * (self._decoding(1, work.prompt_tokens + self.recipe.rollout.max_tokens) + self._sums(1).waiting),
+            traffic=whole.traffic + sums.traffic,
         )
 
     def _decoding(self, batch: int, context: float) -> float:
         """A token for each of `batch` sequences."""
-        cost, reached = self.models.cost, self.chip.reached
+        cost, reached = self._part_of(self.models.cost), self.chip.reached
         return (
             weights_seconds(cost, batch, self.flops * reached.decoding, self.memory, self.size)
             + cache_seconds(cost, batch, context, self.memory * reached.reading, self.size)
@@ -139,7 +152,7 @@ class StepTimes:
         found = self.scored(self.models.frozen)
         settings, counted = self.recipe.parallel, self.models.counted
         moved = settings.offload_reference or settings.offload_teacher
-        once = sum(counted.frozen.values()) * self.size / self.grid.shard / self.chip.host
+        once = sum(counted.frozen.values()) * self.size / self.pieces / self.chip.host
         return replace(found, name="reference", host=once if moved else 0.0)
 
     def scored(self, cost: ModelCost, *, head: bool = True) -> PhaseTime:
@@ -148,10 +161,11 @@ class StepTimes:
         tokens, squares, targets = self._shares()
         micro = self.micro_batches
         computing = self._pass(cost, tokens, squares, targets if head else 0, micro) / 3 * updates
-        whole = cost.read * self.size * micro * updates
-        divided = self._divided(work.tokens * self.share, backward=False)
-        links = self.cluster.gather_seconds(whole, self.slices) + divided.links
-        return PhaseTime("", computing, links, traffic=Traffic(_others(whole, self.slices)) + divided.traffic)
+        whole = self._gathering(cost.read, self.divided * (cost.read - cost.head), self.size * micro * updates)
+        cut = self._cut_sequences(work.tokens * self.share, backward=False)
+        sums = self._sums(work.tokens * self.share)
+        traffic = whole.traffic + cut.traffic + sums.traffic
+        return PhaseTime("", computing, sums.waiting, whole.links + cut.links, traffic=traffic)
 
     def update(self, *, head: bool = True) -> PhaseTime:
         recipe, counted, cost = self.recipe, self.models.counted, self.models.cost
@@ -162,29 +176,25 @@ class StepTimes:
         if recipe.model.gradient_checkpointing:
             passes += self._pass(cost, tokens, squares, 0, 0) / 3
         masters = bool(recipe.model.master_weights)
-        own = counted.trained / self.grid.shard
+        own = counted.trained / self.pieces
         state = own * (MASTER_BYTES if masters else PLAIN_BYTES * self.size / 4)
         adamw = state / self.memory * self.chip.reached.optimizer_passes
         # Gradients of several micro-batches are added up in fp32.
         adding = micro * own * (8 + self.size) / self.memory if micro > 1 else 0.0
         # A layer is gathered before its forward and before its backward pass; gradients are summed in fp32.
-        whole, gradients = 2 * counted.parameters * self.size * micro, counted.trained * 4 * micro
-        divided = self._divided(self.work.tokens / self.work.updates * self.share, backward=True)
-        links = (
-            self.cluster.gather_seconds(whole, self.slices)
-            + self.cluster.gather_seconds(gradients, self.slices)
-            + self.cluster.sum_seconds(gradients / self.grid.shard, self.copies)
-            + divided.links
-        )
-        traffic = divided.traffic + Traffic(
-            _others(whole, self.slices),
-            _others(gradients, self.slices),
-            2 * _others(gradients / self.grid.shard, self.copies),
-        )
+        whole = self._gathering(counted.parameters, counted.divided, 2 * self.size * micro)
+        # An adapter is too small to tell what of it is divided.
+        back = self._gathering(counted.trained, 0 if frozen else counted.divided, 4 * micro)
+        slice_bytes = own * 4 * micro
+        cut = self._cut_sequences(tokens, backward=True)
+        sums = self._sums(tokens, times=3 if recipe.model.gradient_checkpointing else 2)
+        links = whole.links + back.links + self.cluster.sum_seconds(slice_bytes, self.copies) + cut.links
+        traffic = cut.traffic + sums.traffic + whole.traffic
+        traffic += Traffic(scattered=back.traffic.gathered, summed=2 * _others(slice_bytes, self.copies))
         host = self._host_bytes(own, micro, masters) / self.chip.host
         all_traffic = Traffic(*(times * part for part in traffic))
         computing = times * (passes + adding + adamw)
-        return PhaseTime("update", computing, times * links, times * host, traffic=all_traffic)
+        return PhaseTime("update", computing, times * sums.waiting, times * links, times * host, traffic=all_traffic)
 
     # -- parts
 
@@ -209,9 +219,11 @@ class StepTimes:
         self, cost: ModelCost, tokens: float, squares: float, targets: float, micro: int, *, frozen: bool = False
     ) -> float:
         """Forward and backward of so many tokens; a forward pass is a third of it. The head sees the targets alone."""
-        reached = self.chip.reached
+        reached, cost = self.chip.reached, self._part_of(cost)
         multiplied = (cost.multiplied - cost.head) * tokens + cost.head * targets
-        kept = activation_bytes(self.models.config, 1, self.size, checkpointing=False, lean=self.lean) * tokens
+        kept = (
+            activation_bytes(self.models.config, 1, self.size, False, lean=self.lean, tensor=self.grid.tensor) * tokens
+        )
         return (
             (4 if frozen else 6) * multiplied / self.flops
             + attention_flops(cost, squares) / self.flops / reached.attention
@@ -220,7 +232,36 @@ class StepTimes:
             + micro * cost.layers * reached.micro_batch_seconds
         )
 
-    def _divided(self, tokens: float, *, backward: bool) -> PhaseTime:
+    def _part_of(self, cost: ModelCost) -> ModelCost:
+        """What a rank of a tensor group has of a model: all of the head, and of the layers its heads and columns."""
+        count = self.grid.tensor
+        left = 1 - self.divided + self.divided / count
+        return replace(
+            cost,
+            multiplied=cost.head + round((cost.multiplied - cost.head) * left),
+            read=cost.head + round((cost.read - cost.head) * left),
+            attended=cost.attended // count,
+            cached=cost.cached // count,
+        )
+
+    def _gathering(self, parameters: float, divided: float, each: float) -> PhaseTime:
+        """All-gather of parameters, `each` bytes for one. What a tensor group divides comes from the slices of it; of
+        all else every rank of the group has a slice too."""
+        part, rest = divided / self.grid.tensor * each, (parameters - divided) * each
+        seconds = self.cluster.gather_seconds(part, self.slices) + self.cluster.gather_seconds(rest, self.every)
+        return PhaseTime("", links=seconds, traffic=Traffic(_others(part, self.slices) + _others(rest, self.every)))
+
+    def _sums(self, tokens: float, *, times: int = 1) -> PhaseTime:
+        """All-reduces of a tensor group for so many tokens: of what attention and feed-forward of each layer give; once
+        more for their gradients backward, and once more where layers are computed twice. Their latency is not known."""
+        if self.grid.tensor == 1:
+            return PhaseTime("")
+        hidden = self.models.config.get_text_config().hidden_size
+        whole = 2 * times * self.models.cost.layers * tokens * hidden * self.size
+        seconds = self.cluster.sum_seconds(whole, self.tensor)
+        return PhaseTime("", waiting=seconds, traffic=Traffic(summed=2 * _others(whole, self.tensor)))
+
+    def _cut_sequences(self, tokens: float, *, backward: bool) -> PhaseTime:
         """What attention over sequences that several devices divide sends, for so many tokens of a device.
 
         Forward keys and values, or with ulysses also queries and outputs; backward the same again, and with the others
@@ -250,7 +291,7 @@ class StepTimes:
         if offload in ("optimizer", "all"):
             found += 2 * own * ((3 if masters else 2) * (4 if masters else self.size))
         if offload in ("params", "all"):
-            found += micro * (2 * self.models.counted.parameters * self.size / self.grid.shard + 4 * own)
+            found += micro * (2 * self.models.counted.parameters * self.size / self.pieces + 4 * own)
         return found
 
 

@@ -1,0 +1,101 @@
+"""Two emulated NPUs over HCCL, however they share models and sequences, train what one does.
+
+SFT and GRPO, sharded, in copies, with modules or sequences divided by two, and with every offload; two copies of two
+slices on four. In fp32: responses and their scores equal, metrics within 1e-4 (relative; 2e-5 absolute), weights within
+1e-5. That one NPU trains what a CPU does is test_recipes.py's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conftest import write_online_recipe, write_sft_recipe
+from lockstep.model.tiny import write_tiny
+from runs import difference, samples
+
+from . import world_ranks
+from .processes import torchrun
+
+pytestmark = [pytest.mark.ascend, pytest.mark.torchrun, pytest.mark.xdist_group("npu worlds")]
+STEPS = 2
+# eps above the gradients' noise: Adam's first steps would blow a rounding difference up to a whole step.
+COMMON = [
+    *("device=npu", f"run.steps={STEPS}", "run.export=false"),
+    *("optim.eps=1e-4", "optim.warmup=0", "log.samples=99"),
+]
+METHODS = {"sft": [], "grpo": ["batch.prompts_per_update=2", "algorithm.kl.where=loss"]}
+LAYOUTS = {
+    "sharded": [],
+    "copies": ["parallel.replicate=2"],
+    "tensor": ["parallel.tensor=2"],
+    "zigzag": ["parallel.context=2"],
+    "gather": ["parallel.context=2", "parallel.context_layout=gather"],
+    "ulysses": ["parallel.context=2", "parallel.context_layout=ulysses"],
+    "host-optimizer": ["parallel.offload=optimizer"],
+    "host-params": ["parallel.offload=params"],
+    "host-all": ["parallel.offload=all"],
+}
+# Method, name and keys of a run.
+Case = tuple[str, str, list[str]]
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of a model of four heads, and two of keys and values."""
+    folder = tmp_path_factory.mktemp("worlds")
+    write_tiny(folder / "model", hidden=128, layers=1)
+    found = {}
+    for method, write in (("sft", write_sft_recipe), ("grpo", write_online_recipe)):
+        (folder / method).mkdir()
+        found[method] = write(folder / method, folder / "model")
+    return found
+
+
+def differences(
+    recipes: dict[str, Path], cases: list[tuple[str, str, list[str]]], ranks: int, folder: Path
+) -> list[str]:
+    """Train each method by one process, then each case by several; what of these is another."""
+    for method in dict.fromkeys(method for method, _, _ in cases):
+        if not (recipes[method].parent / "runs" / "one").is_dir():
+            world_ranks.train([str(recipes[method]), "run.name=one", *COMMON, *METHODS[method]])
+    jobs = [
+        [str(recipes[method]), f"run.name={name}-{ranks}", *COMMON, *METHODS[method], *words]
+        for method, name, words in cases
+    ]
+    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+    settings = {"ASCEND_EMULATOR_DEVICES": str(ranks), "ASCEND_EMULATOR_REPORT": str(folder)}
+    done = torchrun(Path(world_ranks.__file__), folder / "jobs.json", ranks=ranks, **settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = list(folder.glob("operators-*.json"))
+    assert len(reports) >= ranks
+    ran = [row for report in reports for row in json.loads(report.read_text())]
+    assert "npu::npu_fusion_attention" in {row["name"] for row in ran}
+    assert not [row for row in ran if row["kind"] == "cpu fallback"]
+    found = []
+    for method, name, _ in cases:
+        runs = recipes[method].parent / "runs"
+        told = difference(runs / f"{name}-{ranks}", runs / "one", STEPS)
+        found += [f"{method}, {name}: {told}"] if told else []
+    return found
+
+
+def test_two_npus_train_what_one_does(recipes: dict[str, Path], tmp_path: Path) -> None:
+    """The second run in the same processes meets anew."""
+    assert not differences(recipes, [("grpo", "daily", []), ("sft", "daily", LAYOUTS["tensor"])], 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_npus_train_what_one_does_in_every_layout(recipes: dict[str, Path], tmp_path: Path) -> None:
+    cases = [(method, name, words) for method in METHODS for name, words in LAYOUTS.items()]
+    cases.append(("grpo", "host-reference", ["parallel.offload_reference=true"]))
+    assert not differences(recipes, cases, 2, tmp_path)
+    assert len(samples(recipes["grpo"].parent / "runs" / "one")) > STEPS
+
+
+@pytest.mark.slow
+def test_four_npus_train_what_one_does_in_copies_of_slices(recipes: dict[str, Path], tmp_path: Path) -> None:
+    words = ["parallel.shard=2", "parallel.replicate=2"]
+    assert not differences(recipes, [(method, "hybrid", words) for method in METHODS], 4, tmp_path)
