@@ -1,0 +1,108 @@
+"""The responses of samples.jsonl: those of a step, or those that a filter finds, from a byte offset on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from lockstep.view.files import Missing
+from lockstep.view.lines import first_of_step, last_line, line_at, lines_from, parsed, step_of, whole_end
+
+SCAN_SECONDS = 0.3
+"""How long one request searches before it answers with what it found."""
+PAGE = 40
+"""Responses in one answer."""
+SHOWN_CHARACTERS = 6_000
+"""Of one text in a list of responses; a single response is told whole."""
+SHOWN_TOKENS = 1_500
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which responses are wanted. `ended` is how a response ended (`stop` of its line), or `failed`."""
+
+    kind: str = ""
+    ended: str = ""
+    least: float | None = None
+    most: float | None = None
+    text: str = ""
+
+    def takes(self, sample: dict[str, Any]) -> bool:
+        if self.kind and sample.get("kind") != self.kind:
+            return False
+        if self.ended == "failed" and "failure" not in sample:
+            return False
+        if self.ended not in ("", "failed") and sample.get("stop") != self.ended:
+            return False
+        if self.least is not None or self.most is not None:
+            score = sample.get("score")
+            if isinstance(score, bool) or not isinstance(score, (int, float)):
+                return False
+            if (self.least is not None and score < self.least) or (self.most is not None and score > self.most):
+                return False
+        return not self.text or any(self.text.lower() in text for text in _texts(sample))
+
+
+def _texts(sample: dict[str, Any]) -> list[str]:
+    """What a search looks into: prompt, response, truth, origin and what went wrong."""
+    prompt = sample.get("prompt")
+    messages = [message.get("content") if isinstance(message, dict) else message for message in prompt or []]
+    told = [sample.get(name) for name in ("response", "ground_truth", "failure", "origin")]
+    return [str(text).lower() for text in ([prompt] if isinstance(prompt, str) else messages) + told if text is not None]
+
+
+def found(file: BinaryIO, wanted: Filter, step: int | None, start: int | None) -> dict[str, Any]:
+    """Responses of `step`, or of all steps where it is None, from the byte `start` on. `next` is where the search goes on,
+    null at the end."""
+    end = whole_end(file)
+    edges = (line_at(file, 0), last_line(file)) if end else (None, None)
+    first, last = (step_of(edge.content) if edge else None for edge in edges)
+    at = start if start is not None else 0 if step is None else first_of_step(file, step)
+    deadline = time.monotonic() + SCAN_SECONDS
+    samples: list[dict[str, Any]] = []
+    more = False
+    for line in lines_from(file, at):
+        told = step_of(line.content)
+        if step is not None and told is not None and told > step:
+            break
+        sample = parsed(line.content)
+        if sample is None or told is None:
+            samples.append({"offset": line.start, "damaged": line.end - line.start})
+        elif wanted.takes(sample):
+            samples.append({"offset": line.start, **shortened(sample, line.end - line.start)})
+        at = line.end
+        if len(samples) >= PAGE or time.monotonic() > deadline:
+            more = at < end
+            break
+    return {"first": first, "last": last, "samples": samples, "next": at if more else None, "at": at, "size": end}
+
+
+def whole(file: BinaryIO, start: int) -> dict[str, Any]:
+    """One response with all of its text. `start` must be where a line begins."""
+    file.seek(max(0, start - 1))
+    line = line_at(file, start) if start == 0 or file.read(1) == b"\n" else None
+    sample = parsed(line.content) if line else None
+    if sample is None:
+        raise Missing("no response begins there: the file may have been written anew")
+    return {"offset": start, **sample}
+
+
+def shortened(sample: dict[str, Any], size: int) -> dict[str, Any]:
+    """The same with long texts cut, and `bytes`, its size, where that was needed."""
+    cut = False
+
+    def short(value: Any) -> Any:
+        nonlocal cut
+        if isinstance(value, str) and len(value) > SHOWN_CHARACTERS:
+            cut = True
+            return value[:SHOWN_CHARACTERS]
+        if isinstance(value, dict):
+            return {key: short(item) for key, item in value.items()}
+        if isinstance(value, list):
+            cut = cut or len(value) > SHOWN_TOKENS
+            return [short(item) for item in value[:SHOWN_TOKENS]]
+        return value
+
+    told: dict[str, Any] = short(sample)
+    return {**told, "bytes": size} if cut else told
