@@ -14,7 +14,7 @@ from lockstep.view.curves import Curves
 from lockstep.view.files import Missing, open_inside
 from lockstep.view.recipes import recipe_of
 from lockstep.view.runs import Shelf, held_locks, summary
-from lockstep.view.samples import Filter, found, whole
+from lockstep.view.samples import Filter, in_all_steps, of_step, whole
 
 Query = dict[str, list[str]]
 MOST_CURVES = 12
@@ -82,7 +82,7 @@ class Answers:
         return {"domain": [first, last], "curves": shown}
 
     def samples(self, query: Query) -> dict[str, Any]:
-        """The responses of a step, or those of all steps that a filter finds."""
+        """The responses of a step (its number, or `last`), or those of all steps that a filter finds."""
         wanted = Filter(
             kind=_one(query, "kind", ""),
             ended=_one(query, "ended", ""),
@@ -90,10 +90,13 @@ class Answers:
             most=_number(query, "most"),
             text=_one(query, "text", ""),
         )
-        step = _whole(query, "step", 0, -FARTHEST_STEP, FARTHEST_STEP) if "step" in query else None
+        step = _one(query, "step", "all")
         start = _whole(query, "from", 0, 0, FARTHEST_STEP) if "from" in query else None
         with self._samples_of(query) as file:
-            return found(file, wanted, step, start)
+            if step == "all":
+                return in_all_steps(file, wanted, start or 0)
+            at = None if step == "last" else _whole(query, "step", 0, -FARTHEST_STEP, FARTHEST_STEP)
+            return of_step(file, wanted, at, start)
 
     def sample(self, query: Query) -> dict[str, Any]:
         with self._samples_of(query) as file:

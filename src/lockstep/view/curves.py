@@ -120,7 +120,7 @@ class Curves:
             if curve is None:
                 return None
             points = thinned(curve.steps, curve.values, domain, buckets)
-            odd = range(bisect_left(curve.odd_steps, domain[0]), bisect_right(curve.odd_steps, domain[1]))
+            odd = _within(curve.odd_steps, domain)
             told: dict[str, Any] = {
                 "steps": [curve.steps[i] for i in points],
                 "values": [curve.values[i] for i in points],
@@ -141,15 +141,17 @@ def _finite(value: float) -> float | None:
 
 
 def _within(steps: Sequence[int], domain: tuple[int, int]) -> range:
-    """The places of the steps that are shown, and one beyond each edge, so that lines run out of the picture."""
-    return range(max(0, bisect_left(steps, domain[0]) - 1), min(len(steps), bisect_right(steps, domain[1]) + 1))
+    """The places of the steps that are shown."""
+    return range(bisect_left(steps, domain[0]), bisect_right(steps, domain[1]))
 
 
 def thinned(steps: Sequence[int], values: Sequence[float], domain: tuple[int, int], buckets: int) -> list[int]:
-    """Places of the points to draw. Never without the lowest and the highest of any part of the curve."""
+    """Places of the points to draw, and one beyond each edge, so that lines run out of the picture. Never without the
+    lowest and the highest of any bucket."""
     places = _within(steps, domain)
+    before, after = range(max(0, places.start - 1), places.start), range(places.stop, min(len(steps), places.stop + 1))
     if len(places) <= 4 * buckets:
-        return list(places)
+        return [*before, *places, *after]
     chosen: list[int] = []
     first, last = domain
     at = places.start
@@ -160,7 +162,7 @@ def thinned(steps: Sequence[int], values: Sequence[float], domain: tuple[int, in
             part = values[at:end]
             chosen += sorted({at, at + part.index(min(part)), at + part.index(max(part)), end - 1})
         at = end
-    return chosen
+    return [*before, *chosen, *after]
 
 
 def smoothed(values: Sequence[float], half: int) -> array[float]:

@@ -52,8 +52,12 @@ def lines_from(file: BinaryIO, start: int) -> Iterator[Line]:
 
 
 def last_line(file: BinaryIO) -> Line | None:
-    end = whole_end(file)
-    return line_at(file, _after_newline_before(file, end - 1)) if end else None
+    return line_before(file, whole_end(file))
+
+
+def line_before(file: BinaryIO, offset: int) -> Line | None:
+    """The line that ends where another begins; None before the first."""
+    return line_at(file, _after_newline_before(file, offset - 1)) if offset > 0 else None
 
 
 def parsed(content: bytes | None) -> dict[str, Any] | None:

@@ -104,16 +104,15 @@ def _from_metrics(line: dict[str, Any] | None) -> dict[str, Any]:
     data = (line or {}).get("data")
     if not isinstance(data, dict):
         return {}
-    names = [column.metric for column in (*ONLINE_COLUMNS, *OFFLINE_COLUMNS)]
-    first = [name for each in names for name in ((each,) if isinstance(each, str) else each) if name in data]
-    return {"step": (line or {}).get("step"), "metric": first[0] if first else None, "value": data.get(first[0]) if first else None}
+    metric = next((name for name in first_metrics() if name in data), None)
+    return {"step": (line or {}).get("step"), "metric": metric, "value": data.get(metric)}
 
 
 def first_metrics() -> list[str]:
     """What one looks at first, in order: the metrics that the console shows at each step, and validation's."""
     names = [column.metric for column in (*ONLINE_COLUMNS, *OFFLINE_COLUMNS)]
     told = [name for each in names for name in ((each,) if isinstance(each, str) else each)]
-    return list(dict.fromkeys(["critic/rewards/mean", *told, "val/accuracy", "val/loss"]))
+    return list(dict.fromkeys(["critic/score/mean", "train/loss", "val/accuracy", "val/loss", *told]))
 
 
 def held_locks() -> frozenset[tuple[int, int]]:
@@ -137,7 +136,7 @@ def _held(folder: RunFolder, locks: frozenset[tuple[int, int]]) -> bool:
 
 
 class Shelf:
-    """The runs of a folder, looked for again when some time has passed."""
+    """The runs of a folder. Its list is always that of now; a run of a list that is not old is where it was."""
 
     def __init__(self, root: Path):
         self.root = Path(os.path.realpath(root))
@@ -145,14 +144,15 @@ class Shelf:
         self._looked = 0.0
 
     def found(self) -> Found:
-        now = time.monotonic()
-        if self._found is None or now - self._looked > LOOK_AGAIN_SECONDS:
-            self._found, self._looked = find_runs(self.root), now
+        """As they are now."""
+        self._found, self._looked = find_runs(self.root), time.monotonic()
         return self._found
 
     def path(self, name: str) -> Path:
         """Of a run that is in the list: a name is looked up, never joined to a path."""
-        path = self.found().runs.get(name)
+        fresh = self._found is not None and time.monotonic() - self._looked < LOOK_AGAIN_SECONDS
+        known = self._found if fresh and self._found is not None and name in self._found.runs else self.found()
+        path = known.runs.get(name)
         if path is None:
             raise Missing(f"there is no run {name[:200]!r} here")
         return path

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from lockstep.view.files import Missing
-from lockstep.view.lines import first_of_step, last_line, line_at, lines_from, parsed, step_of, whole_end
+from lockstep.view.lines import first_of_step, last_line, line_at, line_before, lines_from, parsed, step_of, whole_end
 
 SCAN_SECONDS = 0.3
 """How long one request searches before it answers with what it found."""
@@ -52,22 +52,38 @@ def _texts(sample: dict[str, Any]) -> list[str]:
     return [str(text).lower() for text in ([prompt] if isinstance(prompt, str) else messages) + told if text is not None]
 
 
-def found(file: BinaryIO, wanted: Filter, step: int | None, start: int | None) -> dict[str, Any]:
-    """Responses of `step`, or of all steps where it is None, from the byte `start` on. `next` is where the search goes on,
-    null at the end."""
-    end = whole_end(file)
-    edges = (line_at(file, 0), last_line(file)) if end else (None, None)
+def of_step(file: BinaryIO, wanted: Filter, step: int | None, start: int | None) -> dict[str, Any]:
+    """Responses of `step`, or of the last one where it is None, and the steps before and after it that have any."""
+    last = last_line(file)
+    at = step if step is not None else (step_of(last.content) if last else None)
+    if at is None:
+        return {**in_all_steps(file, wanted, 0), "step": None, "before": None, "after": None}
+    first, behind = first_of_step(file, at), first_of_step(file, at + 1)
+    before, after = line_before(file, first), line_at(file, behind)
+    return {
+        **_found(file, wanted, first if start is None else start, behind),
+        "step": at,
+        "before": step_of(before.content) if before else None,
+        "after": step_of(after.content) if after else None,
+    }
+
+
+def in_all_steps(file: BinaryIO, wanted: Filter, start: int) -> dict[str, Any]:
+    return _found(file, wanted, start, whole_end(file))
+
+
+def _found(file: BinaryIO, wanted: Filter, at: int, end: int) -> dict[str, Any]:
+    """Responses from the byte `at` on. `next` is where the search goes on, null at the end."""
+    edges = (line_at(file, 0), last_line(file))
     first, last = (step_of(edge.content) if edge else None for edge in edges)
-    at = start if start is not None else 0 if step is None else first_of_step(file, step)
     deadline = time.monotonic() + SCAN_SECONDS
     samples: list[dict[str, Any]] = []
     more = False
     for line in lines_from(file, at):
-        told = step_of(line.content)
-        if step is not None and told is not None and told > step:
+        if line.start >= end:
             break
         sample = parsed(line.content)
-        if sample is None or told is None:
+        if sample is None or step_of(line.content) is None:
             samples.append({"offset": line.start, "damaged": line.end - line.start})
         elif wanted.takes(sample):
             samples.append({"offset": line.start, **shortened(sample, line.end - line.start)})

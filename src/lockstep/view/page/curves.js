@@ -144,6 +144,7 @@ function makeCurves(root) {
         .map((run) => curveOf(run, told[run]));
       card.domain = domain;
       latest.replaceChildren(...latestOf(card.curves));
+      latest.classList.toggle("several", card.curves.length > 1);
       note.textContent = oddNote(card.curves);
       note.hidden = note.textContent === "";
       card.draw();

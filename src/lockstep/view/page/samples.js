@@ -14,6 +14,8 @@ const KINDS = [
   ["failed", "not scored"],
 ];
 
+const SAMPLES_AT_ONCE = 20;
+
 function selectOf(id, label, choices) {
   return el(
     "select",
@@ -31,8 +33,8 @@ function makeSamples(root) {
   const everywhere = el("input", { type: "checkbox", id: "all-steps" });
   const kind = selectOf("kind", "Kind", KINDS);
   const ended = selectOf("ended", "How it ended", ENDS);
-  const least = el("input", { type: "number", id: "least", step: "any", placeholder: "score from", "aria-label": "Least score" });
-  const most = el("input", { type: "number", id: "most", step: "any", placeholder: "to", "aria-label": "Greatest score" });
+  const least = el("input", { type: "number", id: "least", step: "any", placeholder: "score ≥", "aria-label": "Least score" });
+  const most = el("input", { type: "number", id: "most", step: "any", placeholder: "score ≤", "aria-label": "Greatest score" });
   const text = el("input", { type: "search", id: "sample-text", placeholder: "Search prompts and responses", "aria-label": "Search prompts and responses" });
   const colour = selectOf("colour", "Colour of tokens", [
     ["logprob", "by log-prob"],
@@ -43,15 +45,15 @@ function makeSamples(root) {
   const count = el("p", { class: "quiet", id: "sample-count", role: "status" });
   const list = el("div", { id: "sample-list" });
   const more = el("button", { type: "button", id: "more", hidden: "" }, "Show more");
+  const place = { next: null, before: null, after: null, last: null };
   let asking = null;
   let shown = [];
-  let edges = [null, null];
 
   root.append(
     el(
       "div",
       { class: "card filters" },
-      el("div", { class: "controls step-line" }, el("label", {}, "Step ", before, number, after), slider, range, el("label", {}, everywhere, "All steps")),
+      el("div", { class: "controls step-line" }, el("span", { class: "pair" }, el("label", { for: "step" }, "Step"), before, number, after), slider, range, el("label", {}, everywhere, "All steps")),
       el("div", { class: "controls" }, text, kind, ended, el("span", { class: "pair" }, least, most), el("label", {}, "Colour ", colour)),
       key,
     ),
@@ -61,8 +63,7 @@ function makeSamples(root) {
   );
 
   const step = (value) => {
-    if (edges[0] === null) return;
-    state.step = Math.max(edges[0], Math.min(edges[1], value));
+    state.step = value;
     everywhere.checked = false;
     writeAddress(true);
     search();
@@ -83,7 +84,7 @@ function makeSamples(root) {
     drawKey();
     list.replaceChildren(...shown.map((sample) => sampleCard(sample)));
   });
-  more.addEventListener("click", () => goOn(false));
+  more.addEventListener("click", () => goOn());
   list.addEventListener("keydown", (event) => {
     if (event.target.closest(".tokens")) return;
     if (event.key === "ArrowLeft") beside(-1);
@@ -91,17 +92,11 @@ function makeSamples(root) {
   });
 
   const filters = () => ({ kind: kind.value, ended: ended.value, least: least.value, most: most.value, text: text.value });
-  const place = { next: null };
 
-  /** The step before or after that has responses: steps without any are passed over. */
-  async function beside(direction) {
-    const current = state.step ?? edges[1];
-    if (current === null) return;
-    if (direction > 0) {
-      const told = await telling(() => ask("samples", { run: state.run, from: place.end ?? 0 }));
-      const next = told?.samples.find((sample) => sample.step > current)?.step;
-      step(next ?? current + 1);
-    } else step(current - 1);
+  /** The step before or after that has responses. */
+  function beside(direction) {
+    const next = direction > 0 ? place.after : place.before;
+    if (next !== null) step(next);
   }
 
   function drawKey() {
@@ -111,44 +106,36 @@ function makeSamples(root) {
   /** Starts anew with the filters as they are. */
   async function search() {
     asking?.abort();
+    asking = new AbortController();
     shown = [];
     place.next = null;
-    await goOn(true);
+    await goOn();
   }
 
-  async function goOn(first) {
-    asking = new AbortController();
+  /** Asks on until some more responses are found, or all of them are. */
+  async function goOn() {
     const { signal } = asking;
-    const wanted = shown.length + 20;
-    let begin = first;
+    const wanted = shown.length + SAMPLES_AT_ONCE;
     do {
-      const all = everywhere.checked;
-      const told = await telling(() =>
-        ask("samples", { run: state.run, ...filters(), step: all ? null : (state.step ?? edges[1]), from: begin ? null : place.next }, signal),
-      );
+      const step = everywhere.checked ? "all" : (state.step ?? "last");
+      const told = await telling(() => ask("samples", { run: state.run, ...filters(), step, from: place.next }, signal));
       if (signal.aborted) return;
-      if (told === null) {
-        shown = [];
-        list.replaceChildren(el("p", { class: "card quiet" }, noSamples()));
-        count.textContent = "";
-        return;
-      }
-      if (edges[1] === null && told.last !== null && !all && state.step === null) {
-        // Which step is the last one is only known now.
-        edges = [told.first, told.last];
-        begin = true;
-        continue;
-      }
-      edges = [told.first, told.last];
-      place.next = told.next;
-      place.end = told.at;
-      if (begin) list.replaceChildren();
+      if (told === null) return nothing();
+      const fresh = shown.length === 0;
+      Object.assign(place, { next: told.next, at: told.step, before: told.before ?? null, after: told.after ?? null, last: told.last });
       shown.push(...told.samples);
-      list.append(...told.samples.map((sample) => sampleCard(sample)));
+      const cards = told.samples.map((sample) => sampleCard(sample));
+      if (fresh) list.replaceChildren(...cards);
+      else list.append(...cards);
       describe(told);
-      begin = false;
     } while (place.next !== null && shown.length < wanted);
     more.hidden = place.next === null;
+  }
+
+  function nothing() {
+    list.replaceChildren(el("p", { class: "card quiet" }, noSamples()));
+    count.textContent = "";
+    more.hidden = true;
   }
 
   function noSamples() {
@@ -156,20 +143,22 @@ function makeSamples(root) {
   }
 
   function describe(told) {
-    const at = state.step ?? edges[1];
-    const known = told.first !== null;
-    for (const control of [number, slider, before, after]) control.disabled = !known;
-    if (known) {
-      for (const control of [number, slider]) {
-        control.min = told.first;
-        control.max = told.last;
-        if (control !== document.activeElement || control === slider) control.value = at;
-      }
-      range.textContent = `of ${show(told.first, "step")} to ${show(told.last, "step")}`;
-    } else range.textContent = "";
-    const searched = told.size === 0 ? 100 : Math.round((100 * told.at) / told.size);
-    const where = everywhere.checked ? `${place.next === null ? "in all steps" : `in the first ${searched} % of the file`}` : `in step ${show(at, "step")}`;
-    count.textContent = `${show(shown.length, "count")}${place.next === null ? "" : " or more"} responses ${where}`;
+    const known = told.first !== null && told.last !== null;
+    for (const control of [number, slider]) {
+      control.disabled = !known;
+      if (!known) continue;
+      control.min = told.first;
+      control.max = told.last;
+      if (told.step !== undefined) control.value = told.step;
+    }
+    before.disabled = place.before === null;
+    after.disabled = place.after === null;
+    range.textContent = known ? `of ${show(told.first, "step")} to ${show(told.last, "step")}` : "";
+    const searched = told.size === 0 ? 100 : Math.floor((100 * told.at) / told.size);
+    const share = place.next === null ? "in all steps" : `in the first ${searched} % of the file`;
+    const where = everywhere.checked ? share : `in step ${show(told.step, "step")}`;
+    const found = shown.length === 1 ? "1 response" : `${show(shown.length, "count")} responses`;
+    count.textContent = `${found}${place.next === null ? "" : " so far"} ${where}`;
   }
 
   function sampleCard(sample) {
@@ -190,23 +179,22 @@ function makeSamples(root) {
   }
 
   function choose() {
-    edges = [null, null];
-    shown = [];
     drawKey();
     return search();
   }
 
-  /** Where a run goes on, the slider grows; the step that is looked at stays. */
+  /** Where a run goes on, the slider grows; the step that is looked at stays, unless it is the last. */
   async function update() {
-    const told = await telling(() => ask("samples", { run: state.run, step: state.step ?? edges[1] ?? 0 }));
-    if (told === null || told.last === null) return;
-    const fresh = edges[1] === null;
-    edges = [told.first, told.last];
-    if (fresh && shown.length === 0) await search();
+    if (everywhere.checked) return;
+    const told = await telling(() => ask("samples", { run: state.run, step: "last", kind: "none" }));
+    if (told === null || told.last === place.last) return;
+    if (state.step === null) await search();
     else {
+      place.last = told.last;
       slider.max = number.max = told.last;
       range.textContent = `of ${show(told.first, "step")} to ${show(told.last, "step")}`;
-      if (state.step === null && Number(slider.value) !== told.last && !everywhere.checked) await search();
+      if (place.after === null) place.after = told.last;
+      after.disabled = false;
     }
   }
 

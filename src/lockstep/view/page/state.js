@@ -24,10 +24,11 @@ function shownRuns() {
 function slotOf(run) {
   const shown = shownRuns();
   for (const known of [...state.slots.keys()]) if (!shown.includes(known)) state.slots.delete(known);
-  if (!state.slots.has(run)) {
+  for (const one of shown) {
+    if (state.slots.has(one)) continue;
     const taken = new Set(state.slots.values());
     state.slots.set(
-      run,
+      one,
       [...Array(MOST_RUNS).keys()].find((slot) => !taken.has(slot)),
     );
   }

@@ -78,7 +78,7 @@ function tokenWords(token, i, count) {
 }
 
 function colourLegend(colour) {
-  const box = (kind, text) => [el("span", { class: `token key-box ${kind}` }), text];
-  if (colour === "advantage") return [...box("up4", "raised"), ...box("down4", "lowered"), "in the scale of each response"];
+  const box = (kind, text) => [el("span", { class: `token key-box ${kind}` }), el("span", {}, text)];
+  if (colour === "advantage") return [...box("up4", "raised"), ...box("down4", "lowered"), el("span", {}, "(in the scale of each response)")];
   return [...box("p0", "sure"), ...box("p2", "50 to 70 %"), ...box("p4", "10 to 30 %"), ...box("p6", "under 1 %")];
 }
