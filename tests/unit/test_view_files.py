@@ -126,6 +126,7 @@ def test_a_filter_finds_what_it_says_in_all_steps(tmp_path: Path) -> None:
     assert steps(Filter(ended="failed")) == [5]
     assert steps(Filter(text="needle")) == [7]
     assert steps(Filter(text="what is 12 +")) == [12]
+    assert steps(Filter(text='"')) == steps(Filter(text="\n")) == []
     assert steps(Filter(least=0.95)) == [95, 96, 97, 98, 99]
     assert steps(Filter(least=0.03, most=0.06)) == [3, 4, 6], "one without a score is in no range"
 
@@ -152,6 +153,26 @@ def test_a_line_without_end_is_not_there(tmp_path: Path) -> None:
         assert last_line(file) is None
         assert line_at(file, 0) is None
         assert of_step(file, Filter(), None, None)["samples"] == []
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ('"NEEDLE"', "needle"),
+        ('"\\u006eeedle"', "needle"),
+        ('"a\\/b"', "a/b"),
+        ('"x \\" y"', '" y'),
+        ('"x\\ny"', "x\ny"),
+        ('"Größe"', "größe"),
+        ('"\u212aelvin"', "kelvin"),
+        ('"c:\\\\d"', "c:\\d"),
+    ],
+)
+def test_a_search_finds_text_however_it_is_written(tmp_path: Path, written: str, wanted: str) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 1, "response": ' + written + '}\n{"step": 2, "response": "other"}\n', encoding="utf-8")
+    with path.open("rb") as file:
+        assert [one["step"] for one in in_all_steps(file, Filter(text=wanted), 0)["samples"]] == [1]
 
 
 @pytest.mark.parametrize("text", [b"[1]\n", b"nonsense\n", b"[" * 100_000 + b"\n", b'{"step": "7"}\n', b"\xff\xfe\n"])

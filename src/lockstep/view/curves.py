@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 from lockstep.view.lines import line_at, parsed
 
-READ_SECONDS = 0.25
-"""How long one request reads on before it answers with what there is."""
+FIRST_SECONDS, READ_SECONDS = 0.1, 0.4
+"""How long a request reads on before it answers with what there is: the first one less, so that there is a curve."""
 
 
 @dataclass
@@ -53,10 +53,11 @@ class Curves:
         """Another one whenever there is more to show."""
         return f"{self._inode}-{self._offset}"
 
-    def read_on(self, seconds: float = READ_SECONDS) -> None:
+    def read_on(self, seconds: float | None = None) -> None:
         """Takes in lines until the end of the file, or until the time is up; at least one."""
-        deadline = time.monotonic() + seconds
         with self._lock, self._open() as file:
+            usual = READ_SECONDS if self._offset else FIRST_SECONDS
+            deadline = time.monotonic() + (usual if seconds is None else seconds)
             facts = os.fstat(file.fileno())
             if facts.st_ino != self._inode or facts.st_size < self._offset or not self._goes_on(file):
                 self._forget()
@@ -86,15 +87,19 @@ class Curves:
             self.damaged += 1
             return
         self.last_step = step
+        curves, finite = self.curves, math.isfinite
         for name, told in data.items():
-            try:
-                value = float(told)
-            except (TypeError, ValueError, OverflowError):
-                continue
-            curve = self.curves.get(name)
+            if type(told) is float:  # nearly all of them, and there may be millions
+                value = told
+            else:
+                try:
+                    value = float(told)
+                except (TypeError, ValueError, OverflowError):
+                    continue
+            curve = curves.get(name)
             if curve is None:
-                curve = self.curves[name] = Curve()
-            if math.isfinite(value):
+                curve = curves[name] = Curve()
+            if finite(value):
                 curve.steps.append(step)
                 curve.values.append(value)
             else:

@@ -28,6 +28,14 @@ class Filter:
     most: float | None = None
     text: str = ""
 
+    def may_take(self, line: bytes | None) -> bool:
+        """Whether the line can hold the text: most need not be parsed. Sure only where each character stands for itself."""
+        if not self.text or line is None or not self.text.isascii() or not self.text.isprintable():
+            return True
+        if '"' in self.text or "\\" in self.text or not line.isascii() or b"\\u" in line or b"\\/" in line:
+            return True
+        return self.text.lower().encode() in line.lower()
+
     def takes(self, sample: dict[str, Any]) -> bool:
         if self.kind and sample.get("kind") != self.kind:
             return False
@@ -82,10 +90,11 @@ def _found(file: BinaryIO, wanted: Filter, at: int, end: int) -> dict[str, Any]:
     for line in lines_from(file, at):
         if line.start >= end:
             break
-        sample = parsed(line.content)
-        if sample is None or step_of(line.content) is None:
+        possible = wanted.may_take(line.content)
+        sample = parsed(line.content) if possible else None
+        if possible and (sample is None or step_of(line.content) is None):
             samples.append({"offset": line.start, "damaged": line.end - line.start})
-        elif wanted.takes(sample):
+        elif sample is not None and wanted.takes(sample):
             samples.append({"offset": line.start, **shortened(sample, line.end - line.start)})
         at = line.end
         if len(samples) >= PAGE or time.monotonic() > deadline:

@@ -4,6 +4,7 @@ const CHART_HEIGHT = { small: 190, large: 400 };
 const BUCKETS = { small: 240, large: 900 };
 const CHARTS_AT_ONCE = 16;
 const OTHERS = "other";
+const REDRAW_MS = 1500;
 
 function makeCurves(root) {
   const settings = { view: null, slider: 0, log: false, filter: "" };
@@ -13,6 +14,8 @@ function makeCurves(root) {
   const stale = new Set();
   const inView = new Set();
   let busy = false;
+  let redrawn = 0;
+  let changed = false;
   let asked = 0;
 
   const filter = el("input", { type: "search", id: "metric-filter", placeholder: "Filter metrics", "aria-label": "Filter metrics" });
@@ -257,7 +260,7 @@ function makeCurves(root) {
     const runs = shownRuns();
     const told = await telling(() => Promise.all(runs.map((run) => ask("run", { run }))));
     if (told === null || JSON.stringify(runs) !== JSON.stringify(shownRuns())) return false;
-    let changed = known.size !== runs.length;
+    changed ||= known.size !== runs.length;
     for (const run of [...known.keys()]) if (!runs.includes(run)) known.delete(run);
     for (const one of told) {
       changed ||= known.get(one.run)?.version !== one.version;
@@ -272,11 +275,17 @@ function makeCurves(root) {
     ].join("; ");
     drawLegend();
     layOut();
-    if (changed) everythingStale();
+    // While a long log is being read, drawing it again and again would be most of the work.
+    if (changed && (reading.length === 0 || performance.now() - redrawn > REDRAW_MS)) {
+      changed = false;
+      redrawn = performance.now();
+      everythingStale();
+    }
     return reading.length > 0;
   }
 
   function choose() {
+    redrawn = 0;
     known.clear();
     for (const card of cards.values()) watcher.unobserve(card.element);
     cards.clear();
