@@ -1,11 +1,11 @@
-"""What the page of runs costs on a large run: first paint, first curves, the last metric read, a step's responses, memory.
+"""What the page of runs costs on a large run: first paint, first curves, all curves, a step's responses, memory.
 
     python bench/view.py                               # 10,000 steps x 200 metrics, 100,000 responses
     python bench/view.py --steps 1000 --metrics 50 --samples 5000 --folder /tmp/view-bench
 
-A real headless Chromium (`tools/install_chromium.sh`) opens the page of `lockstep view`, a process of its own. Times are the
-browser's, from the beginning of the navigation: first paint (its own entry), the first curve in the document, and the moment
-at which the whole log has been read. The run is written once, and kept where `--folder` is given.
+A real headless Chromium (`tools/install_chromium.sh`) opens the page of `lockstep view`, a process of its own. Times
+are the browser's, from the beginning of the navigation: first paint (its own entry), the first curve in the document, and
+the moment at which the whole log has been read. The run is written once, and kept where `--folder` is given.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests" / "support")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from browser import Browser, find_chromium
 from hang import wait_until
@@ -36,6 +37,13 @@ WATCH = """
     note("sample", document.querySelector("article.sample"));
   }).observe(document, { childList: true, subtree: true });
 """
+WHOLE = "document.querySelector('.chart') !== null && document.getElementById('progress').textContent === ''"
+SEARCH = """(() => {
+  const box = document.getElementById("sample-text");
+  box.value = "right. NUMBER";
+  box.dispatchEvent(new Event("input"));
+  globalThis.began = performance.now();
+})()"""
 
 
 def large_run(folder: Path, steps: int, metrics: int, samples: int) -> Path:
@@ -72,28 +80,24 @@ def measure(run: Path, samples: int) -> dict[str, float]:
         with Browser(program) as browser:
             browser.call("Page.addScriptToEvaluateOnNewDocument", source=WATCH)
             browser.show(1400)
-            browser.open(link)  # warms the browser, not the server: the run is not read yet when it has painted
-            for name, address in (("cold", ""), ("warm", "")):
+            browser.open(link)
+            for name in ("cold", "warm"):
                 if name == "warm":
                     browser.open("about:blank")
-                    browser.open(link + address)
+                    browser.open(link)
                 wait_until(lambda: bool(browser.evaluate("noted.curve")))
                 paint = browser.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
                 found[f"first paint, {name}, ms"] = paint
                 found[f"list of runs, {name}, ms"] = browser.evaluate("noted.list")
                 found[f"first curve, {name}, ms"] = browser.evaluate("noted.curve")
-                whole = """document.querySelector('.chart') !== null
-                  && document.getElementById('progress').textContent === '' ? performance.now() : 0"""
-                wait_until(lambda: bool(browser.evaluate(whole)))
+                wait_until(lambda: bool(browser.evaluate(WHOLE)))
                 found[f"whole log read and drawn, {name}, ms"] = browser.evaluate("performance.now()")
             browser.open("about:blank")
             browser.open(f"{link}#run={run.name}&tab=samples")
             wait_until(lambda: bool(browser.evaluate("noted.sample")))
             found["responses of the last step, ms"] = browser.evaluate("noted.sample")
             browser.evaluate("document.getElementById('all-steps').click()")
-            search = f"""(() => {{ const box = document.getElementById("sample-text");
-              box.value = "right. {samples - 3}"; box.dispatchEvent(new Event("input")); globalThis.began = performance.now(); }})()"""
-            browser.evaluate(search)
+            browser.evaluate(SEARCH.replace("NUMBER", str(samples - 3)))
             done = "document.getElementById('sample-count').textContent === '1 response in all steps'"
             wait_until(lambda: bool(browser.evaluate(done)))
             found["search through all responses, ms"] = browser.evaluate("performance.now() - began")

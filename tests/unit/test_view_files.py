@@ -260,7 +260,9 @@ def test_a_request_reads_for_a_while_and_the_next_goes_on(tmp_path: Path) -> Non
 
 def test_damaged_lines_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(metric_line(1, {"a": 1.0}) + 'what\n{"step": 2}\n' + metric_line(1, {"a": 9.0}) + metric_line(3, {"a": 3.0}))
+    path.write_text(
+        metric_line(1, {"a": 1.0}) + 'what\n{"step": 2}\n' + metric_line(1, {"a": 9.0}) + metric_line(3, {"a": 3.0})
+    )
     curves = opened(path)
     curves.read_on()
     assert curves.damaged == 3
@@ -348,7 +350,12 @@ def test_files_outside_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
     (root / "near").write_text("near")
     (root / "inner").symlink_to(root / "near")
     os.mkfifo(root / "pipe")
-    for name, why in (("link", "leads out"), ("pipe", "no regular file"), (".", "regular file"), ("none", "No such file")):
+    for name, why in (
+        ("link", "leads out"),
+        ("pipe", "no regular file"),
+        (".", "regular file"),
+        ("none", "No such file"),
+    ):
         with pytest.raises(Missing, match=why):
             open_inside(root, root / name)
     with open_inside(root, root / "inner") as file:

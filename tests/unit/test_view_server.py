@@ -31,7 +31,9 @@ HOUSE = Path(lockstep.__file__).parent
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
     folder = tmp_path_factory.mktemp("view")
     root = folder / "runs"
-    run = write_run(root / "one", 20, {"critic/score/mean": lambda step: step / 20}, [sample(step) for step in range(20)])
+    run = write_run(
+        root / "one", 20, {"critic/score/mean": lambda step: step / 20}, [sample(step) for step in range(20)]
+    )
     (run / "report.html").write_text("<h1>report</h1>")
     write_run(folder / "outside", 3, {"secret": float}, [sample(1, response="secret")])
     (root / "link").symlink_to(folder / "outside")
@@ -69,7 +71,15 @@ def test_only_this_machine_can_ask(server: PageServer) -> None:
 
 
 def test_without_the_token_there_is_nothing(server: PageServer) -> None:
-    for token in ("", "x", server.token[:-1], server.token + "x", server.token.swapcase(), quote("é"), server.report_token):
+    for token in (
+        "",
+        "x",
+        server.token[:-1],
+        server.token + "x",
+        server.token.swapcase(),
+        quote("é"),
+        server.report_token,
+    ):
         for path in ("", "app.js", "api/runs", "api/curves?run=one"):
             status, _, content = asked(server, path, token=token)
             assert status == 403, (token, path)
@@ -77,7 +87,9 @@ def test_without_the_token_there_is_nothing(server: PageServer) -> None:
     assert asked(server, "", token=server.token)[0] == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "[::2]:80", "10.0.0.1"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "[::2]:80", "10.0.0.1"]
+)
 def test_a_name_that_points_here_from_elsewhere_gets_nothing(server: PageServer, host: str) -> None:
     status, _, content = asked(server, "api/runs", headers={"Host": host})
     assert status == 403

@@ -10,8 +10,8 @@ STYLES = ("base.css",)
 
 
 def script_of(folder: str, names: Sequence[str]) -> str:
-    """The scripts of a page behind those that all share; `folder` is a package whose folder `page` has them. Their names
-    are the page's own: nothing of them is visible outside."""
+    """The scripts of a page behind those that all share; `folder` is a package whose folder `page` has them. What they
+    name is visible inside of the page's script alone."""
     parts = [*(resource("lockstep", name) for name in SCRIPTS), *(resource(folder, name) for name in names)]
     return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();\n"
 

@@ -10,8 +10,8 @@ function pointerParts(box) {
 }
 
 /**
- * `drawing` has the picture, its box and x, the scale of steps. `hover` is told where the pointer is, `leave` that it is
- * gone, `zoom` the steps between which it was dragged, or null where all are wanted.
+ * `drawing` has the picture, its box and x, the scale of steps. `hover` is told where the pointer is, `leave` that it
+ * is gone, `zoom` the steps between which it was dragged, or null where all are wanted.
  */
 function followPointer(drawing, { hover, leave, zoom }) {
   const { picture, box, x } = drawing;

@@ -1,4 +1,4 @@
-"""What a stored response tells of each token: its text, its log-prob and its advantage, for the page that colours them."""
+"""What a stored response tells of each token: its text, log-prob and advantage, for the page that colours them."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class TokenTexts:
 
 
 def token_details(rollout: Rollout, texts: TokenTexts, advantages: Sequence[float] | None) -> dict[str, Any]:
-    """`texts`, `logprobs` (of the engine that wrote them; null where an environment did) and, where tokens of a response
-    differ in it, `advantages`, of the first `MOST_TOKENS` tokens. `advantages` has one number for each written token."""
+    """`texts`, `logprobs` (of the engine that wrote them; null where an environment did) and, where the tokens differ
+    in it, `advantages`, of the first `MOST_TOKENS` tokens. Those given have one number for each written token."""
     ids, trained = rollout.ids[:MOST_TOKENS], list(rollout.trained[:MOST_TOKENS])
     logprobs = zip(rollout.logprobs, trained, strict=False)
     details: dict[str, Any] = {

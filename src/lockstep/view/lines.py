@@ -1,5 +1,5 @@
-"""Lines of a JSON-lines file by their byte offsets: the last one, the first of a step, one after another. A line that is
-being written, without its newline yet, is not there."""
+"""Lines of a JSON-lines file by their byte offsets: the last one, the first of a step, one after another. A line that
+is being written, without its newline yet, is not there."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ def recipe_of(root: Path, run: Path) -> dict[str, Any]:
     """`recipe` and `env` by key, the recipe's text, and the recipes that trained earlier steps."""
     folder = RunFolder(run)
     earlier = [
-        {"last_step": last, "text": read_small(root, path, MOST_BYTES)} for last, path in folder.earlier_recipes().items()
+        {"last_step": last, "text": read_small(root, path, MOST_BYTES)}
+        for last, path in folder.earlier_recipes().items()
     ]
     told: dict[str, Any] = {"text": None, "recipe": {}, "env": {}, "earlier": earlier, "problems": []}
     if folder.recipe.is_file():

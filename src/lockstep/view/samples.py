@@ -29,7 +29,7 @@ class Filter:
     text: str = ""
 
     def may_take(self, line: bytes | None) -> bool:
-        """Whether the line can hold the text: most need not be parsed. Sure only where each character stands for itself."""
+        """Whether the line can hold the text: most need not be parsed. Told only where characters stand for themselves."""
         if not self.text or line is None or not self.text.isascii() or not self.text.isprintable():
             return True
         if '"' in self.text or "\\" in self.text or not line.isascii() or b"\\u" in line or b"\\/" in line:
@@ -57,7 +57,9 @@ def _texts(sample: dict[str, Any]) -> list[str]:
     prompt = sample.get("prompt")
     messages = [message.get("content") if isinstance(message, dict) else message for message in prompt or []]
     told = [sample.get(name) for name in ("response", "ground_truth", "failure", "origin")]
-    return [str(text).lower() for text in ([prompt] if isinstance(prompt, str) else messages) + told if text is not None]
+    return [
+        str(text).lower() for text in ([prompt] if isinstance(prompt, str) else messages) + told if text is not None
+    ]
 
 
 def of_step(file: BinaryIO, wanted: Filter, step: int | None, start: int | None) -> dict[str, Any]:

@@ -110,7 +110,12 @@ function showStep(drawing, tooltip, step) {
   const at = drawing.x(step);
   const dots = points
     .filter((point) => !Number.isNaN(drawing.y(point.value)))
-    .map((point) => svg("circle", { class: `s${point.curve.slot}`, cx: drawing.x(point.step), cy: drawing.y(point.value), r: 3.5 }));
+    .map(
+      (point) => svg(
+        "circle",
+        { class: `s${point.curve.slot}`, cx: drawing.x(point.step), cy: drawing.y(point.value), r: 3.5 },
+      ),
+    );
   drawing.picture
     .querySelector(".crosshair")
     .replaceChildren(svg("line", { x1: at, x2: at, y1: drawing.box.top, y2: drawing.box.bottom }), ...dots);

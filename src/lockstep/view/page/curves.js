@@ -18,7 +18,10 @@ function makeCurves(root) {
   let changed = false;
   let asked = 0;
 
-  const filter = el("input", { type: "search", id: "metric-filter", placeholder: "Filter metrics", "aria-label": "Filter metrics" });
+  const filter = el(
+    "input",
+    { type: "search", id: "metric-filter", placeholder: "Filter metrics", "aria-label": "Filter metrics" },
+  );
   const smooth = el("input", { type: "range", id: "smooth", min: 0, max: MOST_SMOOTHING, value: 0 });
   const window_ = el("output", { for: "smooth" }, "off");
   const log = el("input", { type: "checkbox", id: "log" });
@@ -156,7 +159,10 @@ function makeCurves(root) {
       if (card.curves === null || card.domain === null) return;
       const height = CHART_HEIGHT[card.large ? "large" : "small"];
       card.drawing = drawMetric(plot, name, card.curves, card.domain, { log: settings.log, height });
-      followPointer(card.drawing, { hover: (at) => card.look(card.drawing.x.invert(at)), leave: card.leave, zoom: between });
+      followPointer(
+        card.drawing,
+        { hover: (at) => card.look(card.drawing.x.invert(at)), leave: card.leave, zoom: between },
+      );
       if (card.step !== null && !tooltip.hidden) card.look(card.step);
     };
     card.look = (wanted) => {
@@ -265,13 +271,18 @@ function makeCurves(root) {
     for (const one of told) {
       changed ||= known.get(one.run)?.version !== one.version;
       known.set(one.run, one);
-      Object.assign(infoOf(one.run) ?? {}, { running: one.running, step: one.step, value: one.value, written: one.written });
+      Object.assign(
+        infoOf(one.run) ?? {},
+        { running: one.running, step: one.step, value: one.value, written: one.written },
+      );
     }
     const reading = told.filter((one) => one.read < 1);
     const damaged = told.filter((one) => one.damaged > 0);
     progress.textContent = [
       ...reading.map((one) => `${one.run}: ${Math.round(100 * one.read)} % of its metrics read`),
-      ...damaged.map((one) => `${one.run}: ${show(one.damaged, "count")} lines of metrics.jsonl are damaged and left out`),
+      ...damaged.map(
+        (one) => `${one.run}: ${show(one.damaged, "count")} lines of metrics.jsonl are damaged and left out`,
+      ),
     ].join("; ");
     drawLegend();
     layOut();
@@ -303,7 +314,12 @@ function makeCurves(root) {
 function latestOf(curves) {
   return curves.slice(0, 3).map((curve) => {
     const value = curve.values.length === 0 ? NaN : curve.values[curve.values.length - 1];
-    return el("span", { class: "figure", "data-run": curve.run, "data-value": String(value) }, curves.length > 1 ? swatch(curve.run) : null, show(value));
+    return el(
+      "span",
+      { class: "figure", "data-run": curve.run, "data-value": String(value) },
+      curves.length > 1 ? swatch(curve.run) : null,
+      show(value),
+    );
   });
 }
 
@@ -313,7 +329,8 @@ function oddNote(curves) {
     .map((curve) => {
       const [step, value] = curve.odd.first[0];
       const steps = curve.odd.count === 1 ? "1 step is" : `${show(curve.odd.count, "count")} steps are`;
-      return `${curves.length > 1 ? `${curve.run}: ` : ""}${steps} no number, first ${value} at step ${show(step, "step")}`;
+      const whose = curves.length > 1 ? `${curve.run}: ` : "";
+      return `${whose}${steps} no number, first ${value} at step ${show(step, "step")}`;
     })
     .join("; ");
 }

@@ -9,7 +9,11 @@ const tablist = el("div", { role: "tablist", "aria-label": "What to look at" });
 const panels = {};
 const tabs = {};
 for (const name of TABS) {
-  tabs[name] = el("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}` }, name[0].toUpperCase() + name.slice(1));
+  tabs[name] = el(
+    "button",
+    { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}` },
+    name[0].toUpperCase() + name.slice(1),
+  );
   panels[name] = el("section", { role: "tabpanel", id: `panel-${name}`, "aria-labelledby": `tab-${name}`, hidden: "" });
   tabs[name].addEventListener("click", () => openTab(name));
 }
@@ -62,7 +66,12 @@ function drawTitle() {
   const info = infoOf(state.run);
   if (info === null) {
     title.replaceChildren(
-      el("div", { class: "card" }, el("p", {}, "There are no runs in this folder yet."), el("p", { class: "quiet" }, "A run appears here when it has written its recipe.")),
+      el(
+        "div",
+        { class: "card" },
+        el("p", {}, "There are no runs in this folder yet."),
+        el("p", { class: "quiet" }, "A run appears here when it has written its recipe."),
+      ),
     );
     return;
   }
@@ -143,7 +152,12 @@ function makeHelp(dialog) {
   dialog.append(
     el("h2", { id: "help-title" }, "Keys"),
     el("dl", {}, KEYS.map(([key, meaning]) => el("div", {}, el("dt", {}, el("kbd", {}, key)), el("dd", {}, meaning)))),
-    el("p", { class: "quiet" }, "Drag over a chart to zoom into steps, double click to see all of them. Where a curve has more points than the screen, the lowest and the highest of each part are always drawn."),
+    el(
+      "p",
+      { class: "quiet" },
+      "Drag over a chart to zoom into steps, double click to see all of them. ",
+      "Where a curve has more points than the screen, the lowest and the highest of each part are always drawn.",
+    ),
     close,
   );
   document.getElementById("help-button").addEventListener("click", () => dialog.showModal());
@@ -160,7 +174,11 @@ document.addEventListener("keydown", (event) => {
     k: () => runs.move(-1),
     x: () => focusedRun && runs.toggle(focusedRun),
     f: () => runs.focusFilter(),
-    "/": () => (state.tab === "samples" ? samples.focusSearch() : state.tab === "curves" ? curves.focusFilter() : runs.focusFilter()),
+    "/": () => {
+      if (state.tab === "samples") samples.focusSearch();
+      else if (state.tab === "curves") curves.focusFilter();
+      else runs.focusFilter();
+    },
     "?": () => document.getElementById("help").showModal(),
     ...Object.fromEntries(TABS.map((name, i) => [String(i + 1), () => openTab(name)])),
   };

@@ -42,7 +42,11 @@ function differences([ours, theirs], [mine, other]) {
   ].map(([title, left, right]) => {
     const keys = [...new Set([...Object.keys(left), ...Object.keys(right)])].filter((key) => left[key] !== right[key]);
     if (keys.length === 0) return el("p", { class: "card quiet" }, `${title}: nothing is different.`);
-    const cell = (value) => el("td", { class: "value" }, value === undefined ? el("span", { class: "missing" }, "not set") : visible(value));
+    const cell = (value) => el(
+      "td",
+      { class: "value" },
+      value === undefined ? el("span", { class: "missing" }, "not set") : visible(value),
+    );
     return el(
       "div",
       { class: "card flush" },
@@ -53,11 +57,27 @@ function differences([ours, theirs], [mine, other]) {
           "table",
           { class: "differences" },
           el("caption", {}, title, el("span", { class: "quiet" }, ` ${show(keys.length, "count")} different`)),
-          el("thead", {}, el("tr", {}, [el("th", { scope: "col" }, "key"), el("th", { scope: "col" }, ours), el("th", { scope: "col" }, theirs)])),
+          el(
+            "thead",
+            {},
+            el(
+              "tr",
+              {},
+              [el("th", { scope: "col" }, "key"), el("th", { scope: "col" }, ours), el("th", { scope: "col" }, theirs)],
+            ),
+          ),
           el(
             "tbody",
             {},
-            keys.map((key) => el("tr", { "data-key": key }, el("td", {}, el("code", {}, visible(key))), cell(left[key]), cell(right[key]))),
+            keys.map(
+              (key) => el(
+                "tr",
+                { "data-key": key },
+                el("td", {}, el("code", {}, visible(key))),
+                cell(left[key]),
+                cell(right[key]),
+              ),
+            ),
           ),
         ),
       ),
@@ -68,11 +88,23 @@ function differences([ours, theirs], [mine, other]) {
 function recipeParts(told) {
   const parts = told.problems.map((problem) => el("p", { class: "card warning" }, problem));
   if (told.text !== null) {
-    parts.push(el("div", { class: "card" }, el("h3", {}, "recipe.yaml"), el("pre", { class: "long", tabindex: 0 }, visible(told.text))));
+    parts.push(
+      el(
+        "div",
+        { class: "card" },
+        el("h3", {}, "recipe.yaml"),
+        el("pre", { class: "long", tabindex: 0 }, visible(told.text)),
+      ),
+    );
   } else parts.push(el("p", { class: "card quiet" }, "This run has no recipe.yaml."));
   for (const { last_step: last, text } of told.earlier) {
     parts.push(
-      el("details", { class: "card" }, el("summary", {}, `The recipe that held up to step ${show(last, "step")}`), el("pre", { class: "long" }, visible(text))),
+      el(
+        "details",
+        { class: "card" },
+        el("summary", {}, `The recipe that held up to step ${show(last, "step")}`),
+        el("pre", { class: "long" }, visible(text)),
+      ),
     );
   }
   const env = Object.entries(told.env);
@@ -91,7 +123,14 @@ function recipeParts(told) {
             el(
               "tbody",
               {},
-              env.map(([key, value]) => el("tr", {}, el("td", {}, el("code", {}, visible(key))), el("td", { class: "value" }, visible(value)))),
+              env.map(
+                ([key, value]) => el(
+                  "tr",
+                  {},
+                  el("td", {}, el("code", {}, visible(key))),
+                  el("td", { class: "value" }, visible(value)),
+                ),
+              ),
             ),
           ),
         ),
@@ -122,7 +161,15 @@ function makeReport(root) {
     const address = `${state.listed.reports}?${new URLSearchParams({ run: state.run })}`;
     // A stranger to this page: it runs its own script and can reach nothing.
     root.replaceChildren(
-      el("iframe", { src: address, sandbox: "allow-scripts", title: `Report of the comparison of ${state.run}`, referrerpolicy: "no-referrer" }),
+      el(
+        "iframe",
+        {
+          src: address,
+          sandbox: "allow-scripts",
+          title: `Report of the comparison of ${state.run}`,
+          referrerpolicy: "no-referrer",
+        },
+      ),
     );
   }
   return { choose };

@@ -1,10 +1,20 @@
 // The list of runs: one is chosen, others are laid over its curves.
 
 function makeRuns(root, choose) {
-  const filter = el("input", { type: "search", id: "run-filter", placeholder: "Filter runs", "aria-label": "Filter runs" });
+  const filter = el(
+    "input",
+    { type: "search", id: "run-filter", placeholder: "Filter runs", "aria-label": "Filter runs" },
+  );
   const list = el("ul", { class: "run-list" });
   const left = el("p", { class: "quiet left-out", hidden: "" });
-  const folded = el("details", { class: "run-fold", open: "" }, el("summary", {}, "Runs ", el("span", { class: "quiet", id: "run-count" })), filter, list, left);
+  const folded = el(
+    "details",
+    { class: "run-fold", open: "" },
+    el("summary", {}, "Runs ", el("span", { class: "quiet", id: "run-count" })),
+    filter,
+    list,
+    left,
+  );
   root.append(folded);
   filter.addEventListener("input", draw);
   const narrow = matchMedia("(max-width: 860px)");
@@ -15,7 +25,9 @@ function makeRuns(root, choose) {
 
   const wanted = () => {
     const text = filter.value.trim().toLowerCase();
-    return state.listed.runs.filter((one) => [one.run, one.method ?? "", one.model ?? ""].some((words) => words.toLowerCase().includes(text)));
+    return state.listed.runs.filter(
+      (one) => [one.run, one.method ?? "", one.model ?? ""].some((words) => words.toLowerCase().includes(text)),
+    );
   };
 
   function toggle(run) {
@@ -29,7 +41,10 @@ function makeRuns(root, choose) {
   function entry(one) {
     const chosen = one.run === state.run;
     const over = chosen || state.beside.includes(one.run);
-    const box = el("input", { type: "checkbox", "aria-label": `Lay the curves of ${one.run} over the others`, "data-over": one.run });
+    const box = el(
+      "input",
+      { type: "checkbox", "aria-label": `Lay the curves of ${one.run} over the others`, "data-over": one.run },
+    );
     box.checked = over;
     box.disabled = chosen;
     box.addEventListener("change", () => toggle(one.run));
@@ -40,20 +55,28 @@ function makeRuns(root, choose) {
       el("span", { class: "quiet run-facts" }, factsOf(one)),
     );
     button.addEventListener("click", () => choose(one.run));
-    return el("li", { class: chosen ? "chosen" : null }, el("span", { class: "over" }, box, over ? swatch(one.run) : null), button);
+    return el(
+      "li",
+      { class: chosen ? "chosen" : null },
+      el("span", { class: "over" }, box, over ? swatch(one.run) : null),
+      button,
+    );
   }
 
   function draw() {
     const focused = document.activeElement?.dataset;
-    const again = focused?.run ? `[data-run=${CSS.escape(focused.run)}]` : focused?.over ? `[data-over=${CSS.escape(focused.over)}]` : null;
+    const place = ["run", "over"].find((name) => focused?.[name] !== undefined);
+    const again = place === undefined ? null : `[data-${place}=${CSS.escape(focused[place])}]`;
     const keep = again !== null && list.contains(document.activeElement);
     const runs = wanted();
     list.replaceChildren(...runs.map(entry));
-    if (runs.length === 0) list.append(el("li", { class: "quiet none" }, state.listed.runs.length === 0 ? "No runs here yet." : "No run matches."));
+    const none = state.listed.runs.length === 0 ? "No runs here yet." : "No run matches.";
+    if (runs.length === 0) list.append(el("li", { class: "quiet none" }, none));
     if (keep) list.querySelector(again)?.focus();
     document.getElementById("run-count").textContent = show(state.listed.runs.length, "count");
     left.hidden = state.listed.left_out.length === 0;
-    left.textContent = `Left out: ${state.listed.left_out.slice(0, 5).join("; ")}${state.listed.left_out.length > 5 ? " …" : ""}`;
+    const { left_out: others } = state.listed;
+    left.textContent = `Left out: ${others.slice(0, 5).join("; ")}${others.length > 5 ? " …" : ""}`;
   }
 
   /** The run `places` further down the list. */
@@ -73,7 +96,8 @@ function makeRuns(root, choose) {
 }
 
 function factsOf(one) {
-  const steps = one.step === undefined || one.step === null ? "no step yet" : `step ${show(one.step, "step")}${Number.isInteger(one.steps) ? ` of ${show(one.steps, "step")}` : ""}`;
+  const planned = Number.isInteger(one.steps) ? ` of ${show(one.steps, "step")}` : "";
+  const steps = Number.isInteger(one.step) ? `step ${show(one.step, "step")}${planned}` : "no step yet";
   const value = typeof one.value === "number" ? `${one.metric} ${show(one.value)}` : null;
   return [one.problem, one.method, steps, value].filter((fact) => fact).join(" · ");
 }

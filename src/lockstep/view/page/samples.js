@@ -33,9 +33,23 @@ function makeSamples(root) {
   const everywhere = el("input", { type: "checkbox", id: "all-steps" });
   const kind = selectOf("kind", "Kind", KINDS);
   const ended = selectOf("ended", "How it ended", ENDS);
-  const least = el("input", { type: "number", id: "least", step: "any", placeholder: "score ≥", "aria-label": "Least score" });
-  const most = el("input", { type: "number", id: "most", step: "any", placeholder: "score ≤", "aria-label": "Greatest score" });
-  const text = el("input", { type: "search", id: "sample-text", placeholder: "Search prompts and responses", "aria-label": "Search prompts and responses" });
+  const least = el(
+    "input",
+    { type: "number", id: "least", step: "any", placeholder: "score ≥", "aria-label": "Least score" },
+  );
+  const most = el(
+    "input",
+    { type: "number", id: "most", step: "any", placeholder: "score ≤", "aria-label": "Greatest score" },
+  );
+  const text = el(
+    "input",
+    {
+      type: "search",
+      id: "sample-text",
+      placeholder: "Search prompts and responses",
+      "aria-label": "Search prompts and responses",
+    },
+  );
   const colour = selectOf("colour", "Colour of tokens", [
     ["logprob", "by log-prob"],
     ["advantage", "by advantage"],
@@ -53,8 +67,23 @@ function makeSamples(root) {
     el(
       "div",
       { class: "card filters" },
-      el("div", { class: "controls step-line" }, el("span", { class: "pair" }, el("label", { for: "step" }, "Step"), before, number, after), slider, range, el("label", {}, everywhere, "All steps")),
-      el("div", { class: "controls" }, text, kind, ended, el("span", { class: "pair" }, least, most), el("label", {}, "Colour ", colour)),
+      el(
+        "div",
+        { class: "controls step-line" },
+        el("span", { class: "pair" }, el("label", { for: "step" }, "Step"), before, number, after),
+        slider,
+        range,
+        el("label", {}, everywhere, "All steps"),
+      ),
+      el(
+        "div",
+        { class: "controls" },
+        text,
+        kind,
+        ended,
+        el("span", { class: "pair" }, least, most),
+        el("label", {}, "Colour ", colour),
+      ),
       key,
     ),
     count,
@@ -91,7 +120,13 @@ function makeSamples(root) {
     if (event.key === "ArrowRight") beside(1);
   });
 
-  const filters = () => ({ kind: kind.value, ended: ended.value, least: least.value, most: most.value, text: text.value });
+  const filters = () => ({
+    kind: kind.value,
+    ended: ended.value,
+    least: least.value,
+    most: most.value,
+    text: text.value,
+  });
 
   /** The step before or after that has responses. */
   function beside(direction) {
@@ -118,11 +153,16 @@ function makeSamples(root) {
     const wanted = shown.length + SAMPLES_AT_ONCE;
     do {
       const step = everywhere.checked ? "all" : (state.step ?? "last");
-      const told = await telling(() => ask("samples", { run: state.run, ...filters(), step, from: place.next }, signal));
+      const told = await telling(
+        () => ask("samples", { run: state.run, ...filters(), step, from: place.next }, signal),
+      );
       if (signal.aborted) return;
       if (told === null) return nothing();
       const fresh = shown.length === 0;
-      Object.assign(place, { next: told.next, at: told.step, before: told.before ?? null, after: told.after ?? null, last: told.last });
+      Object.assign(
+        place,
+        { next: told.next, at: told.step, before: told.before ?? null, after: told.after ?? null, last: told.last },
+      );
       shown.push(...told.samples);
       const cards = told.samples.map((sample) => sampleCard(sample));
       if (fresh) list.replaceChildren(...cards);
@@ -139,7 +179,8 @@ function makeSamples(root) {
   }
 
   function noSamples() {
-    return infoOf(state.run)?.samples ? "samples.jsonl cannot be shown." : "This run stored no responses (log.samples; offline methods have none).";
+    if (infoOf(state.run)?.samples) return "samples.jsonl cannot be shown.";
+    return "This run stored no responses (log.samples; offline methods have none).";
   }
 
   function describe(told) {
@@ -163,12 +204,21 @@ function makeSamples(root) {
 
   function sampleCard(sample) {
     if (sample.damaged !== undefined) {
-      return el("article", { class: "card quiet" }, `A line of ${show(sample.damaged, "count")} bytes at byte ${show(sample.offset, "count")} is no response: damaged, or too long to show.`);
+      return el(
+        "article",
+        { class: "card quiet" },
+        `A line of ${show(sample.damaged, "count")} bytes at byte ${show(sample.offset, "count")} is no response: `,
+        "damaged, or too long to show.",
+      );
     }
     const card = el("article", { class: "card sample", tabindex: 0, "data-offset": sample.offset });
     card.append(...sampleParts(sample, colour.value));
     if (sample.bytes !== undefined) {
-      const button = el("button", { type: "button", class: "whole" }, `Show all of it (${show(sample.bytes, "count")} bytes)`);
+      const button = el(
+        "button",
+        { type: "button", class: "whole" },
+        `Show all of it (${show(sample.bytes, "count")} bytes)`,
+      );
       button.addEventListener("click", async () => {
         const told = await telling(() => ask("sample", { run: state.run, offset: sample.offset }));
         if (told !== null) card.replaceChildren(...sampleParts(told, colour.value));
@@ -210,9 +260,12 @@ function endOf(sample) {
 
 function sampleParts(sample, colour) {
   const end = endOf(sample);
+  const pill = (name, content) => el("span", { class: "pill" }, el("span", { class: "quiet" }, name), " ", content);
   const value = (name, number, style) =>
-    typeof number === "number" ? el("span", { class: "pill" }, el("span", { class: "quiet" }, name), " ", el("b", { class: "figure", "data-value": String(number) }, show(number, style))) : null;
-  const told = (name, words) => (words === undefined || words === null ? null : el("span", { class: "pill" }, el("span", { class: "quiet" }, name), ` ${visible(String(words))}`));
+    typeof number === "number"
+      ? pill(name, el("b", { class: "figure", "data-value": String(number) }, show(number, style)))
+      : null;
+  const told = (name, words) => (words === undefined || words === null ? null : pill(name, visible(String(words))));
   const parts = Object.entries(typeof sample.parts === "object" && sample.parts !== null ? sample.parts : {});
   const tokens = colour === "" ? null : tokensOf(sample);
   return [
@@ -231,7 +284,9 @@ function sampleParts(sample, colour) {
     end === null ? null : el("p", { class: `end badge ${end[0]}` }, end[1]),
     el("div", { class: "turns" }, promptTurns(sample.prompt)),
     el("h4", {}, "Response"),
-    tokens === null ? el("pre", { class: "response-text" }, visible(String(sample.response ?? ""))) : tokenStrip(sample, tokens, colour),
+    tokens === null
+      ? el("pre", { class: "response-text" }, visible(String(sample.response ?? "")))
+      : tokenStrip(sample, tokens, colour),
     tokens === null && colour !== "" ? el("p", { class: "quiet" }, "Nothing is stored of its single tokens.") : null,
     sample.ground_truth === undefined || sample.ground_truth === null
       ? null

@@ -33,14 +33,28 @@ function tokensOf(sample) {
 
 function tokenStrip(sample, tokens, colour) {
   const largest = Math.max(0, ...tokens.map((token) => Math.abs(token.advantage ?? 0)).filter(Number.isFinite));
-  const kind = (token) => (colour === "advantage" ? advantageClass(token.advantage, largest) : probabilityClass(token.logprob));
+  const kind = (token) => (
+    colour === "advantage" ? advantageClass(token.advantage, largest) : probabilityClass(token.logprob)
+  );
   const spans = tokens.map((token, i) => {
-    const span = el("span", { class: `token ${kind(token)}`, "data-token": i }, token.text === "" ? "·" : visible(token.text));
+    const span = el(
+      "span",
+      { class: `token ${kind(token)}`, "data-token": i },
+      token.text === "" ? "·" : visible(token.text),
+    );
     if (token.text === "") span.classList.add("part");
     return span;
   });
-  const strip = el("pre", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens of the response; arrow keys go through them" }, spans);
-  const readout = el("p", { class: "readout quiet", role: "status" }, "Point at a token, or go through them with the arrow keys.");
+  const strip = el(
+    "pre",
+    { class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens of the response; arrow keys go through them" },
+    spans,
+  );
+  const readout = el(
+    "p",
+    { class: "readout quiet", role: "status" },
+    "Point at a token, or go through them with the arrow keys.",
+  );
   let chosen = -1;
   const tell = (i) => {
     spans[chosen]?.classList.remove("chosen");
@@ -61,15 +75,19 @@ function tokenStrip(sample, tokens, colour) {
     spans[chosen].scrollIntoView({ block: "nearest" });
   });
   const rest = sample.tokens - tokens.length;
+  const known = `${show(tokens.length, "count")} of ${show(sample.tokens, "count")}`;
   return [
     strip,
-    rest > 0 ? el("p", { class: "quiet" }, `The run stored the first ${show(tokens.length, "count")} of ${show(sample.tokens, "count")} tokens.`) : null,
+    rest > 0 ? el("p", { class: "quiet" }, `The run stored what it knows of the first ${known} tokens.`) : null,
     readout,
   ];
 }
 
 function tokenWords(token, i, count) {
-  const words = [`token ${show(i + 1, "count")} of ${show(count, "count")} `, el("code", {}, JSON.stringify(token.text))];
+  const words = [
+    `token ${show(i + 1, "count")} of ${show(count, "count")} `,
+    el("code", {}, JSON.stringify(token.text)),
+  ];
   if (typeof token.logprob === "number") {
     words.push(`  log-prob ${show(token.logprob)} (${show(100 * Math.exp(token.logprob), "percent")})`);
   } else words.push("  written by the environment");
@@ -79,6 +97,8 @@ function tokenWords(token, i, count) {
 
 function colourLegend(colour) {
   const box = (kind, text) => [el("span", { class: `token key-box ${kind}` }), el("span", {}, text)];
-  if (colour === "advantage") return [...box("up4", "raised"), ...box("down4", "lowered"), el("span", {}, "(in the scale of each response)")];
+  if (colour === "advantage") {
+    return [...box("up4", "raised"), ...box("down4", "lowered"), el("span", {}, "(in the scale of each response)")];
+  }
   return [...box("p0", "sure"), ...box("p2", "50 to 70 %"), ...box("p4", "10 to 30 %"), ...box("p6", "under 1 %")];
 }
