@@ -4,8 +4,8 @@
     python bench/view.py --steps 1000 --metrics 50 --samples 5000 --folder /tmp/view-bench
 
 A real headless Chromium (`tools/install_chromium.sh`) opens the page of `lockstep view`, a process of its own. Times
-are the browser's, from the beginning of the navigation: first paint (its own entry), the first curve in the document, and
-the moment at which the whole log has been read. The run is written once, and kept where `--folder` is given.
+are the browser's, from the beginning of the navigation: first paint (its own entry), the first curve in the document,
+and the moment at which the whole log has been read. The run is written once, and kept where `--folder` is given.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Filter:
     text: str = ""
 
     def may_take(self, line: bytes | None) -> bool:
-        """Whether the line can hold the text: most need not be parsed. Told only where characters stand for themselves."""
+        """Whether the line can hold the text: most need not be parsed. Known where characters stand for themselves."""
         if not self.text or line is None or not self.text.isascii() or not self.text.isprintable():
             return True
         if '"' in self.text or "\\" in self.text or not line.isascii() or b"\\u" in line or b"\\/" in line:
