@@ -25,7 +25,7 @@ MOST_BUCKETS = 2_000
 FARTHEST_STEP = 2**53
 
 
-class Answers:
+class PageAnswers:
     def __init__(self, folder: Path):
         self.shelf = Shelf(folder)
         self._curves: OrderedDict[Path, Curves] = OrderedDict()

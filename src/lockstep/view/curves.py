@@ -20,7 +20,7 @@ FIRST_SECONDS, READ_SECONDS = 0.1, 0.4
 
 
 @dataclass
-class Curve:
+class MetricCurve:
     """A metric: the steps at which it is a number, and those at which it was logged and is none."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
@@ -38,7 +38,7 @@ class Curves:
         self._forget()
 
     def _forget(self) -> None:
-        self.curves: dict[str, Curve] = {}
+        self.curves: dict[str, MetricCurve] = {}
         self.damaged = 0
         self.last_step: int | None = None
         self._inode, self._offset, self._size = 0, 0, 0
@@ -98,7 +98,7 @@ class Curves:
                     continue
             curve = curves.get(name)
             if curve is None:
-                curve = curves[name] = Curve()
+                curve = curves[name] = MetricCurve()
             if finite(value):
                 curve.steps.append(step)
                 curve.values.append(value)

@@ -16,7 +16,7 @@ LONGEST_LINE = 1 << 25
 _STEP = re.compile(rb'\{"step": (-?\d{1,18})[,}]')
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """Where a line begins, where the next one does, and its bytes; None where they are too many."""
 
     start: int
@@ -29,33 +29,33 @@ def whole_end(file: BinaryIO) -> int:
     return _after_newline_before(file, os.fstat(file.fileno()).st_size)
 
 
-def line_at(file: BinaryIO, start: int) -> Line | None:
+def line_at(file: BinaryIO, start: int) -> LogLine | None:
     """The line that begins at `start`; None where no whole one does."""
     file.seek(start)
     content = file.readline(LONGEST_LINE)
     if content.endswith(b"\n"):
-        return Line(start, start + len(content), content)
+        return LogLine(start, start + len(content), content)
     end = start + len(content)
     if len(content) < LONGEST_LINE:
         return None
     while block := file.read(BLOCK):
         if (found := block.find(b"\n")) >= 0:
-            return Line(start, end + found + 1, None)
+            return LogLine(start, end + found + 1, None)
         end += len(block)
     return None
 
 
-def lines_from(file: BinaryIO, start: int) -> Iterator[Line]:
+def lines_from(file: BinaryIO, start: int) -> Iterator[LogLine]:
     while (line := line_at(file, start)) is not None:
         yield line
         start = line.end
 
 
-def last_line(file: BinaryIO) -> Line | None:
+def last_line(file: BinaryIO) -> LogLine | None:
     return line_before(file, whole_end(file))
 
 
-def line_before(file: BinaryIO, offset: int) -> Line | None:
+def line_before(file: BinaryIO, offset: int) -> LogLine | None:
     """The line that ends where another begins; None before the first."""
     return line_at(file, _after_newline_before(file, offset - 1)) if offset > 0 else None
 

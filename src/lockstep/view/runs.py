@@ -20,7 +20,7 @@ LOOK_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRuns:
     """Runs by their path below the root; the root itself, where it is a run, is called by its own name."""
 
     runs: dict[str, Path]
@@ -28,10 +28,10 @@ class Found:
     """Links that lead out of the folder, and runs beyond the most that are shown."""
 
 
-def find_runs(root: Path) -> Found:
+def find_runs(root: Path) -> FoundRuns:
     """`root` is a real path. A run is a folder with a recipe or with metrics; there are none inside of one."""
     if _is_run(root):
-        return Found({root.name: root}, ())
+        return FoundRuns({root.name: root}, ())
     runs: dict[str, Path] = {}
     left_out: list[str] = []
 
@@ -56,7 +56,7 @@ def find_runs(root: Path) -> Found:
                 look(path, depth + 1)
 
     look(root, 1)
-    return Found(runs, tuple(left_out))
+    return FoundRuns(runs, tuple(left_out))
 
 
 def _is_run(folder: Path) -> bool:
@@ -140,10 +140,10 @@ class Shelf:
 
     def __init__(self, root: Path):
         self.root = Path(os.path.realpath(root))
-        self._found: Found | None = None
+        self._found: FoundRuns | None = None
         self._looked = 0.0
 
-    def found(self) -> Found:
+    def found(self) -> FoundRuns:
         """As they are now."""
         self._found, self._looked = find_runs(self.root), time.monotonic()
         return self._found

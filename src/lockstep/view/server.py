@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from lockstep.page import resource, script_of, style_of
-from lockstep.view.answers import Answers, Query
+from lockstep.view.answers import PageAnswers, Query
 from lockstep.view.files import Missing
 
 HERE = "lockstep.view"
@@ -54,7 +54,7 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, folder: Path, port: int = 0):
         super().__init__((ADDRESS, port), _Handler)
-        self.answers = Answers(folder)
+        self.answers = PageAnswers(folder)
         self.token = secrets.token_urlsafe(24)
         # A report knows its own address. With a token of its own it does not know that of the page.
         self.report_token = secrets.token_urlsafe(24)
