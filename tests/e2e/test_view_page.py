@@ -243,6 +243,8 @@ def test_runs_are_laid_over_each_other(page: Page) -> None:
     note = page.text("[data-metric='actor/entropy'] .odd-note")
     assert note == "2 steps are no number, first nan at step 7"
     assert page.tell("document.querySelectorAll('[data-metric=\"actor/entropy\"] path.odd').length") == 2
+    path = "document.querySelector('[data-metric=\"actor/entropy\"] path.curve').getAttribute('d')"
+    assert page.tell(f"{path}.split('M').length - 1") == 2, "no line over the gap"
 
 
 def test_curves_grow_while_a_run_is_going(page: Page, runs: Path) -> None:

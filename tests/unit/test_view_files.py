@@ -392,3 +392,9 @@ def test_a_recipe_is_told_by_key(tmp_path: Path) -> None:
 
 def test_numbers_json_does_not_know_are_named() -> None:
     assert parsed(b'{"a": NaN, "b": -Infinity}') == {"a": "NaN", "b": "-Infinity"}
+
+
+def test_a_lock_that_is_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 1, {"a": float})
+    os.mkfifo(run / ".lock")
+    assert summary(tmp_path, "run", run, held_locks())["running"] is False

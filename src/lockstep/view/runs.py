@@ -61,7 +61,8 @@ def find_runs(root: Path) -> FoundRuns:
 
 def _is_run(folder: Path) -> bool:
     own = RunFolder(folder)
-    return own.recipe.is_file() or own.metrics.is_file()
+    # Not Path.is_file, which fails on a folder that may not be looked into.
+    return os.path.isfile(own.recipe) or os.path.isfile(own.metrics)
 
 
 def summary(root: Path, name: str, path: Path, locks: frozenset[tuple[int, int]]) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def summary(root: Path, name: str, path: Path, locks: frozenset[tuple[int, int]]
     folder = RunFolder(path)
     told: dict[str, Any] = {
         "run": name,
-        "running": _held(folder, locks),
+        "running": _held(root, folder, locks),
         "written": max((_written(file) for file in (folder.metrics, folder.recipe)), default=0.0),
         "samples": folder.samples.is_file(),
         "report": (path / "report.html").is_file(),
@@ -126,11 +127,11 @@ def held_locks() -> frozenset[tuple[int, int]]:
     return frozenset((int(each[4]), int(each[5].rpartition(":")[2])) for each in fields)
 
 
-def _held(folder: RunFolder, locks: frozenset[tuple[int, int]]) -> bool:
+def _held(root: Path, folder: RunFolder, locks: frozenset[tuple[int, int]]) -> bool:
     lock = folder.path / ".lock"
     try:
-        holder, inode = int(lock.read_text()[:32]), lock.stat().st_ino
-    except (OSError, ValueError):
+        holder, inode = int(read_small(root, lock, 32)), lock.stat().st_ino
+    except (Missing, OSError, ValueError):
         return False
     return (holder, inode) in locks
 

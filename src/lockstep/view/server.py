@@ -15,7 +15,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from lockstep.page import resource, script_of, style_of
@@ -26,6 +26,7 @@ HERE = "lockstep.view"
 ADDRESS = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "[::1]")
 SCRIPTS = ("state.js", "chart.js", "curves.js", "tokens.js", "samples.js", "recipe.js", "runs.js", "page.js")
+Answer = TypeVar("Answer")
 BLOCK = 1 << 18
 IDLE_SECONDS = 60.0
 
@@ -89,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         token, slash, path = parts.path.removeprefix("/").partition("/")
         if slash and _same(token, self.server.report_token) and path == "report":
-            self._tell(lambda query: self._report(query), parts.query)
+            self._report(parts.query)
         elif slash and _same(token, self.server.token):
             self._page(path, parts.query)
         else:
@@ -100,21 +101,30 @@ class _Handler(BaseHTTPRequestHandler):
             kind, content = self.server.assets[path]
             self._send(HTTPStatus.OK, kind, content)
         elif (question := self.server.answers.questions.get(path.removeprefix("api/"))) and path.startswith("api/"):
-            self._tell(lambda told: self._json(HTTPStatus.OK, self._with_report(path, question(told))), query)
+            answer = self._asked(question, query)
+            if answer is not None:
+                self._json(HTTPStatus.OK, self._with_report(path, answer))
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
 
     def _with_report(self, path: str, answer: dict[str, Any]) -> dict[str, Any]:
         return {**answer, "reports": f"/{self.server.report_token}/report"} if path == "api/runs" else answer
 
-    def _tell(self, answer: Callable[[Query], None], query: str) -> None:
+    def _asked(self, question: Callable[[Query], Answer], query: str) -> Answer | None:
+        """The answer to a question, or None where there is none and that has been told."""
         try:
-            answer(parse_qs(query, keep_blank_values=True, max_num_fields=200))
+            return question(parse_qs(query, keep_blank_values=True, max_num_fields=200))
         except (Missing, ValueError) as error:
             self._refuse(HTTPStatus.NOT_FOUND, str(error))
+        except OSError as error:
+            self._refuse(HTTPStatus.NOT_FOUND, f"cannot be read: {error.strerror}")
+        return None
 
-    def _report(self, query: Query) -> None:
-        with self.server.answers.report(query) as file:
+    def _report(self, query: str) -> None:
+        file = self._asked(self.server.answers.report, query)
+        if file is None:
+            return
+        with file:
             self._begin(HTTPStatus.OK, "text/html", None, REPORT_POLICY)
             while block := file.read(BLOCK):
                 self.wfile.write(block)

@@ -121,7 +121,7 @@ function makeCurves(root) {
         if (number !== asked) continue;
         for (const card of batch) {
           stale.delete(card.name);
-          card.take(told.curves[card.name] ?? {}, told.domain);
+          card.take(Object.hasOwn(told.curves, card.name) ? told.curves[card.name] : {}, told.domain);
         }
       }
     } finally {
@@ -146,7 +146,7 @@ function makeCurves(root) {
     const card = { name, element, large: false, curves: null, domain: null, drawing: null, step: null };
     card.take = (told, domain) => {
       card.curves = shownRuns()
-        .filter((run) => told[run] !== undefined)
+        .filter((run) => Object.hasOwn(told, run))
         .map((run) => curveOf(run, told[run]));
       card.domain = domain;
       latest.replaceChildren(...latestOf(card.curves));

@@ -128,7 +128,7 @@ async function look() {
       } else {
         runs.draw();
         drawTitle();
-        if (state.tab === "samples" && infoOf(before).running) await samples.update();
+        if (state.tab === "samples" && infoOf(before).samples) await samples.update();
       }
     }
   }

@@ -40,12 +40,14 @@ function differences([ours, theirs], [mine, other]) {
     ["Recipe", mine.recipe, other.recipe],
     ["Environment", mine.env, other.env],
   ].map(([title, left, right]) => {
-    const keys = [...new Set([...Object.keys(left), ...Object.keys(right)])].filter((key) => left[key] !== right[key]);
+    const value = (keys, key) => (Object.hasOwn(keys, key) ? keys[key] : undefined);
+    const every = [...new Set([...Object.keys(left), ...Object.keys(right)])];
+    const keys = every.filter((key) => value(left, key) !== value(right, key));
     if (keys.length === 0) return el("p", { class: "card quiet" }, `${title}: nothing is different.`);
-    const cell = (value) => el(
+    const cell = (text) => el(
       "td",
       { class: "value" },
-      value === undefined ? el("span", { class: "missing" }, "not set") : visible(value),
+      text === undefined ? el("span", { class: "missing" }, "not set") : visible(text),
     );
     return el(
       "div",
@@ -74,8 +76,8 @@ function differences([ours, theirs], [mine, other]) {
                 "tr",
                 { "data-key": key },
                 el("td", {}, el("code", {}, visible(key))),
-                cell(left[key]),
-                cell(right[key]),
+                cell(value(left, key)),
+                cell(value(right, key)),
               ),
             ),
           ),

@@ -40,7 +40,7 @@ function tokenStrip(sample, tokens, colour) {
     const span = el(
       "span",
       { class: `token ${kind(token)}`, "data-token": i },
-      token.text === "" ? "·" : visible(token.text),
+      visible(token.text),
     );
     if (token.text === "") span.classList.add("part");
     return span;
