@@ -125,6 +125,21 @@ class Browser:
             raise RuntimeError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
+    def evaluate_in_frame(self, script: str) -> Any:
+        """In a frame that is a stranger to the page and has a process of its own; None while there is none."""
+        targets = self.call("Target.getTargets")["targetInfos"]
+        frame = next((target["targetId"] for target in targets if target["type"] == "iframe"), None)
+        if frame is None:
+            return None
+        page = self._session
+        session = self.call("Target.attachToTarget", targetId=frame, flatten=True)["sessionId"]
+        self._session = session
+        try:
+            return self.evaluate(script)
+        finally:
+            self._session = page
+            self.call("Target.detachFromTarget", sessionId=session)
+
     def show(self, width: int, height: int = 900, scheme: str = "light") -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])

@@ -18,6 +18,7 @@ cat <<'TEXT'
 
 Next:
   lockstep generate runs/grpo-arithmetic --chat   talk to it
+  lockstep view                                   its curves and samples, in a browser
   head -n 1 runs/grpo-arithmetic/samples.jsonl    what it said and earned
   lockstep recipes ppo                            what a method sets
   lockstep train grpo-arithmetic method=dapo run.name=dapo

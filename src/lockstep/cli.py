@@ -336,6 +336,20 @@ def compare(
 
 
 @app.command()
+def view(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[RUNS_FOLDER]", help="The folder that holds your runs, or one run.")
+    ] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any that is free.")] = 0,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Serve a page to look at runs: curves, samples, recipes, reports. For this machine only, and read-only."""
+    from lockstep.commands.view import view_runs
+
+    view_runs(folder, port, open_browser)
+
+
+@app.command()
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder with a tape (`tape=true`).")],
     overrides: Overrides = None,

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
     return [metrics for _, metrics in read_metrics(run / "metrics.jsonl")]
 
 
-def samples_of(run: Path) -> list[dict[str, object]]:
+def samples_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
@@ -55,7 +56,12 @@ def test_every_method_trains_with_finite_numbers(online_file: Path, tmp_path: Pa
         assert metrics["actor/grad_norm"] > 0
     (stored, *_) = samples_of(run)
     assert stored["kind"] == "train"
-    assert {"function", "overlong"} <= set(stored["parts"])  # type: ignore[arg-type]
+    assert {"function", "overlong"} <= set(stored["parts"])
+    tokens = stored["token_details"]
+    assert len(tokens["texts"]) == len(tokens["logprobs"]) == stored["tokens"]
+    assert all(value <= 0 for value in tokens["logprobs"])
+    told = tokens.get("advantages", [stored["advantage"]] * stored["tokens"])
+    assert (len(told), told[0]) == (stored["tokens"], pytest.approx(stored["advantage"], rel=1e-3))
     assert (run / "export" / "model.safetensors").is_file()
 
 

@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from browser import Browser, find_chromium
+from lockstep.page import resource
 from lockstep.parity.compare.comparison import Comparison
 from lockstep.parity.compare.report import write_report
 from parity_example import HOSTILE, STEPS, example, loss, loss_of_b, reward, reward_of_b
@@ -427,7 +427,7 @@ def test_ten_thousand_steps_are_drawn_with_every_spike(chromium: Browser, tmp_pa
 @pytest.mark.parametrize("half", [1, 10, 400])
 def test_smoothing_reads_each_step_twice_however_wide_the_window(chromium: Browser, half: int) -> None:
     """A mean that is summed anew at each step would be as much work as the window is wide."""
-    code = resources.files("lockstep.parity.compare").joinpath("page", "series.js").read_text(encoding="utf-8")
+    code = resource("lockstep", "series.js")
     reads = chromium.evaluate(
         f"""(() => {{
           {code}

@@ -137,6 +137,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "cli"),
     ("api",),
     ("commands", "parity", "compat"),
+    ("view",),
     ("train",),
     ("evaluate",),
     ("methods",),
@@ -146,7 +147,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parallel",),
     ("kernels",),
     ("device", "doctor"),
-    ("types", "recipe", "recipes", "algorithms", "functions", "errors"),
+    ("types", "recipe", "recipes", "algorithms", "functions", "errors", "page"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

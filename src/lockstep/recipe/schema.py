@@ -393,7 +393,11 @@ class LogSettings(Section):
         default_factory=list, description="Trackers besides `metrics.jsonl`; they come with the `[track]` extra."
     )
     project: str = Field("lockstep", description="Project name in the trackers.")
-    samples: int = Field(4, ge=0, description="Online: responses stored in `samples.jsonl` each step.")
+    samples: int = Field(
+        4,
+        ge=0,
+        description="Online: responses stored in `samples.jsonl` each step, with what is known of their tokens.",
+    )
 
 
 class Recipe(Section):

@@ -7,7 +7,10 @@ from typing import Any
 from lockstep.types import Failure, Rollout
 
 
-def sample_line(step: int, kind: str, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
+def sample_line(
+    step: int, kind: str, rollout: Rollout, advantage: float | None, details: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """`details` tell of each token (`token_details.py`); they come last, behind what a person reads in the file."""
     question, score = rollout.prompt.question, rollout.score
     line: dict[str, Any] = {
         "step": step,
@@ -26,4 +29,5 @@ def sample_line(step: int, kind: str, rollout: Rollout, advantage: float | None)
         line["advantage"] = advantage
     if rollout.versions:
         line["versions"] = list(rollout.versions)
-    return line | {"prompt_tokens": len(rollout.prompt.ids), "tokens": len(rollout.ids), "stop": rollout.stop}
+    line |= {"prompt_tokens": len(rollout.prompt.ids), "tokens": len(rollout.ids), "stop": rollout.stop}
+    return line if details is None else line | {"token_details": details}

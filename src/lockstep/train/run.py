@@ -18,6 +18,7 @@ from lockstep.run.progress import Console
 from lockstep.run.samples import sample_line
 from lockstep.run.sinks import open_sinks
 from lockstep.run.summary import before_and_after
+from lockstep.run.token_details import TokenTexts, token_details
 from lockstep.train.own_code import changed_code, own_code
 from lockstep.train.prepare import Prepared, PreparedOnline
 from lockstep.types import Rollout
@@ -39,6 +40,7 @@ class Run:
         self.fallbacks: dict[str, int] | None = None
         """Operators of the first step that ran on the host for want of a kernel; None before that step."""
         self._step = 0
+        self._token_texts = TokenTexts(lambda ids: str(prepared.tokenizer.decode(ids)))
 
     def _fingerprint(self) -> dict[str, Any]:
         """What is trained, by content, and what kind of model it is."""
@@ -155,13 +157,29 @@ class Run:
             self.console.validation(step, shown)
 
     def store(
-        self, step: int, kind: str, rollouts: Sequence[Rollout], advantages: Sequence[float] | None = None
+        self,
+        step: int,
+        kind: str,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[Sequence[float]] | None = None,
+        *,
+        tokens: bool = False,
     ) -> None:
-        """Responses into samples.jsonl, as evidence."""
+        """Responses into samples.jsonl, as evidence. `advantages` are those of the tokens that the policy wrote; with
+        `tokens` the lines tell of each token."""
         if not self.world.main or not rollouts:
             return
         told = advantages if advantages is not None else [None] * len(rollouts)
-        lines = [sample_line(step, kind, rollout, own) for rollout, own in zip(rollouts, told, strict=True)]
+        lines = [
+            sample_line(
+                step,
+                kind,
+                rollout,
+                own[0] if own else None,
+                token_details(rollout, self._token_texts, own) if tokens else None,
+            )
+            for rollout, own in zip(rollouts, told, strict=True)
+        ]
         append_text(self.folder.samples, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
     # -- after the last step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.run.token_details import MOST_TOKENS
 from lockstep.train.advantages import Advantages
 from lockstep.train.experience import Experience
 from lockstep.train.rollouts import Rollouts
@@ -12,11 +13,14 @@ def store_samples(run: Run, step: int, rollouts: Rollouts, experience: Experienc
     """Some responses of the step, and of those that could not be scored the first."""
     count = run.recipe.log.samples
     if count:
-        first_tokens = [0, *(int(last) + 1 for last in experience.last_K[:-1])]
-        own = zip(experience.numbers, experience.rollouts, first_tokens, strict=False)
-        shares = run.world.gather([(n, r, float(advantages.advantages_K[at])) for n, r, at in own if n < count])
+        ends = [int(last) + 1 for last in experience.last_K]
+        # Cut to what is told of a response, before it travels.
+        spans = [slice(first, min(end, first + MOST_TOKENS)) for first, end in zip([0, *ends], ends, strict=False)]
+        own = zip(experience.numbers, experience.rollouts, spans, strict=True)
+        shares = run.world.gather([(n, r, advantages.advantages_K[at].tolist()) for n, r, at in own if n < count])
         chosen = sorted((told for share in shares for told in share), key=lambda told: told[0])
         # Ranks that divide their micro-batches have the same responses.
         chosen = list({number: (number, rollout, own) for number, rollout, own in chosen}.values())
-        run.store(step, "train", [rollout for _, rollout, _ in chosen], [advantage for _, _, advantage in chosen])
-    run.store(step, "failed", rollouts.failed.first)
+        told = [advantage for _, _, advantage in chosen]
+        run.store(step, "train", [rollout for _, rollout, _ in chosen], told, tokens=True)
+    run.store(step, "failed", rollouts.failed.first, tokens=count > 0)

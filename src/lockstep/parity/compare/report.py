@@ -6,16 +6,16 @@ import json
 import math
 import re
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from lockstep.page import resource, script_of, style_of
 from lockstep.parity.compare.comparison import Comparison, Metric
 
+HERE = "lockstep.parity.compare"
 SCRIPTS = (
     "figures.js",
-    "series.js",
-    "paths.js",
+    "pair.js",
     "chart.js",
     "explorer.js",
     "headline.js",
@@ -36,12 +36,12 @@ def write_report(comparison: Comparison, path: Path) -> None:
 
 def page(comparison: Comparison) -> str:
     parts = {
-        "style": _resource("page.css"),
-        "script": "\n".join(_resource(name) for name in SCRIPTS),
+        "style": style_of(HERE, ["page.css"]),
+        "script": script_of(HERE, SCRIPTS),
         "data": _inline_json(page_data(comparison)),
     }
     # One pass: a part may hold anything, also what looks like the place of another.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _resource("template.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], resource(HERE, "template.html"))
 
 
 def page_data(comparison: Comparison) -> dict[str, Any]:
@@ -84,7 +84,3 @@ def _points(metric: Metric) -> int:
 def _inline_json(data: dict[str, Any]) -> str:
     """Without any `<`: neither `</script>` nor `<!--` in a sample's text can end the element that holds it."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _resource(name: str) -> str:
-    return (files("lockstep.parity.compare") / "page" / name).read_text(encoding="utf-8")

@@ -72,6 +72,7 @@ def _samples(file: Path) -> list[dict[str, Any]]:
                 why = f"not a line of this log: {line[:60]!r}"
                 raise Refusal.at(f"{file} line {number}", why, "restore the file, or remove the line")
             if isinstance(sample, dict) and sample.get("kind") == "train":
+                sample.pop("token_details", None)  # a page and a table of evidence show responses, not tokens
                 found.append(sample)
             if len(found) == SAMPLES:
                 break

@@ -3,34 +3,6 @@
 const MARGIN = { left: 66, right: 28, top: 12, bottom: 30 };
 const HEIGHT = { curves: 300, gap: 34, strip: 120 };
 
-function valueAxis(values, y, width, style) {
-  return values.map((value) =>
-    svg(
-      "g",
-      { class: "tick" },
-      svg("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
-      svg("text", { x: MARGIN.left - 10, y: y(value), dy: "0.32em", "text-anchor": "end" }, show(value, style)),
-    ),
-  );
-}
-
-function stepAxis(domain, x, top, bottom, width) {
-  const whole = ticks(domain, Math.max(2, Math.floor(width / 110))).filter(Number.isInteger);
-  return whole.map((value) =>
-    svg(
-      "g",
-      { class: "tick" },
-      svg("line", { x1: x(value), x2: x(value), y1: top, y2: bottom, class: "upright" }),
-      svg("text", { x: x(value), y: bottom + 18, "text-anchor": "middle" }, show(value, "step")),
-    ),
-  );
-}
-
-function clip(id, top, height, width) {
-  const box = { x: MARGIN.left, y: top, width: Math.max(1, width - MARGIN.left - MARGIN.right), height };
-  return svg("clipPath", { id }, svg("rect", box));
-}
-
 function upright(x, top, bottom, kind, label, flip) {
   return svg(
     "g",
@@ -60,15 +32,18 @@ function drawChart(root, metric, series, settings) {
   const { steps } = series;
   const domain = settings.view ?? [steps[0], steps[steps.length - 1]];
   const spread = domain[0] === domain[1] ? padded(domain, 0.02) : domain;
-  const x = linear(spread, [MARGIN.left, width - MARGIN.right]);
+  const bottom = MARGIN.top + HEIGHT.curves;
+  const stripTop = bottom + HEIGHT.gap;
+  const stripBottom = stripTop + HEIGHT.strip;
+  const box = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: stripBottom };
+  const upper = { ...box, bottom };
+  const lower = { ...box, top: stripTop };
+  const x = linear(spread, [box.left, box.right]);
   // One point beyond each edge, so that lines run out of the picture instead of ending in it.
   const from = Math.max(0, placeOf(steps, domain[0]) - 1);
   const to = Math.min(steps.length, placeOf(steps, domain[1] + 1e-9) + 1);
   const curves = shownCurves(metric, series, settings);
   const state = { x, from, to, width, columns: columnsOf(steps, x, from, to, width) };
-  const bottom = MARGIN.top + HEIGHT.curves;
-  const stripTop = bottom + HEIGHT.gap;
-  const stripBottom = stripTop + HEIGHT.strip;
   const picture = svg("svg", {
     class: state.columns === null ? "chart" : "chart dense",
     width,
@@ -80,47 +55,25 @@ function drawChart(root, metric, series, settings) {
     "aria-label": `${metric.name}: both curves and their difference`,
   });
   picture.append(
-    svg(
-      "defs",
-      {},
-      clip("clip-curves", MARGIN.top, HEIGHT.curves, width),
-      clip("clip-strip", stripTop, HEIGHT.strip, width),
-    ),
-    ...stepAxis(spread, x, MARGIN.top, stripBottom, width),
-    ...drawCurves(series, curves, settings, state, bottom),
-    ...drawStrip(metric, series, curves, settings, state, stripTop, stripBottom),
+    svg("defs", {}, clip("clip-curves", upper), clip("clip-strip", lower)),
+    ...stepAxis(spread, x, box),
+    ...drawCurves(series, curves, settings, state, upper),
+    ...drawStrip(metric, series, curves, settings, state, lower),
     ...marks(metric, x, domain, stripBottom, width),
     svg("text", { class: "axis-name", x: MARGIN.left - 10, y: stripBottom + 18, "text-anchor": "end" }, "step"),
-    svg("g", { class: "crosshair" }),
-    svg("rect", { class: "drag", y: MARGIN.top, height: stripBottom - MARGIN.top, width: 0 }),
-    svg("rect", {
-      class: "catcher",
-      x: MARGIN.left,
-      y: MARGIN.top,
-      width: Math.max(1, width - MARGIN.left - MARGIN.right),
-      height: stripBottom - MARGIN.top,
-    }),
+    ...pointerParts(box),
   );
   root.replaceChildren(picture);
-  return { picture, x, domain, top: MARGIN.top, bottom: stripBottom, yOf: state.yOf, width };
+  return { picture, x, domain, box, yOf: state.yOf, width };
 }
 
-function drawCurves(series, curves, settings, state, bottom) {
-  const { from, to, width } = state;
+function drawCurves(series, curves, settings, state, box) {
+  const { from, to } = state;
   const seen = ["a", "b"].filter((letter) => !settings.hidden.has(letter)).map((letter) => curves[letter]);
-  const positive = (values) => values.map((value) => (value > 0 ? value : NaN));
-  const measured = settings.log ? seen.map(positive) : seen;
-  const span = extent(measured, from, to) ?? (settings.log ? [0.1, 1] : [0, 1]);
-  const flat = span[0] === span[1];
-  const range =
-    settings.log && !flat
-      ? [span[0] * 0.92, span[1] * 1.08]
-      : settings.log
-        ? [span[0] / 2, span[0] * 2]
-        : padded(span, flat ? 0.5 : 0.06);
-  const y = (settings.log ? logarithmic : linear)(range, [bottom, MARGIN.top]);
+  const span = extent(settings.log ? seen.map(positiveOnly) : seen, from, to);
+  const { y, marked } = valueScale(span, settings.log, [box.bottom, box.top]);
   state.yOf = y;
-  const frame = frameOf(state, series.steps, y, bottom);
+  const frame = frameOf(state, series.steps, y, box.bottom);
   const inside = svg("g", { "clip-path": "url(#clip-curves)" });
   const band = (half, kind) =>
     half !== null &&
@@ -137,12 +90,12 @@ function drawCurves(series, curves, settings, state, bottom) {
       inside.append(svg("path", { class: `curve raw ${letter}`, d: linePath(series[letter], frame) }));
     inside.append(svg("path", { class: `curve ${letter}`, "data-curve": letter, d: linePath(curves[letter], frame) }));
   }
-  const marked = settings.log ? logTicks(range) : ticks(range, 5);
-  return [...valueAxis(marked, y, width, "tick"), inside];
+  return [...valueAxis(marked, y, box, "tick"), inside];
 }
 
-function drawStrip(metric, series, curves, settings, state, top, bottom) {
-  const { from, to, width } = state;
+function drawStrip(metric, series, curves, settings, state, box) {
+  const { from, to } = state;
+  const { top, bottom } = box;
   const beyond = curves.difference.map((value, i) =>
     curves.tolerance !== null && Math.abs(value) > curves.tolerance[i] ? value : 0,
   );
@@ -203,7 +156,7 @@ function drawStrip(metric, series, curves, settings, state, top, bottom) {
       ? ""
       : `, bar ± ${show(metric.bar_percent, "bar")} ${decidedByScaled(metric) ? "of |A|" : "absolute"}`,
   );
-  return [...valueAxis(ticks([-reach, reach], 4), y, width, "tick"), title, inside];
+  return [...valueAxis(ticks([-reach, reach], 4), y, box, "tick"), title, inside];
 }
 
 function marks(metric, x, domain, bottom, width) {

@@ -1,12 +1,5 @@
 // The chart with its controls: choose a metric, look at a step, zoom by dragging, smooth, switch to a log scale.
 
-const MOST_SMOOTHING = 100;
-
-/** Half the window of the mean, in points: fine at the slider's low end, a quarter of the curve at its high end. */
-function halfWindow(slider, points) {
-  return Math.round((slider / MOST_SMOOTHING) ** 2 * (points / 8));
-}
-
 function makeExplorer(root) {
   const settings = { index: 0, view: null, half: 0, log: false, fit: false, hidden: new Set() };
   const parts = {
@@ -27,7 +20,7 @@ function makeExplorer(root) {
     drawing = drawChart(parts.plot, metric(), series, settings);
     parts.reset.hidden = settings.view === null;
     parts.tooltip.hidden = true;
-    listen();
+    followPointer(drawing, { hover, leave, zoom: between });
   }
 
   function choose(index) {
@@ -83,36 +76,10 @@ function makeExplorer(root) {
     draw();
   }
 
-  function listen() {
-    const catcher = drawing.picture.querySelector(".catcher");
-    const drag = drawing.picture.querySelector(".drag");
-    let start = null;
-    const place = (event) => event.clientX - drawing.picture.getBoundingClientRect().left;
-    catcher.addEventListener("pointerdown", (event) => {
-      if (event.button !== 0) return;
-      start = place(event);
-      catcher.setPointerCapture(event.pointerId);
-    });
-    catcher.addEventListener("pointermove", (event) => {
-      hover(place(event));
-      if (start === null) return;
-      const [left, right] = [start, place(event)].sort((one, other) => one - other);
-      drag.setAttribute("x", Math.max(left, MARGIN.left));
-      drag.setAttribute(
-        "width",
-        Math.max(0, Math.min(right, drawing.width - MARGIN.right) - Math.max(left, MARGIN.left)),
-      );
-    });
-    catcher.addEventListener("pointerup", (event) => {
-      const edges = start === null ? null : [start, place(event)].sort((one, other) => one - other);
-      start = null;
-      drag.setAttribute("width", 0);
-      if (edges === null || edges[1] - edges[0] < 6) return;
-      const [first, last] = edges.map((edge) => nearestPlace(series.steps, drawing.x.invert(edge)));
-      if (last > first) zoom([series.steps[first], series.steps[last]]);
-    });
-    catcher.addEventListener("pointerleave", leave);
-    catcher.addEventListener("dblclick", () => zoom(null));
+  function between(edges) {
+    if (edges === null) return zoom(null);
+    const [first, last] = edges.map((step) => nearestPlace(series.steps, step));
+    if (last > first) zoom([series.steps[first], series.steps[last]]);
   }
 
   function leave() {
@@ -137,11 +104,10 @@ function makeExplorer(root) {
       );
     drawing.picture
       .querySelector(".crosshair")
-      .replaceChildren(svg("line", { x1: x, x2: x, y1: drawing.top, y2: drawing.bottom }), ...dots);
+      .replaceChildren(svg("line", { x1: x, x2: x, y1: drawing.box.top, y2: drawing.box.bottom }), ...dots);
     parts.tooltip.replaceChildren(...tooltipOf(series, i));
     parts.tooltip.hidden = false;
-    const flip = x > drawing.width / 2;
-    parts.tooltip.style.left = `${flip ? x - parts.tooltip.offsetWidth - 14 : x + 14}px`;
+    placeTooltip(parts.tooltip, x, drawing.width);
   }
 
   new ResizeObserver(() => {

@@ -1,0 +1,56 @@
+// Axes and frames of a chart. A box says where the inside of a chart is: {left, right, top, bottom}.
+
+function valueAxis(values, y, box, style) {
+  return values.map((value) =>
+    svg(
+      "g",
+      { class: "tick" },
+      svg("line", { x1: box.left, x2: box.right, y1: y(value), y2: y(value) }),
+      svg("text", { x: box.left - 10, y: y(value), dy: "0.32em", "text-anchor": "end" }, show(value, style)),
+    ),
+  );
+}
+
+function stepAxis(domain, x, box) {
+  const whole = ticks(domain, Math.max(2, Math.floor((box.right - box.left) / 100))).filter(Number.isInteger);
+  return whole.map((value) =>
+    svg(
+      "g",
+      { class: "tick" },
+      svg("line", { x1: x(value), x2: x(value), y1: box.top, y2: box.bottom, class: "upright" }),
+      svg("text", { x: x(value), y: box.bottom + 18, "text-anchor": "middle" }, show(value, "step")),
+    ),
+  );
+}
+
+function rectOf(box) {
+  return {
+    x: box.left,
+    y: box.top,
+    width: Math.max(1, box.right - box.left),
+    height: Math.max(1, box.bottom - box.top),
+  };
+}
+
+function clip(id, box) {
+  return svg("clipPath", { id }, svg("rect", rectOf(box)));
+}
+
+/** The scale of values and the values to mark on it, for a range of values (null: nothing is known of it). */
+function valueScale(span, log, [bottom, top], wanted = 5) {
+  const known = span ?? (log ? [0.1, 1] : [0, 1]);
+  const flat = known[0] === known[1];
+  const range =
+    log && !flat
+      ? [known[0] * 0.92, known[1] * 1.08]
+      : log
+        ? [known[0] / 2, known[0] * 2]
+        : padded(known, flat ? 0.5 : 0.06);
+  const y = (log ? logarithmic : linear)(range, [bottom, top]);
+  return { y, marked: log ? logTicks(range) : ticks(range, wanted) };
+}
+
+/** The same values, without those that a log scale cannot show. */
+function positiveOnly(values) {
+  return values.map((value) => (value > 0 ? value : NaN));
+}

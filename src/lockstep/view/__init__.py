@@ -1,0 +1,1 @@
+"""The page to look at runs: a local server that reads run folders by byte offsets, and the page it serves."""

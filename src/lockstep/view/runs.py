@@ -1,0 +1,164 @@
+"""The runs under a folder: where they are, and what can be told of each without reading its files."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.run.folder import RunFolder
+from lockstep.run.text import OFFLINE_COLUMNS, ONLINE_COLUMNS
+from lockstep.view.files import Missing, inside, open_inside, read_small
+from lockstep.view.lines import last_line, parsed
+from lockstep.view.recipes import MOST_BYTES, loaded
+
+DEEPEST = 3
+MOST_RUNS = 2_000
+LOOK_AGAIN_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class FoundRuns:
+    """Runs by their path below the root; the root itself, where it is a run, is called by its own name."""
+
+    runs: dict[str, Path]
+    left_out: tuple[str, ...]
+    """Links that lead out of the folder, and runs beyond the most that are shown."""
+
+
+def find_runs(root: Path) -> FoundRuns:
+    """`root` is a real path. A run is a folder with a recipe or with metrics; there are none inside of one."""
+    if _is_run(root):
+        return FoundRuns({root.name: root}, ())
+    runs: dict[str, Path] = {}
+    left_out: list[str] = []
+
+    def look(folder: Path, depth: int) -> None:
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:
+            left_out.append(f"{folder.relative_to(root)} cannot be read")
+            return
+        for entry in entries:
+            path = Path(entry.path)
+            if entry.name.startswith(".") or not entry.is_dir():
+                continue
+            if entry.is_symlink() and not inside(root, path):
+                left_out.append(f"{path.relative_to(root)} leads out of the folder")
+            elif _is_run(path):
+                if len(runs) < MOST_RUNS:
+                    runs[str(path.relative_to(root))] = path
+                else:
+                    left_out.append(f"{path.relative_to(root)} is beyond the first {MOST_RUNS:,} runs")
+            elif depth < DEEPEST and not entry.is_symlink():
+                look(path, depth + 1)
+
+    look(root, 1)
+    return FoundRuns(runs, tuple(left_out))
+
+
+def _is_run(folder: Path) -> bool:
+    own = RunFolder(folder)
+    # Not Path.is_file, which fails on a folder that may not be looked into.
+    return os.path.isfile(own.recipe) or os.path.isfile(own.metrics)
+
+
+def summary(root: Path, name: str, path: Path, locks: frozenset[tuple[int, int]]) -> dict[str, Any]:
+    """A run in the list: method, model, how far it is, whether a process works in it, and its first figures."""
+    folder = RunFolder(path)
+    told: dict[str, Any] = {
+        "run": name,
+        "running": _held(root, folder, locks),
+        "written": max((_written(file) for file in (folder.metrics, folder.recipe)), default=0.0),
+        "samples": folder.samples.is_file(),
+        "report": (path / "report.html").is_file(),
+        "problem": None,
+    }
+    try:
+        if folder.recipe.is_file():
+            told |= _from_recipe(loaded(read_small(root, folder.recipe, MOST_BYTES)))
+        if folder.metrics.is_file():
+            with open_inside(root, folder.metrics) as file:
+                line = last_line(file)
+            told |= _from_metrics(parsed(line.content) if line else None)
+    except Missing as error:
+        told["problem"] = str(error)
+    return told
+
+
+def _written(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _from_recipe(recipe: Any) -> dict[str, Any]:
+    sections = recipe if isinstance(recipe, dict) else {}
+    run, model = (part if isinstance(part, dict) else {} for part in (sections.get("run"), sections.get("model")))
+    return {"method": str(sections.get("method", "")), "model": str(model.get("path", "")), "steps": run.get("steps")}
+
+
+def _from_metrics(line: dict[str, Any] | None) -> dict[str, Any]:
+    data = (line or {}).get("data")
+    if not isinstance(data, dict):
+        return {}
+    metric = next((name for name in first_metrics() if name in data), None)
+    return {"step": (line or {}).get("step"), "metric": metric, "value": data.get(metric)}
+
+
+def first_metrics() -> list[str]:
+    """What one looks at first, in order: the metrics that the console shows at each step, and validation's."""
+    names = [column.metric for column in (*ONLINE_COLUMNS, *OFFLINE_COLUMNS)]
+    told = [name for each in names for name in ((each,) if isinstance(each, str) else each)]
+    return list(dict.fromkeys(["critic/score/mean", "train/loss", "val/accuracy", "val/loss", *told]))
+
+
+def held_locks() -> frozenset[tuple[int, int]]:
+    """(process, inode) of every file lock on this machine. Read, never tried: a try would hold the lock for a moment,
+    and a run that starts in that moment would be refused. Nothing where the system has no such list."""
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    fields = [line.split() for line in lines if " FLOCK " in line and "->" not in line]
+    return frozenset((int(each[4]), int(each[5].rpartition(":")[2])) for each in fields)
+
+
+def _held(root: Path, folder: RunFolder, locks: frozenset[tuple[int, int]]) -> bool:
+    lock = folder.path / ".lock"
+    try:
+        holder, inode = int(read_small(root, lock, 32)), lock.stat().st_ino
+    except (Missing, OSError, ValueError):
+        return False
+    return (holder, inode) in locks
+
+
+class Shelf:
+    """The runs of a folder. Its list is always that of now; a run of a list that is not old is where it was."""
+
+    def __init__(self, root: Path):
+        self.root = Path(os.path.realpath(root))
+        self._found: FoundRuns | None = None
+        self._looked = 0.0
+
+    def found(self) -> FoundRuns:
+        """As they are now."""
+        self._found, self._looked = find_runs(self.root), time.monotonic()
+        return self._found
+
+    def path(self, name: str) -> Path:
+        """Of a run that is in the list: a name is looked up, never joined to a path."""
+        fresh = self._found is not None and time.monotonic() - self._looked < LOOK_AGAIN_SECONDS
+        known = self._found if fresh and self._found is not None and name in self._found.runs else self.found()
+        path = known.runs.get(name)
+        if path is None:
+            raise Missing(f"there is no run {name[:200]!r} here")
+        return path
+
+    def listed(self) -> dict[str, Any]:
+        found, locks = self.found(), held_locks()
+        runs = [summary(self.root, name, path, locks) for name, path in found.runs.items()]
+        return {"folder": str(self.root), "runs": runs, "left_out": list(found.left_out), "first": first_metrics()}

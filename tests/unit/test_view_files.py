@@ -1,0 +1,400 @@
+"""What the page of runs reads: lines by byte offsets, curves as they grow, thinned without losing an extreme."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pytest
+
+from lockstep.run.metrics import MetricsLog, read_metrics
+from lockstep.view.curves import Curves, smoothed, thinned
+from lockstep.view.files import Missing, open_inside
+from lockstep.view.lines import BLOCK, first_of_step, last_line, line_at, lines_from, parsed, step_of, whole_end
+from lockstep.view.recipes import flat, recipe_of
+from lockstep.view.runs import find_runs, held_locks, summary
+from lockstep.view.samples import PAGE, Filter, in_all_steps, of_step, whole
+from view_runs import metric_line, sample, write_run
+
+# Lines ------------------------------------------------------------------------------------------------------------
+
+
+def lines_file(path: Path, seed: int, steps: int = 60) -> list[tuple[int, int | None]]:
+    """Writes lines of very different lengths; returns where each begins and its step (None where damaged)."""
+    chance = random.Random(seed)
+    told: list[tuple[int, int | None]] = []
+    content = b""
+    for step in range(0, steps, chance.choice([1, 2, 3])):
+        for _ in range(chance.choice([0, 1, 1, 5])):
+            told.append((len(content), step))
+            text = "x" * chance.choice([0, 3, 100, BLOCK - 40, BLOCK * 2])
+            # Another order of keys is valid too.
+            line = {"step": step, "t": text} if chance.random() < 0.8 else {"t": text, "step": step}
+            content += json.dumps(line).encode() + b"\n"
+            if chance.random() < 0.05:
+                told.append((len(content), None))
+                content += b"{damaged\n"
+    path.write_bytes(content + b'{"step": 99999, "being": "writ')
+    return told
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_first_line_of_a_step_is_found_by_halves(tmp_path: Path, seed: int) -> None:
+    told = lines_file(tmp_path / "lines.jsonl", seed)
+    with (tmp_path / "lines.jsonl").open("rb") as file:
+        assert [(line.start, step_of(line.content)) for line in lines_from(file, 0)] == told
+        for step in range(-1, 63):
+            at = first_of_step(file, step)
+            # A damaged line just before it may come with it.
+            after = [start for start, own in told if own is not None and own >= step]
+            before = [start for start, own in told if own is not None and own < step]
+            assert at <= (after[0] if after else whole_end(file))
+            assert not before or at > before[-1]
+        last = last_line(file)
+        assert last is not None
+        assert (last.start, step_of(last.content)) == told[-1]
+
+
+class Counted(io.RawIOBase):
+    """A file that counts the bytes that were asked of it."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.bytes = file, 0
+
+    def read(self, size: int = -1) -> bytes:
+        content = self.file.read(size)
+        self.bytes += len(content)
+        return content
+
+    def readline(self, size: int | None = -1) -> bytes:
+        content = self.file.readline(-1 if size is None else size)
+        self.bytes += len(content)
+        return content
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self.file.seek(offset, whence)
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+
+def test_the_samples_of_a_step_are_found_without_reading_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    with path.open("w") as file:
+        for step in range(3000):
+            file.write(json.dumps(sample(step, response="y" * 3000)) + "\n")
+    with path.open("rb") as file:
+        counted = Counted(file)
+        told = of_step(cast(BinaryIO, counted), Filter(), 1234, None)
+        assert [one["step"] for one in told["samples"]] == [1234]
+        assert (told["first"], told["last"], told["before"], told["after"]) == (0, 2999, 1233, 1235)
+        assert counted.bytes < path.stat().st_size / 4
+
+
+def test_a_filter_finds_what_it_says_in_all_steps(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    with path.open("w") as file:
+        for step in range(100):
+            own: dict[str, Any] = {"score": step / 100, "response": "plain"}
+            if step == 3:
+                own["kind"] = "val"
+            if step == 4:
+                own["stop"] = "length"
+            if step == 5:
+                own |= {"score": None, "failure": "function: it broke"}
+            if step == 7:
+                own["response"] = "has a Needle in it"
+            file.write(json.dumps(sample(step, **own)) + "\n")
+
+    def steps(wanted: Filter) -> list[int]:
+        with path.open("rb") as file:
+            told, found = in_all_steps(file, wanted, 0), []
+            while True:
+                found += [one["step"] for one in told["samples"]]
+                if told["next"] is None:
+                    return found
+                told = in_all_steps(file, wanted, told["next"])
+
+    assert steps(Filter()) == list(range(100)), f"in parts of {PAGE}"
+    assert steps(Filter(kind="val")) == [3]
+    assert steps(Filter(ended="length")) == [4]
+    assert steps(Filter(ended="failed")) == [5]
+    assert steps(Filter(text="needle")) == [7]
+    assert steps(Filter(text="what is 12 +")) == [12]
+    assert steps(Filter(text='"')) == steps(Filter(text="\n")) == []
+    assert steps(Filter(least=0.95)) == [95, 96, 97, 98, 99]
+    assert steps(Filter(least=0.03, most=0.06)) == [3, 4, 6], "one without a score is in no range"
+
+
+def test_a_long_response_is_cut_in_a_list_and_whole_alone(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    long = "z" * 1_000_000
+    path.write_text("".join(json.dumps(sample(step, response=long, score=math.nan)) + "\n" for step in (1, 2)))
+    with path.open("rb") as file:
+        (told,) = of_step(file, Filter(), None, None)["samples"]
+        assert len(told["response"]) < 10_000
+        assert told["bytes"] > 1_000_000
+        assert told["score"] == "NaN", "as strict JSON can say it"
+        assert whole(file, told["offset"])["response"] == long
+        with pytest.raises(Missing, match="no response begins there"):
+            whole(file, told["offset"] + 5)
+
+
+def test_a_line_without_end_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"step": 1}')
+    with path.open("rb") as file:
+        assert whole_end(file) == 0
+        assert last_line(file) is None
+        assert line_at(file, 0) is None
+        assert of_step(file, Filter(), None, None)["samples"] == []
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ('"NEEDLE"', "needle"),
+        ('"\\u006eeedle"', "needle"),
+        ('"a\\/b"', "a/b"),
+        ('"x \\" y"', '" y'),
+        ('"x\\ny"', "x\ny"),
+        ('"Größe"', "größe"),
+        ('"\u212aelvin"', "kelvin"),
+        ('"c:\\\\d"', "c:\\d"),
+    ],
+)
+def test_a_search_finds_text_however_it_is_written(tmp_path: Path, written: str, wanted: str) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 1, "response": ' + written + '}\n{"step": 2, "response": "other"}\n', encoding="utf-8")
+    with path.open("rb") as file:
+        assert [one["step"] for one in in_all_steps(file, Filter(text=wanted), 0)["samples"]] == [1]
+
+
+@pytest.mark.parametrize("text", [b"[1]\n", b"nonsense\n", b"[" * 100_000 + b"\n", b'{"step": "7"}\n', b"\xff\xfe\n"])
+def test_what_is_no_line_of_a_log_has_no_step(text: bytes) -> None:
+    assert step_of(text) is None
+
+
+# Curves -----------------------------------------------------------------------------------------------------------
+
+
+def opened(path: Path) -> Curves:
+    return Curves(lambda: path.open("rb"))
+
+
+def all_points(curves: Curves) -> dict[str, dict[int, float]]:
+    return {
+        name: dict(
+            sorted(
+                [
+                    *zip(curve.steps, curve.values, strict=True),
+                    *zip(curve.odd_steps, map(float, curve.odd_values), strict=True),
+                ]
+            )
+        )
+        for name, curve in curves.curves.items()
+    }
+
+
+def wanted_points(path: Path) -> dict[str, dict[int, float]]:
+    """By the reader that resume and compare use."""
+    found: dict[str, dict[int, float]] = {}
+    for step, data in read_metrics(path):
+        for name, value in data.items():
+            found.setdefault(name, {})[step] = value
+    return found
+
+
+def test_curves_grow_with_the_file_and_go_back_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log, curves = MetricsLog(path), opened(path)
+    for step in range(1, 6):
+        log.append(step, {"a": step / 3, "b": math.nan if step == 2 else math.inf if step == 3 else float(step)})
+        curves.read_on()
+        assert repr(all_points(curves)) == repr(wanted_points(path))
+    version = curves.version
+    # A run goes back to its checkpoint and writes other values, and more than there were.
+    log.rewind(2)
+    for step in range(3, 12):
+        log.append(step, {"a": -float(step), "late": 1.0})
+    curves.read_on()
+    assert curves.version != version
+    assert repr(all_points(curves)) == repr(wanted_points(path))
+    assert curves.range() == (1, 11)
+    with path.open("a") as file:
+        file.write(metric_line(12, {"a": 5.0})[:-9])
+    curves.read_on()
+    assert 12 not in all_points(curves)["a"], "half a line"
+    assert curves.read_share == 1.0
+
+
+def test_a_file_written_anew_in_its_place_is_read_anew(tmp_path: Path) -> None:
+    """The same inode and no fewer bytes: only what is in it tells."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(metric_line(step, {"a": 1.0}) for step in range(1, 4)))
+    curves = opened(path)
+    curves.read_on()
+    with path.open("r+") as file:
+        file.write("".join(metric_line(step, {"a": 2.0}) for step in range(1, 5)))
+    curves.read_on()
+    assert all_points(curves) == {"a": {1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0}}
+
+
+def test_a_request_reads_for_a_while_and_the_next_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(metric_line(step, {"a": float(step)}) for step in range(1, 51)))
+    curves = opened(path)
+    shares = []
+    while not shares or shares[-1] < 1:
+        curves.read_on(seconds=0)
+        shares.append(curves.read_share)
+    assert len(shares) == 50
+    assert shares == sorted(shares)
+    assert all_points(curves) == wanted_points(path)
+
+
+def test_damaged_lines_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        metric_line(1, {"a": 1.0}) + 'what\n{"step": 2}\n' + metric_line(1, {"a": 9.0}) + metric_line(3, {"a": 3.0})
+    )
+    curves = opened(path)
+    curves.read_on()
+    assert curves.damaged == 3
+    assert all_points(curves) == {"a": {1: 1.0, 3: 3.0}}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_thinning_keeps_every_extreme(seed: int) -> None:
+    chance = random.Random(seed)
+    steps = sorted(chance.sample(range(1, 40_000), 9_000))
+    values = [chance.gauss(0, 1) for _ in steps]
+    values[chance.randrange(9_000)], values[chance.randrange(9_000)] = 1e9, -1e9
+    domain = (5_000, 30_000)
+    places = thinned(steps, values, domain, 200)
+    assert places == sorted(set(places))
+    assert len(places) <= 4 * 200 + 2
+    kept = {steps[i] for i in places}
+    width = (domain[1] + 1 - domain[0]) / 200
+    for bucket in range(200):
+        inside = [
+            (value, step)
+            for step, value in zip(steps, values, strict=True)
+            if domain[0] + width * bucket <= step < domain[0] + width * (bucket + 1)
+        ]
+        if inside:
+            assert {min(inside)[1], max(inside)[1]} <= kept, bucket
+    assert thinned(steps[:100], values[:100], (1, 40_000), 200) == list(range(100)), "few points are all drawn"
+
+
+def test_the_mean_is_centred() -> None:
+    values = [float(value) for value in (4, 1, 7, 2, 9, 3, 3)]
+    wanted = [4, (4 + 1 + 7) / 3, (4 + 1 + 7 + 2 + 9) / 5, (1 + 7 + 2 + 9 + 3) / 5, (7 + 2 + 9 + 3 + 3) / 5, 5, 3]
+    assert list(smoothed(values, 2)) == pytest.approx(wanted)
+
+
+def test_a_curve_tells_its_points_its_mean_and_what_is_no_number(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    odd = {3: math.nan, 9: -math.inf}
+    path.write_text("".join(metric_line(step, {"a": odd.get(step, float(step))}) for step in range(1, 13)))
+    curves = opened(path)
+    curves.read_on()
+    told = curves.shown("a", (4, 10), 100, half=1)
+    assert told is not None
+    # One beyond each edge, so that the line runs out of the picture.
+    assert told["steps"] == [2, 4, 5, 6, 7, 8, 10, 11]
+    assert told["odd"] == {"count": 1, "first": [[9, "-inf"]]}
+    assert told["mean"]["values"][2] == pytest.approx((4 + 5 + 6) / 3)
+    assert curves.shown("b", (4, 10), 100, 0) is None
+
+
+# Folders ----------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_found_and_links_out_are_not_followed(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    write_run(root / "one", 3, {"critic/score/mean": float})
+    write_run(root / "sweep" / "a", 2, {"train/loss": float})
+    write_run(tmp_path / "elsewhere", 1, {"secret": float})
+    (root / "out").symlink_to(tmp_path / "elsewhere")
+    (root / "again").symlink_to(root / "one")
+    (root / "empty").mkdir()
+    found = find_runs(root)
+    assert list(found.runs) == ["again", "one", "sweep/a"]
+    assert found.left_out == ("out leads out of the folder",)
+    assert list(find_runs(root / "one").runs) == ["one"]
+    told = summary(root, "one", root / "one", held_locks())
+    facts = {name: told[name] for name in ("method", "model", "steps", "step", "metric", "value", "running", "report")}
+    assert facts == {
+        "method": "grpo",
+        "model": "models/tiny",
+        "steps": 3,
+        "step": 3,
+        "metric": "critic/score/mean",
+        "value": 3.0,
+        "running": False,
+        "report": False,
+    }
+
+
+def test_files_outside_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "secret").write_text("secret")
+    (root / "link").symlink_to(tmp_path / "secret")
+    (root / "near").write_text("near")
+    (root / "inner").symlink_to(root / "near")
+    os.mkfifo(root / "pipe")
+    for name, why in (
+        ("link", "leads out"),
+        ("pipe", "no regular file"),
+        (".", "regular file"),
+        ("none", "No such file"),
+    ):
+        with pytest.raises(Missing, match=why):
+            open_inside(root, root / name)
+    with open_inside(root, root / "inner") as file:
+        assert file.read() == b"near"
+
+
+def test_a_recipe_is_told_by_key(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 1, {}, lr=3e-4)
+    (run / "recipe.to_step_5.yaml").write_text("method: old\n")
+    told = recipe_of(tmp_path, run)
+    assert told["recipe"] == {
+        "method": '"grpo"',
+        "run.name": '"run"',
+        "run.steps": "1",
+        "model.path": '"models/tiny"',
+        "optim.lr": "0.0003",
+    }
+    assert told["env"]["packages.torch"] == '"2.11"'
+    assert told["earlier"] == [{"last_step": 5, "text": "method: old\n"}]
+    (run / "recipe.yaml").write_text("a: [1\n")
+    assert "damaged" in recipe_of(tmp_path, run)["problems"][0]
+    assert flat({"a": [{"b": 1}, {"c": []}], "d": [1, 2], "e": {}}) == {
+        "a.0.b": "1",
+        "a.1.c": "[]",
+        "d": "[1, 2]",
+        "e": "{}",
+    }
+    bomb: Any = [1]
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    with pytest.raises(Missing, match="too many"):
+        flat(bomb)
+
+
+def test_numbers_json_does_not_know_are_named() -> None:
+    assert parsed(b'{"a": NaN, "b": -Infinity}') == {"a": "NaN", "b": "-Infinity"}
+
+
+def test_a_lock_that_is_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 1, {"a": float})
+    os.mkfifo(run / ".lock")
+    assert summary(tmp_path, "run", run, held_locks())["running"] is False

@@ -1,0 +1,227 @@
+"""The server of the page of runs: who gets an answer, to what, and that it starts in a moment."""
+
+from __future__ import annotations
+
+import fnmatch
+import http.client
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+import lockstep
+from hang import HANG
+from lockstep.commands.view import view_runs
+from lockstep.errors import Refusal
+from lockstep.view.server import PageServer
+from view_runs import sample, write_run
+
+HOUSE = Path(lockstep.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
+    folder = tmp_path_factory.mktemp("view")
+    root = folder / "runs"
+    run = write_run(
+        root / "one", 20, {"critic/score/mean": lambda step: step / 20}, [sample(step) for step in range(20)]
+    )
+    (run / "report.html").write_text("<h1>report</h1>")
+    write_run(folder / "outside", 3, {"secret": float}, [sample(1, response="secret")])
+    (root / "link").symlink_to(folder / "outside")
+    other = write_run(root / "two", 2, {"a": float})
+    (other / "samples.jsonl").unlink()
+    (other / "samples.jsonl").symlink_to(folder / "outside" / "samples.jsonl")
+    (other / "report.html").symlink_to("/etc/passwd")
+    with PageServer(root) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def asked(
+    server: PageServer, path: str, method: str = "GET", token: str | None = None, headers: dict[str, str] | None = None
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=HANG)
+    try:
+        connection.request(method, f"/{server.token if token is None else token}/{path}", headers=headers or {})
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
+    finally:
+        connection.close()
+
+
+def told(server: PageServer, path: str) -> dict[str, Any]:
+    status, _, content = asked(server, path)
+    assert status == 200, content
+    return dict(json.loads(content))
+
+
+def test_only_this_machine_can_ask(server: PageServer) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    assert server.link.startswith("http://127.0.0.1:")
+
+
+def test_without_the_token_there_is_nothing(server: PageServer) -> None:
+    for token in (
+        "",
+        "x",
+        server.token[:-1],
+        server.token + "x",
+        server.token.swapcase(),
+        quote("é"),
+        server.report_token,
+    ):
+        for path in ("", "app.js", "api/runs", "api/curves?run=one"):
+            status, _, content = asked(server, path, token=token)
+            assert status == 403, (token, path)
+            assert b"one" not in content.replace(b"the one that", b"")
+    assert asked(server, "", token=server.token)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "[::2]:80", "10.0.0.1"]
+)
+def test_a_name_that_points_here_from_elsewhere_gets_nothing(server: PageServer, host: str) -> None:
+    status, _, content = asked(server, "api/runs", headers={"Host": host})
+    assert status == 403
+    assert b"critic" not in content
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "LOCALHOST", "[::1]:8080"])
+def test_the_names_of_this_machine_are_answered(server: PageServer, host: str) -> None:
+    """Whatever the port: a tunnel has another one on the reader's side."""
+    assert asked(server, "api/runs", headers={"Host": host})[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "NONSENSE"])
+def test_nothing_but_get(server: PageServer, method: str) -> None:
+    assert asked(server, "api/runs", method=method)[0] == 405
+
+
+def test_the_page_may_run_its_own_script_and_no_other(server: PageServer) -> None:
+    for path in ("", "app.js", "style.css", "api/runs", "nothing"):
+        _, headers, _ = asked(server, path)
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "script-src 'self'" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store"
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert not any(name.lower().startswith("access-control") for name in headers)
+    page = asked(server, "")[2].decode()
+    assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|style=|https?://", page)
+
+
+def test_a_report_is_a_stranger_to_the_page(server: PageServer) -> None:
+    status, headers, content = asked(server, "report?run=one", token=server.report_token)
+    assert (status, content) == (200, b"<h1>report</h1>")
+    assert headers["Content-Security-Policy"].startswith("sandbox allow-scripts; default-src 'none'")
+    assert "allow-same-origin" not in headers["Content-Security-Policy"]
+    assert asked(server, "report?run=one")[0] == 404, "the page's token is not for reports"
+
+
+def test_no_way_leads_out_of_the_folder(server: PageServer) -> None:
+    names = ["../outside", "link", "one/../../outside", "/etc", "..", ".", "", "one\0", "%2e%2e", "two/../one"]
+    for name in names:
+        for question in ("run", "curves", "samples", "sample", "recipe"):
+            status, _, content = asked(server, f"api/{question}?run={quote(name)}")
+            assert status == 404, (question, name)
+            assert b"secret" not in content
+        assert asked(server, f"report?run={quote(name)}", token=server.report_token)[0] == 404
+    for path in ("../../etc/passwd", "api/../../x", "page.css", "server.py", "api/", "api", "api/runs/", "%2e%2e/x"):
+        assert asked(server, path)[0] == 404, path
+    # Links inside a run.
+    assert asked(server, "api/samples?run=two")[0] == 404
+    assert asked(server, "report?run=two", token=server.report_token)[0] == 404
+    assert "link" not in [run["run"] for run in told(server, "api/runs")["runs"]]
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "curves?run=one&metric=critic/score/mean&buckets=x",
+        "curves?run=one&first=9&last=3",
+        "curves?run=one&first=1e3",
+        f"curves?run=one&first={'9' * 5000}",
+        "curves?run=one&half=٣x",
+        "samples?run=one&step=later",
+        "samples?run=one&least=many",
+        "samples?run=one&least=nan",
+        "sample?run=one&offset=3",
+        "samples",
+        "curves?" + "&".join(["run=one"] * 300),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_told_so(server: PageServer, question: str) -> None:
+    told(server, "api/run?run=one")
+    status, _, content = asked(server, f"api/{quote(question, safe='?=&/')}")
+    assert status == 404
+    assert json.loads(content)["error"]
+
+
+def test_what_is_no_request_ends_the_connection(server: PageServer) -> None:
+    for words in (b"\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00" * 40 + b"\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=HANG) as client:
+            client.sendall(words)
+            client.shutdown(socket.SHUT_WR)
+            answer = b""
+            while block := client.recv(4096):
+                answer += block
+        assert b"critic" not in answer
+    assert asked(server, "api/runs")[0] == 200
+
+
+def test_curves_of_a_run(server: PageServer) -> None:
+    facts = told(server, "api/run?run=one")
+    assert (facts["metrics"], facts["read"], facts["range"]) == (["critic/score/mean"], 1.0, [1, 20])
+    answer = told(server, "api/curves?run=one&run=two&metric=critic/score/mean&metric=nothing")
+    assert answer["domain"] == [1, 20]
+    assert answer["curves"]["critic/score/mean"]["one"]["values"] == [step / 20 for step in range(1, 21)]
+    assert answer["curves"]["nothing"] == {}
+    answer = told(server, "api/curves?run=one&metric=critic/score/mean&first=5&last=8")
+    assert answer["curves"]["critic/score/mean"]["one"]["steps"] == [4, 5, 6, 7, 8, 9]
+
+
+def test_responses_of_a_run(server: PageServer) -> None:
+    answer = told(server, "api/samples?run=one&step=last")
+    assert [one["step"] for one in answer["samples"]] == [19]
+    assert (answer["before"], answer["after"]) == (18, None)
+    assert [one["step"] for one in told(server, "api/samples?run=one&text=what+is+7+")["samples"]] == [7]
+
+
+def test_the_command_starts_without_what_is_heavy() -> None:
+    code = "import sys, lockstep.commands.view; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"torch", "transformers", "pydantic", "numpy", "asyncio"}
+    assert not heavy & {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_the_folder_and_the_port_are_checked_first(tmp_path: Path, server: PageServer) -> None:
+    with pytest.raises(Refusal, match="does not exist"):
+        view_runs(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refusal, match="is a file"):
+        view_runs(tmp_path / "file")
+    with pytest.raises(Refusal, match="cannot be listened on"):
+        view_runs(tmp_path, server.server_address[1])
+
+
+def test_a_wheel_has_the_files_of_the_pages() -> None:
+    """What setuptools packs is said in pyproject.toml alone."""
+    project = (HOUSE.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    patterns = re.findall(r'"([^"]+)"', re.findall(r"package-data\]\nlockstep = \[([^\]]+)\]", project)[0])
+    files = [path.relative_to(HOUSE) for path in HOUSE.rglob("*") if path.suffix in (".js", ".css", ".html")]
+    assert {str(path.parent) for path in files} == {"page", "view/page", "parity/compare/page"}
+    for path in files:
+        assert any(fnmatch.fnmatch(str(path), pattern) for pattern in patterns), path
