@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -90,6 +91,10 @@ class RowFile(Protocol):
     def shape(self) -> ColumnKinds: ...
     def row(self, number: int) -> Row: ...
     def origin(self, number: int) -> Origin: ...
+    def origins(self) -> Callable[[int], Origin]:
+        """`origin` without the rows."""
+        ...
+
     def __iter__(self) -> Iterator[Row]: ...
 
 
@@ -106,12 +111,17 @@ class TextFile:
         return copy.deepcopy(self.rows[number])
 
     def origin(self, number: int) -> Origin:
-        if self.lines is None:
-            return Origin(self.info.name, number)
-        return LineOrigin(self.info.name, self.lines[number])
+        return self.origins()(number)
+
+    def origins(self) -> Callable[[int], Origin]:
+        return partial(_origin, self.info.name, self.lines)
 
     def __iter__(self) -> Iterator[Row]:
         return map(copy.deepcopy, self.rows)
+
+
+def _origin(name: str, lines: Sequence[int] | None, number: int) -> Origin:
+    return Origin(name, number) if lines is None else LineOrigin(name, lines[number])
 
 
 class ArrowFile:
@@ -136,6 +146,9 @@ class ArrowFile:
 
     def origin(self, number: int) -> Origin:
         return Origin(self.info.name, number)
+
+    def origins(self) -> Callable[[int], Origin]:
+        return partial(_origin, self.info.name, None)
 
     def __iter__(self) -> Iterator[Row]:
         for batch in self._batches:
@@ -168,6 +181,16 @@ class RowSet:
     def origin(self, index: int) -> Origin:
         part, number = self._find(index)
         return part.origin(number)
+
+    def origins(self) -> Callable[[int], Origin]:
+        """`origin`, for when the rows themselves are no longer needed."""
+        parts, ends = [part.origins() for part in self._parts], self._ends
+
+        def origin(index: int) -> Origin:
+            which = bisect_right(ends, index)
+            return parts[which](index - (ends[which - 1] if which else 0))
+
+        return origin
 
     def described(self) -> dict[str, object]:
         """What a resume compares: content, not names."""

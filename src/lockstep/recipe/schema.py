@@ -167,6 +167,11 @@ class Source(Section):
     steps_key: str | None = Field(None, description="As `data.steps_key`, for this source.")
 
 
+def _as_switch(value: object) -> object:
+    """YAML reads on and off as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 Sources = Annotated[list[Source], BeforeValidator(_as_sources)]
 
 
@@ -282,6 +287,26 @@ class Data(Section):
         description="An epoch ends with its last whole update; the rows left over are not trained in it. Without, "
         "updates run on over the end of an epoch.",
         effect=GROUPS,
+    )
+    max_rows: int | None = Field(
+        None,
+        ge=1,
+        description="Read only the first so many rows of each source of `train` that says no `rows` of its own.",
+        effect=Effect("blocks", "other rows are read"),
+    )
+    cache: Annotated[str, BeforeValidator(_as_switch)] = Field(
+        "on",
+        description="Encoded rows are kept on disk, by content, and found again by later runs: `on` in the user's "
+        "cache (`LOCKSTEP_CACHE`), `off` nowhere, else a folder.",
+        effect=Effect("harmless", "only how long a start takes"),
+        resumable=True,
+    )
+    cache_gb: float = Field(
+        20.0,
+        gt=0,
+        description="Bound of that folder in GiB: what was not used for longest is deleted first.",
+        effect=Effect("harmless", "only how long a start takes"),
+        resumable=True,
     )
     shuffle: bool = Field(
         True,

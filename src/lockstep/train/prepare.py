@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.dataset import Dataset
 from lockstep.data.own_reader import OwnReader
 from lockstep.data.prompts import RL_SCHEMA, PromptSet, QuestionColumns, load_prompts, read_questions
 from lockstep.data.read import read_rows
+from lockstep.data.stored import sequences
 from lockstep.data.template import with_arguments
-from lockstep.data.updates import row_size
+from lockstep.data.updates import row_sizes, sequence_counts
 from lockstep.device.base import Device
 from lockstep.doctor.judge_packages import unfit_packages
 from lockstep.doctor.machine import Machine
@@ -91,7 +93,7 @@ class Prepared(Checked):
     def end_tokens(self) -> list[int]:
         """Tokens that end a response; of a reward model, which generates nothing, those that end a text."""
         if METHODS[self.recipe.method].model == "value":
-            return sorted({example.ids[-1] for example in self.train.examples})
+            return sorted({example.ids[-1] for example in sequences(self.train.items)})
         return sorted(self.train.end_tokens)
 
     @property
@@ -161,7 +163,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
         if rows is not None:
             problems, said = METHODS[recipe.method].check(recipe, rows, key)
             collect.problems += [*problems, *oversized(rows, recipe)]
-            collect.problems += refuse_placeholders(config, ((one.origin, one.ids) for one in rows.examples))
+            collect.problems += refuse_placeholders(config, ((one.origin, one.ids) for one in sequences(rows.items)))
             if recipe.batch.tokens is not None and recipe.parallel.context == 1:
                 collect.problems += shared_and_moving(rows, *read_by(recipe, config))
             remarks += said
@@ -178,8 +180,8 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
 def longest_row(recipe: Recipe, rows: Dataset[Any]) -> int:
     """Tokens that the longest row takes of a micro-batch."""
     packed, shared = recipe.batch.tokens is not None, recipe.parallel.context == 1
-    sizes = ((row_size(item, packed=packed, shared=shared), len(item.examples)) for item in rows.items)
-    return max(size * (1 if packed else count) for size, count in sizes)
+    sizes = row_sizes(rows.items, packed=packed, shared=shared)
+    return int((sizes if packed else sizes * sequence_counts(rows.items)).max())
 
 
 def oversized(rows: Dataset[Any], recipe: Recipe) -> list[Problem]:
@@ -187,16 +189,16 @@ def oversized(rows: Dataset[Any], recipe: Recipe) -> list[Problem]:
     tokens, context = recipe.line_tokens, recipe.parallel.context
     if tokens is None:
         return []
-    sizes = ((item, row_size(item, packed=True, shared=context == 1)) for item in rows.items if len(item.examples) > 1)
+    items, counts = rows.items, sequence_counts(rows.items)
+    sizes = row_sizes(items, packed=True, shared=context == 1)
     problems = [
         Problem(
-            str(item.origin),
-            f"its {len(item.examples)} sequences have {size} tokens together, over batch.tokens={recipe.batch.tokens}"
-            + (f" on each of {context} devices" if context > 1 else ""),
+            str(items[number].origin),
+            f"its {counts[number]} sequences have {sizes[number]} tokens together, "
+            f"over batch.tokens={recipe.batch.tokens}" + (f" on each of {context} devices" if context > 1 else ""),
             "raise batch.tokens, or lower data.max_tokens and choose data.overlong",
         )
-        for item, size in sizes
-        if size > tokens
+        for number in np.flatnonzero((counts > 1) & (sizes > tokens)).tolist()
     ]
     return shortened(problems, "rows")
 
@@ -215,16 +217,16 @@ def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
     if not moving:
         return []
     fixed, config = min(moving, key=lambda one: one[0])
-    longest = ((item, max(len(example) for example in item.examples)) for item in rows.items if len(item.examples) > 1)
+    items = rows.items
+    longest = row_sizes(items, packed=False)
     problems = [
         Problem(
-            str(item.origin),
-            f"{size} tokens, and over {fixed} all positions of {config.model_type} move with the length of a sequence "
-            "(longrope or dynamic rotary embedding), while packed sequences of a row share their beginning",
+            str(items[number].origin),
+            f"{longest[number]} tokens, and over {fixed} all positions of {config.model_type} move with the length of "
+            "a sequence (longrope or dynamic rotary embedding), while packed sequences of a row share their beginning",
             "set batch.rows instead of batch.tokens, or lower data.max_tokens",
         )
-        for item, size in longest
-        if size > fixed
+        for number in np.flatnonzero((sequence_counts(items) > 1) & (longest > fixed)).tolist()
     ]
     return shortened(problems, "rows")
 
