@@ -33,7 +33,6 @@ from lockstep.run.files import ASIDE
 FORMAT = 1
 _MAGIC = b"lockstep rows, encoded\n"
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
-SUFFIX = ".rows"
 # Keys that say which rows are read, when and how often, or how: none of them changes what a row becomes.
 _NOT_ASKED = {
     "data": {
@@ -79,7 +78,7 @@ class RowCache:
             return None
         asked = {
             "format": FORMAT,
-            "code": _code(),
+            "code": code_digest(),
             "packages": {name: _version(name) for name in _PACKAGES},
             "reader": reader,
             "rows": [(file.sha256, file.rows) for file in rows.files],
@@ -93,61 +92,73 @@ class RowCache:
         return cls(home, hashlib.sha256(text.encode()).hexdigest(), data.cache_gb * 2**30)
 
     def get(self, span: tuple[int, int]) -> memoryview | None:
-        """The bytes of an entry, mapped; None where there is none, or one that is not what was written."""
-        path = self._path(span)
-        try:
-            with path.open("rb") as file:
-                mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-            os.utime(path)  # what was used last is deleted last
-        except (OSError, ValueError):  # an empty file cannot be mapped
-            return None
-        head, body = bytes(mapped[:_HEAD]), mapped[_HEAD:]
-        return body if head == _MAGIC + self._checksum(span, body) else None
+        """The bytes of an entry; None where there is none, or one that is not what was written."""
+        return kept(self._path(span), self._name(span))
 
     def put(self, span: tuple[int, int], data: bytes) -> memoryview | bytes:
-        """Keep an entry; what comes back is read from disk, where it could be written."""
-        path = self._path(span)
+        """Keep an entry; what comes back is mapped from disk, where it could be written."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor, aside = tempfile.mkstemp(dir=self.folder, prefix=ASIDE)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(_MAGIC + self._checksum(span, data))
-                    file.write(data)
-                os.replace(aside, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(aside)
-                raise
+            keep(self._path(span), self._name(span), data)
         except OSError as error:
             # A cache that cannot be written costs time at the next start.
             self.failure = f"{self.home}: encoded rows could not be kept: {first_line(error)}"
             return data
-        kept = self.get(span)
-        return data if kept is None else kept
+        found = self.get(span)
+        return data if found is None else found
 
     def prune(self) -> None:
         """Delete what was not used for longest, until all entries are within the bound; and what kills left."""
         with contextlib.suppress(OSError):
-            entries = sorted(_entries(self.home, SUFFIX), key=lambda entry: entry[1].st_mtime)
+            entries = sorted(_entries(self.home), key=lambda entry: entry[1].st_mtime)
             size = sum(facts.st_size for _, facts in entries)
             for path, facts in entries:
-                if size <= self._bound:
-                    break
-                size -= facts.st_size
-                _delete(path)
-            for path, facts in _entries(self.home, ""):
-                if path.name.startswith(ASIDE) and time.time() - facts.st_mtime > _LEFT_AFTER:
+                left = path.name.startswith(ASIDE)
+                if (size > self._bound and not left) or (left and time.time() - facts.st_mtime > _LEFT_AFTER):
+                    size -= facts.st_size
                     _delete(path)
 
     def _path(self, span: tuple[int, int]) -> Path:
-        return self.folder / f"{span[0]}-{span[1]}{SUFFIX}"
+        return self.folder / f"{span[0]}-{span[1]}.rows"
 
-    def _checksum(self, span: tuple[int, int], body: bytes | memoryview) -> bytes:
-        """Of the body and of what it is: an entry under a name that is not its own is none."""
-        digest = hashlib.sha256(f"{self._key} {span}".encode())
-        digest.update(body)
-        return digest.digest()
+    def _name(self, span: tuple[int, int]) -> str:
+        return f"{self._key} {span}"
+
+
+def keep(path: Path, name: str, data: bytes) -> None:
+    """Write an entry aside and give it its place; OSError where that cannot be done."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=ASIDE)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_MAGIC + _checksum(name, data))
+            file.write(data)
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
+
+
+def kept(path: Path, name: str) -> memoryview | None:
+    """What was kept there under this name, mapped; None where it is not there whole."""
+    try:
+        with path.open("rb") as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError):  # an empty file cannot be mapped
+        return None
+    head, body = bytes(mapped[:_HEAD]), mapped[_HEAD:]
+    if head != _MAGIC + _checksum(name, body):
+        return None
+    with contextlib.suppress(OSError):  # a folder that may only be read
+        os.utime(path)  # what was used last is deleted last
+    return body
+
+
+def _checksum(name: str, body: bytes | memoryview) -> bytes:
+    """Of the body and of what it is: an entry in a place that is not its own is none."""
+    digest = hashlib.sha256(name.encode())
+    digest.update(body)
+    return digest.digest()
 
 
 def cache_folder(data: Data) -> Path | None:
@@ -162,8 +173,8 @@ def cache_folder(data: Data) -> Path | None:
         return None
 
 
-def _entries(home: Path, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
-    for path in home.glob(f"*/*{suffix}"):
+def _entries(home: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in home.glob("*/*"):
         with contextlib.suppress(OSError):  # another run deleted it
             yield path, path.stat()
 
@@ -204,7 +215,8 @@ def _named(open_rows: Callable[..., Any]) -> list[Any] | None:
 
 
 @cache
-def _code() -> str:
+def code_digest() -> str:
+    """Of all code that decides what rows become."""
     root = Path(lockstep.__file__).parent
     digest = hashlib.sha256()
     for path in [*sorted((root / "data").rglob("*.py")), root / "types.py"]:

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.cache import RowCache
+from lockstep.data.cache import RowCache, cache_folder
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.mix import Mixture
 from lockstep.data.own_reader import OwnReader
-from lockstep.data.parts import PART_ROWS, Part, Tallied, Work, read_parts
+from lockstep.data.parts import Part, Tallied, Work, read_parts, worth_keeping
 from lockstep.data.read import RowSet, read_rows
 from lockstep.data.stored import Joined, OriginOf, Store, sequences
 from lockstep.errors import Problem, Refusal, refuse_all
@@ -147,6 +147,12 @@ LoadedT = TypeVar("LoadedT", bound=LoadedRows[Any])
 OpenRows = Callable[[ColumnFinder, PreTrainedTokenizerBase, int], RowReader[T]]
 
 
+def open_sources(sources: Sequence[Source], data: Data) -> list[RowSet]:
+    """The rows of each source, found and checked."""
+    reader, cache = OwnReader.of(data), cache_folder(data)
+    return [read_rows(source.path, reader=reader, cache=cache) for source in sources]
+
+
 def load_rows(
     kind: type[LoadedT],
     open_rows: OpenRows[Any],
@@ -158,16 +164,14 @@ def load_rows(
     opened: Sequence[RowSet] | None = None,
 ) -> LoadedT:
     """Read and encode every row before anything is trained; all bad rows are told together."""
-    rowsets = (
-        opened if opened is not None else [read_rows(source.path, reader=OwnReader.of(data)) for source in sources]
-    )
+    rowsets = open_sources(sources, data) if opened is None else opened
     weights = [source.weight for source in sources if source.weight is not None]
     loaded = kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):
         reader = open_rows(ColumnFinder(source, data, rows.columns), tokenizer, limit)
         count = min(len(rows), source.rows or len(rows))
-        kept = RowCache.of(open_rows, source, data, rows, tokenizer, limit) if count >= PART_ROWS else None
+        kept = RowCache.of(open_rows, source, data, rows, tokenizer, limit) if worth_keeping(count) else None
         parts = read_parts(Work(rows, reader, type(loaded.counts), kept), count, advance)
         advance(len(rows) - count)
         problems += [problem for part in parts for problem in part.problems]
@@ -226,14 +230,19 @@ class Loader(Generic[T]):
 
     def between(self, first: int, last: int) -> list[T]:
         """Rows at the positions `first` to `last` of the endless list."""
-        return [self._row(i) for i in range(first, last)]
+        return [self.sources[source][row] for source, row in map(self._place, range(first, last))]
 
-    def _row(self, index: int) -> T:
+    def different(self) -> tuple[int, int]:
+        """How many rows the first update has, and how many of them are different rows."""
+        rows = min(self.rows_per_update, self.total_rows or self.rows_per_update)
+        return rows, len(set(map(self._place, range(rows))))
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Which row of which source."""
         epoch, position = divmod(index, self._epoch_rows)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self.mixture.order(epoch)
-        source, row = self._order[position]
-        return self.sources[source][row]
+        return self._order[position]
 
 
 def epoch_rows(rows: int, rows_per_update: int, *, drop_last: bool) -> int:

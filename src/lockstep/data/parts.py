@@ -21,7 +21,7 @@ from lockstep.errors import Problem, Refusal
 if TYPE_CHECKING:
     from lockstep.data.dataset import RowCounts, RowReader
 
-# Rows of a part. Fewer are encoded here, and not kept: it takes less than a second.
+# Rows of a part: about a second's work.
 PART_ROWS = 1024
 Span = tuple[int, int]
 
@@ -84,6 +84,11 @@ class Work:
 
     def _tally(self) -> Counter[str]:
         return Counter(self.reader.tally) if isinstance(self.reader, Tallied) else Counter()
+
+
+def worth_keeping(rows: int) -> bool:
+    """Fewer are encoded as fast as they are found."""
+    return rows >= PART_ROWS
 
 
 def read_parts(work: Work, count: int, advance: Callable[[int], None]) -> list[Part]:

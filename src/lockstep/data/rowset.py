@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -90,11 +89,12 @@ class RowFile(Protocol):
     @property
     def shape(self) -> ColumnKinds: ...
     def row(self, number: int) -> Row: ...
-    def origin(self, number: int) -> Origin: ...
-    def origins(self) -> Callable[[int], Origin]:
-        """`origin` without the rows."""
+    @property
+    def lines(self) -> Sequence[int] | None:
+        """The line of each row, where rows are lines."""
         ...
 
+    def origin(self, number: int) -> Origin: ...
     def __iter__(self) -> Iterator[Row]: ...
 
 
@@ -111,16 +111,13 @@ class TextFile:
         return copy.deepcopy(self.rows[number])
 
     def origin(self, number: int) -> Origin:
-        return self.origins()(number)
-
-    def origins(self) -> Callable[[int], Origin]:
-        return partial(_origin, self.info.name, self.lines)
+        return origin_at(self.info.name, self.lines, number)
 
     def __iter__(self) -> Iterator[Row]:
         return map(copy.deepcopy, self.rows)
 
 
-def _origin(name: str, lines: Sequence[int] | None, number: int) -> Origin:
+def origin_at(name: str, lines: Sequence[int] | None, number: int) -> Origin:
     return Origin(name, number) if lines is None else LineOrigin(name, lines[number])
 
 
@@ -134,6 +131,7 @@ class ArrowFile:
     def __init__(self, info: FileInfo, shape: ColumnKinds, batches: Sequence[pa.RecordBatch]) -> None:
         self.info = info
         self.shape = shape
+        self.lines = None
         self._batches = list(batches)
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
@@ -146,9 +144,6 @@ class ArrowFile:
 
     def origin(self, number: int) -> Origin:
         return Origin(self.info.name, number)
-
-    def origins(self) -> Callable[[int], Origin]:
-        return partial(_origin, self.info.name, None)
 
     def __iter__(self) -> Iterator[Row]:
         for batch in self._batches:
@@ -184,11 +179,11 @@ class RowSet:
 
     def origins(self) -> Callable[[int], Origin]:
         """`origin`, for when the rows themselves are no longer needed."""
-        parts, ends = [part.origins() for part in self._parts], self._ends
+        parts, ends = [(part.info.name, part.lines) for part in self._parts], self._ends
 
         def origin(index: int) -> Origin:
             which = bisect_right(ends, index)
-            return parts[which](index - (ends[which - 1] if which else 0))
+            return origin_at(*parts[which], index - (ends[which - 1] if which else 0))
 
         return origin
 

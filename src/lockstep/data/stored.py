@@ -286,3 +286,14 @@ class Joined(Sequence[T]):
 def sequences(items: Iterable[Item]) -> Iterator[Example]:
     """Every sequence of every item, one after another."""
     return (example for item in items for example in item.examples)
+
+
+def item_digests(items: Sequence[Any]) -> np.ndarray:
+    """A number for each item, equal where all of their tokens are equal."""
+    if isinstance(items, Joined):
+        return np.concatenate([np.empty(0, dtype=np.uint64), *map(item_digests, items.parts)])
+    if isinstance(items, Store):
+        return items.digests_I
+    every = [item.ids for item in items if isinstance(item, Prompt)]
+    found = [digest_of(ids) for ids in every] or [digest_of(*(one.ids for one in item.examples)) for item in items]
+    return np.array(found, dtype=np.uint64)

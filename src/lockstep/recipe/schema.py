@@ -314,6 +314,13 @@ class Data(Section):
         effect=Effect("matters", "rows come in another order: curves agree in distribution only"),
     )
 
+    @property
+    def taken(self) -> list[Source]:
+        """The sources of `train`, each with the rows that are read of it."""
+        if self.max_rows is None:
+            return self.train
+        return [one if one.rows else one.model_copy(update={"rows": self.max_rows}) for one in self.train]
+
 
 class Batch(Section):
     rows_per_update: int = Field(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.dataset import Dataset
+from lockstep.data.dataset import Dataset, open_sources
 from lockstep.data.own_reader import OwnReader
 from lockstep.data.prompts import RL_SCHEMA, PromptSet, QuestionColumns, load_prompts, read_questions
 from lockstep.data.read import read_rows
@@ -48,6 +48,7 @@ from lockstep.train.plan import (
     plan_online,
     refuse_misfit,
 )
+from lockstep.train.row_remarks import repeated_rows, seen_in_training
 from lockstep.train.trained import refuse_indivisible_models, refuse_routers
 from lockstep.types import Question
 
@@ -109,9 +110,9 @@ class PreparedOnline(Checked):
     """An online run: prompts."""
 
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"
-    remarks: ClassVar[list[str]] = []
     train: PromptSet
     batches: OnlinePlan
+    remarks: list[str]
 
     @property
     def end_tokens(self) -> list[int]:
@@ -152,7 +153,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     collect(lambda: refuse_offload(recipe.parallel, devices))
     collect.problems += refuse_indivisible_models(recipe)
     limit = collect(lambda: row_limit(recipe, config)) or 0
-    train = collect(lambda: _read(recipe, recipe.data.train, tokenizer, limit, console, "training"))
+    train = collect(lambda: _read(recipe, recipe.data.taken, tokenizer, limit, console, "training"))
     val = None
     if recipe.data.val:
         val = collect(lambda: _read(recipe, recipe.data.val, tokenizer, limit, console, "validation"))
@@ -169,6 +170,9 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
             remarks += said
     collect.refuse()
     assert train is not None
+    remarks += repeated_rows(recipe, train)
+    if val is not None:
+        remarks += seen_in_training(train.items, val.items, "data.val")
     batches = plan_batches(recipe, train, devices)
     most = longest_row(recipe, train)
     memory = plan_memory(recipe, config, devices, most, recipe.batch.rows_per_update, lean_layers=device.lean_layers)
@@ -270,7 +274,39 @@ def prepare_online(
     memory = with_worker(memory, recipe, config, batches.longest, prefill_tokens, on_host=on_host)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
-    return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches)
+    remarks = repeated_rows(recipe, train)
+    if questions:
+        asked = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))
+        remarks += seen_in_training(train.items, asked, "val.questions")
+    return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches, remarks)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The first rows of each source, to be looked at."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Any
+    """A `Dataset` or a `PromptSet`."""
+
+
+def prepare_shown(recipe: Recipe, device: Device, rows: int, console: Console) -> Shown:
+    """Find and check what `rows` rows of each source need; no other row is encoded."""
+    collect = Collector()
+    tokenizer, config, _ = _common(recipe, device, collect)
+    online = recipe.method in ONLINE
+    limit = collect(lambda: (prompt_limit if online else row_limit)(recipe, config)) or 0
+    sources = [source.model_copy(update={"rows": min(rows, source.rows or rows)}) for source in recipe.data.taken]
+    limited = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": sources})})
+
+    def read() -> Dataset[Any] | PromptSet:
+        if online:
+            return _read_prompts(limited, tokenizer, limit, console)
+        return _read(limited, sources, tokenizer, limit, console, "the first")
+
+    train = collect(read) if limit else None
+    collect.refuse()
+    return Shown(tokenizer, train)
 
 
 def sequences_per_update(recipe: Recipe) -> int:
@@ -316,9 +352,9 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
 
 
 def _read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> PromptSet:
-    opened = [read_rows(source.path, reader=OwnReader.of(recipe.data)) for source in recipe.data.train]
+    opened = open_sources(recipe.data.taken, recipe.data)
     with console.task("Encoding prompts", sum(len(rows) for rows in opened)) as task:
-        return load_prompts(recipe.data.train, recipe.data, tokenizer, limit, task.advance, opened)
+        return load_prompts(recipe.data.taken, recipe.data, tokenizer, limit, task.advance, opened)
 
 
 def row_limit(recipe: Recipe, config: Any) -> int:
@@ -336,7 +372,7 @@ def row_limit(recipe: Recipe, config: Any) -> int:
 def _read(
     recipe: Recipe, sources: list[Source], tokenizer: PreTrainedTokenizerBase, limit: int, console: Console, what: str
 ) -> Dataset[Any]:
-    opened = [read_rows(source.path, reader=OwnReader.of(recipe.data)) for source in sources]
+    opened = open_sources(sources, recipe.data)
     with console.task(f"Encoding {what} rows", sum(len(rows) for rows in opened)) as task:
         read = METHODS[recipe.method].reader(recipe)
         return read(sources, recipe.data, tokenizer, limit, task.advance, opened)
