@@ -153,6 +153,11 @@ def open_sources(sources: Sequence[Source], data: Data) -> list[RowSet]:
     return [read_rows(source.path, reader=reader, cache=cache) for source in sources]
 
 
+def rows_taken(source: Source, rows: RowSet) -> int:
+    """How many rows of a source are read."""
+    return min(len(rows), source.rows or len(rows))
+
+
 def load_rows(
     kind: type[LoadedT],
     open_rows: OpenRows[Any],
@@ -170,10 +175,9 @@ def load_rows(
     problems: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):
         reader = open_rows(ColumnFinder(source, data, rows.columns), tokenizer, limit)
-        count = min(len(rows), source.rows or len(rows))
+        count = rows_taken(source, rows)
         kept = RowCache.of(open_rows, source, data, rows, tokenizer, limit) if worth_keeping(count) else None
         parts = read_parts(Work(rows, reader, type(loaded.counts), kept), count, advance)
-        advance(len(rows) - count)
         problems += [problem for part in parts for problem in part.problems]
         if problems:
             continue

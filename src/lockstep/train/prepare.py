@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.dataset import Dataset, open_sources
+from lockstep.data.dataset import Dataset, open_sources, rows_taken
 from lockstep.data.own_reader import OwnReader
 from lockstep.data.prompts import RL_SCHEMA, PromptSet, QuestionColumns, load_prompts, read_questions
 from lockstep.data.read import read_rows
@@ -353,7 +353,7 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
 
 def _read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> PromptSet:
     opened = open_sources(recipe.data.taken, recipe.data)
-    with console.task("Encoding prompts", sum(len(rows) for rows in opened)) as task:
+    with console.task("Encoding prompts", sum(map(rows_taken, recipe.data.taken, opened))) as task:
         return load_prompts(recipe.data.taken, recipe.data, tokenizer, limit, task.advance, opened)
 
 
@@ -373,7 +373,7 @@ def _read(
     recipe: Recipe, sources: list[Source], tokenizer: PreTrainedTokenizerBase, limit: int, console: Console, what: str
 ) -> Dataset[Any]:
     opened = open_sources(sources, recipe.data)
-    with console.task(f"Encoding {what} rows", sum(len(rows) for rows in opened)) as task:
+    with console.task(f"Encoding {what} rows", sum(map(rows_taken, sources, opened))) as task:
         read = METHODS[recipe.method].reader(recipe)
         return read(sources, recipe.data, tokenizer, limit, task.advance, opened)
 
