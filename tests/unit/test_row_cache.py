@@ -120,13 +120,13 @@ def said(loaded: LoadedRows[Any]) -> list[Any]:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The parts that are encoded, as they are."""
     spans: list[tuple[int, int]] = []
-    plain = parts.Work.__call__
+    plain = parts.RowWork.__call__
 
-    def watched(work: parts.Work, span: tuple[int, int]) -> parts.Part:
+    def watched(work: parts.RowWork, span: tuple[int, int]) -> parts.RowPart:
         spans.append(span)
         return plain(work, span)
 
-    monkeypatch.setattr(parts.Work, "__call__", watched)
+    monkeypatch.setattr(parts.RowWork, "__call__", watched)
     monkeypatch.setattr(parts, "processes_here", lambda tasks: 1)
     return spans
 

@@ -13,7 +13,7 @@ from lockstep.data.cache import RowCache, cache_folder
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.mix import Mixture
 from lockstep.data.own_reader import OwnReader
-from lockstep.data.parts import Part, Tallied, Work, read_parts, worth_keeping
+from lockstep.data.parts import RowPart, Tallied, RowWork, read_parts, worth_keeping
 from lockstep.data.read import RowSet, read_rows
 from lockstep.data.stored import Joined, OriginOf, Store, sequences
 from lockstep.errors import Problem, Refusal, refuse_all
@@ -105,7 +105,7 @@ class LoadedRows(Generic[T]):
     def items(self) -> Sequence[T]:
         return Joined(self.sources)
 
-    def take(self, part: Part, origin_of: OriginOf) -> Sequence[T]:
+    def take(self, part: RowPart, origin_of: OriginOf) -> Sequence[T]:
         """Count what became of some rows; returns their items."""
         self.counts.merge(part.about["counts"])
         self.counts.add_split(part.about["split"])
@@ -124,7 +124,7 @@ class Dataset(LoadedRows[ItemT]):
         """Every sequence of every item, all at once in memory."""
         return list(sequences(self.items))
 
-    def take(self, part: Part, origin_of: OriginOf) -> Sequence[ItemT]:
+    def take(self, part: RowPart, origin_of: OriginOf) -> Sequence[ItemT]:
         self.end_tokens.update(part.about["ends"])
         return super().take(part, origin_of)
 
@@ -177,7 +177,7 @@ def load_rows(
         reader = open_rows(ColumnFinder(source, data, rows.columns), tokenizer, limit)
         count = rows_taken(source, rows)
         kept = RowCache.of(open_rows, source, data, rows, tokenizer, limit) if worth_keeping(count) else None
-        parts = read_parts(Work(rows, reader, type(loaded.counts), kept), count, advance)
+        parts = read_parts(RowWork(rows, reader, type(loaded.counts), kept), count, advance)
         problems += [problem for part in parts for problem in part.problems]
         if problems:
             continue

@@ -34,7 +34,7 @@ class Tallied(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class RowPart:
     """Some rows, encoded: as bytes, or as objects where bytes would not do."""
 
     data: Any = None
@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Work:
+class RowWork:
     """Rows and their reader."""
 
     rows: RowSet
@@ -55,10 +55,10 @@ class Work:
     new_counts: Callable[[], RowCounts]
     cache: RowCache | None
 
-    def __call__(self, span: Span) -> Part:
+    def __call__(self, span: Span) -> RowPart:
         """The part that the rows of the span make, with all that is wrong with them."""
         if self.cache is not None and self.cache.get(span) is not None:
-            return Part(elsewhere=True)
+            return RowPart(elsewhere=True)
         counts, ends, problems = self.new_counts(), set[int](), list[Problem]()
         items: list[Any] = []
         numbers: list[int] = []
@@ -78,9 +78,9 @@ class Work:
         tally = self._tally() - tally
         about = {"counts": vars(counts), "split": self.reader.split_rows - split, "tally": tally, "ends": sorted(ends)}
         if problems:
-            return Part(problems=problems)
+            return RowPart(problems=problems)
         data = stored(items, numbers, about, self.rows.origin)
-        return Part(data=data, items=() if data is not None else items, about=about)
+        return RowPart(data=data, items=() if data is not None else items, about=about)
 
     def _tally(self) -> Counter[str]:
         return Counter(self.reader.tally) if isinstance(self.reader, Tallied) else Counter()
@@ -91,10 +91,10 @@ def worth_keeping(rows: int) -> bool:
     return rows >= PART_ROWS
 
 
-def read_parts(work: Work, count: int, advance: Callable[[int], None]) -> list[Part]:
+def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> list[RowPart]:
     """The first `count` rows, in order."""
     spans = [(first, min(first + PART_ROWS, count)) for first in range(0, count, PART_ROWS)]
-    parts: dict[Span, Part] = {}
+    parts: dict[Span, RowPart] = {}
     cache = work.cache
     for span in spans if cache is not None else ():
         _found(work, span, parts, advance)
@@ -104,7 +104,7 @@ def read_parts(work: Work, count: int, advance: Callable[[int], None]) -> list[P
             continue
         made = work(span) if part.elsewhere else part  # deleted since
         if cache is not None and made.data is not None:
-            made = Part(cache.put(span, made.data), made.items, made.about)
+            made = RowPart(cache.put(span, made.data), made.items, made.about)
         parts[span] = made
         advance(span[1] - span[0])
     if missing and cache is not None:
@@ -112,13 +112,13 @@ def read_parts(work: Work, count: int, advance: Callable[[int], None]) -> list[P
     return [parts[span] for span in spans]
 
 
-def _found(work: Work, span: Span, parts: dict[Span, Part], advance: Callable[[int], None]) -> bool:
+def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Callable[[int], None]) -> bool:
     """Take a part from the cache, where it is there."""
     assert work.cache is not None
     data = work.cache.get(span)
     if data is None:
         return False
-    parts[span] = Part(data, about=Store[Any](data, work.rows.origin).about)
+    parts[span] = RowPart(data, about=Store[Any](data, work.rows.origin).about)
     advance(span[1] - span[0])
     return True
 

@@ -179,7 +179,7 @@ def _offsets(lengths: Iterator[int]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class _Kind(Generic[T]):
+class _ItemKind(Generic[T]):
     """A type of items: its sequences, what else an item has as columns, and an item out of both."""
 
     item: type[T]
@@ -244,13 +244,13 @@ def _prompt_sequence(item: Prompt) -> Sequence[Example]:
     return (Example(item.ids, bytes(len(item.ids)), item.question.origin),)
 
 
-_KINDS: dict[str, _Kind[Any]] = {
-    "example": _Kind(Example, lambda item: (item,), lambda items: {}, lambda arrays, index, examples: examples[0]),
-    "probe": _Kind(Probe, lambda item: (item,), lambda items: {}, lambda arrays, index, examples: examples[0]),
-    "ranking": _Kind(Ranking, lambda item: item.examples, _ranking_columns, _ranking),
-    "judged": _Kind(Judged, lambda item: item.examples, _judged_columns, _judged),
-    "steps": _Kind(Steps, lambda item: item.examples, _steps_columns, _steps),
-    "prompt": _Kind(Prompt, _prompt_sequence, _prompt_columns, _prompt),
+_KINDS: dict[str, _ItemKind[Any]] = {
+    "example": _ItemKind(Example, lambda item: (item,), lambda items: {}, lambda arrays, index, examples: examples[0]),
+    "probe": _ItemKind(Probe, lambda item: (item,), lambda items: {}, lambda arrays, index, examples: examples[0]),
+    "ranking": _ItemKind(Ranking, lambda item: item.examples, _ranking_columns, _ranking),
+    "judged": _ItemKind(Judged, lambda item: item.examples, _judged_columns, _judged),
+    "steps": _ItemKind(Steps, lambda item: item.examples, _steps_columns, _steps),
+    "prompt": _ItemKind(Prompt, _prompt_sequence, _prompt_columns, _prompt),
 }
 
 
