@@ -449,6 +449,33 @@ def test_whoever_stops_asking_ends_the_processes() -> None:
     assert not mp.active_children()
 
 
+def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
+    def work(task: int) -> bytes:
+        (tmp_path / f"{os.getpid()}").touch()
+        return bytes(2**20)  # more than a pipe holds: writing waits for a reader
+
+    def run() -> None:
+        for _ in in_processes(work, range(100), 2):
+            if len(list(tmp_path.iterdir())) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    process = forked(run)
+    process.join(HANG)
+    assert process.exitcode == -signal.SIGKILL
+    end = time.monotonic() + HANG
+    while any(running(path.name) for path in tmp_path.iterdir()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def running(pid: str) -> bool:
+    """Whether a process is there that has not ended; nobody may have asked yet how it ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_ranks_share_the_cores_and_begin_at_different_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.data.parallel.usable_cores", lambda: 8)
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK"):
