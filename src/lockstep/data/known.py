@@ -63,8 +63,8 @@ class KnownFiles:
         info, lines = file.info, file.lines
         if not worth_keeping(info.rows):
             return
-        plain = lines is not None and list(lines) == list(range(1, info.rows + 1))
-        said = [info.rows, dict(file.shape), "all" if plain else lines]
+        numbers = None if lines is None else list(lines)
+        said = [info.rows, dict(file.shape), "all" if numbers == list(range(1, info.rows + 1)) else numbers]
         with contextlib.suppress(OSError):  # it is read again next time
             path = self._folder / f"{info.sha256}.{form}"
             keep(path, self._key(info.sha256, form), json.dumps(said).encode())

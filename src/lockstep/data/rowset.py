@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import pyarrow as pa
 
@@ -98,6 +99,26 @@ class RowFile(Protocol):
     def __iter__(self) -> Iterator[Row]: ...
 
 
+class JsonRows(Sequence[Row]):
+    """Lines of JSON that were found good, as the bytes of their file: a row is parsed when it is asked for."""
+
+    def __init__(self, data: bytes, starts: Sequence[int], ends: Sequence[int]) -> None:
+        self._data, self._starts, self._ends = data, starts, ends
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        row: Row = json.loads(self._data[self._starts[index] : self._ends[index]].strip())
+        return row
+
+
 @dataclass(frozen=True)
 class TextFile:
     """Rows of a text file, parsed. `lines` holds each row's line, or nothing where rows are not lines."""
@@ -108,13 +129,16 @@ class TextFile:
     lines: Sequence[int] | None
 
     def row(self, number: int) -> Row:
-        return copy.deepcopy(self.rows[number])
+        return next(self._fresh([self.rows[number]]))
 
     def origin(self, number: int) -> Origin:
         return origin_at(self.info.name, self.lines, number)
 
     def __iter__(self) -> Iterator[Row]:
-        return map(copy.deepcopy, self.rows)
+        return self._fresh(self.rows)
+
+    def _fresh(self, rows: Iterable[Row]) -> Iterator[Row]:
+        return iter(rows) if isinstance(self.rows, JsonRows) else map(copy.deepcopy, rows)
 
 
 def origin_at(name: str, lines: Sequence[int] | None, number: int) -> Origin:
