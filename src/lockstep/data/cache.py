@@ -83,8 +83,8 @@ class RowCache:
             "reader": reader,
             "rows": [(file.sha256, file.rows) for file in rows.files],
             "columns": rows.columns,
-            "data": data.model_dump(exclude=_NOT_ASKED["data"]),
-            "source": source.model_dump(exclude=_NOT_ASKED["source"]),
+            "data": data.model_dump(mode="json", exclude=_NOT_ASKED["data"]),
+            "source": source.model_dump(mode="json", exclude=_NOT_ASKED["source"]),
             "limit": limit,
             "tokenizer": words,
         }

@@ -130,7 +130,11 @@ class Dataset(LoadedRows[ItemT]):
 
 
 class RowReader(Protocol[T]):
-    """The rows of one source as items, within the limit: a row may give several, and None is one that is dropped."""
+    """The rows of one source as items, within the limit: a row may give several, and None is one that is dropped.
+
+    What becomes of a row depends on that row alone: rows are read in parts, in several processes, or found encoded. A
+    reader that counts something for `found` has a `tally` (`data/parts.py`).
+    """
 
     @property
     def split_rows(self) -> int: ...
