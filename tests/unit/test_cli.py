@@ -247,8 +247,9 @@ def test_data_show_marks_what_is_trained(command: Callable[..., Done], home: Hom
     assert "<|im_start|>user\n7+6?<|im_end|>\n<|im_start|>assistant\n[[#### 13<|im_end|>]]\n" in done.out
     # <|im_start|>, "user", a line break, 4 characters, <|im_end|>, a line break: the tokenizer's tokens are bytes.
     assert "line 2: 32 tokens, 8 trained" in done.out
-    assert "4 kept, 0 dropped, 0 truncated" in done.out
-    assert "126, of which 30 trained" in done.out
+    # The other two of the four rows are not even encoded.
+    assert "2 kept, 0 dropped, 0 truncated" in done.out
+    assert "63, of which 15 trained" in done.out
     assert narrow(done.out, home.path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -68,8 +69,12 @@ def test_every_target_finds_its_number_in_any_order(tmp_path: Path) -> None:
     # The targets of row i are i + 1 and i + 2, then i + 5 of its second sequence.
     assert table.take("logprobs", table.rows(update)).tolist() == [6, 7, 10, 1, 2, 5, 4, 5, 8]
     assert table.take("ids", table.rows(update))[:2].tolist() == [[6, -6], [7, -7]]
-    assert table.knows(ITEMS[4].examples[1])
-    assert not table.knows(row(4, 9))
+    # Items are made anew each time that they are asked for, so a row is known by what it is.
+    again = arrange(copy.deepcopy([ITEMS[5], ITEMS[0], ITEMS[3]]), World(), tokens=100, rows=None, pad_id=0)
+    assert table.rows(again).tolist() == table.rows(update).tolist()
+    stranger = arrange([Ranking((row(4, 8),))], World(), tokens=100, rows=None, pad_id=0)
+    with pytest.raises(KeyError):
+        table.rows(stranger)
 
 
 def test_a_table_is_computed_once(tmp_path: Path) -> None:

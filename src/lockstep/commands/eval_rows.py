@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.data.read import RowSet
-from lockstep.data.updates import even_groups
+from lockstep.data.updates import even_groups, row_sizes
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.evaluate.rows import GROUP, measure
@@ -76,7 +76,7 @@ def score_rows(
     module = _load(recipe, folder, device, torch_device)
     standard = None if reference is None else _load(recipe, reference, device, torch_device)
     assert standard is None or isinstance(standard, Policy)
-    longest = max(len(example) for example in found.examples)
+    longest = int(row_sizes(found.items, packed=False).max())
     tokens = max(TOKENS, 2 * longest * max(len(i.examples) for i in items))
     configs = [config, *([] if reference is None else [load_config(reference)])]
     # Padded rows share no beginning, so each of their sequences has positions of its own.

@@ -35,6 +35,8 @@ def show_plan(recipe: Recipe, devices: int) -> None:
             *(engine_lines(recipe, device) if generates else []),
         ],
     )
+    for remark in prepared.remarks:
+        console.warn(remark)
     Screen.on_stdout().print(_memory_table(prepared.memory))
     for freed in prepared.memory.freed:
         console.say(freed.line())

@@ -11,7 +11,7 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.run.output import visible
 from lockstep.run.progress import Console
 from lockstep.run.screen import Screen, shown
-from lockstep.train.prepare import prepare, prepare_online
+from lockstep.train.prepare import prepare_shown
 from lockstep.types import Example, Item, Judged, Probe, Ranking, Steps
 
 TRAINED, CONTEXT = "bold green", "dim"
@@ -26,7 +26,7 @@ def show_rows(recipe: Recipe, rows: int) -> None:
 
 def _show_prompts(recipe: Recipe, rows: int) -> None:
     console = Console.open()
-    prepared = prepare_online(recipe, select(recipe.device), 1, console, must_fit=False)
+    prepared = prepare_shown(recipe, select(recipe.device), rows, console)
     screen = Screen.on_stdout()
     for source in prepared.train.sources:
         for prompt in source[:rows]:
@@ -49,7 +49,7 @@ def _show_prompts(recipe: Recipe, rows: int) -> None:
 
 def _show_examples(recipe: Recipe, rows: int) -> None:
     console = Console.open()
-    prepared = prepare(recipe, select(recipe.device), 1, console, must_fit=False)
+    prepared = prepare_shown(recipe, select(recipe.device), rows, console)
     screen = Screen.on_stdout()
     for source in prepared.train.sources:
         for item in source[:rows]:

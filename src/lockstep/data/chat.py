@@ -9,12 +9,16 @@ from __future__ import annotations
 import itertools
 import re
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from lockstep.data.tokens import token_facts, token_ids, token_ids_and_offsets
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
 
@@ -30,7 +34,12 @@ class Spans:
 
 
 def has_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return bool(tokenizer.chat_template) and bool(_MARKER.search(tokenizer.get_chat_template()))
+    return bool(tokenizer.chat_template) and _marked(tokenizer.get_chat_template())
+
+
+@lru_cache(maxsize=16)
+def _marked(template: str) -> bool:
+    return bool(_MARKER.search(template))
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin) -> Spans:
@@ -115,47 +124,43 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
     A prompt must be the same tokens in training as in generation, where it stands alone. If a token of the whole
     text reaches over a border, the pieces between the borders are tokenised by themselves.
     """
-    encoded = tokenizer(spans.text, add_special_tokens=False, return_offsets_mapping=True)
-    inside = [_inside(start, end, spans.trained) for start, end in encoded["offset_mapping"]]
-    split = any(within is None for within in inside)
-    if not split:
-        ids, trained = encoded["input_ids"], [bool(within) for within in inside]
-    else:
-        ids, trained = [], []
+    ids, offsets = token_ids_and_offsets(tokenizer, spans.text)
+    trained, split = _inside(offsets, spans.trained)
+    if split:
+        ids, trained = [], bytearray()
         borders = [0, *[border for span in spans.trained for border in span], len(spans.text)]
         for number, (start, end) in enumerate(itertools.pairwise(borders)):
-            piece = tokenizer(spans.text[start:end], add_special_tokens=False)["input_ids"]
+            piece = token_ids(tokenizer, spans.text[start:end])
             ids += piece
-            trained += [number % 2 == 1] * len(piece)
+            trained += bytes([number % 2]) * len(piece)
     if not has_markers(tokenizer):
         _untrain_after_end(tokenizer, ids, trained)
     return Example(array("q", ids), bytes(trained), origin), split
 
 
-def _inside(start: int, end: int, spans: tuple[tuple[int, int], ...]) -> bool | None:
-    """True inside a span, False outside all, None across a border."""
+def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[bytearray, bool]:
+    """1 for each token that lies inside a span, and whether any reaches over a border of one."""
+    flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))
+    starts, ends = flat[0::2], flat[1::2]
+    inside, across = np.zeros(len(starts), dtype=bool), False
     for first, last in spans:
-        if start >= first and end <= last:
-            return True
-        if start < last and end > first:
-            return None
-    return False
+        within = (starts >= first) & (ends <= last)
+        across = across or bool(((starts < last) & (ends > first) & ~within).any())
+        inside |= within
+    return bytearray(inside.astype(np.uint8).tobytes()), across
 
 
-def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool]) -> None:
+def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: bytearray) -> None:
     """Templates put a line break after the end token; the model stops before it, so it is not trained."""
-    special = special_ids(tokenizer)
-    ended = False
-    for i, token in enumerate(ids):
-        if not trained[i]:
-            ended = False
-        elif ended and not tokenizer.decode([token]).strip():
-            trained[i] = False
-        else:
-            ended = token in special
+    facts = token_facts(tokenizer)
+    for ended, token in enumerate(ids):
+        if token in facts.special and trained[ended]:
+            after = ended + 1
+            while after < len(ids) and trained[after] and facts.blank(ids[after]):
+                trained[after] = 0
+                after += 1
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens that are not text: end-of-turn, end-of-text and their like."""
-    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset(added | set(tokenizer.all_special_ids))
+    return token_facts(tokenizer).special

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.data.cache import RowCache, cache_folder
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.mix import Mixture
 from lockstep.data.own_reader import OwnReader
+from lockstep.data.parts import RowPart, RowWork, Tallied, read_parts, worth_keeping
 from lockstep.data.read import RowSet, read_rows
+from lockstep.data.stored import Joined, OriginOf, Store, sequences
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.schema import Data, Source
 from lockstep.types import Example, Item, Origin, Row
@@ -56,7 +60,13 @@ class RowCounts:
         self.tokens += sum(kept.lengths)
         self.longest = max(self.longest, *kept.lengths)
 
-    def split_by(self, reader: RowReader[Any]) -> None:
+    def merge(self, other: Mapping[str, int]) -> None:
+        """Add what was counted of other rows."""
+        for name, value in other.items():
+            own = getattr(self, name)
+            setattr(self, name, max(own, value) if name == "longest" else own + value)
+
+    def add_split(self, rows: int) -> None:
         """Rows that a reader had to tokenise in pieces; of prompts there are none."""
 
 
@@ -74,8 +84,8 @@ class TrainedCounts(RowCounts):
         super().add(kept)
         self.trained_tokens += kept.trained
 
-    def split_by(self, reader: RowReader[Any]) -> None:
-        self.split += reader.split_rows
+    def add_split(self, rows: int) -> None:
+        self.split += rows
 
 
 @dataclass
@@ -85,20 +95,21 @@ class LoadedRows(Generic[T]):
     WHAT: ClassVar[str] = "rows"
     LIMIT: ClassVar[str] = "data.max_tokens"
 
-    sources: list[list[T]] = field(default_factory=list)
+    sources: list[Sequence[T]] = field(default_factory=list)
     weights: list[float] | None = None
     fingerprints: list[dict[str, object]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     counts: RowCounts = field(default_factory=RowCounts)
 
     @property
-    def items(self) -> list[T]:
-        return [item for source in self.sources for item in source]
+    def items(self) -> Sequence[T]:
+        return Joined(self.sources)
 
-    def add(self, kept: Kept[T]) -> None:
-        """To the last source."""
-        self.sources[-1].append(kept.item)
-        self.counts.add(kept)
+    def take(self, part: RowPart, origin_of: OriginOf) -> Sequence[T]:
+        """Count what became of some rows; returns their items."""
+        self.counts.merge(part.about["counts"])
+        self.counts.add_split(part.about["split"])
+        return part.items if part.data is None else Store(part.data, origin_of)
 
 
 @dataclass
@@ -110,16 +121,20 @@ class Dataset(LoadedRows[ItemT]):
 
     @property
     def examples(self) -> list[Example]:
-        """Every sequence of every item."""
-        return [example for item in self.items for example in item.examples]
+        """Every sequence of every item, all at once in memory."""
+        return list(sequences(self.items))
 
-    def add(self, kept: Kept[ItemT]) -> None:
-        super().add(kept)
-        self.end_tokens.update(kept.ends)
+    def take(self, part: RowPart, origin_of: OriginOf) -> Sequence[ItemT]:
+        self.end_tokens.update(part.about["ends"])
+        return super().take(part, origin_of)
 
 
 class RowReader(Protocol[T]):
-    """The rows of one source as items, within the limit: a row may give several, and None is one that is dropped."""
+    """The rows of one source as items, within the limit: a row may give several, and None is one that is dropped.
+
+    What becomes of a row depends on that row alone: rows are read in parts, in several processes, or found encoded. A
+    reader that counts something for `found` has a `tally` (`data/parts.py`).
+    """
 
     @property
     def split_rows(self) -> int: ...
@@ -136,6 +151,17 @@ LoadedT = TypeVar("LoadedT", bound=LoadedRows[Any])
 OpenRows = Callable[[ColumnFinder, PreTrainedTokenizerBase, int], RowReader[T]]
 
 
+def open_sources(sources: Sequence[Source], data: Data) -> list[RowSet]:
+    """The rows of each source, found and checked."""
+    reader, cache = OwnReader.of(data), cache_folder(data)
+    return [read_rows(source.path, reader=reader, cache=cache) for source in sources]
+
+
+def rows_taken(source: Source, rows: RowSet) -> int:
+    """How many rows of a source are read."""
+    return min(len(rows), source.rows or len(rows))
+
+
 def load_rows(
     kind: type[LoadedT],
     open_rows: OpenRows[Any],
@@ -147,22 +173,28 @@ def load_rows(
     opened: Sequence[RowSet] | None = None,
 ) -> LoadedT:
     """Read and encode every row before anything is trained; all bad rows are told together."""
-    rowsets = (
-        opened if opened is not None else [read_rows(source.path, reader=OwnReader.of(data)) for source in sources]
-    )
+    rowsets = open_sources(sources, data) if opened is None else opened
     weights = [source.weight for source in sources if source.weight is not None]
     loaded = kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):
         reader = open_rows(ColumnFinder(source, data, rows.columns), tokenizer, limit)
-        loaded.sources.append([])
-        count = min(len(rows), source.rows or len(rows))
-        problems += _read_source(rows, count, reader, loaded, advance)
-        loaded.counts.split_by(reader)
+        count = rows_taken(source, rows)
+        kept = RowCache.of(open_rows, source, data, rows, tokenizer, limit) if worth_keeping(count) else None
+        parts = read_parts(RowWork(rows, reader, type(loaded.counts), kept), count, advance)
+        problems += [problem for part in parts for problem in part.problems]
+        if problems:
+            continue
+        origin_of = rows.origins()
+        loaded.sources.append(Joined([loaded.take(part, origin_of) for part in parts]))
+        if isinstance(reader, Tallied):
+            reader.tally = sum((Counter(part.about["tally"]) for part in parts), Counter())
         first = f"the first {count:,} of " if count < len(rows) else ""
         loaded.notes.append(f"{source.path}: {first}{len(rows):,} rows as {reader.found()}")
         if rows.ignored:
             loaded.notes.append(f"{source.path}: not read: {', '.join(rows.ignored)}")
+        if kept is not None and kept.failure:
+            loaded.notes.append(kept.failure)
     refuse_all(problems, "rows")
     for source, items in zip(sources, loaded.sources, strict=True):
         if not items:
@@ -170,25 +202,6 @@ def load_rows(
                 source.path, f"all {loaded.WHAT} are over {limit} tokens and were dropped", f"raise {loaded.LIMIT}"
             )
     return loaded
-
-
-def _read_source(
-    rows: RowSet, count: int, reader: RowReader[T], loaded: LoadedRows[T], advance: Callable[[int], None]
-) -> list[Problem]:
-    problems: list[Problem] = []
-    for i in range(count):
-        try:
-            for kept in reader(rows[i], rows.origin(i)):
-                if kept is None:
-                    loaded.counts.dropped += 1
-                else:
-                    loaded.add(kept)
-        except Refusal as refusal:
-            problems += refusal.problems
-        finally:
-            advance(1)
-    advance(len(rows) - count)
-    return problems
 
 
 class Loader(Generic[T]):
@@ -225,14 +238,19 @@ class Loader(Generic[T]):
 
     def between(self, first: int, last: int) -> list[T]:
         """Rows at the positions `first` to `last` of the endless list."""
-        return [self._row(i) for i in range(first, last)]
+        return [self.sources[source][row] for source, row in map(self._place, range(first, last))]
 
-    def _row(self, index: int) -> T:
+    def different(self) -> tuple[int, int]:
+        """How many rows the first update has, and how many of them are different rows."""
+        rows = min(self.rows_per_update, self.total_rows or self.rows_per_update)
+        return rows, len(set(map(self._place, range(rows))))
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Which row of which source."""
         epoch, position = divmod(index, self._epoch_rows)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self.mixture.order(epoch)
-        source, row = self._order[position]
-        return self.sources[source][row]
+        return self._order[position]
 
 
 def epoch_rows(rows: int, rows_per_update: int, *, drop_last: bool) -> int:

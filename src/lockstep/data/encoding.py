@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.chat import check_messages, encode_spans, render_chat, special_ids
+from lockstep.data.tokens import token_ids
 from lockstep.errors import Refusal
 from lockstep.recipe.schema import Data
 from lockstep.types import Example, Message, Origin
@@ -30,7 +31,7 @@ class Encoding:
 
     def ids(self, text: str) -> list[int]:
         """The tokens of the text alone."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return token_ids(self.tokenizer, text)
 
     def chat(self, messages: list[Message], origin: Origin) -> tuple[Example, bool]:
         """A chat whose every assistant turn is trained, and whether it was split at a turn's border."""
@@ -103,7 +104,7 @@ def formatted(prompt: str, form: str | None) -> str:
 
 def last_trained(example: Example) -> int:
     """The token that ends the row's training; generation must stop at it."""
-    return example.ids[max(i for i, trained in enumerate(example.trained) if trained)]
+    return example.ids[bytes(example.trained).rindex(1)]
 
 
 def as_chat(prompt: Any) -> list[Any]:

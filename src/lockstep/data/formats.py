@@ -9,7 +9,8 @@ import codecs
 import csv
 import io
 import json
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lockstep.data.rowset import LineOrigin, Problems, a, kind_of
+from lockstep.data.rowset import JsonRows, LineOrigin, Problems, a, kind_of
 from lockstep.types import Origin, Row
 
 _MAGIC = b"PAR1"
@@ -32,8 +33,8 @@ _NO_FIELD_LIMIT = 2**31 - 1  # the csv module's default of 128 KiB is shorter th
 class Parsed:
     """Rows in file order. `lines` runs beside them in line formats and is None in json."""
 
-    rows: list[Row] = field(default_factory=list)
-    lines: list[int] | None = None
+    rows: Sequence[Row] = field(default_factory=list)
+    lines: Sequence[int] | None = None
 
 
 def parse(format: str, name: str, data: bytes, problems: Problems) -> Parsed:
@@ -43,11 +44,12 @@ def parse(format: str, name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
-    rows: list[Row] = []
-    lines: list[int] = []
+    starts, ends, lines = array("q"), array("q"), array("q")
+    end = 0
     last = data.rstrip().count(b"\n") + 1
     # Split at \n alone: str.splitlines would also split at U+2028, which may stand inside a JSON string.
     for line, raw in enumerate(io.BytesIO(data), start=1):
+        start, end = end, end + len(raw)
         raw = raw.strip()
         if not raw:
             continue
@@ -65,12 +67,13 @@ def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
             problems.add(where, f"JSON that cannot be read: {error}")
         else:
             if isinstance(value, dict):
-                rows.append(value)
+                starts.append(start)
+                ends.append(end)
                 lines.append(line)
             else:
                 remedy = "one JSON list for the whole file is the .json format" if isinstance(value, list) else ""
                 problems.add(where, f"is {a(kind_of(value))}, not an object", remedy)
-    return Parsed(rows, lines)
+    return Parsed(JsonRows(data, starts, ends), lines)
 
 
 def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
@@ -124,7 +127,9 @@ def _objects(name: str, values: list[Any], problems: Problems) -> list[Row]:
 
 def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
     text = _decode(name, data, problems)
-    parsed = Parsed([], [])
+    rows: list[Row] = []
+    lines: list[int] = []
+    parsed = Parsed(rows, lines)
     if text is None:
         return parsed
     records = _csv_records(name, text, problems)
@@ -140,9 +145,8 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
     last = text.rstrip("\r\n").count("\n") + 1
     for line, fields in records:
         if len(fields) == len(header):
-            parsed.rows.append(dict(zip(header, fields, strict=True)))
-            assert parsed.lines is not None
-            parsed.lines.append(line)
+            rows.append(dict(zip(header, fields, strict=True)))
+            lines.append(line)
             continue
         cut = len(fields) < len(header) and line == last and not text.endswith(("\n", "\r"))
         why = f"has {len(fields)} fields, the header has {len(header)}"

@@ -15,6 +15,7 @@ from lockstep.data.dataset import Kept, LoadedRows, RowCounts, load_rows
 from lockstep.data.encoding import as_chat, formatted
 from lockstep.data.fit import kept_span
 from lockstep.data.read import RowSet
+from lockstep.data.tokens import token_ids
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.schema import Data
 from lockstep.types import Message, Origin, Prompt, Question, Row
@@ -155,7 +156,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Dat
     if data is not None and data.template == "none":
         return list(tokenizer(formatted(str(question.prompt[0]["content"]), data.prompt_format))["input_ids"])
     text = render_prompt(tokenizer, question.prompt, question.origin)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return token_ids(tokenizer, text)
 
 
 def fit_prompt(

@@ -22,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 
 from lockstep.data.formats import parse, read_parquet
+from lockstep.data.known import KnownFiles
 from lockstep.data.own_reader import OwnReader, read_own
 from lockstep.data.rowset import (
     ArrowFile,
@@ -51,11 +52,14 @@ _FORM = "write hub:owner/name:config:split; the config may be left empty, as in 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-def read_rows(path: str, *, base: Path | None = None, reader: OwnReader | None = None) -> RowSet:
+def read_rows(
+    path: str, *, base: Path | None = None, reader: OwnReader | None = None, cache: Path | None = None
+) -> RowSet:
     """The rows behind `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
 
     A relative path is looked up under `base` (the working folder if not given). Files are taken in order of name.
-    `reader` is a function of the user's own, which reads whatever `path` means to it.
+    `reader` is a function of the user's own, which reads whatever `path` means to it. `cache` is a folder in which
+    files are known that were read before (`data/known.py`).
     """
     if reader is not None:
         return read_own(path, reader)
@@ -63,13 +67,14 @@ def read_rows(path: str, *, base: Path | None = None, reader: OwnReader | None =
         return read_hub(path)
     found = locate(path, base)
     problems = Problems(path)
-    parts = [part for file in found.files if (part := _read_file(file, problems)) is not None]
+    known = None if cache is None else KnownFiles(cache)
+    parts = [part for file in found.files if (part := _read_file(file, problems, known)) is not None]
     _check_agreement(parts, problems)
     problems.refuse()
     return RowSet(parts, found.ignored)
 
 
-def _read_file(file: DataFile, problems: Problems) -> RowFile | None:
+def _read_file(file: DataFile, problems: Problems, known: KnownFiles | None) -> RowFile | None:
     """The file's rows, or None with at least one problem added."""
     try:
         size, sha256, is_pointer = _examine(file.path)
@@ -77,13 +82,34 @@ def _read_file(file: DataFile, problems: Problems) -> RowFile | None:
             problems.add(file.name, "is a git-LFS pointer, not the data", "run git lfs pull where it was cloned")
         elif size == 0:
             problems.add(file.name, "is empty")
-        elif file.format == "parquet":
-            return _read_arrow(file, size, sha256, problems)
         else:
-            return _read_text(file, size, sha256, problems)
+            form = file.format + (".gz" if file.name.lower().endswith(".gz") else "")
+            before = known and known.find(file.name, form, size, sha256, lambda: _opened_later(file, size, sha256))
+            if before:
+                return before
+            read = _parsed(file, size, sha256, problems)
+            if known is not None and read is not None:
+                known.remember(form, read)
+            return read
     except OSError as error:
         problems.add(file.name, f"cannot be read: {error.strerror or error}")
     return None
+
+
+def _parsed(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFile | None:
+    return (_read_arrow if file.format == "parquet" else _read_text)(file, size, sha256, problems)
+
+
+def _opened_later(file: DataFile, size: int, sha256: str) -> RowFile:
+    """A file that is known, for its rows."""
+    problems = Problems(file.name)
+    now = _examine(file.path)[:2]
+    if now != (size, sha256):
+        problems.add(file.name, "was changed while it was read", "start again")
+    read = _parsed(file, size, sha256, problems)
+    problems.refuse()
+    assert read is not None
+    return read
 
 
 def _read_arrow(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFile | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import pyarrow as pa
 
@@ -89,8 +90,33 @@ class RowFile(Protocol):
     @property
     def shape(self) -> ColumnKinds: ...
     def row(self, number: int) -> Row: ...
+    @property
+    def lines(self) -> Sequence[int] | None:
+        """The line of each row, where rows are lines."""
+        ...
+
     def origin(self, number: int) -> Origin: ...
     def __iter__(self) -> Iterator[Row]: ...
+
+
+class JsonRows(Sequence[Row]):
+    """Lines of JSON that were found good, as the bytes of their file: a row is parsed when it is asked for."""
+
+    def __init__(self, data: bytes, starts: Sequence[int], ends: Sequence[int]) -> None:
+        self._data, self._starts, self._ends = data, starts, ends
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        row: Row = json.loads(self._data[self._starts[index] : self._ends[index]].strip())
+        return row
 
 
 @dataclass(frozen=True)
@@ -103,15 +129,20 @@ class TextFile:
     lines: Sequence[int] | None
 
     def row(self, number: int) -> Row:
-        return copy.deepcopy(self.rows[number])
+        return next(self._fresh([self.rows[number]]))
 
     def origin(self, number: int) -> Origin:
-        if self.lines is None:
-            return Origin(self.info.name, number)
-        return LineOrigin(self.info.name, self.lines[number])
+        return origin_at(self.info.name, self.lines, number)
 
     def __iter__(self) -> Iterator[Row]:
-        return map(copy.deepcopy, self.rows)
+        return self._fresh(self.rows)
+
+    def _fresh(self, rows: Iterable[Row]) -> Iterator[Row]:
+        return iter(rows) if isinstance(self.rows, JsonRows) else map(copy.deepcopy, rows)
+
+
+def origin_at(name: str, lines: Sequence[int] | None, number: int) -> Origin:
+    return Origin(name, number) if lines is None else LineOrigin(name, lines[number])
 
 
 class ArrowFile:
@@ -124,6 +155,7 @@ class ArrowFile:
     def __init__(self, info: FileInfo, shape: ColumnKinds, batches: Sequence[pa.RecordBatch]) -> None:
         self.info = info
         self.shape = shape
+        self.lines = None
         self._batches = list(batches)
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
@@ -168,6 +200,16 @@ class RowSet:
     def origin(self, index: int) -> Origin:
         part, number = self._find(index)
         return part.origin(number)
+
+    def origins(self) -> Callable[[int], Origin]:
+        """`origin`, for when the rows themselves are no longer needed."""
+        parts, ends = [(part.info.name, part.lines) for part in self._parts], self._ends
+
+        def origin(index: int) -> Origin:
+            which = bisect_right(ends, index)
+            return origin_at(*parts[which], index - (ends[which - 1] if which else 0))
+
+        return origin
 
     def described(self) -> dict[str, object]:
         """What a resume compares: content, not names."""

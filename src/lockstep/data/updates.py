@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from lockstep.data.batching import line_tokens, micro_batch, plan_micro_batches, shared_beginnings, target_starts
+from lockstep.data.stored import Joined, Store
 from lockstep.parallel.division import Division
 from lockstep.parallel.world import World
 from lockstep.types import Example, Item, MicroBatch
@@ -88,6 +90,28 @@ def row_size(item: Item, *, packed: bool, shared: bool = True) -> int:
     if not packed:
         return max(len(example) for example in item.examples)
     return line_tokens(item) if shared else sum(len(example) for example in item.examples)
+
+
+def row_sizes(items: Sequence[Any], *, packed: bool, shared: bool = True) -> np.ndarray:
+    """`row_size` of each item; where they are stored, without making them."""
+    if isinstance(items, Joined):
+        sizes = [row_sizes(part, packed=packed, shared=shared) for part in items.parts]
+        return np.concatenate([np.empty(0, dtype=np.int64), *sizes])
+    if not isinstance(items, Store):
+        return np.array([row_size(item, packed=packed, shared=shared) for item in items], dtype=np.int64)
+    if packed and shared:
+        return items.line_I
+    combined: np.ndarray = (np.add if packed else np.maximum).reduceat(items.lengths_E, items.firsts_I)
+    return combined
+
+
+def sequence_counts(items: Sequence[Any]) -> np.ndarray:
+    """How many sequences each item has."""
+    if isinstance(items, Joined):
+        return np.concatenate([np.empty(0, dtype=np.int64), *map(sequence_counts, items.parts)])
+    if isinstance(items, Store):
+        return items.counts_I
+    return np.array([len(item.examples) for item in items], dtype=np.int64)
 
 
 def even_groups(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

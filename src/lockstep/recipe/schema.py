@@ -174,6 +174,11 @@ class Source(Section):
     steps_key: str | None = Field(None, description="As `data.steps_key`, for this source.")
 
 
+def _as_switch(value: object) -> object:
+    """YAML reads on and off as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 Sources = Annotated[list[Source], BeforeValidator(_as_sources)]
 
 
@@ -290,11 +295,38 @@ class Data(Section):
         "updates run on over the end of an epoch.",
         effect=GROUPS,
     )
+    max_rows: int | None = Field(
+        None,
+        ge=1,
+        description="Read only the first so many rows of each source of `train` that says no `rows` of its own.",
+        effect=Effect("blocks", "other rows are read"),
+    )
+    cache: Annotated[str, BeforeValidator(_as_switch)] = Field(
+        "on",
+        description="Encoded rows are kept on disk, by content, and found again by later runs: `on` in the user's "
+        "cache (`LOCKSTEP_CACHE`), `off` nowhere, else a folder.",
+        effect=Effect("harmless", "only how long a start takes"),
+        resumable=True,
+    )
+    cache_gb: float = Field(
+        20.0,
+        gt=0,
+        description="Bound of that folder in GiB: what was not used for longest is deleted first.",
+        effect=Effect("harmless", "only how long a start takes"),
+        resumable=True,
+    )
     shuffle: bool = Field(
         True,
         description="Visit the rows in a new seeded order each epoch.",
         effect=Effect("matters", "rows come in another order: curves agree in distribution only"),
     )
+
+    @property
+    def taken(self) -> list[Source]:
+        """The sources of `train`, each with the rows that are read of it."""
+        if self.max_rows is None:
+            return self.train
+        return [one if one.rows else one.model_copy(update={"rows": self.max_rows}) for one in self.train]
 
 
 class Batch(Section):

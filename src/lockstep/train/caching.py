@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.data.batching import of_all, own_part, to_device
+from lockstep.data.stored import Joined, sequences
 from lockstep.device.base import Device
 from lockstep.kernels.divergence import Whole, likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
@@ -88,9 +89,8 @@ def _opened(
     shapes: dict[str, Shape],
     compute: Callable[[Sequence[Item]], Columns],
 ) -> LogprobCache:
-    items: list[Item] = [*prepared.train.items, *(prepared.val.items if prepared.val else [])]
-    examples = [example for item in items for example in item.examples]
-    identity = fingerprint(path, examples, asked)
+    items: Sequence[Item] = Joined([prepared.train.items, prepared.val.items if prepared.val else []])
+    identity = fingerprint(path, sequences(items), asked)
     parent = Path(recipe.run.folder) / "tables"
     with console.task(f"What the {kind} says of every row", len(items)) as task:
         return open_cache(parent, kind, identity, shapes, items, compute, models.world, task.advance)

@@ -10,13 +10,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.data.stored import sequences
 from lockstep.data.updates import Update, even_groups
 from lockstep.model.fingerprint import model_checksums
 from lockstep.parallel.world import World
@@ -45,25 +45,25 @@ class Shape:
 class LogprobCache:
     """The numbers of the targets of known examples, read from disk as they are needed."""
 
-    def __init__(self, folder: Path, names: Sequence[str], examples: Sequence[Example]):
+    def __init__(self, folder: Path, names: Sequence[str], examples: Iterable[Example]):
         self._columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names}
-        ends = accumulate(example.targets for example in examples)
-        self._starts = {id(example): end - example.targets for example, end in zip(examples, ends, strict=True)}
-        self._examples = examples  # keeps the identities alive
-
-    def knows(self, example: Example) -> bool:
-        return id(example) in self._starts
+        # Examples are made anew each time that they are asked for: they are known by what they are.
+        self._starts: dict[bytes, int] = {}
+        start = 0
+        for example in examples:
+            self._starts.setdefault(_known_by(example), start)
+            start += example.targets
 
     def rows(self, update: Update[Any]) -> np.ndarray:
         """Where the targets of an update stand in the cache."""
-        spans = [np.arange(self._starts[id(e)], self._starts[id(e)] + e.targets) for e in update.examples]
-        return np.concatenate(spans)
+        starts = ((self._starts[_known_by(example)], example.targets) for example in update.examples)
+        return np.concatenate([np.arange(start, start + targets) for start, targets in starts])
 
     def take(self, name: str, rows: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.asarray(self._columns[name][rows]))
 
 
-def fingerprint(path: str, examples: Sequence[Example], asked: dict[str, Any]) -> dict[str, Any]:
+def fingerprint(path: str, examples: Iterable[Example], asked: dict[str, Any]) -> dict[str, Any]:
     """What a cache depends on."""
     return {"model": model_checksums(path), "rows": _rows_digest(examples), "asked": asked}
 
@@ -81,8 +81,7 @@ def open_cache(
     """The cache of these rows, from disk or computed now. `compute` gives the columns of some rows on every rank."""
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = parent / f"{kind}-{digest[:16]}"
-    examples = [example for item in items for example in item.examples]
-    targets = sum(example.targets for example in examples)
+    targets = sum(example.targets for example in sequences(items))
     if world.gather(_is_whole(folder, shapes, targets))[0]:
         advance(len(items))
     else:
@@ -93,7 +92,7 @@ def open_cache(
             for _ in parts:
                 pass  # a rank's share of each part goes to the one that writes
         world.barrier()
-    return LogprobCache(folder, list(shapes), examples)
+    return LogprobCache(folder, list(shapes), sequences(items))
 
 
 def _is_whole(folder: Path, shapes: dict[str, Shape], targets: int) -> bool:
@@ -144,9 +143,18 @@ def _write_columns(aside: Path, name: str, shapes: dict[str, Shape], targets: in
         file.flush()
 
 
-def _rows_digest(examples: Sequence[Example]) -> str:
+def _rows_digest(examples: Iterable[Example]) -> str:
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(np.asarray([len(example), *example.ids], dtype=np.int64).tobytes())
-        digest.update(np.asarray(example.asked(), dtype=np.int64).tobytes())
+        digest.update(_content(example))
     return digest.hexdigest()
+
+
+def _known_by(example: Example) -> bytes:
+    """Equal tokens of different rows may have been computed in different company: each has its own numbers."""
+    return hashlib.blake2b(str(example.origin).encode() + b"\0" + _content(example), digest_size=16).digest()
+
+
+def _content(example: Example) -> bytes:
+    ids = np.asarray([len(example), *example.ids], dtype=np.int64)
+    return ids.tobytes() + np.asarray(example.asked(), dtype=np.int64).tobytes()

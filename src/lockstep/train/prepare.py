@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.dataset import Dataset
+from lockstep.data.dataset import Dataset, open_sources, rows_taken
 from lockstep.data.own_reader import OwnReader
 from lockstep.data.prompts import RL_SCHEMA, PromptSet, QuestionColumns, load_prompts, read_questions
 from lockstep.data.read import read_rows
+from lockstep.data.stored import sequences
 from lockstep.data.template import with_arguments
-from lockstep.data.updates import row_size
+from lockstep.data.updates import row_sizes, sequence_counts
 from lockstep.device.base import Device
 from lockstep.doctor.judge_packages import unfit_packages
 from lockstep.doctor.machine import Machine
@@ -46,6 +48,7 @@ from lockstep.train.plan import (
     plan_online,
     refuse_misfit,
 )
+from lockstep.train.row_remarks import repeated_rows, seen_in_training
 from lockstep.train.trained import refuse_indivisible_models, refuse_routers
 from lockstep.types import Question
 
@@ -91,7 +94,7 @@ class Prepared(Checked):
     def end_tokens(self) -> list[int]:
         """Tokens that end a response; of a reward model, which generates nothing, those that end a text."""
         if METHODS[self.recipe.method].model == "value":
-            return sorted({example.ids[-1] for example in self.train.examples})
+            return sorted({example.ids[-1] for example in sequences(self.train.items)})
         return sorted(self.train.end_tokens)
 
     @property
@@ -107,9 +110,9 @@ class PreparedOnline(Checked):
     """An online run: prompts."""
 
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"
-    remarks: ClassVar[list[str]] = []
     train: PromptSet
     batches: OnlinePlan
+    remarks: list[str]
 
     @property
     def end_tokens(self) -> list[int]:
@@ -150,7 +153,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     collect(lambda: refuse_offload(recipe.parallel, devices))
     collect.problems += refuse_indivisible_models(recipe)
     limit = collect(lambda: row_limit(recipe, config)) or 0
-    train = collect(lambda: _read(recipe, recipe.data.train, tokenizer, limit, console, "training"))
+    train = collect(lambda: _read(recipe, recipe.data.taken, tokenizer, limit, console, "training"))
     val = None
     if recipe.data.val:
         val = collect(lambda: _read(recipe, recipe.data.val, tokenizer, limit, console, "validation"))
@@ -161,12 +164,15 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
         if rows is not None:
             problems, said = METHODS[recipe.method].check(recipe, rows, key)
             collect.problems += [*problems, *oversized(rows, recipe)]
-            collect.problems += refuse_placeholders(config, ((one.origin, one.ids) for one in rows.examples))
+            collect.problems += refuse_placeholders(config, ((one.origin, one.ids) for one in sequences(rows.items)))
             if recipe.batch.tokens is not None and recipe.parallel.context == 1:
                 collect.problems += shared_and_moving(rows, *read_by(recipe, config))
             remarks += said
     collect.refuse()
     assert train is not None
+    remarks += repeated_rows(recipe, train)
+    if val is not None:
+        remarks += seen_in_training(train.items, val.items, "data.val")
     batches = plan_batches(recipe, train, devices)
     most = longest_row(recipe, train)
     memory = plan_memory(recipe, config, devices, most, recipe.batch.rows_per_update, lean_layers=device.lean_layers)
@@ -178,8 +184,8 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
 def longest_row(recipe: Recipe, rows: Dataset[Any]) -> int:
     """Tokens that the longest row takes of a micro-batch."""
     packed, shared = recipe.batch.tokens is not None, recipe.parallel.context == 1
-    sizes = ((row_size(item, packed=packed, shared=shared), len(item.examples)) for item in rows.items)
-    return max(size * (1 if packed else count) for size, count in sizes)
+    sizes = row_sizes(rows.items, packed=packed, shared=shared)
+    return int((sizes if packed else sizes * sequence_counts(rows.items)).max())
 
 
 def oversized(rows: Dataset[Any], recipe: Recipe) -> list[Problem]:
@@ -187,16 +193,16 @@ def oversized(rows: Dataset[Any], recipe: Recipe) -> list[Problem]:
     tokens, context = recipe.line_tokens, recipe.parallel.context
     if tokens is None:
         return []
-    sizes = ((item, row_size(item, packed=True, shared=context == 1)) for item in rows.items if len(item.examples) > 1)
+    items, counts = rows.items, sequence_counts(rows.items)
+    sizes = row_sizes(items, packed=True, shared=context == 1)
     problems = [
         Problem(
-            str(item.origin),
-            f"its {len(item.examples)} sequences have {size} tokens together, over batch.tokens={recipe.batch.tokens}"
-            + (f" on each of {context} devices" if context > 1 else ""),
+            str(items[number].origin),
+            f"its {counts[number]} sequences have {sizes[number]} tokens together, "
+            f"over batch.tokens={recipe.batch.tokens}" + (f" on each of {context} devices" if context > 1 else ""),
             "raise batch.tokens, or lower data.max_tokens and choose data.overlong",
         )
-        for item, size in sizes
-        if size > tokens
+        for number in np.flatnonzero((counts > 1) & (sizes > tokens)).tolist()
     ]
     return shortened(problems, "rows")
 
@@ -215,16 +221,16 @@ def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
     if not moving:
         return []
     fixed, config = min(moving, key=lambda one: one[0])
-    longest = ((item, max(len(example) for example in item.examples)) for item in rows.items if len(item.examples) > 1)
+    items = rows.items
+    longest = row_sizes(items, packed=False)
     problems = [
         Problem(
-            str(item.origin),
-            f"{size} tokens, and over {fixed} all positions of {config.model_type} move with the length of a sequence "
-            "(longrope or dynamic rotary embedding), while packed sequences of a row share their beginning",
+            str(items[number].origin),
+            f"{longest[number]} tokens, and over {fixed} all positions of {config.model_type} move with the length of "
+            "a sequence (longrope or dynamic rotary embedding), while packed sequences of a row share their beginning",
             "set batch.rows instead of batch.tokens, or lower data.max_tokens",
         )
-        for item, size in longest
-        if size > fixed
+        for number in np.flatnonzero((sequence_counts(items) > 1) & (longest > fixed)).tolist()
     ]
     return shortened(problems, "rows")
 
@@ -268,7 +274,39 @@ def prepare_online(
     memory = with_worker(memory, recipe, config, batches.longest, prefill_tokens, on_host=on_host)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
-    return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches)
+    remarks = repeated_rows(recipe, train)
+    if questions:
+        asked = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))
+        remarks += seen_in_training(train.items, asked, "val.questions")
+    return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches, remarks)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The first rows of each source, to be looked at."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Any
+    """A `Dataset` or a `PromptSet`."""
+
+
+def prepare_shown(recipe: Recipe, device: Device, rows: int, console: Console) -> Shown:
+    """Find and check what `rows` rows of each source need; no other row is encoded."""
+    collect = Collector()
+    tokenizer, config, _ = _common(recipe, device, collect)
+    online = recipe.method in ONLINE
+    limit = collect(lambda: (prompt_limit if online else row_limit)(recipe, config)) or 0
+    sources = [source.model_copy(update={"rows": min(rows, source.rows or rows)}) for source in recipe.data.taken]
+    limited = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": sources})})
+
+    def read() -> Dataset[Any] | PromptSet:
+        if online:
+            return _read_prompts(limited, tokenizer, limit, console)
+        return _read(limited, sources, tokenizer, limit, console, "the first")
+
+    train = collect(read) if limit else None
+    collect.refuse()
+    return Shown(tokenizer, train)
 
 
 def sequences_per_update(recipe: Recipe) -> int:
@@ -314,9 +352,9 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
 
 
 def _read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> PromptSet:
-    opened = [read_rows(source.path, reader=OwnReader.of(recipe.data)) for source in recipe.data.train]
-    with console.task("Encoding prompts", sum(len(rows) for rows in opened)) as task:
-        return load_prompts(recipe.data.train, recipe.data, tokenizer, limit, task.advance, opened)
+    opened = open_sources(recipe.data.taken, recipe.data)
+    with console.task("Encoding prompts", sum(map(rows_taken, recipe.data.taken, opened))) as task:
+        return load_prompts(recipe.data.taken, recipe.data, tokenizer, limit, task.advance, opened)
 
 
 def row_limit(recipe: Recipe, config: Any) -> int:
@@ -334,8 +372,8 @@ def row_limit(recipe: Recipe, config: Any) -> int:
 def _read(
     recipe: Recipe, sources: list[Source], tokenizer: PreTrainedTokenizerBase, limit: int, console: Console, what: str
 ) -> Dataset[Any]:
-    opened = [read_rows(source.path, reader=OwnReader.of(recipe.data)) for source in sources]
-    with console.task(f"Encoding {what} rows", sum(len(rows) for rows in opened)) as task:
+    opened = open_sources(sources, recipe.data)
+    with console.task(f"Encoding {what} rows", sum(map(rows_taken, sources, opened))) as task:
         read = METHODS[recipe.method].reader(recipe)
         return read(sources, recipe.data, tokenizer, limit, task.advance, opened)
 

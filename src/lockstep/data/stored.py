@@ -1,0 +1,299 @@
+"""Items as a few large arrays, in memory or mapped from a file; an item is made when it is asked for.
+
+In memory and on disk they are the same run of bytes: a header in JSON with what is said `about` the items and where
+each array is, then the arrays. Shapes: I items, E sequences of all items, T tokens of all sequences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+
+from lockstep.data.batching import line_tokens
+from lockstep.types import Example, Item, Judged, Origin, Probe, Prompt, Question, Ranking, Steps
+
+T = TypeVar("T")
+Arrays = dict[str, np.ndarray]
+OriginOf = Callable[[int], Origin]
+"""Where a row of the source came from, by its number."""
+
+_ALIGNED = 8
+
+
+def to_bytes(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> bytes:
+    """Arrays of one axis, and what is said about them."""
+    places: dict[str, list[Any]] = {}
+    parts: list[bytes] = []
+    end = 0
+    for name, values in arrays.items():
+        places[name] = [values.dtype.str, end, len(values)]
+        parts.append(_padded(values.tobytes()))
+        end += len(parts[-1])
+    header = _padded(json.dumps({"about": about, "arrays": places}).encode(), b" ")
+    return b"".join([len(header).to_bytes(_ALIGNED, "little"), header, *parts])
+
+
+def _padded(data: bytes, filling: bytes = b"\0") -> bytes:
+    return data + filling * (-len(data) % _ALIGNED)
+
+
+def from_bytes(data: Any) -> tuple[Arrays, dict[str, Any]]:
+    """What `to_bytes` was given; the arrays are views of the data."""
+    view = memoryview(data)
+    start = _ALIGNED + int.from_bytes(view[:_ALIGNED], "little")
+    header = json.loads(bytes(view[_ALIGNED:start]))
+    arrays = {
+        name: np.frombuffer(view, dtype, count, start + place)
+        for name, (dtype, place, count) in header["arrays"].items()
+    }
+    return arrays, header["about"]
+
+
+class Store(Sequence[T]):
+    """Items over their arrays; `about` is what was said about them."""
+
+    def __init__(self, data: Any, origin_of: OriginOf):
+        self._arrays, self.about = from_bytes(data)
+        self._origin_of = origin_of
+        self._kind = _KINDS[self.about["kind"]]
+        self._starts, self._sequences, self._rows = (self._arrays[name] for name in ("starts", "sequences", "rows"))
+        self._tokens, self._trained = self._arrays["tokens"], self._arrays["trained"]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"item {index} of {len(self)}")
+        index %= len(self)
+        origin = self._origin_of(int(self._rows[index]))
+        sequences = range(int(self._sequences[index]), int(self._sequences[index + 1]))
+        item: T = self._kind.build(self._arrays, index, [self._sequence(number, origin) for number in sequences])
+        return item
+
+    def _sequence(self, number: int, origin: Origin) -> Example:
+        first, last = int(self._starts[number]), int(self._starts[number + 1])
+        ids = array("q")
+        ids.frombytes(self._tokens[first:last].astype(np.int64).tobytes())
+        trained = self._trained[first:last].tobytes()
+        if self.about["asked"] is None:
+            return Example(ids, trained, origin)
+        begin, end = self._arrays["position_starts"][number : number + 2]
+        positions = tuple(self._arrays["positions"][begin:end].tolist())
+        return Probe(ids, trained, origin, positions=positions, token_ids=tuple(self.about["asked"]))
+
+    @property
+    def lengths_E(self) -> np.ndarray:
+        """Tokens of each sequence."""
+        return np.diff(self._starts)
+
+    @property
+    def counts_I(self) -> np.ndarray:
+        """Sequences of each item."""
+        return np.diff(self._sequences)
+
+    @property
+    def firsts_I(self) -> np.ndarray:
+        """The number of each item's first sequence."""
+        return self._sequences[:-1]
+
+    @property
+    def line_I(self) -> np.ndarray:
+        """Tokens of each item on a line, what its sequences share counted once."""
+        return self._arrays["line"]
+
+    @property
+    def digests_I(self) -> np.ndarray:
+        """A number for the tokens of each item: equal where they are equal."""
+        return self._arrays["digests"]
+
+    @property
+    def tokens_T(self) -> np.ndarray:
+        return self._tokens
+
+
+def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], origin_of: OriginOf) -> bytes | None:
+    """The items, each with the number of its row in the source, as bytes. None where that would not give them back.
+
+    Every item is made again from its bytes and compared: items with parts that are not known here stay objects.
+    """
+    kinds = {type(item) for item in items}
+    if len(kinds) != 1:
+        return None
+    kind = next((name for name, kind in _KINDS.items() if kind.item in kinds), None)
+    if kind is None:
+        return None
+    sequences = [_KINDS[kind].sequences(item) for item in items]
+    examples = [example for group in sequences for example in group]
+    asked = {tuple(one.token_ids) if isinstance(one, Probe) else None for one in examples}
+    extra = _KINDS[kind].columns(items)
+    if len(asked) != 1 or extra is None:
+        return None
+    (tokens_asked,) = asked
+    arrays = {
+        "rows": np.asarray(rows, dtype=np.int64),
+        "sequences": _offsets(len(group) for group in sequences),
+        "starts": _offsets(len(example) for example in examples),
+        "tokens": np.concatenate([np.asarray(example.ids, dtype=np.int32) for example in examples]),
+        "trained": np.frombuffer(b"".join(bytes(example.trained) for example in examples), dtype=np.uint8),
+        "line": np.array([_line(group) for group in sequences], dtype=np.int64),
+        "digests": np.array([digest_of(*(one.ids for one in group)) for group in sequences], dtype=np.uint64),
+        **extra,
+    }
+    probes = [one for one in examples if isinstance(one, Probe)]
+    if probes:
+        arrays["position_starts"] = _offsets(len(one.positions) for one in probes)
+        arrays["positions"] = np.array([position for one in probes for position in one.positions], dtype=np.int64)
+    data = to_bytes(arrays, {**about, "kind": kind, "asked": tokens_asked})
+    made = Store[Any](data, origin_of)
+    return data if all(mine == given for mine, given in zip(made, items, strict=True)) else None
+
+
+def digest_of(*sequences: Sequence[int]) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for ids in sequences:
+        digest.update(np.asarray([len(ids), *ids], dtype=np.int32).tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _line(group: Sequence[Example]) -> int:
+    return len(group[0]) if len(group) == 1 else line_tokens(Ranking(tuple(group)))
+
+
+def _offsets(lengths: Iterator[int]) -> np.ndarray:
+    return np.array([0, *accumulate(lengths)], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class _ItemKind(Generic[T]):
+    """A type of items: its sequences, what else an item has as columns, and an item out of both."""
+
+    item: type[T]
+    sequences: Callable[[T], Sequence[Example]]
+    columns: Callable[[Sequence[T]], Arrays | None]
+    build: Callable[[Arrays, int, list[Any]], T]
+
+
+def _ranking_columns(items: Sequence[Ranking]) -> Arrays:
+    return {"margin": np.array([item.margin for item in items], dtype=np.float64)}
+
+
+def _ranking(arrays: Arrays, index: int, examples: list[Example]) -> Ranking:
+    return Ranking(tuple(examples), float(arrays["margin"][index]))
+
+
+def _judged_columns(items: Sequence[Judged]) -> Arrays:
+    return {"desirable": np.array([item.desirable for item in items], dtype=np.uint8)}
+
+
+def _judged(arrays: Arrays, index: int, examples: list[Example]) -> Judged:
+    return Judged(examples[0], bool(arrays["desirable"][index]))
+
+
+def _steps_columns(items: Sequence[Steps]) -> Arrays:
+    """A label has a number for each judging token, and a step a label."""
+    numbers = [number for item in items for label in item.labels for number in label]
+    return {
+        "labels": np.array(numbers, dtype=np.float64),
+        "label_starts": _offsets(sum(map(len, item.labels)) for item in items),
+    }
+
+
+def _steps(arrays: Arrays, index: int, examples: list[Probe]) -> Steps:
+    begin, end = arrays["label_starts"][index : index + 2]
+    width = len(examples[0].token_ids)
+    numbers = arrays["labels"][begin:end].reshape(-1, width).tolist()
+    return Steps(examples[0], tuple(tuple(label) for label in numbers))
+
+
+def _prompt_columns(items: Sequence[Prompt]) -> Arrays | None:
+    """Questions as JSON; None where they hold what JSON does not."""
+    try:
+        texts = [json.dumps(_said(item.question), ensure_ascii=True).encode() for item in items]
+    except (TypeError, ValueError):
+        return None
+    return {"questions": np.frombuffer(b"".join(texts), dtype=np.uint8), "question_starts": _offsets(map(len, texts))}
+
+
+def _said(question: Question) -> list[Any]:
+    return [question.data_source, question.prompt, question.ground_truth, question.extra_info]
+
+
+def _prompt(arrays: Arrays, index: int, examples: list[Example]) -> Prompt:
+    begin, end = arrays["question_starts"][index : index + 2]
+    source, prompt, truth, extra = json.loads(arrays["questions"][begin:end].tobytes())
+    (asked,) = examples
+    return Prompt(Question(source, prompt, truth, asked.origin, extra), list(asked.ids))
+
+
+def _prompt_sequence(item: Prompt) -> Sequence[Example]:
+    return (Example(item.ids, bytes(len(item.ids)), item.question.origin),)
+
+
+_KINDS: dict[str, _ItemKind[Any]] = {
+    "example": _ItemKind(Example, lambda item: (item,), lambda items: {}, lambda arrays, index, examples: examples[0]),
+    "probe": _ItemKind(Probe, lambda item: (item,), lambda items: {}, lambda arrays, index, examples: examples[0]),
+    "ranking": _ItemKind(Ranking, lambda item: item.examples, _ranking_columns, _ranking),
+    "judged": _ItemKind(Judged, lambda item: item.examples, _judged_columns, _judged),
+    "steps": _ItemKind(Steps, lambda item: item.examples, _steps_columns, _steps),
+    "prompt": _ItemKind(Prompt, _prompt_sequence, _prompt_columns, _prompt),
+}
+
+
+class Joined(Sequence[T]):
+    """Several sequences as one."""
+
+    def __init__(self, parts: Sequence[Sequence[T]]):
+        self.parts = [part for part in parts if len(part)]
+        self._ends = list(accumulate(map(len, self.parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"item {index} of {len(self)}")
+        index %= len(self)
+        which = bisect_right(self._ends, index)
+        part = self.parts[which]
+        return part[index - self._ends[which] + len(part)]
+
+    def __iter__(self) -> Iterator[T]:
+        for part in self.parts:
+            yield from part
+
+
+def sequences(items: Iterable[Item]) -> Iterator[Example]:
+    """Every sequence of every item, one after another."""
+    return (example for item in items for example in item.examples)
+
+
+def item_digests(items: Sequence[Any]) -> np.ndarray:
+    """A number for each item, equal where all of their tokens are equal."""
+    if isinstance(items, Joined):
+        return np.concatenate([np.empty(0, dtype=np.uint64), *map(item_digests, items.parts)])
+    if isinstance(items, Store):
+        return items.digests_I
+    every = [item.ids for item in items if isinstance(item, Prompt)]
+    found = [digest_of(ids) for ids in every] or [digest_of(*(one.ids for one in item.examples)) for item in items]
+    return np.array(found, dtype=np.uint64)

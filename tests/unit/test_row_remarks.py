@@ -1,0 +1,87 @@
+"""What is said of rows that are all good: the same ones twice in an update, or in training and validation; and how few
+of them are encoded to show some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import chat_rows, question_rows, run, write_jsonl
+from lockstep.data.examples import SupervisedRows
+from lockstep.data.prompts import PromptRows
+from lockstep.device.select import select
+from lockstep.recipe import load_recipe
+from lockstep.run.progress import Console
+from lockstep.train.prepare import prepare, prepare_online
+
+
+def remarks(path: Path, *words: str) -> list[str]:
+    """Of a recipe of 48 chats, 8 to an update, and 10 for validation; or of 20 prompts, 4 to a step."""
+    recipe = load_recipe(str(path), list(words))
+    find: Any = prepare_online if recipe.method == "grpo" else prepare
+    found: list[str] = find(recipe, select("cpu"), 1, Console.silent()).remarks
+    return found
+
+
+def test_rows_that_are_trained_and_validated_are_counted(recipe_file: Path, tmp_path: Path) -> None:
+    assert remarks(recipe_file) == []
+    write_jsonl(tmp_path / "val.jsonl", [*chat_rows(10, seed=1), *chat_rows(48)[5:8], chat_rows(48)[5]])
+    (said,) = remarks(recipe_file)
+    assert said.startswith("data.val: 4 of 14 are in data.train too")
+
+
+def test_an_update_larger_than_the_data_is_told(recipe_file: Path) -> None:
+    assert remarks(recipe_file, "batch.rows_per_update=48") == []
+    (said,) = remarks(recipe_file, "batch.rows_per_update=50")
+    assert "of its 50 only 48 are different, because there are 48; lower batch.rows_per_update" in said
+    # Epochs end a run before its first update is full: 2 x 48 rows of 100.
+    (said,) = remarks(recipe_file, "batch.rows_per_update=100", "run.steps=null", "run.epochs=2")
+    assert "of its 96 only 48 are different" in said
+    assert remarks(recipe_file, "batch.rows_per_update=100", "run.steps=null", "run.epochs=1") == []
+
+
+def test_a_small_source_with_a_large_weight_is_told(recipe_file: Path, tmp_path: Path) -> None:
+    few = write_jsonl(tmp_path / "few.jsonl", chat_rows(2, seed=7))
+    sources = f"[{{path: {tmp_path / 'train.jsonl'}, weight: 1}}, {{path: {few}, weight: 1}}]"
+    (said,) = remarks(recipe_file, f"data.train={sources}", "batch.rows_per_update=20", "data.shuffle=false")
+    # Half of the 20 rows are of the source of 2, in turn with the other's.
+    assert "of its 20 only 12 are different, because a source has fewer than its weight takes" in said
+    assert remarks(recipe_file, f"data.train={sources}", "batch.rows_per_update=4", "data.shuffle=false") == []
+
+
+def test_prompts_are_counted_too(online_file: Path, tmp_path: Path) -> None:
+    assert remarks(online_file) == []
+    (said,) = remarks(online_file, "batch.prompts=24")
+    assert "some prompts come several times into one update: of its 24 only 20 are different" in said
+    questions = write_jsonl(tmp_path / "questions.jsonl", question_rows(23)[17:])
+    (said,) = remarks(online_file, f"val.questions={questions}")
+    assert said.startswith("val.questions: 3 of 6 are in data.train too")
+
+
+def test_at_most_so_many_rows_of_each_source(recipe_file: Path) -> None:
+    recipe = load_recipe(str(recipe_file), ["data.max_rows=5", "batch.rows_per_update=2"])
+    found = prepare(recipe, select("cpu"), 1, Console.silent())
+    assert found.batches.rows == found.train.counts.rows == 5
+    assert found.val is not None
+    assert found.val.counts.rows == 10  # validation is what it was
+
+
+@pytest.mark.parametrize("kind", [SupervisedRows, PromptRows])
+def test_showing_a_row_encodes_that_row(
+    kind: Any, recipe_file: Path, online_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, plain = [], kind.__call__
+
+    def counted(self: Any, row: Any, origin: Any) -> Any:
+        read.append(str(origin))
+        return plain(self, row, origin)
+
+    monkeypatch.setattr(kind, "__call__", counted)
+    path = recipe_file if kind is SupervisedRows else online_file
+    assert run("data", "show", path, "--rows", 1) == 0
+    assert len(read) == 1
+    assert read[0].endswith("jsonl line 1")
+    said = capsys.readouterr()
+    assert "the first 1 of" in " ".join((said.out + said.err).split())
