@@ -226,7 +226,9 @@ def _scales_out(python: str) -> bool:
     """Whether the vLLM of that Python has the flag: its folder tells, since importing it takes half a minute."""
     look = "import importlib.util, os; print(os.path.dirname(importlib.util.find_spec('vllm').origin))"
     found = subprocess.run([python, "-c", look], capture_output=True, text=True, timeout=_LOOK_SECONDS, check=True)
-    return (Path(found.stdout.strip()) / "entrypoints" / "scale_out").is_dir()
+    # 0.26 has the routes without the flag.
+    parsers = (Path(found.stdout.strip()) / "entrypoints").rglob("cli_args.py")
+    return any("enable_scale_out" in parser.read_text(encoding="utf-8") for parser in parsers)
 
 
 def _call(line: Channel, method: str, **told: Any) -> list[dict[str, Any]]:
