@@ -109,9 +109,9 @@ def test_ten_pushes_are_each_proven(server, embedded: Path, tmp_path: Path) -> N
             made = run(engine, requests(1), GREEDY)
             assert_same_tokens(made, run(native(policy, embedded), requests(1), GREEDY))
             assert {version for one in made for version in one.versions} == {update}
-        pushes = engine._pushes
+        pushes = engine.handover.pushes
         sync(engine, 10)
-        assert engine._pushes == pushes  # nothing has changed
+        assert engine.handover.pushes == pushes  # nothing has changed
 
 
 def test_an_adapter_is_pushed_alone(server, embedded: Path, tmp_path: Path) -> None:
