@@ -54,7 +54,7 @@ class ServerEngine:
         self._pushed: tuple[int, ...] | None = None
         self.life = ServerLife(dialect, policy, settings, place)
         self.fleet = self.life.fleet
-        self.handover = HandOver(self.life, device.torch_device(place.world.local_rank))
+        self.handover = HandOver(self.life, device)
         try:
             self._open(device)
             self._on_main(self.life.wait_for_all)
@@ -182,6 +182,7 @@ class ServerEngine:
             self._on_main(asleep)
 
     def close(self) -> None:
+        self.handover.close()
         self.life.close()
 
     def _on_main(self, work: Callable[[], T]) -> T:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 
-import torch
-
+from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.rollout.server.dialect import PushedWeights
+from lockstep.rollout.server.collective import WeightLink, Weights, by_collective
 from lockstep.rollout.server.fleet import Server
 from lockstep.rollout.server.life import POLL_SECONDS, ServerLife
 from lockstep.rollout.server.line import ServerFailed
@@ -26,14 +27,13 @@ from lockstep.rollout.server.probe import (
 from lockstep.rollout.server.weights import travelling, write_adapter, written_weights
 from lockstep.types import Sampling
 
-Weights = Sequence[tuple[str, torch.Tensor]]
 _UNTOUCHED = "the last checkpoint is untouched; rollout.engine=native generates with the trained modules themselves"
 
 
 class HandOver:
     """Rank 0's: what was given to which server, and what the probe has said of it."""
 
-    def __init__(self, life: ServerLife, device: torch.device):
+    def __init__(self, life: ServerLife, device: Device):
         self.life, self.device = life, device
         self.dialect, self.policy, self.settings = life.dialect, life.policy, life.settings
         self.fleet, self.dtype, self.world = life.fleet, life.dtype, life.world
@@ -45,6 +45,7 @@ class HandOver:
         self.bounds: Bounds | None = None
         """Of the probes, from the first two pushes."""
         self._run, self._noise = secrets.token_hex(4), 0.0
+        self._links: dict[str, WeightLink] = {}
 
     @property
     def adapter(self) -> str | None:
@@ -105,7 +106,20 @@ class HandOver:
     # -- how
 
     def _to_one(self, server: Server, weights: Weights) -> None:
-        """Give and probe. The first time all of it twice, which tells what is noise."""
+        try:
+            if not (server.up or server.asleep):
+                self._unlink(server)  # a server that was lost has lost its group
+            self._give_and_probe(server, weights)
+        except ServerFailed as error:
+            self._unlink(server)
+            if error.lost:
+                # One that is there after all must not stand still for ever: some tell their health by generating.
+                with suppress(ServerFailed):
+                    self.dialect.resume(server.line)
+            raise
+
+    def _give_and_probe(self, server: Server, weights: Weights) -> None:
+        """The first time all of it twice, which tells what is noise."""
         self._give(server, weights)
         said = self._probe(server)
         if self.bounds is None:
@@ -129,21 +143,11 @@ class HandOver:
     def _give(self, server: Server, weights: Weights) -> None:
         dialect, line, version = self.dialect, server.line, self.fleet.version
         server.up = False
-        with travelling(self.settings.server.folder) as folder:
-            pushed: PushedWeights | None = None
-            if self.adapter is None:
-                pushed = written_weights(folder, weights, self.dtype)
-            else:
-                write_adapter(folder, self.policy.model)
+        with self._prepared(server, weights) as push:
             if server.asleep:
                 dialect.wake(line, "weights")
             dialect.pause(line)
-            if pushed is None:
-                assert self.adapter is not None
-                dialect.load_adapter(line, self.adapter, folder)
-            else:
-                dialect.begin(line)
-                dialect.push(line, pushed)
+            push()
             if server.asleep:
                 dialect.wake(line, "cache")
                 server.asleep = False
@@ -155,6 +159,44 @@ class HandOver:
             raise ServerFailed(
                 f"{line.address}: it was given weights of version {version} and says that it has {found}"
             )
+
+    @contextmanager
+    def _prepared(self, server: Server, weights: Weights) -> Iterator[Callable[[], None]]:
+        """What pushes once the server stands still: all that can be done before has been done."""
+        if by_collective(self.settings):
+            yield partial(self._linked(server).give, weights, self.dtype)
+            return
+        with travelling(self.settings.server.folder) as folder:
+            if self.adapter is None:
+                pushed = written_weights(folder, weights, self.dtype)
+                yield partial(self.dialect.push, server.line, pushed)
+            else:
+                write_adapter(folder, self.policy.model)
+                yield partial(self.dialect.load_adapter, server.line, self.adapter, folder)
+
+    # -- groups of a collective
+
+    def _linked(self, server: Server) -> WeightLink:
+        """The group with the server's workers, which is made where there is none."""
+        link = self._links.get(server.line.address)
+        if link is None:
+            index, limit = self.world.local_rank, self.settings.server.answer_limit
+            link = WeightLink(self.dialect, server.line, self.device, index, limit, self.world.progress)
+            self._links[server.line.address] = link
+            link.join()
+        return link
+
+    def _unlink(self, server: Server) -> None:
+        link = self._links.pop(server.line.address, None)
+        if link is not None:
+            link.close(told=False)
+
+    def close(self) -> None:
+        for server in self.fleet.servers:
+            link = self._links.pop(server.line.address, None)
+            if link is not None:
+                # One of ours ends next, and needs no word.
+                link.close(told=server.process is None)
 
     def _push_refused(self, server: Server, error: ServerFailed) -> Refusal:
         return Refusal.at(
@@ -178,7 +220,7 @@ class HandOver:
                 raise ServerFailed(
                     f"{server.line.address}: the probe was answered by weights of version {answer.version}"
                 )
-        return probed(self.policy, self.device, asked, answers)
+        return probed(self.policy, self.device.torch_device(self.world.local_rank), asked, answers)
 
     def _refuse_probe(self, server: Server, why: str | None) -> None:
         if why is not None:
