@@ -170,11 +170,14 @@ def _buckets(weights: Weights, dtype: torch.dtype, most: int | None) -> Iterator
 def own_address(server: str) -> str:
     """The address of this machine under which the server sees it."""
     parts = urlsplit(server)
-    found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, where = found[0]
-    with socket.socket(family, kind, protocol) as line:
-        line.connect(where)  # sends nothing
-        return str(line.getsockname()[0])
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, where = found[0]
+        with socket.socket(family, kind, protocol) as line:
+            line.connect(where)  # sends nothing
+            return str(line.getsockname()[0])
+    except OSError as error:
+        raise ServerFailed(f"{server}: no way from it to this machine is known ({error}): {REMEDY}") from error
 
 
 def by_collective(settings: RolloutSettings) -> bool:

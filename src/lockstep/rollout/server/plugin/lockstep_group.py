@@ -6,7 +6,7 @@ A run imports it from lockstep, a server from this folder, where lockstep need n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +47,9 @@ def met(
 
 
 def left(group: dist.ProcessGroup) -> None:
+    """Destroy this end, without a wait for the others: they may be gone, with something of ours half way."""
+    with suppress(RuntimeError):  # a backend that cannot
+        group.abort()
     dist.destroy_process_group(group)
 
 

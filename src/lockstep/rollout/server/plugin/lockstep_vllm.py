@@ -69,9 +69,10 @@ class WeightExtension:
         self, address: str, port: int, name: str, backend: str, size: int, seconds: float
     ) -> dict[str, Any]:
         """Meet the run, which is rank 0, and the other workers in a group."""
-        workers = self.vllm_config.parallel_config.world_size  # type: ignore[attr-defined]
-        if workers != size - 1:
-            raise ValueError(f"{size - 1} workers were called, and the server's weights are divided among {workers}")
+        copies = self.vllm_config.parallel_config.data_parallel_size  # type: ignore[attr-defined]
+        if copies != 1:
+            # The workers of each copy have the same ranks, and only those of one are counted.
+            raise ValueError(f"it has {copies} copies of the weights (data parallelism): set rollout.hand_over=files")
         _leave(self)
         self._lockstep_group = name, *met(address, port, name, backend, self.rank + 1, size, seconds)  # type: ignore[attr-defined]
         return {"rank": self.rank + 1}  # type: ignore[attr-defined]
