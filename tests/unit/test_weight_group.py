@@ -21,7 +21,7 @@ from lockstep.errors import Refusal
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.server import collective
 from lockstep.rollout.server.collective import WeightLink, own_address, refuse_shared_device
-from lockstep.rollout.server.dialect import Announced, Channel, Meeting
+from lockstep.rollout.server.dialect import Announced, Channel, GroupMeeting
 from lockstep.rollout.server.line import ServerFailed
 from lockstep.rollout.server.plugin.lockstep_group import bit_sum
 from lockstep.rollout.server.process import _without_rank
@@ -86,7 +86,7 @@ class Worker:
     def workers(self, line: Channel) -> int:
         return 1
 
-    def join(self, line: Channel, meeting: Meeting) -> None:
+    def join(self, line: Channel, meeting: GroupMeeting) -> None:
         self._ask("join", asdict(meeting))
 
     def begin(self, line: Channel) -> None: ...

@@ -24,7 +24,7 @@ from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.rows import ENGINES
-from lockstep.rollout.server.dialect import Announced, Dialect, Meeting
+from lockstep.rollout.server.dialect import Announced, Dialect, GroupMeeting
 from lockstep.rollout.server.line import ServerFailed, ServerLine
 from lockstep.rollout.server.plugin.lockstep_group import RUN, bit_sum, joined, left
 
@@ -56,7 +56,7 @@ class WeightLink:
         self._limit, self._progress = answer_limit, progress
         seconds = min(answer_limit, MEETING_SECONDS)
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self.meeting = Meeting(
+        self.meeting = GroupMeeting(
             own_address(line.address),
             int(self._store.port),
             f"lockstep-weights-{secrets.token_hex(8)}",

@@ -57,7 +57,7 @@ class PushedWeights:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class GroupMeeting:
     """Where a run, which is rank 0, and the workers of a server, which are the ranks behind it, make a group."""
 
     address: str
@@ -174,7 +174,7 @@ class Dialect(Protocol):
     def workers(self, line: Channel) -> int:
         """How many processes share the weights of the server: the ranks of a group besides the run."""
 
-    def join(self, line: Channel, meeting: Meeting) -> None:
+    def join(self, line: Channel, meeting: GroupMeeting) -> None:
         """All workers come to the meeting. Returns when the group is made."""
 
     def begin(self, line: Channel) -> None:

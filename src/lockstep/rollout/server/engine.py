@@ -19,7 +19,7 @@ from lockstep.rollout.ending import why_ended
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample
 from lockstep.rollout.server.fleet import Back, Done, Lost
-from lockstep.rollout.server.handover import HandOver
+from lockstep.rollout.server.handover import WeightHandOver
 from lockstep.rollout.server.life import ServerLife, named_servers
 from lockstep.rollout.server.line import ServerFailed
 from lockstep.rollout.server.process import dialect_of
@@ -54,7 +54,7 @@ class ServerEngine:
         self._pushed: tuple[int, ...] | None = None
         self.life = ServerLife(dialect, policy, settings, place)
         self.fleet = self.life.fleet
-        self.handover = HandOver(self.life, device)
+        self.handover = WeightHandOver(self.life, device)
         try:
             self._open(device)
             self._on_main(self.life.wait_for_all)

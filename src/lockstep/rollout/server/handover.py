@@ -30,7 +30,7 @@ from lockstep.types import Sampling
 _UNTOUCHED = "the last checkpoint is untouched; rollout.engine=native generates with the trained modules themselves"
 
 
-class HandOver:
+class WeightHandOver:
     """Rank 0's: what was given to which server, and what the probe has said of it."""
 
     def __init__(self, life: ServerLife, device: Device):

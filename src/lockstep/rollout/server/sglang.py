@@ -16,7 +16,7 @@ from lockstep.rollout.server.dialect import (
     Answer,
     Channel,
     Ended,
-    Meeting,
+    GroupMeeting,
     MemoryPart,
     PushedWeights,
     ServerFacts,
@@ -172,7 +172,7 @@ class Sglang:
                 raise ServerFailed(f"{line.address}: {key} is {info[key]}: set rollout.hand_over=files")
         return int(info["tp_size"])
 
-    def join(self, line: Channel, meeting: Meeting) -> None:
+    def join(self, line: Channel, meeting: GroupMeeting) -> None:
         body = {
             "master_address": meeting.address,
             "master_port": meeting.port,

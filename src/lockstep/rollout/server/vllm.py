@@ -16,7 +16,7 @@ from lockstep.rollout.server.dialect import (
     Answer,
     Channel,
     Ended,
-    Meeting,
+    GroupMeeting,
     MemoryPart,
     PushedWeights,
     ServerFacts,
@@ -164,7 +164,7 @@ class Vllm:
     def workers(self, line: Channel) -> int:
         return len(_call(line, "lockstep_version"))
 
-    def join(self, line: Channel, meeting: Meeting) -> None:
+    def join(self, line: Channel, meeting: GroupMeeting) -> None:
         _call(line, "lockstep_join", **asdict(meeting))
 
     def begin(self, line: Channel) -> None:
