@@ -11,7 +11,7 @@ import torch
 
 from engine_session import GREEDY, SAMPLED, load, move, opened, requests, run, sync
 from lockstep.errors import Refusal
-from lockstep.rollout.server import engine as engine_module
+from lockstep.rollout.server import handover
 from lockstep.rollout.server.dialect import PushedWeights
 from lockstep.rollout.server.weights import written_weights
 from lockstep.types import Sampling
@@ -51,7 +51,7 @@ def test_a_corrupted_tensor_is_caught(pushed, monkeypatch: pytest.MonkeyPatch, n
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name].mul_(1.5)
 
-    monkeypatch.setattr(engine_module, "written_weights", spoiled(change))
+    monkeypatch.setattr(handover, "written_weights", spoiled(change))
     assert "its log-probs of the probe differ from the trainer's" in refused(pushed)
 
 
@@ -60,14 +60,14 @@ def test_a_tensor_left_out_of_the_files_is_caught(pushed, monkeypatch: pytest.Mo
         whole = spoiled(lambda tensors: tensors.pop(LEFT_OUT))(folder, weights, dtype)
         return PushedWeights(whole.files, [name for name, _ in weights])
 
-    monkeypatch.setattr(engine_module, "written_weights", write)
+    monkeypatch.setattr(handover, "written_weights", write)
     assert LEFT_OUT in refused(pushed)
 
 
 def test_a_tensor_that_nobody_announced_is_missed(pushed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left out of the list too: vLLM's own loader only warns of some of them, the probe sees the rest."""
     write = spoiled(lambda tensors: tensors.pop(LEFT_OUT))
-    monkeypatch.setattr(engine_module, "written_weights", write)
+    monkeypatch.setattr(handover, "written_weights", write)
     assert "did not take the weights" in (told := refused(pushed)) or "log-probs of the probe" in told
 
 
@@ -77,7 +77,7 @@ def test_weights_that_stay_where_they_were_are_caught(pushed, monkeypatch: pytes
     before = {name: tensor.detach().clone() for name, tensor in pushed.policy.stored.named_parameters()}
     move(pushed.policy, by=2e-7, seed=5)
     monkeypatch.setattr(
-        engine_module,
+        handover,
         "written_weights",
         lambda folder, weights, dtype: written_weights(folder, list(before.items()), dtype),
     )

@@ -127,6 +127,18 @@ class Form:
         return {**self.defaults, **body}
 
 
+def _shapes(value: Any) -> bool:
+    return isinstance(value, list) and all(_integers(each) for each in value)
+
+
+def _list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and _texts(value)
+
+
+def _selector(value: Any) -> bool:
+    return value in ("target", "draft", "all")
+
+
 _TAGS = _optional(lambda value: isinstance(value, list) and all(_text(each) for each in value))
 FORMS: dict[str, Form] = {
     "/pause_generation": Form({"mode": lambda v: v in ("abort", "retract", "in_place")}, {"mode": "abort"}),
@@ -156,11 +168,48 @@ FORMS: dict[str, Form] = {
             "flush_cache": True,
         },
     ),
+    "/init_weights_update_group": Form(
+        {
+            "master_address": _text,
+            "master_port": _integer,
+            "rank_offset": _integer,
+            "world_size": _integer,
+            "group_name": _text,
+            "backend": _text,
+        },
+        {"group_name": "weight_update_group", "backend": "nccl"},
+    ),
+    "/destroy_weights_update_group": Form({"group_name": _text}, {"group_name": "weight_update_group"}),
+    "/begin_weight_update": Form({"selector": _selector}, {"selector": "all"}),
+    "/end_weight_update": Form({}),
+    "/update_weights_from_distributed": Form(
+        {
+            "names": _list_of_texts,
+            "dtypes": _list_of_texts,
+            "shapes": _shapes,
+            "group_name": _text,
+            "flush_cache": _flag,
+            "abort_all_requests": _flag,
+            "weight_version": _optional(_text),
+            "load_format": _optional(_text),
+            "selector": _selector,
+            "torch_empty_cache": _flag,
+        },
+        {
+            "group_name": "weight_update_group",
+            "flush_cache": True,
+            "abort_all_requests": False,
+            "weight_version": None,
+            "load_format": None,
+            "selector": "all",
+            "torch_empty_cache": False,
+        },
+    ),
     "/update_weight_version": Form({"new_version": _text, "abort_all_requests": _flag}, {"abort_all_requests": True}),
     "/release_memory_occupation": Form({"tags": _TAGS}, {"tags": None}),
     "/resume_memory_occupation": Form({"tags": _TAGS}, {"tags": None}),
     "/weights_checker": Form(
-        {"action": _text, "allow_quant_error": _flag, "selector": lambda v: v in ("target", "draft", "all")},
+        {"action": _text, "allow_quant_error": _flag, "selector": _selector},
         {"action": "checksum", "allow_quant_error": False, "selector": "all"},
     ),
     "/load_lora_adapter": Form({"lora_name": _text, "lora_path": _text, "pinned": _flag}, {"pinned": False}),

@@ -21,15 +21,18 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from hang import HANG
 from sglang_schema import FORMS, Asked, Rejected, read_generate
 
 VERSION = "0.5.23"
@@ -74,6 +77,8 @@ class Engine:
         self.asked: list[tuple[str, Any]] = []
         """Every request of a client, in order: (path, body)."""
         self.dropped_tensors: set[str] = set()
+        self.groups: dict[str, Any] = {}
+        self.updating = False
         self.raw_logprobs = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
 
     # Requests.
@@ -251,6 +256,80 @@ class Engine:
                         own[name].copy_(tensor)
                     elif name not in own:
                         raise KeyError(name)
+
+    # Weights by a collective.
+
+    def init_weights_update_group(self, body: dict[str, Any]) -> Any:
+        name = body["group_name"]
+        limit = timedelta(seconds=HANG)
+        try:
+            store: Any = dist.TCPStore(body["master_address"], body["master_port"], is_master=False, timeout=limit)
+            # As torch's own helper names them. It would not make two ends of one group in one process, and tests do.
+            for prefix in (name, f"{name}/", "cpu/"):
+                store = dist.PrefixStore(prefix, store)
+            rank = body["rank_offset"]
+            if body["backend"] != "gloo":
+                raise ValueError(f"no {body['backend']} on a CPU")
+            self.groups[name] = dist.ProcessGroupGloo(store, rank, body["world_size"], limit)
+        except (RuntimeError, ValueError) as error:
+            message = f"Failed to initialize custom process group: {error}."
+            raise Rejected(400, {"success": False, "message": message}) from error
+        return {"success": True, "message": "Succeeded to initialize custom process group."}
+
+    def destroy_weights_update_group(self, body: dict[str, Any]) -> Any:
+        if self.groups.pop(body["group_name"], None) is None:
+            raise Rejected(400, {"success": False, "message": "The group to be destroyed does not exist."})
+        return {"success": True, "message": "Succeeded to destroy custom process group."}
+
+    def begin_weight_update(self, body: dict[str, Any]) -> Any:
+        return self._session(True, "a weight-update session is already open; call end_weight_update() first")
+
+    def end_weight_update(self, body: dict[str, Any]) -> Any:
+        return self._session(False, "no weight-update session is open; call begin_weight_update() first")
+
+    def _session(self, opened: bool, why: str) -> Any:
+        with self.state:
+            if self.updating == opened:
+                raise Rejected(400, {"success": False, "message": why})
+            self.updating = opened
+        return {"success": True, "message": "Success"}
+
+    def update_weights_from_distributed(self, body: dict[str, Any]) -> Any:
+        with self.state:
+            why = self._received(body)
+            if why is not None:
+                raise Rejected(400, {"success": False, "message": why})
+            if body["flush_cache"] and not self._flush():
+                raise Rejected(
+                    400, {"success": False, "message": "Weights were updated, but the cache was not flushed"}
+                )
+            self.version = body["weight_version"] or self.version
+        return {"success": True, "message": "Succeeded to update parameter online."}
+
+    @torch.no_grad()
+    def _received(self, body: dict[str, Any]) -> str | None:
+        """Why it could not; SGLang takes a bucket whole before it loads any of it."""
+        name = body["group_name"]
+        if not self.updating:
+            return "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+        if name not in self.groups:
+            told = f"Group {name} not in {list(self.groups)}. Please call `init_weights_update_group` first."
+            return f"Failed to receive weights: {told}"
+        taken = []
+        for tensor, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+            weight = torch.empty(shape, dtype=getattr(torch, dtype))
+            try:
+                self.groups[name].broadcast(weight, 0).wait()
+            except RuntimeError as error:
+                return f"Failed to receive weights: {error}"
+            taken.append((tensor, weight))
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        for tensor, weight in taken:
+            if tensor not in own:
+                return f"Failed to update parameter online: {tensor}."
+            if tensor not in self.dropped_tensors:
+                own[tensor].copy_(weight)
+        return None
 
     def _flush(self) -> bool:
         if any(row.cache is not None for row in self.running) or (self.running and self.paused is None):

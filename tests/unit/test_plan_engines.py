@@ -49,6 +49,28 @@ def test_settings_of_the_device_are_shown_with_their_reasons(online_file: Path) 
     assert "rollout.sleep" in awake["engine memory"]
 
 
+def test_the_way_of_the_weights_is_told(online_file: Path) -> None:
+    by = {way: ("rollout.engine=vllm", f"rollout.hand_over={way}") for way in ("auto", "files", "collective")}
+    told = {way: dict(engine_lines(planned(online_file, *words), Cpu()))["engine weights"] for way, words in by.items()}
+    assert told == {"auto": "through files", "files": "through files", "collective": "by gloo"}
+    assert "engine weights" not in dict(engine_lines(planned(online_file), Cpu()))
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("hand_over=files",), "says how weights reach a server or a process beside training, and there is none"),
+        (("engine=vllm", "hand_over=memory"), "a server does not share memory with the run"),
+        (("max_staleness=1", "hand_over=files"), "the process beside training takes no files"),
+        (("engine=vllm", "hand_over=collective", "lora"), "an adapter reaches a server as a folder of files"),
+    ],
+)
+def test_a_way_that_does_not_lead_there_is_refused(online_file: Path, words: tuple[str, ...], why: str) -> None:
+    keys = ["model.lora.rank=4" if word == "lora" else f"rollout.{word}" for word in words]
+    with pytest.raises(Refusal, match=rf"rollout\.hand_over: {why}"):
+        planned(online_file, *keys)
+
+
 def test_a_running_server_is_named_by_its_address(online_file: Path) -> None:
     lines = engine_lines(planned(online_file, "rollout.engine=sglang", "rollout.url=[http://a:1,http://b:2]"), Cpu())
     assert lines[0] == ("engine", "sglang at http://a:1, http://b:2, which the run asks when it starts")

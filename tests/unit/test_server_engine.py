@@ -337,7 +337,7 @@ def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None
                 # The server is rank 0's to push to; by now it has gone on to the third push.
                 if number == 0:
                     assert len(run(engine, requests(), SAMPLED)) == 6
-                assert engine._pushes == (2 if number == 0 else 0)
+                assert engine.handover.pushes == (2 if number == 0 else 0)
                 assert engine.fleet.version.endswith("-2")
                 # What rank 0 is refused ends all.
                 move(engine.policy, by=0.5)

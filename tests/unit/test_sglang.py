@@ -325,6 +325,36 @@ def test_an_update_reaches_the_server_and_is_proven(policy: Policy, folder: Path
         assert len(server.engine.asked) == asked, "weights that have not changed are not pushed again"
 
 
+def test_weights_by_a_collective_go_in_buckets_and_are_proven(
+    policy: Policy, folder: Path, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sglang, "bucket_bytes", 20_000)
+    with serving(folder, *FLAGS) as server, engine_at(policy, folder, server, hand_over="collective") as engine:
+        moved(policy)
+        engine.sync(policy.stored.named_parameters())
+        made = run(engine, requests, GREEDY)
+        assert [each.ids for each in made] == [each.ids for each in run(native(policy, folder), requests, GREEDY)]
+        asked = [path for path, _ in server.engine.asked]
+        assert "/update_weights_from_disk" not in asked
+        assert asked.count("/init_weights_update_group") == 1
+        buckets = [body["names"] for path, body in server.engine.asked if path == "/update_weights_from_distributed"]
+        names = [name for name, _ in policy.stored.named_parameters()]
+        # Three pushes: the first time twice.
+        assert [name for bucket in buckets for name in bucket] == 3 * names
+        assert len(buckets) > 6
+        # It was started again, or says so: another group is made, and what was left open is closed.
+        server.engine.groups.clear()
+        moved(policy)
+        engine.sync(policy.stored.named_parameters())
+        assert [path for path, _ in server.engine.asked].count("/init_weights_update_group") == 2
+        assert len(server.engine.groups) == 1
+        server.engine.dropped_tensors = {"model.layers.1.mlp.down_proj.weight"}
+        moved(policy)
+        with pytest.raises(Refusal, match="does not generate with the weights"):
+            engine.sync(policy.stored.named_parameters())
+    assert not server.engine.groups, "destroyed with the engine"
+
+
 def test_a_tensor_that_the_server_leaves_as_it_was_is_found_by_the_probe(policy: Policy, folder: Path) -> None:
     with serving(folder, *FLAGS) as server, engine_at(policy, folder, server) as engine:
         server.engine.dropped_tensors = {"model.layers.1.mlp.down_proj.weight"}

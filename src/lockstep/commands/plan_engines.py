@@ -9,6 +9,7 @@ from lockstep.doctor.facts import installed_packages
 from lockstep.doctor.machine import Machine
 from lockstep.recipe import Recipe
 from lockstep.recipe.rows import ENGINES
+from lockstep.rollout.server.collective import by_collective
 
 
 def engine_lines(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
@@ -26,6 +27,8 @@ def engine_lines(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
         lines += _start(recipe, device)
     else:
         lines.append(("engine", f"{own.name} ({own.found})"))
+    if ENGINES[own.name].served:
+        lines.append(("engine weights", f"by {device.collective}" if by_collective(rollout) else "through files"))
     others = [engine for engine in here.values() if engine.name != own.name]
     lines += [
         ("other engines", f"{engine.name} ({engine.found})" if engine.found else f"not {engine.name}: {engine.missing}")

@@ -30,7 +30,8 @@ class EngineHere:
         """What is missing, with the way to it."""
         if not self.install:
             return self.missing
-        return f"{self.missing}; to have it in one of its own, for rollout.server.python: {self.install}"
+        own = "to have it in one of its own (it pins its own torch), for rollout.server.python"
+        return f"{self.missing}; {own}: {self.install}"
 
 
 def engines_here(packages: Mapping[str, str], device: str) -> Iterator[EngineHere]:

@@ -281,11 +281,10 @@ def _rollout_problems(recipe: Recipe) -> Iterator[Problem]:
             "the process that generates beside training cannot run rollout.function",
             "remove one of them",
         )
-    if rollout.max_staleness is None:
-        for key in ("worker_device", "hand_over"):
-            if key in rollout.model_fields_set and getattr(rollout, key) not in (None, "auto"):
-                why = "says how a process generates beside training, and there is none"
-                yield Problem(f"rollout.{key}", why, "set rollout.max_staleness, or remove it")
+    if rollout.max_staleness is None and rollout.worker_device is not None:
+        why = "says how a process generates beside training, and there is none"
+        yield Problem("rollout.worker_device", why, "set rollout.max_staleness, or remove it")
+    yield from _hand_over_problems(recipe)
     if estimator_row(algorithm.advantage).groups and rollout.n < 2:
         yield Problem(
             "rollout.n",
@@ -300,6 +299,23 @@ def _rollout_problems(recipe: Recipe) -> Iterator[Problem]:
             "new to old probability would be off",
             "remove it, or say rollout.truncated=mask (the trainer truncates too) or ignore",
         )
+
+
+def _hand_over_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Ways of weights to who generates: there must be somebody, and the way must lead there."""
+    rollout, served = recipe.rollout, ENGINES[recipe.rollout.engine].served
+    way, key = rollout.hand_over, "rollout.hand_over"
+    if way == "auto":
+        return
+    if not served and rollout.max_staleness is None:
+        why = "says how weights reach a server or a process beside training, and there is none"
+        yield Problem(key, why, "remove it, or set rollout.engine to a serving engine, or rollout.max_staleness")
+    elif served and way == "memory":
+        yield Problem(key, "a server does not share memory with the run", "use files (in /dev/shm), or collective")
+    elif not served and way == "files":
+        yield Problem(key, "the process beside training takes no files", "use memory, or collective")
+    elif served and way == "collective" and recipe.model.lora is not None:
+        yield Problem(key, "an adapter reaches a server as a folder of files", "use files")
 
 
 def _server_problems(recipe: Recipe) -> Iterator[Problem]:

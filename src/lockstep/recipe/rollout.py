@@ -129,10 +129,12 @@ class RolloutSettings(Section):
         effect=Effect("harmless", "the same model on another device of the same kind"),
         resumable=True,
     )
-    hand_over: Literal["auto", "memory", "collective"] = Field(
+    hand_over: Literal["auto", "memory", "files", "collective"] = Field(
         "auto",
-        description="With `max_staleness`: how weights reach it, through shared memory of the host or by a collective "
-        "of the devices (on a CPU: of the processes). `auto` is the collective where it has a device of its own.",
+        description="How weights reach who generates: by a `collective` of the devices (on a CPU: of the processes), "
+        "with `max_staleness` also through shared `memory` of the host, to a serving engine also through `files`. "
+        "`auto` is the collective where the process beside the run has a device of its own, memory where not, and "
+        "files for a server.",
         effect=Effect("harmless", "the same weights by another way; a probe shows that they are"),
         resumable=True,
     )

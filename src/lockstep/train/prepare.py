@@ -35,6 +35,7 @@ from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.prefill import prefill_budget
 from lockstep.rollout.questions import asked_as, encode_questions
+from lockstep.rollout.server.collective import refuse_shared_device
 from lockstep.rollout.server.process import refuse_absent
 from lockstep.run.progress import Console
 from lockstep.train.beside import refuse_beside, with_worker
@@ -317,6 +318,7 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
     collect(lambda: _refuse_dtype(recipe, device))
     if recipe.method in ONLINE or recipe.val.questions:
         collect(lambda: refuse_absent(recipe.rollout, device))
+        collect(lambda: refuse_shared_device(recipe.rollout, device))
     collect.problems += unfit_packages(device.name, Machine())
     tokenizer = collect(lambda: with_arguments(load_tokenizer(recipe.model.path), recipe.data.template_arguments))
     config = collect(lambda: load_config(recipe.model.path))

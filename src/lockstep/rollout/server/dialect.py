@@ -57,6 +57,33 @@ class PushedWeights:
 
 
 @dataclass(frozen=True)
+class GroupMeeting:
+    """Where a run, which is rank 0, and the workers of a server, which are the ranks behind it, make a group."""
+
+    address: str
+    port: int
+    """Of the run's TCP store."""
+    name: str
+    backend: str
+    """Of torch.distributed, as the device class says it."""
+    size: int
+    seconds: float
+    """The most that one waits for the others."""
+
+
+@dataclass(frozen=True)
+class Announced:
+    """Tensors that are broadcast next, in this order, under the names of the Hugging Face checkpoint."""
+
+    names: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    sums: Sequence[int]
+    """Of the bits of each tensor (`plugin/lockstep_group.py`)."""
+    dtype: str
+    """As torch says it."""
+
+
+@dataclass(frozen=True)
 class ServerStart:
     """A server that is to be started."""
 
@@ -96,6 +123,8 @@ class Dialect(Protocol):
     """As `rollout.engine` says it."""
     package: str
     """The module that the server's Python must have."""
+    bucket_bytes: int | None
+    """The most that `receive` takes at once; None where it takes one tensor after another by itself."""
 
     def install(self, device: str) -> str:
         """The command that installs the engine for a device class, in an environment of its own."""
@@ -120,15 +149,12 @@ class Dialect(Protocol):
     def read(self, answered: Any, wanted: WantedSample) -> Answer:
         """The answer from its JSON; `Failed` where it is not what was asked for."""
 
-    # -- weights: pause, begin, push, flush, end, resume
+    # -- weights: pause, push, flush, end, resume
 
     def pause(self, line: Channel) -> None:
         """Nothing is generated from here on; what is under way is aborted."""
 
     def resume(self, line: Channel) -> None: ...
-
-    def begin(self, line: Channel) -> None:
-        """New weights are coming."""
 
     def push(self, line: Channel, weights: PushedWeights) -> None:
         """Take the weights from the files. Returns when they can be deleted; `Failed` where a tensor is missing or one
@@ -142,6 +168,29 @@ class Dialect(Protocol):
 
     def version(self, line: Channel) -> str:
         """The version of the weights that it has; after a start something that no run says."""
+
+    # -- weights by a collective, in the place of `push`: join once, then begin, receive, finish
+
+    def workers(self, line: Channel) -> int:
+        """How many processes share the weights of the server: the ranks of a group besides the run."""
+
+    def join(self, line: Channel, meeting: GroupMeeting) -> None:
+        """All workers come to the meeting. Returns when the group is made."""
+
+    def begin(self, line: Channel) -> None:
+        """Tensors are coming."""
+
+    def receive(self, line: Channel, group: str, announced: Announced) -> None:
+        """Take what is announced from the group, while the run broadcasts it; `Failed` as lost where the server is in
+        no such group."""
+
+    def finish(self, line: Channel) -> None:
+        """All tensors have come."""
+
+    def leave(self, line: Channel, group: str) -> None:
+        """Destroy the group."""
+
+    # -- adapters
 
     def load_adapter(self, line: Channel, name: str, folder: Path) -> None:
         """Take a PEFT folder as the adapter `name`, and forget those before it."""

@@ -19,6 +19,8 @@ T = TypeVar("T")
 MOST_BYTES = 256 * 2**20
 # For a verb that only turns a switch.
 SWITCH_SECONDS = 120.0
+# For a word of goodbye, which nobody needs an answer to.
+LEAVE_SECONDS = 10.0
 _JOIN_SECONDS = 30.0
 
 

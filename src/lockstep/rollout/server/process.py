@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,9 @@ from lockstep.rollout.server.dialect import Dialect, ServerStart
 HOST = "127.0.0.1"
 LAST_LINES = 25
 _LOOK_SECONDS = 300.0
+# What says which rank of the run we are: the server's own processes would take themselves for it.
+_OF_A_RANK = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_OF_TORCHRUN = ("TORCHELASTIC_", "ROLE_")
 
 
 class ServerProcess:
@@ -57,7 +61,15 @@ class ServerProcess:
 def serve(connection: int, command: list[str], environment: dict[str, str]) -> NoReturn:
     """Runs below the warden: this process becomes the server."""
     os.close(connection)
-    os.execvpe(command[0], command, {**os.environ, **environment})
+    os.execvpe(command[0], command, {**_without_rank(os.environ), **environment})
+
+
+def _without_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _OF_A_RANK and not name.startswith(_OF_TORCHRUN)
+    }
 
 
 def python_of(settings: RolloutSettings) -> str:

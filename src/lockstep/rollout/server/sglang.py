@@ -12,16 +12,18 @@ from safetensors import safe_open
 from lockstep.device.serving import serving_on
 from lockstep.kernels.truncate import Truncation
 from lockstep.rollout.server.dialect import (
+    Announced,
     Answer,
     Channel,
     Ended,
+    GroupMeeting,
     MemoryPart,
     PushedWeights,
     ServerFacts,
     ServerStart,
     WantedSample,
 )
-from lockstep.rollout.server.line import SWITCH_SECONDS, ServerFailed
+from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS, ServerFailed
 from lockstep.types import Sampling
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -32,6 +34,7 @@ _TAGS: dict[MemoryPart, str] = {"weights": "weights", "cache": "kv_cache"}
 class Sglang:
     name = "sglang"
     package = "sglang"
+    bucket_bytes = 256 * 2**20
 
     def install(self, device: str) -> str:
         return serving_on(device, self.name).install
@@ -135,10 +138,6 @@ class Sglang:
     def resume(self, line: Channel) -> None:
         line.post("/continue_generation", {}, seconds=SWITCH_SECONDS)
 
-    def begin(self, line: Channel) -> None:
-        """Nothing: /begin_weight_update and /end_weight_update enclose tensors that come by a collective or by handles.
-        An update from disk prepares and finishes the weights itself, and would be finished twice."""
-
     def push(self, line: Channel, weights: PushedWeights) -> None:
         """SGLang takes every safetensors file of a folder and keeps what is in none of them as it was, without a word:
         what the files hold is looked at before, and what the engine made of it by the probe after."""
@@ -162,6 +161,62 @@ class Sglang:
     def version(self, line: Channel) -> str:
         # Not /server_info: that tells the version which the server was started with.
         return str(line.get("/model_info")["weight_version"])
+
+    # -- weights by a collective
+
+    def workers(self, line: Channel) -> int:
+        info = line.get("/server_info")
+        for key in ("dp_size", "pp_size"):
+            if info.get(key, 1) != 1:
+                # Its ranks in a group are those of tensor parallelism alone, and several workers would have the same.
+                raise ServerFailed(f"{line.address}: {key} is {info[key]}: set rollout.hand_over=files")
+        return int(info["tp_size"])
+
+    def join(self, line: Channel, meeting: GroupMeeting) -> None:
+        body = {
+            "master_address": meeting.address,
+            "master_port": meeting.port,
+            "rank_offset": 1,
+            "world_size": meeting.size,
+            "group_name": meeting.name,
+            "backend": meeting.backend,
+        }
+        _succeeded(line, line.post("/init_weights_update_group", body, meeting.seconds), "message")
+
+    def begin(self, line: Channel) -> None:
+        """An update from disk prepares and finishes the weights itself, one by a collective does not."""
+        try:
+            _succeeded(line, line.post("/begin_weight_update", {}), "message")
+        except ServerFailed as error:
+            # A push that was given up in the middle has left it open.
+            if error.status != _BAD_REQUEST or "already open" not in str(error):
+                raise
+            self.finish(line)
+            _succeeded(line, line.post("/begin_weight_update", {}), "message")
+
+    def receive(self, line: Channel, group: str, announced: Announced) -> None:
+        """SGLang keeps what is not announced as it was, without a word: the probe tells."""
+        body = {
+            "names": list(announced.names),
+            "dtypes": [announced.dtype] * len(announced.names),
+            "shapes": [list(shape) for shape in announced.shapes],
+            "group_name": group,
+            "flush_cache": False,
+        }
+        try:
+            _succeeded(line, line.post("/update_weights_from_distributed", body), "message")
+        except ServerFailed as error:
+            # Its own words for a group that it is not in, which is what a server that was started again says.
+            lost = error.lost or "call `init_weights_update_group` first" in str(error)
+            raise ServerFailed(str(error), lost=lost, status=error.status if error.lost else None) from error
+
+    def finish(self, line: Channel) -> None:
+        _succeeded(line, line.post("/end_weight_update", {}), "message")
+
+    def leave(self, line: Channel, group: str) -> None:
+        line.post("/destroy_weights_update_group", {"group_name": group}, LEAVE_SECONDS)
+
+    # -- adapters
 
     def load_adapter(self, line: Channel, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}

@@ -6,21 +6,24 @@ import json
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lockstep.device.serving import serving_on
 from lockstep.rollout.server.dialect import (
+    Announced,
     Answer,
     Channel,
     Ended,
+    GroupMeeting,
     MemoryPart,
     PushedWeights,
     ServerFacts,
     ServerStart,
     WantedSample,
 )
-from lockstep.rollout.server.line import SWITCH_SECONDS, ServerFailed
+from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS, ServerFailed
 
 PLUGIN = Path(__file__).parent / "plugin"
 MODEL = "lockstep"
@@ -34,6 +37,7 @@ _LOOK_SECONDS = 300.0
 class Vllm:
     name = "vllm"
     package = "vllm"
+    bucket_bytes = None
 
     def install(self, device: str) -> str:
         return serving_on(device, self.name).install
@@ -131,9 +135,6 @@ class Vllm:
     def resume(self, line: Channel) -> None:
         line.post("/resume", seconds=SWITCH_SECONDS)
 
-    def begin(self, line: Channel) -> None:
-        """Nothing: the worker extension takes all files in one call."""
-
     def push(self, line: Channel, weights: PushedWeights) -> None:
         _call(line, "lockstep_load", files=[str(file) for file in weights.files], names=list(weights.names))
 
@@ -157,6 +158,28 @@ class Vllm:
             engine = line.get("/weight_info")["weight_version"]
             return version if version == engine else f"{version} (the engine says {engine})"
         return version
+
+    # -- weights by a collective
+
+    def workers(self, line: Channel) -> int:
+        return len(_call(line, "lockstep_version"))
+
+    def join(self, line: Channel, meeting: GroupMeeting) -> None:
+        _call(line, "lockstep_join", **asdict(meeting))
+
+    def begin(self, line: Channel) -> None:
+        """Nothing: the worker extension takes all tensors in one call."""
+
+    def receive(self, line: Channel, group: str, announced: Announced) -> None:
+        _call(line, "lockstep_receive", group=group, **asdict(announced))
+
+    def finish(self, line: Channel) -> None:
+        """Nothing: see `begin`."""
+
+    def leave(self, line: Channel, group: str) -> None:
+        _call(line, "lockstep_leave", limit=LEAVE_SECONDS)
+
+    # -- adapters
 
     def load_adapter(self, line: Channel, name: str, folder: Path) -> None:
         line.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
@@ -231,13 +254,13 @@ def _scales_out(python: str) -> bool:
     return any("enable_scale_out" in parser.read_text(encoding="utf-8") for parser in parsers)
 
 
-def _call(line: Channel, method: str, **told: Any) -> list[dict[str, Any]]:
-    """A method of the worker extension, on every worker."""
-    answered = line.post("/collective_rpc", {"method": method, "args": [json.dumps(told)]})
+def _call(line: Channel, method: str, *, limit: float | None = None, **told: Any) -> list[dict[str, Any]]:
+    """A method of the worker extension, on every worker, within `limit` seconds."""
+    answered = line.post("/collective_rpc", {"method": method, "args": [json.dumps(told)]}, limit)
     results = answered["results"]
     for result in results:
         if "error" in result:
-            raise ServerFailed(f"{line.address}: {result['error']}")
+            raise ServerFailed(f"{line.address}: {result['error']}", lost=bool(result.get("lost")))
     return list(results)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from lockstep.errors import Refusal, unwritten
 from lockstep.rollout.server.dialect import PushedWeights
+from lockstep.rollout.server.plugin.lockstep_group import bit_sum
 from lockstep.run.tensor_file import write_model
 
 KEY = "rollout.server.folder"
@@ -60,10 +61,8 @@ def write_adapter(folder: Path, model: Any) -> None:
 
 def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
     """Tells whether any weight has changed: of each tensor the sum of its bits as whole numbers."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     with torch.no_grad():
-        sums = [tensor.detach().view(kinds[tensor.element_size()]).sum(dtype=torch.int64) for _, tensor in weights]
-        return tuple(torch.stack([one.cpu() for one in sums]).tolist())
+        return tuple(torch.stack([bit_sum(tensor).cpu() for _, tensor in weights]).tolist())
 
 
 def _usual() -> Path:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from datetime import timedelta
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+
+from lockstep.rollout.server.plugin.lockstep_group import RUN, joined, left
 
 HERE = "127.0.0.1"
-RUN, WORKER = 0, 1
+WORKER = 1
 
 
 class WeightGroup:
@@ -19,7 +18,7 @@ class WeightGroup:
 
     def __init__(self, rank: int, backend: str, store: dist.TCPStore, seconds: float):
         self.rank, self.backend, self.store = rank, backend, store
-        self._seconds = timedelta(seconds=seconds)
+        self._seconds = seconds
         self._joined: dist.ProcessGroup | None = None
 
     @classmethod
@@ -56,20 +55,12 @@ class WeightGroup:
 
     def _group(self) -> dist.ProcessGroup:
         if self._joined is None:
-            # Beside the default group, which a run in one process does not have: nothing else may take it for a world.
             # A process may train twice, each time with a worker of its own: the port tells the groups apart.
-            name = cast(Any, f"lockstep/weights/{self.port}")
-            store = dist.PrefixStore(name, self.store)
-            joined, _ = _new_process_group_helper(
-                2, self.rank, [], Backend(self.backend), store, group_name=name, timeout=self._seconds
-            )
-            assert joined is not None
-            self._joined = joined
-            # Without which it could not be destroyed.
-            _world.pg_group_ranks[joined] = {RUN: RUN, WORKER: WORKER}
+            name = f"lockstep/weights/{self.port}"
+            self._joined = joined(self.backend, self.store, name, self.rank, 2, self._seconds)
         return self._joined
 
     def close(self) -> None:
         if self._joined is not None:
-            dist.destroy_process_group(self._joined)
+            left(self._joined)
         self._joined = None

@@ -1,7 +1,9 @@
-"""What lockstep adds to vLLM's workers (`--worker-extension-cls lockstep_vllm.WeightExtension`): weights from files.
+"""What lockstep adds to vLLM's workers (`--worker-extension-cls lockstep_vllm.WeightExtension`): weights from files, or
+by a collective of the run and all workers.
 
-Runs in the server's Python, which need not have lockstep: it imports torch, safetensors and vLLM alone. Each method is
-called by `/collective_rpc`, takes one JSON text and answers with a dict; what goes wrong is told under `error`.
+Runs in the server's Python, which need not have lockstep: it imports torch, safetensors, vLLM and the file beside it
+alone. Each method is called by `/collective_rpc`, takes one JSON text and answers with a dict; what goes wrong is told
+under `error`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from lockstep_group import Arriving, left, met  # type: ignore[import-not-found]
 from safetensors import safe_open
 
 # What vLLM's own name for fresh weights would be taken for another run's.
@@ -58,13 +61,60 @@ class WeightExtension:
         """Take all weights of the model from safetensors files in the names of its checkpoint."""
         found = _names_in(files)
         _refuse_other_names(found, names)
-        # Half-new weights must not pass for the ones before.
-        self._lockstep_version = "incomplete"
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        loaded = _recorded(model, lambda: self.reload_weights(weights_iterator=_tensors(files)))  # type: ignore[attr-defined]
-        _refuse_left_out(model, loaded)
-        _repack_heads(model)
+        _load(self, _tensors(files))
         return {"loaded": len(found)}
+
+    @_told
+    def lockstep_join(
+        self, address: str, port: int, name: str, backend: str, size: int, seconds: float
+    ) -> dict[str, Any]:
+        """Meet the run, which is rank 0, and the other workers in a group."""
+        copies = self.vllm_config.parallel_config.data_parallel_size  # type: ignore[attr-defined]
+        if copies != 1:
+            # The workers of each copy have the same ranks, and only those of one are counted.
+            raise ValueError(f"it has {copies} copies of the weights (data parallelism): set rollout.hand_over=files")
+        _leave(self)
+        self._lockstep_group = name, *met(address, port, name, backend, self.rank + 1, size, seconds)  # type: ignore[attr-defined]
+        return {"rank": self.rank + 1}  # type: ignore[attr-defined]
+
+    @_told
+    def lockstep_receive(
+        self, group: str, names: list[str], shapes: list[list[int]], sums: list[int], dtype: str
+    ) -> dict[str, Any]:
+        """Take all weights of the model from the group, in the names of its checkpoint and in this order."""
+        name, joined, _ = getattr(self, "_lockstep_group", (None, None, None))
+        if name != group:
+            return {"error": f"it is in no group {group}: it was started again", "lost": True}
+        arriving = Arriving(joined, names, shapes, sums, dtype, self.device)  # type: ignore[attr-defined]
+        try:
+            _load(self, arriving)
+        finally:
+            ignored = arriving.take_rest()
+        if ignored or arriving.spoiled:
+            raise ValueError(f"did not come as they were sent: {arriving.spoiled[:5]}; not taken: {ignored[:5]}")
+        return {"loaded": len(names)}
+
+    @_told
+    def lockstep_leave(self) -> dict[str, Any]:
+        _leave(self)
+        return {}
+
+
+def _load(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    # Half-new weights must not pass for the ones before.
+    worker._lockstep_version = "incomplete"
+    model = worker.model_runner.get_model()
+    loaded = _recorded(model, lambda: worker.reload_weights(weights_iterator=weights))
+    _refuse_left_out(model, loaded)
+    _repack_heads(model)
+
+
+def _leave(worker: Any) -> None:
+    """Nothing where it is in no group."""
+    _, group, _ = getattr(worker, "_lockstep_group", (None, None, None))
+    worker._lockstep_group = None, None, None
+    if group is not None:
+        left(group)
 
 
 def _names_in(files: list[str]) -> list[str]:

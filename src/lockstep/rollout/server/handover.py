@@ -1,0 +1,254 @@
+"""Weights handed over to the servers: pause, push, flush, version, resume; then the probe, which tells."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from lockstep.device.base import Device
+from lockstep.errors import Refusal
+from lockstep.rollout.server.collective import WeightLink, Weights, by_collective
+from lockstep.rollout.server.fleet import Server
+from lockstep.rollout.server.life import POLL_SECONDS, ServerLife
+from lockstep.rollout.server.line import ServerFailed
+from lockstep.rollout.server.probe import (
+    MOST,
+    Bounds,
+    ProbeResult,
+    calibrated,
+    probe_requests,
+    probed,
+    repeat_noise,
+    why_refused,
+)
+from lockstep.rollout.server.weights import travelling, write_adapter, written_weights
+from lockstep.types import Sampling
+
+_UNTOUCHED = "the last checkpoint is untouched; rollout.engine=native generates with the trained modules themselves"
+
+
+class WeightHandOver:
+    """Rank 0's: what was given to which server, and what the probe has said of it."""
+
+    def __init__(self, life: ServerLife, device: Device):
+        self.life, self.device = life, device
+        self.dialect, self.policy, self.settings = life.dialect, life.policy, life.settings
+        self.fleet, self.dtype, self.world = life.fleet, life.dtype, life.world
+        self.updates = 0
+        """Updates that the weights have seen which are handed over next."""
+        self.pushes = 0
+        self.probed: dict[str, ProbeResult] = {}
+        """The last probe of each server, by its address."""
+        self.bounds: Bounds | None = None
+        """Of the probes, from the first two pushes."""
+        self._run, self._noise = secrets.token_hex(4), 0.0
+        self._links: dict[str, WeightLink] = {}
+
+    @property
+    def adapter(self) -> str | None:
+        """The name under which a server has the adapter of now, in a LoRA run."""
+        return None if self.life.lora_rank is None else f"lockstep-{self.fleet.version}"
+
+    # -- to whom
+
+    def to_all(self, weights: Weights) -> None:
+        """To every server that can be reached, and to one at least."""
+        self._next_version()
+        reached = []
+        for server in self.fleet.servers:
+            try:
+                self._to_one(server, weights)
+                reached.append(server)
+            except ServerFailed as error:
+                if not (error.lost and self._goes_on_without(server, error)):
+                    raise self._push_refused(server, error) from error
+        if not reached:
+            self._wait_for_one(weights)
+
+    def bring_up(self, server: Server, weights: Weights | None = None) -> None:
+        """The weights of the step once more, for a server that answers again."""
+        try:
+            self.dialect.healthy(server.line)
+            if not self.world.main:
+                # Rank 0 does it when it finds out; until then this server is not asked.
+                server.up = self.dialect.version(server.line) == self.fleet.version
+                return
+            # It is a fresh server: the probe before says nothing of it.
+            self.probed.pop(server.line.address, None)
+            self._to_one(server, list(self.policy.stored.named_parameters()) if weights is None else weights)
+        except ServerFailed as error:
+            server.why = str(error)
+            if not error.lost:
+                raise self._push_refused(server, error) from error
+            if server.process is not None and not server.process.alive:
+                self.life.start_again(server)
+
+    def _goes_on_without(self, server: Server, error: ServerFailed) -> bool:
+        """A server that cannot be reached at all is left out, and looked after while the others generate. One that
+        breaks in the middle of a push has weights that nobody knows: no sample is asked of it before the next push."""
+        server.up, server.why, server.since = False, str(error), time.monotonic()
+        return error.status is None
+
+    def _wait_for_one(self, weights: Weights) -> None:
+        """All are lost: those of ours are started again, and the first to answer is given the weights."""
+        for server in self.fleet.servers:
+            self.life.start_again(server)
+        while not self.fleet.up():
+            self.life.refuse_all_silent()
+            for server in self.fleet.servers:
+                self.bring_up(server, weights)
+            self.world.progress("a server that answers")
+            time.sleep(POLL_SECONDS)
+
+    # -- how
+
+    def _to_one(self, server: Server, weights: Weights) -> None:
+        try:
+            if not (server.up or server.asleep):
+                self._unlink(server)  # a server that was lost has lost its group
+            self._give_and_probe(server, weights)
+        except ServerFailed as error:
+            self._unlink(server)
+            if error.lost:
+                # One that is there after all must not stand still for ever: some tell their health by generating.
+                with suppress(ServerFailed):
+                    self.dialect.resume(server.line)
+            raise
+
+    def _give_and_probe(self, server: Server, weights: Weights) -> None:
+        """The first time all of it twice, which tells what is noise."""
+        self._give(server, weights)
+        said = self._probe(server)
+        if self.bounds is None:
+            self._refuse_probe(server, why_refused(said, None, MOST[self.dtype], 0.0))
+            self._next_version()
+            self._give(server, weights)
+            again = self._probe(server)
+            self.bounds, self._noise = calibrated(said, again, self.dtype), repeat_noise(said, again)
+            self._refuse_probe(server, why_refused(again, None, self.bounds, 0.0))
+            self._refuse_other_truncation(server)
+            said = again
+        before = self.probed.get(server.line.address)
+        self._refuse_probe(server, why_refused(said, before, self.bounds, self._noise))
+        self.probed[server.line.address] = said
+        server.up, server.why, server.starts = True, "", 0
+
+    def _next_version(self) -> None:
+        self.pushes += 1
+        self.fleet.version = f"{self._run}-{self.pushes}"
+
+    def _give(self, server: Server, weights: Weights) -> None:
+        dialect, line, version = self.dialect, server.line, self.fleet.version
+        server.up = False
+        with self._prepared(server, weights) as push:
+            if server.asleep:
+                dialect.wake(line, "weights")
+            dialect.pause(line)
+            push()
+            if server.asleep:
+                dialect.wake(line, "cache")
+                server.asleep = False
+            dialect.flush(line)
+            dialect.end(line, version)
+            dialect.resume(line)
+        found = dialect.version(line)
+        if found != version:
+            raise ServerFailed(
+                f"{line.address}: it was given weights of version {version} and says that it has {found}"
+            )
+
+    @contextmanager
+    def _prepared(self, server: Server, weights: Weights) -> Iterator[Callable[[], None]]:
+        """What pushes once the server stands still: all that can be done before has been done."""
+        if by_collective(self.settings):
+            yield partial(self._linked(server).give, weights, self.dtype)
+            return
+        with travelling(self.settings.server.folder) as folder:
+            if self.adapter is None:
+                pushed = written_weights(folder, weights, self.dtype)
+                yield partial(self.dialect.push, server.line, pushed)
+            else:
+                write_adapter(folder, self.policy.model)
+                yield partial(self.dialect.load_adapter, server.line, self.adapter, folder)
+
+    # -- groups of a collective
+
+    def _linked(self, server: Server) -> WeightLink:
+        """The group with the server's workers, which is made where there is none."""
+        link = self._links.get(server.line.address)
+        if link is None:
+            index, limit = self.world.local_rank, self.settings.server.answer_limit
+            link = WeightLink(self.dialect, server.line, self.device, index, limit, self.world.progress)
+            self._links[server.line.address] = link
+            link.join()
+        return link
+
+    def _unlink(self, server: Server) -> None:
+        link = self._links.pop(server.line.address, None)
+        if link is not None:
+            link.close(told=False)
+
+    def close(self) -> None:
+        for server in self.fleet.servers:
+            link = self._links.pop(server.line.address, None)
+            if link is not None:
+                # One of ours ends next, and needs no word.
+                link.close(told=server.process is None)
+
+    def _push_refused(self, server: Server, error: ServerFailed) -> Refusal:
+        return Refusal.at(
+            f"rollout.engine {self.dialect.name} at {server.line.address}",
+            f"it did not take the weights after {self.updates} updates: {error}",
+            _UNTOUCHED,
+        )
+
+    # -- the probe
+
+    def _probe(self, server: Server, sampling: Sampling | None = None) -> ProbeResult:
+        asked = probe_requests(self.policy, self.adapter, sampling)
+        lines, limit = self.life.lines, self.settings.server.answer_limit
+        begun = []
+        for wanted in asked:
+            path, body = self.dialect.ask(wanted)
+            begun.append(lines.start(server.line.asked("POST", path, body, limit)))
+        answers = [self.dialect.read(one.result(), wanted) for one, wanted in zip(begun, asked, strict=True)]
+        for answer in answers:
+            if answer.version is not None and answer.version != self.fleet.version:
+                raise ServerFailed(
+                    f"{server.line.address}: the probe was answered by weights of version {answer.version}"
+                )
+        return probed(self.policy, self.device.torch_device(self.world.local_rank), asked, answers)
+
+    def _refuse_probe(self, server: Server, why: str | None) -> None:
+        if why is not None:
+            server.up = False
+            raise Refusal.at(
+                f"rollout.engine {self.dialect.name} at {server.line.address}",
+                f"it does not generate with the weights after {self.updates} updates that it was given: {why}",
+                _UNTOUCHED,
+            )
+
+    def _refuse_other_truncation(self, server: Server) -> None:
+        """With `rollout.truncated: mask` both sides must leave out the same tokens."""
+        how = self.settings
+        sampling = Sampling(
+            max_tokens=1,
+            temperature=how.temperature,
+            top_p=how.top_p,
+            top_k=how.top_k,
+            min_p=how.min_p,
+            score_truncated=how.truncated == "mask",
+        )
+        if (how.top_p, how.top_k, how.min_p) == (1.0, 0, 0.0):
+            return
+        said, most = self._probe(server, sampling), MOST[self.dtype]
+        if not said.off.mean <= most.mean:
+            raise Refusal.at(
+                "rollout.truncated",
+                f"engine {self.dialect.name} truncates otherwise than the trainer (top_p {how.top_p:g}, top_k "
+                f"{how.top_k}, min_p {how.min_p:g}): log-probs differ by {said.off.mean:.3g} on average",
+                "remove top_p, top_k and min_p",
+            )

@@ -1,0 +1,158 @@
+"""The life of a run's servers: started or found, waited for, started again when they are lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from lockstep.device.base import Device
+from lockstep.errors import Refusal
+from lockstep.model.load import DTYPES
+from lockstep.model.policy import Policy
+from lockstep.recipe.rollout import RolloutSettings
+from lockstep.rollout.place import RunPlace
+from lockstep.rollout.server.dialect import Channel, Dialect, ServerFacts
+from lockstep.rollout.server.fleet import Fleet, Server
+from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine, is_address
+from lockstep.rollout.server.process import refuse_absent, start_server
+
+T = TypeVar("T")
+# Of a server of ours that ends before it has got weights.
+STARTS = 3
+POLL_SECONDS = 1.0
+
+
+class ServerLife:
+    """Of all servers of a run, as rank 0 leads it; the other ranks know the addresses."""
+
+    def __init__(self, dialect: Dialect, policy: Policy, settings: RolloutSettings, place: RunPlace):
+        self.dialect, self.policy, self.settings, self.place = dialect, policy, settings, place
+        self.world = place.world
+        self.dtype: torch.dtype = next(policy.parameters()).dtype
+        self.lora_rank = _lora_rank(policy)
+        self.engines: dict[str, str] = {}
+        """Name and version of the engine at each address."""
+        self.lines = Lines()
+        self.fleet = Fleet(dialect, self.lines, [], settings.server.answer_limit)
+
+    # -- start
+
+    def start(self, device: Device) -> str:
+        """One server of ours; its address. It is not waited for."""
+        refuse_absent(self.settings, device)
+        dtype = next(name for name, kind in DTYPES.items() if kind == self.dtype)
+        log = self.place.folder / f"{self.dialect.name}.log"
+        process, address = start_server(
+            self.dialect, self.settings, device, self.place.model, dtype, self.lora_rank, log
+        )
+        self.fleet.servers = [Server(self._line(address), process, since=time.monotonic())]
+        return address
+
+    def find(self, addresses: Sequence[str]) -> None:
+        """Servers that somebody else has started, or rank 0."""
+        self.fleet.servers = [Server(self._line(address), since=time.monotonic()) for address in addresses]
+
+    def _line(self, address: str) -> ServerLine:
+        return ServerLine(self.lines, address, self.settings.server.answer_limit)
+
+    def wait_for_all(self) -> None:
+        """Until all answer; what they say of themselves must fit the model."""
+        for server in self.fleet.servers:
+            while True:
+                try:
+                    self.dialect.healthy(server.line)
+                    break
+                except ServerFailed as error:
+                    server.why = str(error)
+                    self.refuse_silent(server)
+                    self.world.progress(f"the start of {server.line.address}")
+                    time.sleep(POLL_SECONDS)
+            facts = self.asked(server, self.dialect.facts)
+            self.engines[server.line.address] = facts.engine
+            self._refuse_unfit(server, facts)
+
+    def asked(self, server: Server, verb: Callable[[Channel], T]) -> T:
+        """What must succeed; a server that cannot do it ends the run."""
+        try:
+            return verb(server.line)
+        except ServerFailed as error:
+            where = f"rollout.engine {self.dialect.name} at {server.line.address}"
+            raise Refusal.at(where, str(error), self.dialect.started_by_hand()) from error
+
+    # -- lost servers
+
+    def start_again(self, server: Server) -> None:
+        """One of ours, that has ended or hangs. Others come back by themselves, or do not."""
+        server.since = time.monotonic()
+        if server.process is None:
+            return
+        server.starts += 1
+        if server.starts > STARTS:
+            raise Refusal.at(
+                f"rollout.engine {self.dialect.name}",
+                f"the server was lost {server.starts} times in a row: {server.why}{server.process.last_lines()}",
+                "the same command goes on from the last checkpoint",
+            )
+        server.process.restart()
+
+    def refuse_silent(self, server: Server) -> None:
+        """A server that has ended, or is waited for too long."""
+        limit = self.settings.server.start_limit
+        if server.process is not None and not server.process.alive:
+            raise Refusal.at(
+                f"rollout.engine {self.dialect.name}",
+                f"the server {server.process.ended()}",
+                "its own words above say why; rollout.server.args and rollout.server.env reach it",
+            )
+        if time.monotonic() - server.since > limit:
+            last = server.process.last_lines() if server.process is not None else ""
+            raise Refusal.at(
+                "rollout.server.start_limit",
+                f"no answer in {limit:g} s from {server.told()}{last}",
+                "raise it, or look why the server does not come up",
+            )
+
+    def refuse_all_silent(self) -> None:
+        """While one is up, the others may take their time."""
+        if not self.fleet.up():
+            self.refuse_silent(max(self.fleet.servers, key=lambda server: server.since))
+
+    def _refuse_unfit(self, server: Server, facts: ServerFacts) -> None:
+        where, remedy = f"rollout.engine {self.dialect.name} at {server.line.address}", self.dialect.started_by_hand()
+        rows = self.policy.causal_lm.get_input_embeddings().weight.shape[0]
+        for wrong in facts.wrong:
+            raise Refusal.at(where, wrong, remedy)
+        if facts.vocabulary is not None and facts.vocabulary != rows:
+            why = f"it has a vocabulary of {facts.vocabulary:,} tokens, the model of the run one of {rows:,}"
+            raise Refusal.at(where, why, f"start it with the model {self.place.model}")
+        own = str(self.dtype).removeprefix("torch.")
+        if facts.dtype is not None and facts.dtype != own:
+            raise Refusal.at(where, f"it computes in {facts.dtype}, the trainer in {own}", f"start it with {own}")
+
+    def close(self) -> None:
+        for server in self.fleet.servers:
+            if server.process is not None:
+                server.process.close()
+        self.lines.close()
+
+
+def named_servers(settings: RolloutSettings) -> list[str] | None:
+    """The addresses of `rollout.url`; None where the run starts a server of its own."""
+    if settings.url is None:
+        return None
+    urls = [settings.url] if isinstance(settings.url, str) else settings.url
+    found = [address.rstrip("/") for address in dict.fromkeys(urls)]
+    for address in found:
+        if not is_address(address):
+            raise Refusal.at("rollout.url", f"{address!r} is not an HTTP address", "write http://host:port")
+    if not found:
+        raise Refusal.at("rollout.url", "names no server", "write http://host:port, or remove it")
+    return found
+
+
+def _lora_rank(policy: Policy) -> int | None:
+    configs = getattr(policy.model, "peft_config", None)
+    return None if configs is None else max(int(config.r) for config in configs.values())

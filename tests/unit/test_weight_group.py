@@ -1,0 +1,254 @@
+"""Weights by a collective to a server's workers: two real processes over gloo, one of which has the plugin alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hang import HANG
+from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
+from lockstep.recipe.rollout import RolloutSettings
+from lockstep.rollout.server import collective
+from lockstep.rollout.server.collective import WeightLink, own_address, refuse_shared_device
+from lockstep.rollout.server.dialect import Announced, Channel, GroupMeeting
+from lockstep.rollout.server.line import ServerFailed
+from lockstep.rollout.server.plugin.lockstep_group import bit_sum
+from lockstep.rollout.server.process import _without_rank
+from lockstep.rollout.server.vllm import PLUGIN
+
+# A worker as a server has them: it reads verbs, and answers each with a line.
+WORKER = """
+import json, sys
+sys.path[:0] = [sys.argv[1]]
+import torch
+import torch.distributed as dist
+from lockstep_group import Arriving, left, met
+# As a server's workers are: in a group of their own, bound to a device.
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.group.WORLD.bound_device_id = torch.device("cuda:0")
+assert not [name for name in sys.modules if name.split(".")[0] in ("lockstep", "vllm", "transformers", "safetensors")]
+group = None
+for line in sys.stdin:
+    verb, told = json.loads(line)
+    try:
+        if verb == "join":
+            group, store = met(**told, rank=1)
+            said = {"bound": str(dist.group.WORLD.bound_device_id)}
+        elif verb == "receive":
+            del told["group"]
+            arriving = Arriving(group, **told, device=torch.device("cpu"))
+            taken = [next(arriving) for _ in range(2)]  # a loader that does not ask for all of them
+            said = {"ignored": arriving.take_rest(), "spoiled": arriving.spoiled}
+            said["values"] = {name: tensor.double().sum().item() for name, tensor in taken}
+        else:
+            left(group)
+            said = {}
+    except Exception as error:
+        said = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(said), flush=True)
+"""
+
+
+@dataclass
+class Worker:
+    """The process, and the verbs of a dialect that reach it; `hold` is called before each."""
+
+    process: subprocess.Popen[str]
+    name: str = "worker"
+    bucket_bytes: int | None = None
+    hold: Callable[[str], None] = lambda verb: None
+    said: list[dict[str, Any]] = field(default_factory=list)
+
+    def _ask(self, verb: str, told: dict[str, Any]) -> None:
+        self.hold(verb)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([verb, told]) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise ServerFailed("the server is gone", lost=True)
+        self.said.append(json.loads(line))
+        if "error" in self.said[-1]:
+            raise ServerFailed(self.said[-1]["error"])
+
+    def workers(self, line: Channel) -> int:
+        return 1
+
+    def join(self, line: Channel, meeting: GroupMeeting) -> None:
+        self._ask("join", asdict(meeting))
+
+    def begin(self, line: Channel) -> None: ...
+
+    def receive(self, line: Channel, group: str, announced: Announced) -> None:
+        self._ask("receive", {"group": group, **asdict(announced)})
+
+    def finish(self, line: Channel) -> None: ...
+
+    def leave(self, line: Channel, group: str) -> None:
+        self._ask("leave", {})
+
+
+class Line:
+    address = "http://127.0.0.1:8000"
+
+
+@contextmanager
+def started() -> Iterator[Worker]:
+    command = [sys.executable, "-c", WORKER, str(PLUGIN)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield Worker(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with started() as worker:
+        yield worker
+
+
+def linked(worker: Worker, limit: float = HANG) -> WeightLink:
+    link = WeightLink(worker, Line(), Cpu(), 0, limit, lambda what: None)  # type: ignore[arg-type]
+    link.join()
+    return link
+
+
+def weights() -> list[tuple[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    return [("a", torch.randn(3, 5)), ("b", torch.randn(7).t()), ("c", torch.randn(2, 4).t())]
+
+
+def test_the_sum_of_bits_is_that_of_the_numbers_they_spell() -> None:
+    # 1.0 is 0x3f800000 in float32, 0x3f80 in bfloat16; -1.0 has the highest bit too, which counts as -2^31.
+    assert bit_sum(torch.tensor([1.0, 1.0])).item() == 2 * 0x3F800000
+    assert bit_sum(torch.tensor([1.0, -1.0])).item() == 0x3F800000 + 0xBF800000 - 2**32
+    assert bit_sum(torch.tensor([1.0], dtype=torch.bfloat16)).item() == 0x3F80
+
+
+def test_tensors_come_as_announced_in_several_pushes_and_groups(worker: Worker) -> None:
+    worker.said.clear()
+    sent = weights()
+    for dtype in (torch.float32, torch.bfloat16):
+        link = linked(worker)
+        assert worker.said[-1] == {"bound": "cuda:0"}
+        for _ in range(2):
+            link.give(sent, dtype)
+            told = worker.said[-1]
+            assert (told["ignored"], told["spoiled"]) == (["c"], [])
+            assert told["values"] == {name: tensor.to(dtype).double().sum().item() for name, tensor in sent[:2]}
+        link.close()
+        assert worker.said[-1] == {}
+    assert worker.process.poll() is None
+
+
+def test_a_tensor_that_is_not_the_announced_one_is_found_out(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the same shape that changed places, and one that changed on its way."""
+    sent = [("a", torch.randn(4)), ("b", torch.randn(4)), ("c", torch.randn(4))]
+    link = linked(worker)
+    give = link._send
+
+    def other(bucket: Any, dtype: torch.dtype) -> None:
+        give([bucket[1], bucket[0], ("c", bucket[2][1] + 1)], dtype)
+
+    monkeypatch.setattr(link, "_send", other)
+    link.give(sent, torch.float32)
+    assert worker.said[-1]["spoiled"] == ["a", "b", "c"]
+    link.close()
+
+
+def test_buckets_hold_what_fits_in_their_order() -> None:
+    sent = [(name, torch.zeros(size)) for name, size in (("a", 4), ("b", 4), ("c", 100), ("d", 1))]
+    taken = collective._buckets(sent, torch.float32, 32)
+    assert [[name for name, _ in bucket] for bucket in taken] == [["a", "b"], ["c"], ["d"]]
+    assert [len(bucket) for bucket in collective._buckets(sent, torch.float32, None)] == [4]
+
+
+def test_a_worker_that_cannot_join_says_why_at_once(worker: Worker) -> None:
+    def hold(verb: str) -> None:
+        raise ServerFailed("it has no such method")
+
+    refused = Worker(worker.process, hold=hold)
+    with pytest.raises(ServerFailed, match="it has no such method"):
+        linked(refused)
+
+
+def test_a_side_that_does_not_come_is_named(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "_WORDS_SECONDS", 0.1)
+    over = threading.Event()
+    late = Worker(worker.process, hold=lambda verb: over.wait() and None)  # type: ignore[func-returns-value]
+    try:
+        with pytest.raises(ServerFailed, match=r"the 1 workers of the server did not come in 0\.2 s") as caught:
+            linked(late, limit=0.2)
+        assert caught.value.lost
+    finally:
+        late.hold = lambda verb: (_ for _ in ()).throw(ServerFailed("over"))
+        over.set()
+
+
+def test_a_server_that_dies_in_the_middle_of_a_push_is_lost() -> None:
+    with started() as worker:
+        link = linked(worker)
+        worker.hold = lambda verb: worker.process.kill()
+        with pytest.raises(ServerFailed) as caught:
+            link.give([("a", torch.zeros(4_000_000))], torch.float32)
+        assert caught.value.lost
+        link.close(told=False)
+
+
+def test_the_own_address_is_one_that_the_server_can_reach() -> None:
+    assert own_address("http://127.0.0.1:8000") == "127.0.0.1"
+    assert own_address("http://localhost:8000") in ("127.0.0.1", "::1")
+    with pytest.raises(ServerFailed, match=r"set rollout\.hand_over=files"):
+        own_address("http://no-such-host.invalid:8000")
+
+
+class Accelerator(Cpu):
+    name = "cuda"
+    meets_itself = False
+    visible_variable = "SEEN_DEVICES"
+
+
+@pytest.mark.parametrize(
+    ("seen", "devices", "shared"),
+    [(None, None, 0), (None, [1, 0], 0), (None, [1], None), ("2,3", [2], 2), ("2,3", [3], None), ("2", None, 2)],
+)
+def test_run_and_server_on_one_device_are_refused(
+    monkeypatch: pytest.MonkeyPatch, seen: str | None, devices: list[int] | None, shared: int | None
+) -> None:
+    if seen is None:
+        monkeypatch.delenv("SEEN_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("SEEN_DEVICES", seen)
+    settings = RolloutSettings(engine="vllm", hand_over="collective", server={"devices": devices})
+    refuse_shared_device(settings, Cpu())
+    refuse_shared_device(settings.model_copy(update={"hand_over": "auto"}), Accelerator())
+    refuse_shared_device(settings.model_copy(update={"url": "http://there:1"}), Accelerator())
+    if shared is None:
+        refuse_shared_device(settings, Accelerator())
+        return
+    with pytest.raises(Refusal, match=rf"share device {shared}\n.*set rollout\.hand_over=files"):
+        refuse_shared_device(settings, Accelerator())
+
+
+def test_a_server_does_not_take_itself_for_a_rank_of_the_run() -> None:
+    of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+    kept = {"RANK_TABLE_FILE": "x", "PATH": "/bin"}
+    assert _without_rank({**dict.fromkeys(of_a_rank, "1"), **kept}) == kept
+
+
+def test_the_plugin_folder_holds_what_it_imports() -> None:
+    assert {file.name for file in Path(PLUGIN).glob("*.py")} == {"__init__.py", "lockstep_group.py", "lockstep_vllm.py"}
