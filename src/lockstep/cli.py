@@ -170,6 +170,42 @@ def generate(
         write(conversation.continue_text(prompt) if raw else conversation.answer(prompt))
 
 
+@app.command()
+def serve(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only with --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="LOCKSTEP_API_KEY", help="What requests must bring: Authorization: Bearer KEY.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What requests call the model [its folder's name].")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a prompt and its answer together [the model's context].")
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Sequences that are decoded at once.")] = 64,
+    cache_gb: Annotated[
+        float | None, typer.Option(min=0, help="Memory of the key/value cache [at most half of what is free].")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=1, help="Sequences that may wait or run; more are answered 429.")] = 256,
+    max_body: Annotated[float, typer.Option(min=0, help="MiB of a request; a longer one is answered 413.")] = 16.0,
+    request_seconds: Annotated[
+        float, typer.Option(min=0, help="Time of a request; a longer one is answered 504.")
+    ] = 600.0,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: as the weights are stored.")] = "auto",
+    device: str = "auto",
+) -> None:
+    """Serve MODEL over HTTP, as OpenAI's interface: chats, completions, models. A reward model gives rewards."""
+    from lockstep.serve.limits import Address, Limits
+
+    address = Address(host, port, api_key)
+    limits = Limits(body_bytes=int(max_body * 2**20), queue=queue, seconds=request_seconds)
+
+    from lockstep.serve.start import Serving
+    from lockstep.serve.start import serve as run
+
+    run(Serving(model, name, dtype, device, max_length, max_sequences, cache_gb), address, limits)
+
+
 @app.command(name="eval")
 def evaluate(
     model: ModelArgument,

@@ -138,7 +138,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("commands", "parity", "compat"),
     ("train",),
-    ("evaluate",),
+    ("evaluate", "serve"),
     ("methods",),
     ("rollout", "reward"),
     ("tape",),

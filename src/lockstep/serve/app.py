@@ -1,0 +1,95 @@
+"""The endpoints of a language model: chats, completions, the list of models, and how full the engine is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from lockstep.serve.answers import Answer
+from lockstep.serve.gate import check_caller
+from lockstep.serve.http import HttpRequest
+from lockstep.serve.limits import Address
+from lockstep.serve.orders import Asked, Served, chat_asked, completion_asked
+from lockstep.serve.replies import ApiError, Reply, as_events, as_json
+from lockstep.serve.worker import EngineWorker
+
+Endpoint = Callable[[HttpRequest], Awaitable[Reply]]
+
+
+class App(Protocol):
+    """What a server runs: a table of endpoints, and its end."""
+
+    routes: dict[tuple[str, str], Endpoint]
+
+    def close(self) -> None: ...
+
+
+def routed(app: App, address: Address) -> Endpoint:
+    """One endpoint out of many; a wrong path or method is told."""
+
+    async def answer(request: HttpRequest) -> Reply:
+        check_caller(request, address)
+        path = request.path.rstrip("/") or "/"
+        method = "GET" if request.method == "HEAD" else request.method
+        if (method, path) in app.routes:
+            return await app.routes[method, path](request)
+        known = sorted({route for _, route in app.routes})
+        if path in known:
+            raise ApiError(405, f"{path} does not take {request.method}", code="method_not_allowed")
+        raise ApiError(404, f"there is no {path[:200]}; there are {', '.join(known)}", code="not_found")
+
+    return answer
+
+
+def model_list(names: tuple[str, ...], longest: int | None) -> dict[str, Any]:
+    """As OpenAI lists models, with vLLM's name for the longest sequence."""
+    model = {"id": names[0], "object": "model", "created": int(time.time()), "owned_by": "lockstep"}
+    return {"object": "list", "data": [{**model, "max_model_len": longest} if longest else model]}
+
+
+class LanguageModelApp:
+    def __init__(self, served: Served, worker: EngineWorker):
+        self.served, self.worker = served, worker
+        self._models = model_list(served.names, served.longest)
+        # One thread makes tokens of requests: a long one holds up neither the streams nor the engine.
+        self._encoder = ThreadPoolExecutor(1, "encoder")
+        self.routes: dict[tuple[str, str], Endpoint] = {
+            ("POST", "/v1/chat/completions"): self.chat,
+            ("POST", "/v1/completions"): self.complete,
+            ("GET", "/v1/models"): self.models,
+            ("GET", "/health"): self.health,
+        }
+
+    async def chat(self, request: HttpRequest) -> Reply:
+        return await self._answered(request, chat_asked, chat=True)
+
+    async def complete(self, request: HttpRequest) -> Reply:
+        return await self._answered(request, completion_asked, chat=False)
+
+    async def models(self, request: HttpRequest) -> Reply:
+        return as_json(self._models)
+
+    async def health(self, request: HttpRequest) -> Reply:
+        if self.worker.over is not None:
+            raise ApiError(503, self.worker.over, code="engine_stopped")
+        return as_json({"status": "ok", **vars(self.worker.load)})
+
+    async def _answered(self, request: HttpRequest, understood: Callable[..., Asked], *, chat: bool) -> Reply:
+        loop = asyncio.get_running_loop()
+        asked = await loop.run_in_executor(self._encoder, understood, request.body, self.served)
+        answer = Answer(asked, self.served, chat=chat)
+        # Here also for a stream, so that a full queue is told by a status and not inside it.
+        ticket = self.worker.order(asked.order)
+        if asked.stream:
+            return as_events(answer.events(ticket), lambda: self.worker.leave(ticket))
+        try:
+            return as_json(await answer.whole(ticket))
+        finally:
+            self.worker.leave(ticket)
+
+    def close(self) -> None:
+        self.worker.close()
+        self._encoder.shutdown()
