@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hang import HANG
-
 from lockstep.device.cpu import Cpu
 from lockstep.parallel.world import World
 from lockstep.serve.app import App, routed

@@ -52,9 +52,7 @@ def batch(policy: Policy, ids: list[int], n: int, sampling: Sampling) -> list[li
     return [one.ids for one in made]
 
 
-def alone(
-    engine: LiveEngine, orders: Asked, gone: set[int]
-) -> tuple[list[list[int]], list[Told]]:
+def alone(engine: LiveEngine, orders: Asked, gone: set[int]) -> tuple[list[list[int]], list[Told]]:
     """Orders that come one by one, a round apart; those numbered in `gone` leave after three more rounds."""
     samples: dict[int, list[LiveSample]] = {}
     told: list[Told] = []

@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 import torch
-from hang import HANG, wait_until
-from served import endpoint, opened_app
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hang import HANG, wait_until
 from lockstep.commands.generate import Conversation
 from lockstep.serve.app import LanguageModelApp
 from lockstep.serve.limits import Limits
+from served import endpoint, opened_app
 
 # Blocks for two sequences of 256 tokens: with eight rows, some must give way to others.
 LENGTH, ROWS, CACHE_GB = 256, 8, 0.0003
@@ -269,7 +269,7 @@ def test_limits_of_body_queue_and_time(tiny_folder: Path) -> None:
             with pytest.raises(openai.InternalServerError) as late:
                 client.completions.create(**forever, **endless)
             assert (late.value.status_code, late.value.code) == (504, "timeout")
-            with pytest.raises(openai.APIError, match="no whole answer within 0.5 s"):
+            with pytest.raises(openai.APIError, match=r"no whole answer within 0\.5 s"):
                 list(client.completions.create(**forever, **endless, stream=True))
             wait_until(lambda: all_free(small))
     finally:

@@ -138,9 +138,7 @@ class Answer:
             "tokens": texts,
             "token_logprobs": [_sure(one) for one in tokens],
             # Parts of characters have one name for all of them: that of the likeliest stays.
-            "top_logprobs": [
-                {self._token(token): score for token, score in reversed(one.likeliest)} for one in tokens
-            ],
+            "top_logprobs": [{self._token(token): score for token, score in reversed(one.likeliest)} for one in tokens],
             "text_offset": offsets,
         }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 import traceback
 from collections.abc import Sequence
@@ -46,11 +47,13 @@ class _Batch:
 @dataclass(frozen=True)
 class RewardForm:
     """How texts become rows. `max_length`: tokens after which a query in OpenRLHF's form is cut, as its `serve_rm`
-    does; a longer row of another form, or without it, is refused."""
+    does; a longer row of another form, or without it, is refused. `ended`: such a query loses the end and padding
+    tokens around it and gets one end token, as in that of version 0.7."""
 
     model: RewardModel
     names: tuple[str, ...]
     max_length: int | None = None
+    ended: bool = False
 
     def encoded(self, body: bytes) -> tuple[str, list[list[int]]]:
         """The name that scores are answered under, and a row for each of them."""
@@ -93,8 +96,14 @@ class RewardForm:
             raise ApiError(400, 'the body has neither "items" nor "query"')
         if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
             raise wrong("query", "is not a list of texts")
-        rows = self.model.tokenizer(queries, add_special_tokens=False)["input_ids"] if queries else []
+        texts = [self._ended(query) if self.ended else query for query in queries]
+        rows = self.model.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         return [list(row[: self.max_length]) for row in rows]
+
+    def _ended(self, query: str) -> str:
+        tokenizer = self.model.tokenizer
+        marks = "|".join(re.escape(str(token)) for token in (tokenizer.eos_token, tokenizer.pad_token) if token)
+        return re.sub(f"^({marks})+|({marks})+$", "", query) + str(tokenizer.eos_token or "") if marks else query
 
 
 @dataclass
@@ -169,7 +178,8 @@ class RewardWorker:
                 self._changed.wait()
             if self.over:
                 return []
-            taken, rows = [], 0
+            taken: list[_Batch] = []
+            rows = 0
             while self._waiting and (not taken or rows + len(self._waiting[0].rows) <= TOGETHER):
                 taken.append(self._waiting.pop(0))
                 rows += len(taken[-1].rows)

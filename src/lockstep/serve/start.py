@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lockstep.model.load import DTYPES, load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.rollout import RolloutSettings
-from lockstep.reward.model import load_reward_model
+from lockstep.reward.model import load_reward_model, normalized_by_config
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.live import LiveEngine, longest_that_fits
@@ -28,6 +28,15 @@ from lockstep.serve.limits import Address, Limits
 from lockstep.serve.orders import Served
 from lockstep.serve.rewards import RewardForm, RewardModelApp, RewardWorker
 from lockstep.serve.worker import EngineWorker
+
+
+@dataclass(frozen=True)
+class ForeignRewards:
+    """What OpenRLHF's `serve_rm` does otherwise: `ended` as in `RewardForm`; scores are `normalized` by the mean and
+    deviation in the model's config.json, or not at all."""
+
+    ended: bool
+    normalized: bool
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,8 @@ class Serving:
     max_length: int | None = None
     max_sequences: int = 64
     cache_gb: float | None = None
+    foreign: ForeignRewards | None = None
+    """Of a reward model: as OpenRLHF's `serve_rm` would."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -97,14 +108,18 @@ def _reward_model(serving: Serving, limits: Limits, folder: str, device: Device,
     model = load_reward_model(folder, device.torch_device(world.local_rank))
     if serving.dtype != "auto":
         model.model.to(DTYPES[serving.dtype])
-    return RewardModelApp(RewardForm(model, serving.names, serving.max_length), RewardWorker(model, limits))
+    foreign = serving.foreign
+    if foreign is not None:
+        model = normalized_by_config(model) if foreign.normalized else replace(model, mean=0.0, std=1.0)
+    form = RewardForm(model, serving.names, serving.max_length, foreign is not None and foreign.ended)
+    return RewardModelApp(form, RewardWorker(model, limits))
 
 
 def _language_model(
     serving: Serving, limits: Limits, folder: str, config: Any, device: Device, world: World
 ) -> LanguageModelApp:
     tokenizer = load_tokenizer(folder)
-    dtype = _stored_dtype(config) if serving.dtype == "auto" else serving.dtype
+    dtype = stored_dtype(config) if serving.dtype == "auto" else serving.dtype
     settings = RolloutSettings(max_sequences=serving.max_sequences, cache_gb=serving.cache_gb)
     generator = Generator.load(folder, tokenizer, dtype, device, world, settings)
     engine = generator.engine
@@ -121,7 +136,7 @@ def _language_model(
     return LanguageModelApp(served, worker)
 
 
-def _stored_dtype(config: Any) -> str:
+def stored_dtype(config: Any) -> str:
     """The precision of the folder's weights, where generation knows it; else fp32."""
     stored = getattr(config, "dtype", None)
     return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -184,7 +184,7 @@ class EngineWorker:
             return Piece(response.choice, text, told, "length" if length else "stop")
         return Piece(response.choice, text, told)
 
-    def _post(self, found: dict[Ticket, list[Piece]] | dict[Ticket, list[ApiError]]) -> None:
+    def _post(self, found: Mapping[Ticket, Sequence[Piece | ApiError]]) -> None:
         """One call into the event loop for all: waking it takes longer than what it does then."""
         loops = {ticket.loop for ticket in found}
         for loop in loops:
@@ -199,6 +199,6 @@ class EngineWorker:
             self._load = load
 
 
-def _deliver(found: list[tuple[Ticket, list[Piece]]]) -> None:
+def _deliver(found: Sequence[tuple[Ticket, Sequence[Piece | ApiError]]]) -> None:
     for ticket, pieces in found:
         ticket.deliver(pieces)
