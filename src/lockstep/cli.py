@@ -144,13 +144,16 @@ def generate(
     min_p: Annotated[float, typer.Option(min=0, max=1, help="Leave out tokens below this share of the best.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(min=0.01, help="Over 1, tokens seen before lose.")] = 1.0,
     seed: int = 0,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="DIR", help="PEFT folder of a LoRA adapter to put on it.")
+    ] = None,
     device: str = "auto",
 ) -> None:
-    """Let MODEL answer a prompt."""
+    """Let MODEL answer a prompt, word by word; --chat has commands, /help tells them."""
     if prompt is None and not chat:
         raise typer.BadParameter("give a prompt, or --chat")
 
-    from lockstep.commands.generate import Conversation, converse
+    from lockstep.commands.generate import Conversation
 
     conversation = Conversation(
         model,
@@ -163,11 +166,16 @@ def generate(
         top_k=top_k,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        adapter=adapter,
     )
     if chat:
+        from lockstep.commands.chat import converse
+
         converse(conversation, prompt)
     elif prompt is not None:
-        write(conversation.continue_text(prompt) if raw else conversation.answer(prompt))
+        speak = conversation.continue_text if raw else conversation.answer
+        speak(prompt, lambda piece: write(piece, end=""))
+        write()
 
 
 @app.command()

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import SIZES, load, prompts, write_model
-from test_engine import Recorder, gigabytes
+from small_models import SIZES, Recorder, gigabytes, load, prompts, write_model
 from transformers import Qwen2Config
 
 from lockstep.device.cpu import Cpu

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import write_speaker
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.commands.generate import Conversation
@@ -28,7 +29,7 @@ def scene(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with prompts, a model and a reward model."""
     folder = tmp_path_factory.mktemp("scene")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"q": words}) + "\n" for words in PROMPTS))
-    (folder / "model").symlink_to(tiny_folder)
+    write_speaker(folder / "model", tiny_folder)
     write_reward_model(tiny_folder, folder / "rm", mean=0.5, std=2.0)
     return folder
 
@@ -46,11 +47,12 @@ def run(scene: Path, words: str) -> list[dict]:
 ASKED = "--pretrain @model --dataset @prompts.jsonl --input_key q --max_new_tokens 8"
 
 
-def test_greedy_answers_are_those_of_generate(scene: Path, tiny_folder: Path) -> None:
-    said = Conversation(str(tiny_folder), "cpu", max_new_tokens=8, temperature=0.0, seed=0, system=None)
+def test_greedy_answers_are_those_of_generate(scene: Path) -> None:
+    said = Conversation(str(scene / "model"), "cpu", max_new_tokens=8, temperature=0.0, seed=0, system=None)
     rows = run(scene, f"--eval_task generate {ASKED} --greedy_sampling --apply_chat_template --zero_stage 0")
     assert [row["output"] for row in rows] == [said.answer(words) for words in PROMPTS]
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    assert len({row["output"] for row in rows}) == len(PROMPTS)
+    tokenizer = AutoTokenizer.from_pretrained(scene / "model")
     chat = [[{"role": "user", "content": words}] for words in PROMPTS]
     rendered = [tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in chat]
     assert [row["input"] for row in rows] == rendered
@@ -146,7 +148,7 @@ def test_rows_and_prompts_that_do_not_fit_are_named(scene: Path) -> None:
         run(scene, "--eval_task generate --pretrain @model --dataset @prompts.jsonl")
     with pytest.raises(Refusal, match="there are no rows left"):
         run(scene, f"--eval_task generate {ASKED} --iter 9")
-    with pytest.raises(Refusal, match="over the model's context of 2048"):
+    with pytest.raises(Refusal, match="over the model's context of 512"):
         run(scene, f"--eval_task generate {ASKED.replace(' 8', ' 2048')}")
 
 

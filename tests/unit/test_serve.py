@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 import torch
+from small_models import gigabytes, write_speaker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hang import HANG, wait_until
@@ -22,13 +23,19 @@ from lockstep.serve.app import LanguageModelApp
 from lockstep.serve.limits import Limits
 from served import endpoint, opened_app
 
-# Blocks for two sequences of 256 tokens: with eight rows, some must give way to others.
-LENGTH, ROWS, CACHE_GB = 256, 8, 0.0003
+# Blocks for two sequences of 256 tokens: with eight rows, some must wait for others.
+LENGTH, ROWS = 256, 8
+CACHE_GB = gigabytes(36, 16)
 
 
 @pytest.fixture(scope="module")
-def app(tiny_folder: Path) -> Iterator[LanguageModelApp]:
-    opened = opened_app(tiny_folder, max_length=LENGTH, max_sequences=ROWS, cache_gb=CACHE_GB, name="tiny")
+def speaker(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_speaker(tmp_path_factory.mktemp("speaker") / "model", tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def app(speaker: Path) -> Iterator[LanguageModelApp]:
+    opened = opened_app(speaker, max_length=LENGTH, max_sequences=ROWS, cache_gb=CACHE_GB, name="tiny")
     assert isinstance(opened, LanguageModelApp)
     yield opened
     opened.close()
@@ -47,13 +54,18 @@ def client(address: str) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def spoken(tiny_folder: Path) -> Conversation:
+def spoken(speaker: Path) -> Conversation:
     """What `lockstep generate` says, by transformers' own `generate`."""
-    return Conversation(str(tiny_folder), "cpu", max_new_tokens=24, temperature=0.0, seed=0, system=None)
+    return Conversation(str(speaker), "cpu", max_new_tokens=24, temperature=0.0, seed=0, system=None)
 
 
 def chat(words: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": words}]
+
+
+def tokens_of(text: str) -> tuple[int, str]:
+    """Of an answer within 24 tokens: a token a character, and one that ends it where it ends by itself."""
+    return (24, "length") if len(text) == 24 else (len(text) + 1, "stop")
 
 
 def all_free(app: LanguageModelApp) -> bool:
@@ -65,11 +77,13 @@ def test_a_chat_is_answered_as_generate_does(client: openai.OpenAI, spoken: Conv
     answer = client.chat.completions.create(model="tiny", messages=chat("2 + 3?"), temperature=0, max_tokens=24)
     (choice,) = answer.choices
     assert choice.message.content == spoken.answer("2 + 3?")
-    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+    assert choice.message.content.isprintable()
+    made, finish = tokens_of(choice.message.content)
+    assert (choice.message.role, choice.finish_reason) == ("assistant", finish)
     ids = spoken.tokenizer.apply_chat_template(chat("2 + 3?"), add_generation_prompt=True)["input_ids"]
     assert answer.usage is not None
     counted = answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens
-    assert counted == (len(ids), 24, len(ids) + 24)
+    assert counted == (len(ids), made, len(ids) + made)
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
@@ -77,14 +91,15 @@ def test_a_stream_is_the_same_text(client: openai.OpenAI, spoken: Conversation) 
     asked = {"model": "tiny", "messages": chat("Say é!"), "temperature": 0, "max_tokens": 24}
     stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == spoken.answer("Say é!")
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == spoken.answer("Say é!")
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == tokens_of(text)[1]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 24
+    assert chunks[-1].usage.completion_tokens == tokens_of(text)[0]
 
 
-def test_tokens_and_their_log_probabilities(client: openai.OpenAI, tiny_folder: Path) -> None:
+def test_tokens_and_their_log_probabilities(client: openai.OpenAI, speaker: Path) -> None:
     """Token ids in and out, beside a pass of transformers over the whole."""
     ids = [10, 20, 30, 40]
     extra = {"return_token_ids": True}
@@ -94,11 +109,11 @@ def test_tokens_and_their_log_probabilities(client: openai.OpenAI, tiny_folder: 
     told, made = choice.logprobs, choice.model_extra["token_ids"]
     assert choice.model_extra["prompt_token_ids"] == ids
     assert told is not None
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(speaker, dtype=torch.float32).eval()
     with torch.no_grad():
         scores = model(torch.tensor([ids + made])).logits[0].log_softmax(-1)[len(ids) - 1 : -1]
     assert told.token_logprobs == pytest.approx(scores[range(len(made)), made].tolist(), abs=1e-4)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer = AutoTokenizer.from_pretrained(speaker)
     for row, (best, score) in enumerate(zip(told.top_logprobs or (), scores, strict=True)):
         top = score.topk(3)
         # Bytes that are no characters look alike, so there may be fewer names than tokens.
@@ -112,14 +127,14 @@ def test_tokens_and_their_log_probabilities(client: openai.OpenAI, tiny_folder: 
         model="tiny", messages=chat("x"), max_tokens=4, logprobs=True, top_logprobs=2, extra_body=extra
     )
     content = chatted.choices[0].logprobs.content
-    assert [len(entry.top_logprobs) for entry in content] == [2] * 4
-    assert len(chatted.choices[0].model_extra["token_ids"]) == 4
+    assert [len(entry.top_logprobs) for entry in content] == [2] * len(chatted.choices[0].model_extra["token_ids"])
+    assert chatted.usage.completion_tokens == len(content)
     assert chatted.model_extra["prompt_token_ids"]
 
 
-def test_a_seed_is_that_of_generate(client: openai.OpenAI, tiny_folder: Path) -> None:
+def test_a_seed_is_that_of_generate(client: openai.OpenAI, speaker: Path) -> None:
     said = Conversation(
-        str(tiny_folder), "cpu", max_new_tokens=16, temperature=0.8, seed=11, system=None, top_p=0.95, top_k=50
+        str(speaker), "cpu", max_new_tokens=16, temperature=0.8, seed=11, system=None, top_p=0.95, top_k=50
     )
     asked = {"messages": chat("Why?"), "temperature": 0.8, "top_p": 0.95, "max_tokens": 16, "n": 3}
     first, again = (
@@ -134,16 +149,19 @@ def test_a_seed_is_that_of_generate(client: openai.OpenAI, tiny_folder: Path) ->
 
 
 def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, spoken: Conversation) -> None:
-    texts = [spoken.continue_text(words) for words in ("one", "two")]
-    asked = {"model": "tiny", "prompt": ["one", "two"], "temperature": 0, "max_tokens": 24}
+    said = {words: spoken.continue_text(words) for words in ("one", "two", "three", "four", "five")}
+    words = sorted(said, key=lambda one: -len(said[one]))[:2]
+    texts = [said[one] for one in words]
+    asked = {"model": "tiny", "prompt": words, "temperature": 0, "max_tokens": 24}
     answer = client.completions.create(**asked)
     assert [choice.text for choice in answer.choices] == texts
-    # Three characters from the middle of the first answer, which no token holds alone.
+    # Three characters from the middle of the first answer, a token each.
+    assert len(texts[0]) > 11
     stop = texts[0][8:11]
     cut = client.completions.create(**asked, stop=[stop, "never said"])
     assert cut.choices[0].text == texts[0][: texts[0].index(stop)]
     assert cut.choices[0].finish_reason == "stop"
-    streamed = list(client.completions.create(**{**asked, "prompt": "one"}, stop=stop, stream=True))
+    streamed = list(client.completions.create(**{**asked, "prompt": words[0]}, stop=stop, stream=True))
     assert "".join(piece.choices[0].text for piece in streamed) == cut.choices[0].text
 
 
@@ -219,6 +237,7 @@ def open_files() -> int:
 def test_many_at_once_with_some_that_go_away(app: LanguageModelApp, address: str, spoken: Conversation) -> None:
     """More than there are rows and blocks for: nothing is mixed up, and nothing of anybody is left behind."""
     expected = {words: spoken.answer(words) for words in (f"{'so ' * (i % 4)}{i} and {i * i}?" for i in range(6))}
+    assert len(set(expected.values())) == 6
     asyncio.run(talk(address, expected, 6))
     wait_until(lambda: all_free(app))
     gc.collect()
@@ -250,26 +269,26 @@ def told_by(answer: bytes) -> tuple[int, str]:
     return int(head.split()[1]), json.loads(body)["error"]["message"]
 
 
-def test_limits_of_body_queue_and_time(tiny_folder: Path) -> None:
-    limits = Limits(body_bytes=2000, queue=2, seconds=0.5)
-    small = opened_app(tiny_folder, limits, max_length=2048, max_sequences=1, cache_gb=0.01)
+def test_limits_of_body_queue_and_time(speaker: Path) -> None:
+    limits = Limits(body_bytes=2000, queue=2, seconds=0.05)
+    small = opened_app(speaker, limits, max_length=512, max_sequences=1, cache_gb=0.01)
     try:
         with (
             endpoint(small, limits) as address,
             openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=HANG) as client,
         ):
             with pytest.raises(openai.APIStatusError) as long:
-                client.completions.create(model=tiny_folder.name, prompt="x" * 3000)
+                client.completions.create(model=speaker.name, prompt="x" * 3000)
             assert (long.value.status_code, long.value.code) == (413, "body_too_large")
             with pytest.raises(openai.RateLimitError) as full:
-                client.completions.create(model=tiny_folder.name, prompt="x", n=3)
+                client.completions.create(model=speaker.name, prompt="x", n=3)
             assert full.value.code == "queue_full"
-            forever = {"model": tiny_folder.name, "prompt": "x", "max_tokens": 2000, "temperature": 0}
+            forever = {"model": speaker.name, "prompt": "x", "max_tokens": 500, "temperature": 0}
             endless = {"extra_body": {"ignore_eos": True}}
             with pytest.raises(openai.InternalServerError) as late:
                 client.completions.create(**forever, **endless)
             assert (late.value.status_code, late.value.code) == (504, "timeout")
-            with pytest.raises(openai.APIError, match=r"no whole answer within 0\.5 s"):
+            with pytest.raises(openai.APIError, match=r"no whole answer within 0\.05 s"):
                 list(client.completions.create(**forever, **endless, stream=True))
             wait_until(lambda: all_free(small))
     finally:
