@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import openai
+
 from hang import HANG
 from lockstep.device.cpu import Cpu
 from lockstep.parallel.world import World
@@ -36,3 +38,35 @@ def endpoint(app: App, limits: Limits | None = None, api_key: str | None = None)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(HANG)
         loop.close()
+
+
+def chat(words: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": words}]
+
+
+async def talk(address: str, spoken: dict[str, str], requests: int) -> None:
+    """`requests` at once: every third goes away after its first tokens, every fifth is streamed, one is cancelled
+    before it is answered at all. All others must say what `generate` says."""
+
+    async def one(number: int, words: str) -> None:
+        asked = {"model": "tiny", "messages": chat(words), "temperature": 0}
+        if number % 3 == 0:
+            stream = await client.chat.completions.create(**asked, max_tokens=200, stream=True)
+            async for _ in stream:
+                break
+            await stream.close()
+        elif number % 7 == 0:
+            task = asyncio.ensure_future(client.chat.completions.create(**asked, max_tokens=200))
+            await asyncio.sleep(0.01 * (number % 10))
+            task.cancel()
+        elif number % 5 == 0:
+            stream = await client.chat.completions.create(**asked, max_tokens=24, stream=True)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            assert text == spoken[words], words
+        else:
+            answer = await client.chat.completions.create(**asked, max_tokens=24)
+            assert answer.choices[0].message.content == spoken[words], words
+
+    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=HANG) as client:
+        words = list(spoken)
+        await asyncio.gather(*[one(number, words[number % len(words)]) for number in range(requests)])

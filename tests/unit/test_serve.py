@@ -21,7 +21,7 @@ from hang import HANG, wait_until
 from lockstep.commands.generate import Conversation
 from lockstep.serve.app import LanguageModelApp
 from lockstep.serve.limits import Limits
-from served import endpoint, opened_app
+from served import chat, endpoint, opened_app, talk
 
 # Blocks for two sequences of 256 tokens: with eight rows, some must wait for others.
 LENGTH, ROWS = 256, 8
@@ -57,10 +57,6 @@ def client(address: str) -> Iterator[openai.OpenAI]:
 def spoken(speaker: Path) -> Conversation:
     """What `lockstep generate` says, by transformers' own `generate`."""
     return Conversation(str(speaker), "cpu", max_new_tokens=24, temperature=0.0, seed=0, system=None)
-
-
-def chat(words: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": words}]
 
 
 def tokens_of(text: str) -> tuple[int, str]:
@@ -200,34 +196,6 @@ def test_prompts_that_are_refused(client: openai.OpenAI) -> None:
     for prompt, told in (([], "is empty"), ([[1, 2], []], "has no tokens"), ([70000], "token 70000 is none of")):
         with pytest.raises(openai.BadRequestError, match=told):
             client.completions.create(model="tiny", prompt=prompt)
-
-
-async def talk(address: str, spoken: dict[str, str], requests: int) -> None:
-    """`requests` at once: every third goes away after its first tokens, every fifth is streamed, one is cancelled
-    before it is answered at all. All others must say what `generate` says."""
-
-    async def one(number: int, words: str) -> None:
-        asked = {"model": "tiny", "messages": chat(words), "temperature": 0}
-        if number % 3 == 0:
-            stream = await client.chat.completions.create(**asked, max_tokens=200, stream=True)
-            async for _ in stream:
-                break
-            await stream.close()
-        elif number % 7 == 0:
-            task = asyncio.ensure_future(client.chat.completions.create(**asked, max_tokens=200))
-            await asyncio.sleep(0.01 * (number % 10))
-            task.cancel()
-        elif number % 5 == 0:
-            stream = await client.chat.completions.create(**asked, max_tokens=24, stream=True)
-            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-            assert text == spoken[words], words
-        else:
-            answer = await client.chat.completions.create(**asked, max_tokens=24)
-            assert answer.choices[0].message.content == spoken[words], words
-
-    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=HANG) as client:
-        words = list(spoken)
-        await asyncio.gather(*[one(number, words[number % len(words)]) for number in range(requests)])
 
 
 def open_files() -> int:
