@@ -226,6 +226,12 @@ def evaluate(
     reference: Annotated[
         str | None, typer.Option(help="Pairs: compare by the log-ratio to this model, as DPO does.")
     ] = None,
+    rule: Annotated[
+        list[str] | None, typer.Option(metavar="[SOURCE=]RULE", help="The rule that checks answers; may be repeated.")
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="A function of yours that judges answers.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write what was found of every row to this jsonl file.")] = None,
     dtype: str = "fp32",
     device: str = "auto",
@@ -246,6 +252,8 @@ def evaluate(
         dtype=dtype,
         device_name=device,
         reference=reference,
+        rules=rule or (),
+        reward=reward,
     )
 
 
