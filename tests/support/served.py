@@ -13,8 +13,7 @@ import openai
 from hang import HANG
 from lockstep.device.cpu import Cpu
 from lockstep.parallel.world import World
-from lockstep.serve.app import App, routed
-from lockstep.serve.http import HttpServer
+from lockstep.serve.app import App, server_of
 from lockstep.serve.limits import Address, Limits
 from lockstep.serve.start import Serving, opened
 
@@ -29,7 +28,7 @@ def endpoint(app: App, limits: Limits | None = None, api_key: str | None = None)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="endpoint", daemon=True)
     thread.start()
-    server = HttpServer(routed(app, Address(port=0, api_key=api_key)), limits or Limits())
+    server = server_of(app, Address(port=0, api_key=api_key), limits or Limits())
     try:
         port = asyncio.run_coroutine_threadsafe(server.listen("127.0.0.1", 0), loop).result(HANG)
         yield f"http://127.0.0.1:{port}"

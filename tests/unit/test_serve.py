@@ -8,6 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -177,6 +178,7 @@ def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, s
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty: is not here"),
         ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: the model's answer is given as text"),
         ({"extra_body": {"beams": 2}}, openai.BadRequestError, "beams: this endpoint has no such key"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, openai.BadRequestError, "is no argument of"),
         ({"extra_body": {"stop_token_ids": "x"}}, openai.BadRequestError, "stop_token_ids: is not a list"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -238,7 +240,7 @@ def told_by(answer: bytes) -> tuple[int, str]:
 
 
 def test_limits_of_body_queue_and_time(speaker: Path) -> None:
-    limits = Limits(body_bytes=2000, queue=2, seconds=0.05)
+    limits = Limits(body_bytes=2000, queue=2)
     small = opened_app(speaker, limits, max_length=512, max_sequences=1, cache_gb=0.01)
     try:
         with (
@@ -248,11 +250,17 @@ def test_limits_of_body_queue_and_time(speaker: Path) -> None:
             with pytest.raises(openai.APIStatusError) as long:
                 client.completions.create(model=speaker.name, prompt="x" * 3000)
             assert (long.value.status_code, long.value.code) == (413, "body_too_large")
-            with pytest.raises(openai.RateLimitError) as full:
+            with pytest.raises(openai.BadRequestError, match="3 sequences are over the limit of 2"):
                 client.completions.create(model=speaker.name, prompt="x", n=3)
-            assert full.value.code == "queue_full"
             forever = {"model": speaker.name, "prompt": "x", "max_tokens": 500, "temperature": 0}
             endless = {"extra_body": {"ignore_eos": True}}
+            with client.completions.create(**forever, **endless, stream=True) as stream:
+                next(stream)
+                with pytest.raises(openai.RateLimitError) as full:
+                    client.completions.create(model=speaker.name, prompt="x", n=2)
+                assert (full.value.code, full.value.response.headers["Retry-After"]) == ("queue_full", "1")
+            wait_until(lambda: all_free(small))
+            small.worker._limits = replace(limits, seconds=0.05)
             with pytest.raises(openai.InternalServerError) as late:
                 client.completions.create(**forever, **endless)
             assert (late.value.status_code, late.value.code) == (504, "timeout")
@@ -267,6 +275,7 @@ def test_requests_that_are_no_requests(address: str, app: LanguageModelApp) -> N
     assert told_by(raw(address, b"hello\r\n\r\n")) == (400, "this is no HTTP/1.1 request")
     assert told_by(raw(address, post(b"{}", path="/v2")))[0] == 404
     assert told_by(raw(address, post(b"{nope")))[1].startswith("the body is not JSON")
+    assert "half of a character" in told_by(raw(address, post(rb'{"prompt": "\ud83d"}')))[1]
     assert told_by(raw(address, post(b"[]"))) == (400, "the body is not a JSON object")
     assert told_by(raw(address, b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"y" * 70000 + b"\r\n\r\n"))[0] == 431
     assert told_by(raw(address, post(b"{}", "Transfer-Encoding: chunked")))[0] == 400

@@ -16,8 +16,8 @@ HELP = """/reset          forget what was said
 /history        show what was said
 /help           this
 /exit           end; so do an empty line and Ctrl-D
-A line that ends with \\ goes on in the next; \"\"\" begins and ends a text of several lines. //... says /... .
-Ctrl-C stops an answer."""
+A line that ends with \\ goes on in the next; \"\"\" begins and ends a text of
+several lines. //... says /... . Ctrl-C stops an answer."""
 FENCE = '"""'
 
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from lockstep.serve.answers import Answer
 from lockstep.serve.gate import check_caller
-from lockstep.serve.http import HttpRequest
-from lockstep.serve.limits import Address
+from lockstep.serve.http import HttpRequest, HttpServer
+from lockstep.serve.limits import Address, Limits
 from lockstep.serve.orders import Asked, Served, chat_asked, completion_asked
 from lockstep.serve.replies import ApiError, Reply, as_events, as_json
 from lockstep.serve.worker import EngineWorker
@@ -27,21 +27,27 @@ class App(Protocol):
     def close(self) -> None: ...
 
 
-def routed(app: App, address: Address) -> Endpoint:
-    """One endpoint out of many; a wrong path or method is told."""
+def server_of(app: App, address: Address, limits: Limits) -> HttpServer:
+    """One server of all its endpoints. Who may not ask, a wrong path and a wrong method are told before a body is
+    read."""
+
+    def route(request: HttpRequest) -> tuple[str, str]:
+        method = "GET" if request.method == "HEAD" else request.method
+        return method, request.path.rstrip("/") or "/"
+
+    def check(request: HttpRequest) -> None:
+        check_caller(request, address)
+        _, path = wanted = route(request)
+        known = sorted({path for _, path in app.routes})
+        if path not in known:
+            raise ApiError(404, f"there is no {path[:200]}; there are {', '.join(known)}", code="not_found")
+        if wanted not in app.routes:
+            raise ApiError(405, f"{path} does not take {request.method[:20]}", code="method_not_allowed")
 
     async def answer(request: HttpRequest) -> Reply:
-        check_caller(request, address)
-        path = request.path.rstrip("/") or "/"
-        method = "GET" if request.method == "HEAD" else request.method
-        if (method, path) in app.routes:
-            return await app.routes[method, path](request)
-        known = sorted({route for _, route in app.routes})
-        if path in known:
-            raise ApiError(405, f"{path} does not take {request.method}", code="method_not_allowed")
-        raise ApiError(404, f"there is no {path[:200]}; there are {', '.join(known)}", code="not_found")
+        return await app.routes[route(request)](request)
 
-    return answer
+    return HttpServer(answer, limits, check)
 
 
 def model_list(names: tuple[str, ...], longest: int | None) -> dict[str, Any]:

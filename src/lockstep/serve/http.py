@@ -59,10 +59,11 @@ class _Connection(asyncio.StreamReaderProtocol):
 
 
 class HttpServer:
-    """`handle` answers one request; it is cancelled when its client goes away."""
+    """`handle` answers one request; it is cancelled when its client goes away. `check` looks at a request before its
+    body is read, and raises where there is no need to."""
 
-    def __init__(self, handle: Handler, limits: Limits):
-        self.handle, self.limits = handle, limits
+    def __init__(self, handle: Handler, limits: Limits, check: Callable[[HttpRequest], None]):
+        self.handle, self.limits, self.check = handle, limits, check
         self.connections: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
 
@@ -191,13 +192,15 @@ class HttpServer:
         headers = dict(_header(line) for line in lines)
         if words[2] == "HTTP/1.0":
             headers["connection"] = "close"
+        path = words[1].partition("?")[0]
+        self.check(HttpRequest(words[0], path, headers))
         if headers.get("expect", "").lower() == "100-continue" and self._fits(headers):
             connection.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             body = await self._body(reader, headers)
         except asyncio.IncompleteReadError:
             return None
-        return HttpRequest(words[0], words[1].partition("?")[0], headers, body)
+        return HttpRequest(words[0], path, headers, body)
 
     def _fits(self, headers: dict[str, str]) -> bool:
         length = headers.get("content-length", "0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.serve.fields import Fields, is_ids, wrong
+from lockstep.serve.fields import Fields, is_ids, sound, wrong
 from lockstep.serve.replies import ApiError
 from lockstep.serve.tickets import Order
 from lockstep.types import Message, Sampling
@@ -21,6 +22,12 @@ MOST_CHOICES, MOST_STOPS = 128, 16
 # What `max_tokens` is without being said, as in OpenAI's own completions.
 USUAL_COMPLETION = 16
 _NO_TOOLS = "the model's answer is given as text, calls of tools are not read out of it"
+# What the call of a template takes besides its own arguments, and what is said elsewhere in a request.
+_TEMPLATES_OWN = {
+    *("messages", "conversation", "chat_template", "tools", "documents", "tokenize", "add_generation_prompt"),
+    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 _NO_PENALTY = "is not here; repetition_penalty is"
 
 
@@ -102,13 +109,22 @@ def _asked(
     if options and not stream:
         raise wrong("stream_options", "is for stream: true")
     stops = _stops(fields)
+    seed = fields.whole("seed", None, -(2**63), 2**63 - 1)
     sampling = _sampling(fields, served)
     fields.only("frequency_penalty", (0, 0.0), _NO_PENALTY)
     fields.only("presence_penalty", (0, 0.0), _NO_PENALTY)
     fields.only("logit_bias", ({},), "is not here")
     fields.ignore("user", "safety_identifier", "prompt_cache_key")
     fields.nothing_left()
-    samplings = [replace(sampling, max_tokens=_room(ids, most, served, usual)) for ids in prompts]
+    samplings = [
+        replace(
+            sampling,
+            max_tokens=_room(ids, most, served, usual),
+            # Without a seed every prompt has noise of its own, also the same one asked twice.
+            seed=secrets.randbits(63) if seed is None else seed,
+        )
+        for ids in prompts
+    ]
     order = Order(prompts, n, samplings, stops, likeliest)
     return Asked(order, stream, bool(options.get("include_usage")), token_ids, likeliest is not None)
 
@@ -129,7 +145,6 @@ def _sampling(fields: Fields, served: Served) -> Sampling:
     if top_p == 0:
         raise wrong("top_p", "0 leaves no token; temperature 0 is greedy")
     top_k = fields.whole("top_k", 0, -1) or 0
-    seed = fields.whole("seed", None, -(2**63), 2**63 - 1)
     own = fields.take("stop_token_ids", [])
     if not is_ids(own):
         raise wrong("stop_token_ids", "is not a list of token ids")
@@ -146,8 +161,6 @@ def _sampling(fields: Fields, served: Served) -> Sampling:
         min_p=min_p,
         repetition_penalty=penalty,
         stop_ids=tuple(sorted({*ends, *own})),
-        # Without a seed every request has noise of its own.
-        seed=secrets.randbits(63) if seed is None else seed,
     )
 
 
@@ -186,7 +199,9 @@ def _prompts(found: Any, special: bool, served: Served) -> list[list[int]]:
     if not several or not all(isinstance(one, str) or is_ids(one) for one in several):
         raise wrong("prompt", "is neither text nor token ids, nor a list of either")
     prompts = [
-        list(served.tokenizer(one, add_special_tokens=special)["input_ids"]) if isinstance(one, str) else list(one)
+        list(served.tokenizer(sound(one, "prompt"), add_special_tokens=special)["input_ids"])
+        if isinstance(one, str)
+        else list(one)
         for one in several
     ]
     for ids in prompts:
@@ -232,12 +247,15 @@ def _part(part: Any, where: str) -> str:
 
 def _chat_ids(messages: list[Message], arguments: dict[str, Any], served: Served) -> list[int]:
     tokenizer = served.tokenizer
+    for name in arguments:
+        if name in _TEMPLATES_OWN or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise wrong(f"chat_template_kwargs.{name}", "is no argument of the model's chat template")
     if not tokenizer.chat_template:
         raise ApiError(400, "messages: the model has no chat template; ask /v1/completions", param="messages")
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
     except (TemplateError, TypeError) as error:
         raise wrong("messages", f"the chat template refuses them: {error}") from error
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = list(tokenizer(sound(text, "messages"), add_special_tokens=False)["input_ids"])
     _check_ids(ids, served)
     return ids

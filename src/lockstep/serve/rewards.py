@@ -24,7 +24,7 @@ from lockstep.errors import first_line
 from lockstep.reward.model import RewardModel
 from lockstep.run.output import write
 from lockstep.serve.app import Endpoint, model_list
-from lockstep.serve.fields import Fields, wrong
+from lockstep.serve.fields import Fields, sound, wrong
 from lockstep.serve.http import HttpRequest
 from lockstep.serve.limits import Limits
 from lockstep.serve.replies import ApiError, Reply, as_json
@@ -86,7 +86,7 @@ class RewardForm:
         if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
             raise wrong(f"{where}.prompt", "is not a list of messages")
         try:
-            return self.model.encode(Question("", prompt, "", Origin(where, 0)), response)
+            return self.model.encode(Question("", prompt, "", Origin(where, 0)), sound(response, f"{where}.response"))
         except (TemplateError, KeyError, TypeError) as error:
             raise wrong(f"{where}.prompt", f"the chat template refuses this chat: {error}") from error
 
@@ -96,7 +96,7 @@ class RewardForm:
             raise ApiError(400, 'the body has neither "items" nor "query"')
         if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
             raise wrong("query", "is not a list of texts")
-        texts = [self._ended(query) if self.ended else query for query in queries]
+        texts = [sound(self._ended(query) if self.ended else query, "query") for query in queries]
         rows = self.model.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         return [list(row[: self.max_length]) for row in rows]
 

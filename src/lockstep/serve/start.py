@@ -22,8 +22,7 @@ from lockstep.rollout.generator import Generator
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.live import LiveEngine, longest_that_fits
 from lockstep.run.output import write
-from lockstep.serve.app import App, LanguageModelApp, routed
-from lockstep.serve.http import HttpServer
+from lockstep.serve.app import App, LanguageModelApp, server_of
 from lockstep.serve.limits import Address, Limits
 from lockstep.serve.orders import Served
 from lockstep.serve.rewards import RewardForm, RewardModelApp, RewardWorker
@@ -76,7 +75,7 @@ def serve(serving: Serving, address: Address, limits: Limits) -> None:
 
 
 async def _run(app: App, address: Address, limits: Limits, name: str) -> None:
-    server = HttpServer(routed(app, address), limits)
+    server = server_of(app, address, limits)
     try:
         port = await server.listen(address.host, address.port)
     except OSError as error:

@@ -77,6 +77,9 @@ class EngineWorker:
         with self._changed:
             if self._over is not None:
                 raise ApiError(503, self._over, code="engine_stopped")
+            if order.sequences > self._limits.queue:
+                why = f"{order.sequences} sequences are over the limit of {self._limits.queue} (--queue)"
+                raise ApiError(400, why, code="too_many_sequences")
             if self._sequences + order.sequences > self._limits.queue:
                 raise ApiError(
                     429,

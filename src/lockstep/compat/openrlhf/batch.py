@@ -186,7 +186,7 @@ def _scored(
     with console.task("Scoring", None):
         scores = dict(zip(own, model.score([encoded[number] or [] for number in own]), strict=True))
     scores = {number: score for part in world.gather(scores) for number, score in part.items()}
-    found = [{"input": texts[n][0], "output": texts[n][1], "reward": scores[n]} for n in kept]
+    found: list[dict[str, Any]] = [{"input": texts[n][0], "output": texts[n][1], "reward": scores[n]} for n in kept]
     rewards = [row["reward"] for row in found]
     deviation = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     console.say(f"rewards: mean {statistics.fmean(rewards):.4f}, deviation {deviation:.4f}")

@@ -182,10 +182,13 @@ class MixedRunner(Runner):
         logits = head.shaped(head.projected(self._fed(state, lengths)))
         places = lengths - state.prompts_B
         tokens = torch.empty_like(state.tokens_B)
-        for way, rows in _by_way(samples).items():
+        ways = _by_way(samples)
+        for way, rows in ways.items():
             at = torch.tensor(rows, device=self.torch_device)
             seen = self._seen([samples[row] for row in rows]) if way.repetition_penalty != 1 else None
-            tokens[at] = choose(logits[at], way, state.keys_B2[at], places[at], seen, self.sampler)[0]
+            own = logits if len(ways) == 1 else logits[at]
+            chosen, _ = choose(own, way, state.keys_B2[at], places[at], seen, self.sampler)
+            tokens[at] = chosen.to(tokens.dtype)
         return self._told(samples, logits, tokens)
 
     def _told(self, samples: Sequence[LiveSample], logits_BV: torch.Tensor, tokens_B: torch.Tensor) -> list[list[Told]]:
