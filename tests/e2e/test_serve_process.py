@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 from commands import warm_python
 from hang import HANG, wait_until
 from lockstep.commands.generate import Conversation
 from served import talk
+from speaker import write_speaker
 
 # Beyond this much more memory than after the first round, something is kept of requests that are over.
 LEAK_BYTES = 24 * 2**20
@@ -26,15 +26,7 @@ LEAK_BYTES = 24 * 2**20
 
 @pytest.fixture(scope="module")
 def speaker(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose answers differ from prompt to prompt, in printable text."""
-    folder = tmp_path_factory.mktemp("speaker") / "tiny"
-    config = Qwen2Config.from_pretrained(tiny_folder, initializer_range=0.4, tie_word_embeddings=False)
-    model = AutoModelForCausalLM.from_config(config)
-    model.get_output_embeddings().weight.data[[*range(32), *range(127, config.vocab_size)]] = 0.0
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((tiny_folder / name).read_bytes())
-    return folder
+    return write_speaker(tmp_path_factory.mktemp("speaker") / "tiny", tiny_folder)
 
 
 @pytest.fixture(scope="module")

@@ -77,20 +77,6 @@ def slow_sample(policy: Policy, request: Request, number: int, sampling: Samplin
     return ids[len(request.ids) :], logprobs
 
 
-def write_speaker(folder: Path, tokenizer_from: Path, **config: Any) -> Path:
-    """A random model whose answers are printable text and differ from prompt to prompt; some end by themselves."""
-    from transformers import Qwen2Config
-
-    write_model(folder, Qwen2Config(**{**SIZES, **config}), tokenizer_from)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    end = load_tokenizer(str(folder)).eos_token_id
-    weights = model.get_output_embeddings().weight.data
-    silent = [token for token in range(len(weights)) if token != end and not 32 <= token < 127]
-    weights[silent] = 0.0
-    model.save_pretrained(folder)
-    return folder
-
-
 def gigabytes(blocks: int, block: int) -> float:
     """Keys and values of two layers with two heads of size 8, in fp32; half a block more for rounding."""
     return (blocks + 0.5) * block * 2 * 2 * 2 * 8 * 4 / 1e9

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
-from small_models import write_speaker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.commands.chat import Chat, converse, entered
 from lockstep.commands.generate import Conversation
 from lockstep.serve.text import TextStream
+from speaker import write_speaker
 
 
 def conversation(folder: Path, **more) -> Conversation:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_models import write_speaker
 
 from conftest import write_jsonl
 from eval_by_hand import evaluated
@@ -14,6 +13,7 @@ from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics
 from lockstep.train.start import run_recipe
+from speaker import write_speaker
 
 WORDS = ["2+3?", "Who?", "9-1?", "Where?"]
 

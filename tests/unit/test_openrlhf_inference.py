@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import write_speaker
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.commands.generate import Conversation
@@ -20,6 +19,7 @@ from lockstep.compat.openrlhf.inference import batch_order, run_inference
 from lockstep.compat.openrlhf.processors import processed
 from lockstep.errors import Refusal
 from reward_models import write_reward_model
+from speaker import write_speaker
 
 PROMPTS = ["2 + 3?", "Name a bird.", "9 - 4?", "Why?"]
 
@@ -148,7 +148,7 @@ def test_rows_and_prompts_that_do_not_fit_are_named(scene: Path) -> None:
         run(scene, "--eval_task generate --pretrain @model --dataset @prompts.jsonl")
     with pytest.raises(Refusal, match="there are no rows left"):
         run(scene, f"--eval_task generate {ASKED} --iter 9")
-    with pytest.raises(Refusal, match="over the model's context of 512"):
+    with pytest.raises(Refusal, match="over the model's context of 2048"):
         run(scene, f"--eval_task generate {ASKED.replace(' 8', ' 2048')}")
 
 

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 import torch
-from small_models import gigabytes, write_speaker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hang import HANG, wait_until
@@ -23,10 +22,11 @@ from lockstep.commands.generate import Conversation
 from lockstep.serve.app import LanguageModelApp
 from lockstep.serve.limits import Limits
 from served import chat, endpoint, opened_app, talk
+from speaker import write_speaker
 
-# Blocks for two sequences of 256 tokens: with eight rows, some must wait for others.
+# Blocks of 8 KiB for two sequences of 256 tokens: with eight rows, some must wait for others.
 LENGTH, ROWS = 256, 8
-CACHE_GB = gigabytes(36, 16)
+CACHE_GB = 36.5 * 2**13 / 1e9
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +241,7 @@ def told_by(answer: bytes) -> tuple[int, str]:
 
 def test_limits_of_body_queue_and_time(speaker: Path) -> None:
     limits = Limits(body_bytes=2000, queue=2)
-    small = opened_app(speaker, limits, max_length=512, max_sequences=1, cache_gb=0.01)
+    small = opened_app(speaker, limits, max_length=1024, max_sequences=1, cache_gb=0.01)
     try:
         with (
             endpoint(small, limits) as address,
@@ -252,7 +252,7 @@ def test_limits_of_body_queue_and_time(speaker: Path) -> None:
             assert (long.value.status_code, long.value.code) == (413, "body_too_large")
             with pytest.raises(openai.BadRequestError, match="3 sequences are over the limit of 2"):
                 client.completions.create(model=speaker.name, prompt="x", n=3)
-            forever = {"model": speaker.name, "prompt": "x", "max_tokens": 500, "temperature": 0}
+            forever = {"model": speaker.name, "prompt": "x", "max_tokens": 1000, "temperature": 0}
             endless = {"extra_body": {"ignore_eos": True}}
             with client.completions.create(**forever, **endless, stream=True) as stream:
                 next(stream)
