@@ -203,15 +203,15 @@ def serve(
     device: str = "auto",
 ) -> None:
     """Serve MODEL over HTTP, as OpenAI's interface: chats, completions, models. A reward model gives rewards."""
-    from lockstep.serve.limits import Address, Limits
+    from lockstep.serve.limits import ListenAddress, ServeLimits
 
-    address = Address(host, port, api_key)
-    limits = Limits(body_bytes=int(max_body * 2**20), queue=queue, seconds=request_seconds)
+    address = ListenAddress(host, port, api_key)
+    limits = ServeLimits(body_bytes=int(max_body * 2**20), queue=queue, seconds=request_seconds)
 
-    from lockstep.serve.start import Serving
+    from lockstep.serve.start import ServeSettings
     from lockstep.serve.start import serve as run
 
-    run(Serving(model, name, dtype, device, max_length, max_sequences, cache_gb), address, limits)
+    run(ServeSettings(model, name, dtype, device, max_length, max_sequences, cache_gb), address, limits)
 
 
 @app.command(name="eval")

@@ -14,21 +14,23 @@ from hang import HANG
 from lockstep.device.cpu import Cpu
 from lockstep.parallel.world import World
 from lockstep.serve.app import App, server_of
-from lockstep.serve.limits import Address, Limits
-from lockstep.serve.start import Serving, opened
+from lockstep.serve.limits import ListenAddress, ServeLimits
+from lockstep.serve.start import ServeSettings, opened
 
 
-def opened_app(folder: Path, limits: Limits | None = None, **settings) -> App:
-    return opened(Serving(str(folder), device="cpu", **settings), limits or Limits(), Cpu(), World(0, 1, 0, None))
+def opened_app(folder: Path, limits: ServeLimits | None = None, **settings) -> App:
+    return opened(
+        ServeSettings(str(folder), device="cpu", **settings), limits or ServeLimits(), Cpu(), World(0, 1, 0, None)
+    )
 
 
 @contextmanager
-def endpoint(app: App, limits: Limits | None = None, api_key: str | None = None) -> Iterator[str]:
+def endpoint(app: App, limits: ServeLimits | None = None, api_key: str | None = None) -> Iterator[str]:
     """The address of the app while it is served. The app is closed by whoever opened it."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="endpoint", daemon=True)
     thread.start()
-    server = server_of(app, Address(port=0, api_key=api_key), limits or Limits())
+    server = server_of(app, ListenAddress(port=0, api_key=api_key), limits or ServeLimits())
     try:
         port = asyncio.run_coroutine_threadsafe(server.listen("127.0.0.1", 0), loop).result(HANG)
         yield f"http://127.0.0.1:{port}"

@@ -14,7 +14,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.model.policy import Policy
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.native.live import LiveEngine, LiveSample, Told
+from lockstep.rollout.native.live import DrawnToken, LiveEngine, LiveSample
 from lockstep.types import Request, Sampling
 
 WAYS = (
@@ -51,10 +51,10 @@ def batch(policy: Policy, ids: list[int], n: int, sampling: Sampling) -> list[li
     return [one.ids for one in made]
 
 
-def alone(engine: LiveEngine, orders: Asked, gone: set[int]) -> tuple[list[list[int]], list[Told]]:
+def alone(engine: LiveEngine, orders: Asked, gone: set[int]) -> tuple[list[list[int]], list[DrawnToken]]:
     """Orders that come one by one, a round apart; those numbered in `gone` leave after three more rounds."""
     samples: dict[int, list[LiveSample]] = {}
-    told: list[Told] = []
+    told: list[DrawnToken] = []
     rounds, waiting = 0, list(enumerate(orders))
     while waiting or engine.busy:
         if waiting:
@@ -109,6 +109,23 @@ def test_recorded_passes_are_used_where_all_are_drawn_alike(policy: Policy) -> N
     made, _ = alone(engine, asked, gone=set())
     assert made == [text for ids, n, sampling in asked for text in batch(policy, ids, n, sampling)]
     assert device.captured > 0
+
+
+def test_a_sample_that_was_drawn_beside_others_goes_on_in_recorded_passes(policy: Policy) -> None:
+    """What the device holds of it is older than what the host has, after rounds that were not recorded."""
+    device = Recorder()
+    engine = LiveEngine(NativeEngine(policy, device, RolloutSettings(), lambda ids: ""), 96)
+    first, second = prompts(2, seed=6)
+    long = replace(WAYS[0], max_tokens=60)
+    (sample,) = engine.add(first, 1, long, key=1)
+    lengths = []
+    while engine.busy:
+        if len(sample.tokens) - sample.prompt >= 16 and not lengths:
+            lengths.append(len(sample.tokens))
+            engine.add(second, 1, replace(WAYS[1], max_tokens=5), key=1)
+        engine.step()
+    assert device.captured > 0
+    assert [sample.tokens[sample.prompt :]] == batch(policy, first, 1, long)
 
 
 def test_what_does_not_fit_is_an_error_of_the_caller(policy: Policy) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hang import HANG, wait_until
 from lockstep.commands.generate import Conversation
 from lockstep.serve.app import LanguageModelApp
-from lockstep.serve.limits import Limits
+from lockstep.serve.limits import ServeLimits
 from served import chat, endpoint, opened_app, talk
 from speaker import write_speaker
 
@@ -240,7 +240,7 @@ def told_by(answer: bytes) -> tuple[int, str]:
 
 
 def test_limits_of_body_queue_and_time(speaker: Path) -> None:
-    limits = Limits(body_bytes=2000, queue=2)
+    limits = ServeLimits(body_bytes=2000, queue=2)
     small = opened_app(speaker, limits, max_length=1024, max_sequences=1, cache_gb=0.01)
     try:
         with (

@@ -18,7 +18,7 @@ from lockstep.recipe.online import Reward
 from lockstep.reward.model import ModelPart
 from lockstep.reward.remote import KEY_VARIABLE
 from lockstep.reward.scorer import Scorer
-from lockstep.serve.limits import Address, Limits
+from lockstep.serve.limits import ListenAddress, ServeLimits
 from lockstep.types import Failure, Origin, Question
 from reward_models import write_reward_model
 from served import endpoint, opened_app
@@ -135,7 +135,7 @@ def test_serve_rm_scores_as_there(folder: Path) -> None:
 
 
 def test_a_key_on_both_sides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    app = opened_app(folder, Limits(queue=3))
+    app = opened_app(folder, ServeLimits(queue=3))
     try:
         with endpoint(app, api_key="s3cret") as address:
             reward = Reward(remote=f"{address}/v1/rewards", remote_retries=0)
@@ -149,9 +149,9 @@ def test_a_key_on_both_sides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_host_that_others_reach_asks_for_a_key() -> None:
     with pytest.raises(Refusal, match=r"--host: 0\.0\.0\.0 can be reached from other machines"):
-        Address("0.0.0.0")
-    assert not Address("0.0.0.0", api_key="x").loopback
-    assert Address("::1").loopback
+        ListenAddress("0.0.0.0")
+    assert not ListenAddress("0.0.0.0", api_key="x").loopback
+    assert ListenAddress("::1").loopback
     with pytest.raises(Refusal, match=r"--host 0\.0\.0\.0: their clients bring no key"):
         rewards_served(["--reward_pretrain", "m", "--host", "0.0.0.0"])
     with pytest.raises(Refusal, match="--reward_pretrain: is not set"):

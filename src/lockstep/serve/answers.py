@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.rollout.native.live import Told
-from lockstep.serve.orders import Asked, Served
+from lockstep.rollout.native.live import DrawnToken
+from lockstep.serve.orders import ApiRequest, Served
 from lockstep.serve.tickets import Piece, Ticket
 
 _BROKEN = "�"
@@ -18,14 +18,14 @@ _BROKEN = "�"
 @dataclass
 class _Choice:
     text: str = ""
-    tokens: list[Told] = field(default_factory=list)
+    tokens: list[DrawnToken] = field(default_factory=list)
     finish: str | None = None
 
 
-class Answer:
+class ApiAnswer:
     """One answer. `chat` tells the two endpoints apart."""
 
-    def __init__(self, asked: Asked, served: Served, *, chat: bool):
+    def __init__(self, asked: ApiRequest, served: Served, *, chat: bool):
         self.asked, self.served, self.chat = asked, served, chat
         self.created = int(time.time())
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -103,7 +103,7 @@ class Answer:
         more = self._more(piece.choice, piece.tokens, first=first)
         return {"index": piece.choice, **said, "finish_reason": piece.finish, **more}
 
-    def _more(self, number: int, tokens: Sequence[Told], *, first: bool) -> dict[str, Any]:
+    def _more(self, number: int, tokens: Sequence[DrawnToken], *, first: bool) -> dict[str, Any]:
         """Log-probabilities and token ids, where they were asked for."""
         more: dict[str, Any] = {"logprobs": None}
         if self.asked.logprobs:
@@ -114,7 +114,7 @@ class Answer:
                 more["prompt_token_ids"] = list(self.asked.order.prompts[number // self.asked.order.n])
         return more
 
-    def _chat_logprobs(self, tokens: Sequence[Told]) -> dict[str, Any]:
+    def _chat_logprobs(self, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = self._token(token)
             # A part of a character has no text of its own, and its bytes are not told.
@@ -128,7 +128,7 @@ class Answer:
             ]
         }
 
-    def _plain_logprobs(self, number: int, tokens: Sequence[Told]) -> dict[str, Any]:
+    def _plain_logprobs(self, number: int, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
         texts = [self._token(one.token) for one in tokens]
         offsets = []
         for text in texts:
@@ -147,6 +147,6 @@ class Answer:
         return decode([token])
 
 
-def _sure(one: Told) -> float:
+def _sure(one: DrawnToken) -> float:
     assert one.logprob is not None
     return one.logprob

@@ -6,11 +6,11 @@ import hmac
 from urllib.parse import urlsplit
 
 from lockstep.serve.http import HttpRequest
-from lockstep.serve.limits import Address, is_loopback
+from lockstep.serve.limits import ListenAddress, is_loopback
 from lockstep.serve.replies import ApiError
 
 
-def check_caller(request: HttpRequest, address: Address) -> None:
+def check_caller(request: HttpRequest, address: ListenAddress) -> None:
     """Refuse who may not ask."""
     if address.api_key is not None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")

@@ -15,8 +15,8 @@ from http import HTTPStatus
 from typing import Any
 
 from lockstep.run.output import write
-from lockstep.serve.limits import Limits
-from lockstep.serve.replies import ApiError, Reply, of_error
+from lockstep.serve.limits import ServeLimits
+from lockstep.serve.replies import ApiError, HttpReply, of_error
 
 HEAD_BYTES = 2**16
 # After an answer to a request that was not read to its end: what still comes is read, so that the answer arrives.
@@ -31,7 +31,7 @@ class HttpRequest:
     body: bytes = b""
 
 
-Handler = Callable[[HttpRequest], Awaitable[Reply]]
+Handler = Callable[[HttpRequest], Awaitable[HttpReply]]
 
 
 class _Connection(asyncio.StreamReaderProtocol):
@@ -62,7 +62,7 @@ class HttpServer:
     """`handle` answers one request; it is cancelled when its client goes away. `check` looks at a request before its
     body is read, and raises where there is no need to."""
 
-    def __init__(self, handle: Handler, limits: Limits, check: Callable[[HttpRequest], None]):
+    def __init__(self, handle: Handler, limits: ServeLimits, check: Callable[[HttpRequest], None]):
         self.handle, self.limits, self.check = handle, limits, check
         self.connections: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
@@ -121,10 +121,10 @@ class HttpServer:
             reply.done()
         return keep and not connection.gone.is_set()
 
-    async def _answered(self, connection: _Connection, request: HttpRequest) -> Reply | None:
+    async def _answered(self, connection: _Connection, request: HttpRequest) -> HttpReply | None:
         """None where the client has gone."""
 
-        async def handled() -> Reply:
+        async def handled() -> HttpReply:
             try:
                 return await self.handle(request)
             except ApiError as error:
@@ -135,12 +135,12 @@ class HttpServer:
 
         return await _unless_gone(connection, handled())
 
-    async def _send(self, connection: _Connection, reply: Reply, *, keep: bool, headless: bool) -> None:
+    async def _send(self, connection: _Connection, reply: HttpReply, *, keep: bool, headless: bool) -> None:
         # An answer has had its time when it comes here whole; one that is streamed ends by itself in that time.
         with _closed_after(connection, self.limits.seconds + self.limits.idle_seconds):
             await self._written(connection, reply, keep=keep, headless=headless)
 
-    async def _written(self, connection: _Connection, reply: Reply, *, keep: bool, headless: bool) -> None:
+    async def _written(self, connection: _Connection, reply: HttpReply, *, keep: bool, headless: bool) -> None:
         writer = connection.writer
         whole = reply.body if isinstance(reply.body, bytes) else None
         length = "Transfer-Encoding: chunked" if whole is None else f"Content-Length: {len(whole)}"

@@ -9,7 +9,7 @@ from lockstep.errors import Refusal
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServeLimits:
     """`body_bytes` of a request; `queue` sequences that wait or run at once; `seconds` that a request may take, from
     its last byte to that of its answer; `idle_seconds` for a client to send a whole request, and between two."""
 
@@ -21,7 +21,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Address:
+class ListenAddress:
     """Where the endpoint listens, and the key that it asks for. Port 0 is any free one."""
 
     host: str = "127.0.0.1"

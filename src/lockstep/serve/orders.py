@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.serve.fields import Fields, is_ids, sound, wrong
 from lockstep.serve.replies import ApiError
-from lockstep.serve.tickets import Order
+from lockstep.serve.tickets import GenerationOrder
 from lockstep.types import Message, Sampling
 
 # Below this a temperature only makes numbers that no longer fit; 0 is greedy.
@@ -48,10 +48,10 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ApiRequest:
     """A request that was understood."""
 
-    order: Order
+    order: GenerationOrder
     stream: bool
     usage: bool
     """Whether a stream ends with the count of tokens."""
@@ -60,7 +60,7 @@ class Asked:
     """Whether they are told; `order.likeliest` says how many beside each."""
 
 
-def chat_asked(body: bytes, served: Served) -> Asked:
+def chat_asked(body: bytes, served: Served) -> ApiRequest:
     """`/v1/chat/completions`."""
     fields = Fields(body)
     check_model(fields, served)
@@ -82,7 +82,7 @@ def chat_asked(body: bytes, served: Served) -> Asked:
     return _asked(fields, served, [ids], most, told, None)
 
 
-def completion_asked(body: bytes, served: Served) -> Asked:
+def completion_asked(body: bytes, served: Served) -> ApiRequest:
     """`/v1/completions`."""
     fields = Fields(body)
     check_model(fields, served)
@@ -102,7 +102,7 @@ def _asked(
     most: int | None,
     likeliest: int | None,
     usual: int | None,
-) -> Asked:
+) -> ApiRequest:
     n = fields.whole("n", 1, 1, MOST_CHOICES) or 1
     stream, token_ids = fields.switch("stream"), fields.switch("return_token_ids")
     options = fields.object("stream_options")
@@ -125,8 +125,8 @@ def _asked(
         )
         for ids in prompts
     ]
-    order = Order(prompts, n, samplings, stops, likeliest)
-    return Asked(order, stream, bool(options.get("include_usage")), token_ids, likeliest is not None)
+    order = GenerationOrder(prompts, n, samplings, stops, likeliest)
+    return ApiRequest(order, stream, bool(options.get("include_usage")), token_ids, likeliest is not None)
 
 
 def check_model(fields: Fields, served: Served) -> None:

@@ -31,7 +31,7 @@ class ApiError(Exception):
 
 
 @dataclass(frozen=True)
-class Reply:
+class HttpReply:
     """`body` is whole, or comes piece by piece. `done` is called when it was sent, or cannot be."""
 
     body: bytes | AsyncIterator[bytes]
@@ -41,14 +41,14 @@ class Reply:
     done: Callable[[], None] = lambda: None
 
 
-def as_json(value: Any, status: int = 200) -> Reply:
-    return Reply(json.dumps(value, ensure_ascii=False).encode(errors="replace"), status)
+def as_json(value: Any, status: int = 200) -> HttpReply:
+    return HttpReply(json.dumps(value, ensure_ascii=False).encode(errors="replace"), status)
 
 
-def as_events(events: AsyncIterator[Any], done: Callable[[], None]) -> Reply:
+def as_events(events: AsyncIterator[Any], done: Callable[[], None]) -> HttpReply:
     """Server-sent events, with OpenAI's last word. An error that comes too late for a status is the last event."""
     kind, headers = "text/event-stream; charset=utf-8", {"Cache-Control": "no-cache"}
-    return Reply(_event_lines(events), kind=kind, headers=headers, done=done)
+    return HttpReply(_event_lines(events), kind=kind, headers=headers, done=done)
 
 
 async def _event_lines(events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
@@ -65,6 +65,6 @@ def _line(value: Any) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False).encode(errors="replace") + b"\n\n"
 
 
-def of_error(error: ApiError) -> Reply:
+def of_error(error: ApiError) -> HttpReply:
     plain = as_json(error.body(), error.status)
-    return Reply(plain.body, error.status, headers=error.headers)
+    return HttpReply(plain.body, error.status, headers=error.headers)

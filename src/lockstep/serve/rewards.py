@@ -23,11 +23,11 @@ from jinja2 import TemplateError
 from lockstep.errors import first_line
 from lockstep.reward.model import RewardModel
 from lockstep.run.output import write
-from lockstep.serve.app import Endpoint, model_list
+from lockstep.serve.app import Route, model_list
 from lockstep.serve.fields import Fields, sound, wrong
 from lockstep.serve.http import HttpRequest
-from lockstep.serve.limits import Limits
-from lockstep.serve.replies import ApiError, Reply, as_json
+from lockstep.serve.limits import ServeLimits
+from lockstep.serve.replies import ApiError, HttpReply, as_json
 from lockstep.types import Origin, Question
 
 # Rows of waiting requests that are scored together.
@@ -111,7 +111,7 @@ class RewardWorker:
     """The one thread that runs the model: rows of requests that wait together are scored together."""
 
     model: RewardModel
-    limits: Limits
+    limits: ServeLimits
     over: str | None = None
     _rows: int = 0
     _waiting: list[_Batch] = field(default_factory=list)
@@ -208,14 +208,14 @@ class RewardModelApp:
         self.form, self.worker = form, worker
         self._models = model_list(form.names, form.model.context)
         self._encoder = ThreadPoolExecutor(1, "encoder")
-        self.routes: dict[tuple[str, str], Endpoint] = {
+        self.routes: dict[tuple[str, str], Route] = {
             ("POST", "/v1/rewards"): self.rewards,
             ("POST", "/get_reward"): self.rewards,
             ("GET", "/v1/models"): self.models,
             ("GET", "/health"): self.health,
         }
 
-    async def rewards(self, request: HttpRequest) -> Reply:
+    async def rewards(self, request: HttpRequest) -> HttpReply:
         loop = asyncio.get_running_loop()
         key, rows = await loop.run_in_executor(self._encoder, self.form.encoded, request.body)
         scores = await self.worker.scored(rows)
@@ -227,10 +227,10 @@ class RewardModelApp:
             return as_json({"rewards": scores, "scores": scores, "extra_logs": {}})
         return as_json({key: scores})
 
-    async def models(self, request: HttpRequest) -> Reply:
+    async def models(self, request: HttpRequest) -> HttpReply:
         return as_json(self._models)
 
-    async def health(self, request: HttpRequest) -> Reply:
+    async def health(self, request: HttpRequest) -> HttpReply:
         if self.worker.over is not None:
             raise ApiError(503, self.worker.over, code="engine_stopped")
         return as_json({"status": "ok", "waiting": self.worker.waiting})

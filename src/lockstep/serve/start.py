@@ -23,7 +23,7 @@ from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.live import LiveEngine, longest_that_fits
 from lockstep.run.output import write
 from lockstep.serve.app import App, LanguageModelApp, server_of
-from lockstep.serve.limits import Address, Limits
+from lockstep.serve.limits import ListenAddress, ServeLimits
 from lockstep.serve.orders import Served
 from lockstep.serve.rewards import RewardForm, RewardModelApp, RewardWorker
 from lockstep.serve.worker import EngineWorker
@@ -39,7 +39,7 @@ class ForeignRewards:
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServeSettings:
     """What is served and how. `max_length`: tokens of a prompt and its answer together, where less than the model's
     context; of a reward model, those after which a query is cut."""
 
@@ -60,7 +60,7 @@ class Serving:
         return tuple(dict.fromkeys([self.name or own, own, self.model]))
 
 
-def serve(serving: Serving, address: Address, limits: Limits) -> None:
+def serve(serving: ServeSettings, address: ListenAddress, limits: ServeLimits) -> None:
     """Load, listen, and answer until SIGINT or SIGTERM."""
     device, sentence = explain(serving.device)
     write(sentence, error=True)
@@ -74,7 +74,7 @@ def serve(serving: Serving, address: Address, limits: Limits) -> None:
             app.close()
 
 
-async def _run(app: App, address: Address, limits: Limits, name: str) -> None:
+async def _run(app: App, address: ListenAddress, limits: ServeLimits, name: str) -> None:
     server = server_of(app, address, limits)
     try:
         port = await server.listen(address.host, address.port)
@@ -91,7 +91,7 @@ async def _run(app: App, address: Address, limits: Limits, name: str) -> None:
     await server.close()
 
 
-def opened(serving: Serving, limits: Limits, device: Device, world: World) -> App:
+def opened(serving: ServeSettings, limits: ServeLimits, device: Device, world: World) -> App:
     """A language model, or a reward model: its folder says which."""
     if serving.dtype not in ("auto", *DTYPES):
         raise Refusal.at("--dtype", f"{serving.dtype} is not one of auto, {', '.join(DTYPES)}")
@@ -103,7 +103,7 @@ def opened(serving: Serving, limits: Limits, device: Device, world: World) -> Ap
     return _language_model(serving, limits, folder, config, device, world)
 
 
-def _reward_model(serving: Serving, limits: Limits, folder: str, device: Device, world: World) -> App:
+def _reward_model(serving: ServeSettings, limits: ServeLimits, folder: str, device: Device, world: World) -> App:
     model = load_reward_model(folder, device.torch_device(world.local_rank))
     if serving.dtype != "auto":
         model.model.to(DTYPES[serving.dtype])
@@ -115,7 +115,7 @@ def _reward_model(serving: Serving, limits: Limits, folder: str, device: Device,
 
 
 def _language_model(
-    serving: Serving, limits: Limits, folder: str, config: Any, device: Device, world: World
+    serving: ServeSettings, limits: ServeLimits, folder: str, config: Any, device: Device, world: World
 ) -> LanguageModelApp:
     tokenizer = load_tokenizer(folder)
     dtype = stored_dtype(config) if serving.dtype == "auto" else serving.dtype
@@ -141,7 +141,7 @@ def stored_dtype(config: Any) -> str:
     return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")
 
 
-def _longest(serving: Serving, config: Any, engine: NativeEngine) -> int:
+def _longest(serving: ServeSettings, config: Any, engine: NativeEngine) -> int:
     text = config.get_text_config()
     known = [length for length in (getattr(text, "max_position_embeddings", None), fixed_length(text)) if length]
     context = min(known, default=None)

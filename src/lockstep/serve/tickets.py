@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lockstep.rollout.native.live import Told
+from lockstep.rollout.native.live import DrawnToken
 from lockstep.serve.replies import ApiError
 from lockstep.types import Sampling
 
@@ -15,7 +15,7 @@ NOISE_KEY = 1
 
 
 @dataclass(frozen=True)
-class Order:
+class GenerationOrder:
     """Prompts as tokens, each to be continued `n` times, and how; `likeliest` as in `LiveSample`."""
 
     prompts: Sequence[Sequence[int]]
@@ -36,7 +36,7 @@ class Piece:
 
     choice: int
     text: str
-    tokens: Sequence[Told]
+    tokens: Sequence[DrawnToken]
     finish: str | None = None
 
 
@@ -44,7 +44,7 @@ class Piece:
 class Ticket:
     """An order under way. Its answers come to `inbox` in the event loop: pieces, or an error that ends it."""
 
-    order: Order
+    order: GenerationOrder
     loop: asyncio.AbstractEventLoop
     inbox: asyncio.Queue[Piece | ApiError] = field(default_factory=asyncio.Queue)
     timer: asyncio.TimerHandle | None = None

@@ -10,16 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lockstep.errors import first_line
-from lockstep.rollout.native.live import LiveEngine, LiveSample, Told
+from lockstep.rollout.native.live import DrawnToken, LiveEngine, LiveSample
 from lockstep.run.output import write
-from lockstep.serve.limits import Limits
+from lockstep.serve.limits import ServeLimits
 from lockstep.serve.replies import ApiError
 from lockstep.serve.text import TextStream
-from lockstep.serve.tickets import NOISE_KEY, Order, Piece, Ticket
+from lockstep.serve.tickets import NOISE_KEY, GenerationOrder, Piece, Ticket
 
 
 @dataclass(eq=False)
-class _Response:
+class _Underway:
     """A sequence under way: for whom, as which choice, and its text."""
 
     ticket: Ticket
@@ -40,7 +40,7 @@ class Load:
 class EngineWorker:
     """`decode` turns tokens into text without marks such as the end of a turn."""
 
-    def __init__(self, engine: LiveEngine, decode: Callable[[list[int]], str], limits: Limits):
+    def __init__(self, engine: LiveEngine, decode: Callable[[list[int]], str], limits: ServeLimits):
         self._engine, self._decode, self._limits = engine, decode, limits
         # Guards what follows it; the engine itself belongs to the thread.
         self._changed = threading.Condition()
@@ -48,7 +48,7 @@ class EngineWorker:
         self._given_up: list[Ticket] = []
         self._sequences = 0
         self._over: str | None = None
-        self._responses: dict[LiveSample, _Response] = {}
+        self._responses: dict[LiveSample, _Underway] = {}
         self._samples: dict[Ticket, list[LiveSample]] = {}
         self._load = Load(0, 0, engine.blocks, engine.free)
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
@@ -67,7 +67,7 @@ class EngineWorker:
             last = self._load
         return Load(last.running, last.waiting + new, last.blocks, last.free_blocks)
 
-    def order(self, order: Order) -> Ticket:
+    def order(self, order: GenerationOrder) -> Ticket:
         """The order under way, in the running event loop; whoever asks for it must `leave` it.
 
         Refused where the queue is full; ends with an error where it takes too long.
@@ -160,7 +160,7 @@ class EngineWorker:
             samples = self._engine.add(ids, order.n, sampling, key=NOISE_KEY, likeliest=order.likeliest)
             for sample in samples:
                 text = TextStream(self._decode, order.stops)
-                self._responses[sample] = _Response(ticket, number * order.n + sample.number, text)
+                self._responses[sample] = _Underway(ticket, number * order.n + sample.number, text)
             held += samples
 
     def _round(self) -> None:
@@ -173,7 +173,7 @@ class EngineWorker:
                 del self._responses[sample]
         self._post(pieces)
 
-    def _piece(self, sample: LiveSample, response: _Response, told: list[Told]) -> Piece:
+    def _piece(self, sample: LiveSample, response: _Underway, told: list[DrawnToken]) -> Piece:
         """The text of the round's tokens, up to one that completes a text which ends the response."""
         text, stream = "", response.text
         for number, one in enumerate(told, 1):

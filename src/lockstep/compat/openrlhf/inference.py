@@ -161,8 +161,8 @@ def batch_order(words: Sequence[str]) -> BatchOrder:
 
 def rewards_served(words: Sequence[str]) -> tuple[Any, Any, Any]:
     """What `serve/start.py` is asked for."""
-    from lockstep.serve.limits import Address, Limits, is_loopback
-    from lockstep.serve.start import ForeignRewards, Serving
+    from lockstep.serve.limits import ListenAddress, ServeLimits, is_loopback
+    from lockstep.serve.start import ForeignRewards, ServeSettings
 
     given, problems = _given("serve_rm", words)
     if not given.get("reward_pretrain"):
@@ -179,13 +179,13 @@ def rewards_served(words: Sequence[str]) -> tuple[Any, Any, Any]:
         why = "their clients bring no key, and whoever reaches this machine could use the model"
         remedy = "leave it out and tunnel to 127.0.0.1, or set LOCKSTEP_API_KEY"
         raise Refusal.at(f"--host {host}", why, remedy)
-    serving = Serving(
+    serving = ServeSettings(
         given["reward_pretrain"],
         dtype=dtype,
         max_length=given.get("max_len", 2048),
         foreign=ForeignRewards(ended=not _dotted(words), normalized=bool(given.get("normalize_reward"))),
     )
-    return serving, Address(host, given.get("port", 5000), key), Limits(queue=4096, body_bytes=256 * 2**20)
+    return serving, ListenAddress(host, given.get("port", 5000), key), ServeLimits(queue=4096, body_bytes=256 * 2**20)
 
 
 def _given(program: str, words: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:

@@ -10,11 +10,13 @@ from typing import Any
 from lockstep.data.prepare.conditional import TEMPLATE
 from lockstep.errors import Refusal
 
-Scored = Mapping[str, Any]
+ScoredAnswer = Mapping[str, Any]
 """`input`, `output` and `reward`."""
 
 
-def processed(kind: str | None, rows: Sequence[Scored], template: str | None, normalize: bool) -> list[dict[str, Any]]:
+def processed(
+    kind: str | None, rows: Sequence[ScoredAnswer], template: str | None, normalize: bool
+) -> list[dict[str, Any]]:
     if kind == "rs":
         return [
             {"input": best["input"], "output": best["output"], "reward": best["reward"]}
@@ -36,9 +38,9 @@ def processed(kind: str | None, rows: Sequence[Scored], template: str | None, no
     return [dict(row) for row in rows]
 
 
-def _best_and_worst(rows: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
+def _best_and_worst(rows: Sequence[ScoredAnswer]) -> list[tuple[ScoredAnswer, ScoredAnswer]]:
     """Of each prompt, in the order in which prompts come; of equal rewards the first counts."""
-    found: dict[str, list[Scored]] = {}
+    found: dict[str, list[ScoredAnswer]] = {}
     for row in rows:
         found.setdefault(row["input"], []).append(row)
     return [
@@ -47,7 +49,7 @@ def _best_and_worst(rows: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
     ]
 
 
-def _normalized(rows: Sequence[Scored]) -> list[dict[str, Any]]:
+def _normalized(rows: Sequence[ScoredAnswer]) -> list[dict[str, Any]]:
     """Rewards of mean 0 and deviation 1 (with n - 1)."""
     rewards = [row["reward"] for row in rows]
     mean = math.fsum(rewards) / len(rewards)
@@ -57,7 +59,7 @@ def _normalized(rows: Sequence[Scored]) -> list[dict[str, Any]]:
     return [{**row, "reward": (row["reward"] - mean) / deviation} for row in rows]
 
 
-def _conditional(rows: Sequence[Scored], template: str) -> list[dict[str, Any]]:
+def _conditional(rows: Sequence[ScoredAnswer], template: str) -> list[dict[str, Any]]:
     return [
         # What the prompt itself says is put in last: a brace in it is text.
         {**row, "input": template.replace("{reward}", f"{row['reward']:.2f}").replace("{input}", row["input"])}

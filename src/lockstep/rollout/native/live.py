@@ -29,7 +29,7 @@ RECORDED = 4
 
 
 @dataclass(frozen=True)
-class Told:
+class DrawnToken:
     """A token that was drawn. Log-probabilities are those of the model itself (temperature 1, nothing left out), and
     only there where they were asked for: the token's own, and the likeliest tokens with theirs."""
 
@@ -102,7 +102,7 @@ class LiveEngine:
             sample.stop = "cancelled"
             self.scheduler.cancel(sample)
 
-    def step(self) -> list[tuple[LiveSample, list[Told]]]:
+    def step(self) -> list[tuple[LiveSample, list[DrawnToken]]]:
         """One round: who got which tokens. A sample whose `stop` is set has got its last one."""
         passes = self._passes()
         work = self.scheduler.next(passes)
@@ -122,7 +122,7 @@ class LiveEngine:
                     other.board.seat([], other.board.rows)
         return [(sample, self._append(sample, tokens)) for sample, tokens in zip(decoding, told, strict=True)]
 
-    def _append(self, sample: LiveSample, told: Sequence[Told]) -> list[Told]:
+    def _append(self, sample: LiveSample, told: Sequence[DrawnToken]) -> list[DrawnToken]:
         """Up to the token that ends it; a recorded round may have run on past that."""
         kept = []
         for one in told:
@@ -173,7 +173,7 @@ class MixedRunner(Runner):
         self.board, self.captures, self.passes = None, False, 1
 
     @torch.inference_mode()
-    def draw(self, samples: Sequence[LiveSample]) -> list[list[Told]]:
+    def draw(self, samples: Sequence[LiveSample]) -> list[list[DrawnToken]]:
         """One new token of each sample."""
         width = max(len(sample.blocks) for sample in samples)
         state = DecodeState.of(samples, width, self.torch_device)
@@ -191,28 +191,30 @@ class MixedRunner(Runner):
             tokens[at] = chosen.to(tokens.dtype)
         return self._told(samples, logits, tokens)
 
-    def _told(self, samples: Sequence[LiveSample], logits_BV: torch.Tensor, tokens_B: torch.Tensor) -> list[list[Told]]:
+    def _told(
+        self, samples: Sequence[LiveSample], logits_BV: torch.Tensor, tokens_B: torch.Tensor
+    ) -> list[list[DrawnToken]]:
         drawn = tokens_B.tolist()
         asked = [row for row, sample in enumerate(samples) if sample.likeliest is not None]
         if not asked:
-            return [[Told(token)] for token in drawn]
+            return [[DrawnToken(token)] for token in drawn]
         at = torch.tensor(asked, device=self.torch_device)
         scores = logits_BV[at].float().log_softmax(-1)
         own = scores.gather(-1, tokens_B[at, None])[:, 0].tolist()
         most = max(samples[row].likeliest or 0 for row in asked)
         best = scores.topk(most, dim=-1)
         values, ids = best.values.tolist(), best.indices.tolist()
-        told = [[Told(token)] for token in drawn]
+        told = [[DrawnToken(token)] for token in drawn]
         for place, row in enumerate(asked):
             count = samples[row].likeliest or 0
             beside = list(zip(ids[place][:count], values[place][:count], strict=True))
-            told[row] = [Told(drawn[row], own[place], beside)]
+            told[row] = [DrawnToken(drawn[row], own[place], beside)]
         return told
 
 
-def _read(runner: Runner, samples: Sequence[LiveSample]) -> list[list[Told]]:
+def _read(runner: Runner, samples: Sequence[LiveSample]) -> list[list[DrawnToken]]:
     tokens, _ = runner.decode(samples).read()
-    return [[Told(token) for token in each] for each in tokens]
+    return [[DrawnToken(token) for token in each] for each in tokens]
 
 
 def _by_way(samples: Sequence[LiveSample]) -> dict[Sampling, list[int]]:
