@@ -192,7 +192,7 @@ def serve(
     ] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences that are decoded at once.")] = 64,
     cache_gb: Annotated[
-        float | None, typer.Option(min=0, help="Memory of the key/value cache [at most half of what is free].")
+        float | None, typer.Option(min=1e-6, help="Memory of the key/value cache [at most half of what is free].")
     ] = None,
     queue: Annotated[int, typer.Option(min=1, help="Sequences that may wait or run; more are answered 429.")] = 256,
     max_body: Annotated[float, typer.Option(min=0, help="MiB of a request; a longer one is answered 413.")] = 16.0,

@@ -70,7 +70,7 @@ def test_a_round_of_a_script(scene: Path) -> None:
     answers = run(scene, f"--eval_task generate_vllm {ASKED} --best_of_n 2 --enable_csft")
     assert [row["input"] for row in answers] == [f"{words}<rm_score>: 5.00 " for words in PROMPTS] * 2
     (scene / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
-    judged = "--eval_task rm --pretrain @rm --dataset @answers.jsonl --max_len 64"
+    judged = "--eval_task rm --pretrain @rm --dataset @answers.jsonl --max_len 32"
     scored = run(scene, judged)
     assert [(row["input"], row["output"]) for row in scored] == [(row["input"], row["output"]) for row in answers]
     assert [row["reward"] for row in scored] == pytest.approx(by_hand(scene / "rm", scored), abs=1e-5)
@@ -88,7 +88,7 @@ def by_hand(folder: Path, rows: list[dict]) -> list[float]:
     for row in rows:
         text = (row["input"] + row["output"]).rstrip("\n")
         text = text if text.endswith(tokenizer.eos_token) else f"{text} {tokenizer.eos_token}"
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"][:64]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][:32]
         ids[-1] = tokenizer.eos_token_id
         with torch.no_grad():
             found.append((model(torch.tensor([ids])).logits[0, 0].item() - 0.5) / 2.0)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hang import HANG, wait_until
 from lockstep.commands.generate import Conversation
+from lockstep.errors import Refusal
 from lockstep.serve.app import LanguageModelApp
 from lockstep.serve.limits import ServeLimits
 from served import chat, endpoint, opened_app, talk
@@ -297,3 +298,14 @@ def test_a_key_is_asked_for(app: LanguageModelApp) -> None:
                 else:
                     with pytest.raises(openai.AuthenticationError):
                         client.models.list()
+
+
+def test_what_cannot_be_served_is_told_in_the_words_of_the_command(speaker: Path) -> None:
+    with pytest.raises(Refusal, match="--max-length: 4096 is over the model's context of 2048"):
+        opened_app(speaker, max_length=4096)
+    with pytest.raises(Refusal, match=r"--max-length: a sequence of 1000 tokens needs .* GB of key/value cache"):
+        opened_app(speaker, max_length=1000, cache_gb=CACHE_GB)
+    with pytest.raises(Refusal, match=r"--cache-gb: .*(.|\n)*raise --cache-gb, or lower --max-length"):
+        opened_app(speaker, cache_gb=1e-5)
+    with pytest.raises(Refusal, match="--dtype: fp8 is not one of auto, fp32"):
+        opened_app(speaker, dtype="fp8")

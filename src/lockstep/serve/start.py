@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.device.base import Device
 from lockstep.device.select import explain
-from lockstep.errors import Refusal
+from lockstep.errors import Problem, Refusal
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.load import DTYPES, load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
@@ -120,7 +120,10 @@ def _language_model(
     tokenizer = load_tokenizer(folder)
     dtype = stored_dtype(config) if serving.dtype == "auto" else serving.dtype
     settings = RolloutSettings(max_sequences=serving.max_sequences, cache_gb=serving.cache_gb)
-    generator = Generator.load(folder, tokenizer, dtype, device, world, settings)
+    try:
+        generator = Generator.load(folder, tokenizer, dtype, device, world, settings)
+    except Refusal as refusal:
+        raise _in_options(refusal) from refusal
     engine = generator.engine
     assert isinstance(engine, NativeEngine)
     engine.free()
@@ -133,6 +136,20 @@ def _language_model(
         LiveEngine(engine, longest), lambda ids: str(own.decode(ids, skip_special_tokens=True)), limits
     )
     return LanguageModelApp(served, worker)
+
+
+def _in_options(refusal: Refusal) -> Refusal:
+    """The same in the words of the command: it has no recipe."""
+
+    def said(text: str) -> str:
+        return text.replace("rollout.cache_gb", "--cache-gb").replace("rollout.max_tokens", "--max-length")
+
+    def advised(remedy: str) -> str:
+        if "rollout.engine" in remedy:
+            return "use `lockstep generate`, which runs whatever transformers generates from"
+        return said(remedy)
+
+    return Refusal([Problem(said(p.where), said(p.why), advised(p.remedy)) for p in refusal.problems])
 
 
 def stored_dtype(config: Any) -> str:
