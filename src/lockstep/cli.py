@@ -144,13 +144,16 @@ def generate(
     min_p: Annotated[float, typer.Option(min=0, max=1, help="Leave out tokens below this share of the best.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(min=0.01, help="Over 1, tokens seen before lose.")] = 1.0,
     seed: int = 0,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="DIR", help="PEFT folder of a LoRA adapter to put on it.")
+    ] = None,
     device: str = "auto",
 ) -> None:
-    """Let MODEL answer a prompt."""
+    """Let MODEL answer a prompt, word by word; --chat has commands, /help tells them."""
     if prompt is None and not chat:
         raise typer.BadParameter("give a prompt, or --chat")
 
-    from lockstep.commands.generate import Conversation, converse
+    from lockstep.commands.generate import Conversation
 
     conversation = Conversation(
         model,
@@ -163,11 +166,52 @@ def generate(
         top_k=top_k,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        adapter=adapter,
     )
     if chat:
+        from lockstep.commands.chat import converse
+
         converse(conversation, prompt)
     elif prompt is not None:
-        write(conversation.continue_text(prompt) if raw else conversation.answer(prompt))
+        speak = conversation.continue_text if raw else conversation.answer
+        speak(prompt, lambda piece: write(piece, end=""))
+        write()
+
+
+@app.command()
+def serve(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only with --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="LOCKSTEP_API_KEY", help="What requests must bring: Authorization: Bearer KEY.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What requests call the model [its folder's name].")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a prompt and its answer together [the model's context].")
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Sequences that are decoded at once.")] = 64,
+    cache_gb: Annotated[
+        float | None, typer.Option(min=1e-6, help="Memory of the key/value cache [at most half of what is free].")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=1, help="Sequences that may wait or run; more are answered 429.")] = 256,
+    max_body: Annotated[float, typer.Option(min=0, help="MiB of a request; a longer one is answered 413.")] = 16.0,
+    request_seconds: Annotated[
+        float, typer.Option(min=0, help="Time of a request; a longer one is answered 504.")
+    ] = 600.0,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: as the weights are stored.")] = "auto",
+    device: str = "auto",
+) -> None:
+    """Serve MODEL over HTTP, as OpenAI's interface: chats, completions, models. A reward model gives rewards."""
+    from lockstep.serve.limits import ListenAddress, ServeLimits
+
+    address = ListenAddress(host, port, api_key)
+    limits = ServeLimits(body_bytes=int(max_body * 2**20), queue=queue, seconds=request_seconds)
+
+    from lockstep.serve.start import ServeSettings
+    from lockstep.serve.start import serve as run
+
+    run(ServeSettings(model, name, dtype, device, max_length, max_sequences, cache_gb), address, limits)
 
 
 @app.command(name="eval")
@@ -181,6 +225,12 @@ def evaluate(
     seed: int = 0,
     reference: Annotated[
         str | None, typer.Option(help="Pairs: compare by the log-ratio to this model, as DPO does.")
+    ] = None,
+    rule: Annotated[
+        list[str] | None, typer.Option(metavar="[SOURCE=]RULE", help="The rule that checks answers; may be repeated.")
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="A function of yours that judges answers.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write what was found of every row to this jsonl file.")] = None,
     dtype: str = "fp32",
@@ -202,6 +252,8 @@ def evaluate(
         dtype=dtype,
         device_name=device,
         reference=reference,
+        rules=rule or (),
+        reward=reward,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from lockstep.device.cpu import Cpu
 from lockstep.device.select import select
 from lockstep.kernels.noise import gumbel_noise, sequence_keys
 from lockstep.model.load import load_policy, load_tokenizer
@@ -74,3 +75,23 @@ def slow_sample(policy: Policy, request: Request, number: int, sampling: Samplin
             if token in sampling.stop_ids:
                 break
     return ids[len(request.ids) :], logprobs
+
+
+def gigabytes(blocks: int, block: int) -> float:
+    """Keys and values of two layers with two heads of size 8, in fp32; half a block more for rounding."""
+    return (blocks + 0.5) * block * 2 * 2 * 2 * 8 * 4 / 1e9
+
+
+class Recorder(Cpu):
+    """A device that records graphs, as far as the runner can tell: what is recorded runs on the same tensors."""
+
+    graph_capture = True
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    def capture(self, step: Callable[[], None], beside: Callable[[], None] | None = None) -> Callable[[], None]:
+        self.captured += 1
+        step()
+        step()
+        return step

@@ -139,7 +139,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("commands", "parity", "compat"),
     ("view",),
     ("train",),
-    ("evaluate",),
+    ("evaluate", "serve"),
     ("methods",),
     ("rollout", "reward"),
     ("tape",),

@@ -324,28 +324,13 @@ def test_training_beside_generation() -> None:
     assert "rollout.max_staleness" not in convert_openrlhf("train_ppo_ray", ONLINE).recipe
 
 
-@pytest.mark.parametrize(
-    ("words", "remedy"),
-    [
-        (
-            "--eval_task generate_vllm --pretrain ckpt --dataset p.jsonl --best_of_n 8 --max_new_tokens 2048 "
-            "--iter 2 --rollout_batch_size 100 --output_path out/g.jsonl",
-            "use: lockstep sample ckpt p.jsonl out/g.parquet --n 8 --temperature 1.0 --max-new-tokens 2048, "
-            "on the rows from 200 to 299",
-        ),
-        (
-            "--eval_task rm --pretrain rm --dataset out/g.jsonl --post_processor iter_dpo --output_path out/rm.jsonl",
-            "add --reward-model rm to the `lockstep sample` that writes out/g.parquet, then: lockstep pairs "
-            "out/g.parquet out/rm.jsonl --kind pairs",
-        ),
-    ],
-)
-def test_inference_is_refused_with_the_command_that_does_it(words: str, remedy: str) -> None:
+@pytest.mark.parametrize("program", ["batch_inference", "serve_rm"])
+def test_inference_becomes_no_recipe_and_runs_as_it_is(program: str) -> None:
     with pytest.raises(Refusal) as refused:
-        convert_openrlhf("batch_inference", words.split())
+        convert_openrlhf(program, [])
     (problem,) = refused.value.problems
-    assert problem.where == "openrlhf batch_inference"
-    assert problem.remedy.startswith(remedy)
+    assert problem.where == f"openrlhf {program}"
+    assert problem.remedy.endswith(f"runs as it is: python -m lockstep.compat.openrlhf {program} ...")
 
 
 def test_each_program_of_openrlhf_is_a_method_here() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import SIZES, load, native, prompts, run, slow_sample, write_model
+from small_models import SIZES, Recorder, gigabytes, load, native, prompts, run, slow_sample, write_model
 from transformers import Qwen2Config
 
 from lockstep.device.base import Memory
@@ -149,11 +148,6 @@ def test_batch_budget_and_blocks_do_not_matter(
     assert_same(run(native(policy, folder, **settings), requests, SAMPLING), usual)
 
 
-def gigabytes(blocks: int, block: int) -> float:
-    """Keys and values of two layers with two heads of size 8, in fp32; half a block more for rounding."""
-    return (blocks + 0.5) * block * 2 * 2 * 2 * 8 * 4 / 1e9
-
-
 @pytest.mark.parametrize("spare", [0, 3, 20])
 def test_preemption_does_not_matter(
     policy: Policy, folder: Path, requests: list[Request], usual: list[Completion], spare: int
@@ -266,21 +260,6 @@ def test_no_requests_and_no_tokens(policy: Policy, folder: Path) -> None:
     assert list(native(policy, folder).generate([], SAMPLING)) == []
     with pytest.raises(ValueError, match="request 1 has no prompt"):
         list(native(policy, folder).generate([Request([1], 0), Request([], 1)], SAMPLING))
-
-
-class Recorder(Cpu):
-    """A device that records graphs, as far as the runner can tell: what is recorded runs on the same tensors."""
-
-    graph_capture = True
-
-    def __init__(self) -> None:
-        self.captured = 0
-
-    def capture(self, step: Callable[[], None], beside: Callable[[], None] | None = None) -> Callable[[], None]:
-        self.captured += 1
-        step()
-        step()
-        return step
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_sequences": 3}, {"max_sequences": 33, "block_tokens": 1}])

@@ -151,6 +151,7 @@ def test_a_resolved_recipe_says_only_what_its_method_reads(tmp_path: Path) -> No
         (["rollout.top_k=20"], "rollout.top_k", "rollout.truncated=mask"),
         (["rollout.min_p=0.1"], "rollout.min_p", "rollout.truncated=mask"),
         (["data.val=rows.jsonl"], "data.val", "val.questions"),
+        (["val.questions=q.jsonl", "val.rules={a: gsm8k}"], "val.rules", "reward.rules"),
         (["data.overlong=truncate_right"], "data.overlong", "truncate_left"),
         (["algorithm.kl.where=none", "algorithm.kl.target=0.1"], "algorithm.kl.target", "algorithm.kl.where"),
         (["algorithm.kl.where=reward", "algorithm.kl.estimator=k3+"], "algorithm.kl.estimator", "drop the +"),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from rich.table import Table
 
 from lockstep.commands.eval_rows import rows_recipe, score_rows
 from lockstep.commands.options import refuse_long_answers, refuse_options
+from lockstep.commands.sample_rewards import opened_scorer
 from lockstep.data.prompts import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
@@ -18,15 +21,20 @@ from lockstep.evaluate.answers import answer_metrics
 from lockstep.model.load import load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import joined
+from lockstep.recipe.online import Reward
 from lockstep.reward.rule_judge import RuleJudge
-from lockstep.reward.rules import rule_for
+from lockstep.reward.rules import rule_for, rule_named
+from lockstep.reward.scorer import Scorer
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.questions import encode_questions, validation_keys
+from lockstep.rollout.questions import Examiner, encode_questions, validation_keys
 from lockstep.run.folder import refuse_unwritable
 from lockstep.run.progress import Console
 from lockstep.run.samples import sample_line
 from lockstep.run.screen import Screen, shown
 from lockstep.types import Prompt, Rollout, Sampling
+
+# How a reward's key in a recipe is called here.
+OPTIONS = {"reward.function": "--reward", "reward.rules.": "--rule ", "reward.rules": "--rule"}
 
 
 def score_model(
@@ -42,8 +50,10 @@ def score_model(
     dtype: str,
     device_name: str,
     reference: str | None = None,
+    rules: Sequence[str] = (),
+    reward: str | None = None,
 ) -> dict[str, float]:
-    """Answer or judge, score, show; returns the metrics."""
+    """Answer or judge, score, show; returns the metrics. `rules` are of the form RULE or SOURCE=RULE."""
     refuse_options(dtype, n, temperature)
     if out is not None:
         refuse_unwritable(out, "--out")
@@ -55,6 +65,8 @@ def score_model(
         rowset = read_rows(data)
         compared = None if reference is None else model_folder(reference)
         recipe = rows_recipe(folder, data, rowset, dtype, compared)
+        if recipe is not None and (rules or reward):
+            raise Refusal.at("--rule" if rules else "--reward", f"{data} is judged, not answered", "remove it")
         if recipe is not None:
             metrics = score_rows(
                 recipe, rowset, rows=rows, reference=compared, out=out, device=device, world=world, console=console
@@ -64,16 +76,17 @@ def score_model(
             return metrics
         if reference is not None:
             raise Refusal.at("--reference", f"{data} holds no pairs to compare", "remove it")
-        questions, judge = read_questions(rowset, rows), RuleJudge()
-        for source in sorted({question.data_source for question in questions}):
-            rule_for(source)
+        questions = read_questions(rowset, rows)
+        named = _rules(rules, {question.data_source for question in questions}, judged=reward is not None)
         tokenizer = load_tokenizer(folder)
         prompts = encode_questions(tokenizer, questions)
         refuse_long_answers(prompts, max_new_tokens, folder)
-        generator = Generator.load(folder, tokenizer, dtype, device, world)
-        sampling = Sampling(max_new_tokens, temperature, stop_ids=generator.stop_ids, seed=seed)
-        given = _answers(generator, prompts, n, sampling, judge, console)
-        metrics = answer_metrics(given, judge.answer_of, n)
+        settings = Reward(rules=named, function=reward)
+        with _judge(settings, prompts, device.torch_device(world.local_rank), console) as judge:
+            generator = Generator.load(folder, tokenizer, dtype, device, world)
+            sampling = Sampling(max_new_tokens, temperature, stop_ids=generator.stop_ids, seed=seed)
+            given = _answers(generator, prompts, n, sampling, judge, console)
+            metrics = answer_metrics(given, judge.answer_of, n)
         if world.main:
             if out is not None:
                 _write(out, given)
@@ -81,8 +94,35 @@ def score_model(
     return metrics
 
 
+def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str, str]:
+    """The rule of each data source that the options name. Unless a function judges, every source has one then."""
+    named: dict[str, str] = {}
+    for word in words:
+        source, sign, rule = word.rpartition("=")
+        rule_named(rule, f"--rule {word}")
+        if sign and source not in sources:
+            raise Refusal.at(f"--rule {word}", f"no row is of {source!r}", f"there are {', '.join(sorted(sources))}")
+        named |= {source: rule} if sign else dict.fromkeys(sources - named.keys(), rule)
+    if not judged:
+        for source in sorted(sources):
+            rule_for(source, named, "--rule")
+    return named
+
+
+@contextmanager
+def _judge(
+    reward: Reward, prompts: Sequence[Prompt], torch_device: torch.device, console: Console
+) -> Iterator[RuleJudge | Scorer]:
+    """The built-in rules, or what the options name, tried on real rows first."""
+    if not reward.rules and reward.function is None:
+        yield RuleJudge()
+        return
+    with opened_scorer(reward, prompts, torch_device, console, None, OPTIONS) as scorer:
+        yield scorer
+
+
 def _answers(
-    generator: Generator, prompts: Sequence[Prompt], n: int, sampling: Sampling, judge: RuleJudge, console: Console
+    generator: Generator, prompts: Sequence[Prompt], n: int, sampling: Sampling, judge: Examiner, console: Console
 ) -> list[Rollout]:
     keys, ranks = validation_keys(len(prompts)), generator.world.size
     with console.task("Answering", len(prompts) * n) as task:

@@ -1,7 +1,8 @@
-"""One answer, or a conversation, with a model on the console."""
+"""A loaded model that answers, in pieces as its tokens come."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from transformers import AutoModelForCausalLM
@@ -9,15 +10,21 @@ from transformers import AutoModelForCausalLM
 from lockstep.data.chat import render_prompt
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.model.load import load_config, load_tokenizer
+from lockstep.model.load import load_config, load_tokenizer, with_lora
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
+from lockstep.recipe.schema import Lora
 from lockstep.rollout.ending import end_ids
 from lockstep.rollout.hf import HfEngine
-from lockstep.run.output import write
+from lockstep.serve.text import TextStream
 from lockstep.types import Message, Origin, Request, Sampling
 
 _HERE = Origin("the prompt", 0)
+Hear = Callable[[str], None]
+
+
+def silent(piece: str) -> None:
+    """Nobody listens while it speaks."""
 
 
 class Conversation:
@@ -36,12 +43,16 @@ class Conversation:
         top_k: int = 0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
+        adapter: str | None = None,
     ):
         folder = model_folder(model)
         chosen = select(device)
         self.tokenizer = load_tokenizer(folder)
         load_config(folder)
         loaded = pretrained(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
+        if adapter is not None:
+            # The layers of the model itself carry the adapter then.
+            loaded = with_lora(loaded, Lora(adapter=adapter), seed=0).base_model.model
         self.model = loaded.to(chosen.torch_device()).eval()
         stops = tuple(end_ids(self.model, self.tokenizer))
         self.sampling = Sampling(
@@ -49,48 +60,41 @@ class Conversation:
         )
         self.engine = HfEngine(lambda: nullcontext(self.model), self.tokenizer.decode)
         self.said = 0
+        self.interruptible = False
+        """Whether Ctrl-C ends a reply, which then is what was said so far, or the program."""
         self.opening: list[Message] = [{"role": "system", "content": system}] if system else []
 
-    def answer(self, prompt: str) -> str:
-        """The reply to one user message."""
+    def answer(self, prompt: str, hear: Hear = silent) -> str:
+        """The reply to one user message; `hear` is given its pieces."""
         if not self.tokenizer.chat_template:
-            return self.continue_text(prompt)
-        return self.reply([*self.opening, {"role": "user", "content": prompt}])
+            return self.continue_text(prompt, hear)
+        return self.reply([*self.opening, {"role": "user", "content": prompt}], hear)
 
-    def reply(self, messages: list[Message]) -> str:
+    def reply(self, messages: list[Message], hear: Hear = silent) -> str:
         if not self.tokenizer.chat_template:
             raise Refusal.at("--chat", "the model has no chat template", "give a prompt with --raw")
         text = render_prompt(self.tokenizer, messages, _HERE)
-        return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"], hear)
 
-    def continue_text(self, prompt: str) -> str:
+    def continue_text(self, prompt: str, hear: Hear = silent) -> str:
         ids = self.tokenizer(prompt)["input_ids"]
         if not ids:
             raise Refusal.at("prompt", "is empty")
-        return self._generate(ids)
+        return self._generate(ids, hear)
 
-    def _generate(self, ids: list[int]) -> str:
+    def _generate(self, ids: list[int], hear: Hear) -> str:
         # Each reply draws noise of its own.
         self.said += 1
-        (completion,) = self.engine.generate([Request(ids, key=self.said)], self.sampling)
-        return self.tokenizer.decode(completion.ids, skip_special_tokens=True)
-
-
-def converse(conversation: Conversation, first: str | None) -> None:
-    """Turn by turn until the input ends or an empty line is given."""
-    messages = list(conversation.opening)
-    said = first
-    while True:
-        if said is None:
-            try:
-                said = input("you> ").strip()
-            except EOFError:
-                write()
-                return
-        if not said:
-            return
-        messages.append({"role": "user", "content": said})
-        reply = conversation.reply(messages)
-        write(f"model> {reply}")
-        messages.append({"role": "assistant", "content": reply})
-        said = None
+        stream = TextStream(lambda some: str(self.tokenizer.decode(some, skip_special_tokens=True)))
+        self.engine.heard = lambda token: hear(stream.push(token))
+        try:
+            (completion,) = self.engine.generate([Request(ids, key=self.said)], self.sampling)
+            hear(stream.end())
+        except KeyboardInterrupt:
+            hear(stream.end())
+            if not self.interruptible:
+                raise
+            return stream.text
+        finally:
+            self.engine.heard = None
+        return str(self.tokenizer.decode(completion.ids, skip_special_tokens=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,12 @@ def _function(function_path: str) -> dict[str, str]:
 
 
 def opened_scorer(
-    reward: Reward, prompts: Sequence[Prompt], torch_device: torch.device, console: Console, output: Path
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    torch_device: torch.device,
+    console: Console,
+    output: Path | None,
+    options: Mapping[str, str] = OPTIONS,
 ) -> Scorer:
     """The rewards, tried on real rows; what is refused is named by its option.
 
@@ -58,7 +63,7 @@ def opened_scorer(
     sources = sorted({prompt.question.data_source for prompt in prompts})
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]
     if unruled and "rule" in active_weights(reward)[0]:
-        remedy = f"give a --reward-function, or --rule SOURCE=RULE, RULE being {', '.join(RULES)}"
+        remedy = f"give a {options['reward.function']}, or --rule SOURCE=RULE, RULE being {', '.join(RULES)}"
         raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy) for source in unruled])
     try:
         scorer = Scorer.open(reward, sources, torch_device, output=output)
@@ -69,7 +74,7 @@ def opened_scorer(
             scorer.close()
             raise
     except Refusal as refusal:
-        raise as_options(refusal) from refusal
+        raise as_options(refusal, options) from refusal
     for line in tried.lines:
         console.say(line)
     for warning in tried.warnings:
@@ -77,11 +82,11 @@ def opened_scorer(
     return scorer
 
 
-def as_options(refusal: Refusal) -> Refusal:
-    """The same, in the words of this command."""
+def as_options(refusal: Refusal, options: Mapping[str, str] = OPTIONS) -> Refusal:
+    """The same, in the words of the command."""
 
     def said(text: str) -> str:
-        for key, option in OPTIONS.items():
+        for key, option in options.items():
             text = text.replace(key, option)
         return text
 

@@ -12,9 +12,18 @@ from lockstep.compat.writing import checked
 from lockstep.errors import Interrupted, Refusal
 from lockstep.run.output import never_fail_to_encode, write
 
+Others = Mapping[str, Callable[[Sequence[str]], None]]
+"""Programs that train nothing, each with what runs instead."""
 
-def main(peer: str, convert: Callable[[str, Sequence[str]], Conversion], programs: Mapping[str, object]) -> None:
+
+def main(
+    peer: str,
+    convert: Callable[[str, Sequence[str]], Conversion],
+    programs: Mapping[str, object],
+    others: Others | None = None,
+) -> None:
     """The entry point: the words of the command line are the other trainer's."""
+    others = others or {}
     never_fail_to_encode()
     words = sys.argv[1:]
     if words and words[0].startswith("--local_rank"):
@@ -22,11 +31,14 @@ def main(peer: str, convert: Callable[[str, Sequence[str]], Conversion], program
         words = words[1:]
     if not words or words[0] in ("-h", "--help"):
         write(f"python -m lockstep.compat.{peer} PROGRAM SETTINGS: converts and trains; PROGRAM is one of")
-        write(f"  {', '.join(programs)}")
+        write(f"  {', '.join([*programs, *others])}")
         write("`lockstep migrate SCRIPT.sh -o RECIPE.yaml` converts a whole script and trains nothing.")
         sys.exit(0 if words else 2)
     try:
-        run(convert, words)
+        if words[0] in others:
+            others[words[0]](words[1:])
+        else:
+            run(convert, words)
     except Refusal as refusal:
         from lockstep.run.progress import print_problems
 

@@ -127,6 +127,8 @@ def _validation_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("val.at_start", "nothing to validate on", "set data.val or val.questions")
     if val.question_rows and not val.questions:
         yield Problem("val.question_rows", "val.questions is not set", "set val.questions, or remove it")
+    if val.rules and not val.questions:
+        yield Problem("val.rules", "val.questions is not set", "set val.questions, or remove it")
 
 
 def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -255,6 +257,8 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _server_problems(recipe)
     if recipe.data.val:
         yield Problem("data.val", "online methods validate on questions", "use val.questions")
+    if recipe.val.rules:
+        yield Problem("val.rules", "an online run judges answers by its own rewards", "use reward.rules")
     if recipe.data.overlong == "truncate_right":
         yield Problem("data.overlong", "a prompt cut at its end asks nothing", "use truncate_left, drop or error")
     if recipe.checkpoint.keep_best:

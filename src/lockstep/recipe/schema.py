@@ -396,6 +396,11 @@ class Val(Section):
         "or a list of them, which are read one after the other.",
     )
     question_rows: int | None = Field(None, ge=1, description="Answer only the first so many questions of each path.")
+    rules: dict[str, str] = Field(
+        default_factory=dict,
+        description="Offline: the rule that checks answers to questions of a data source, by its name: "
+        "`{my/sums: gsm8k}`. Default: the built-in ones, as of `reward.rules`, which online runs read.",
+    )
     max_new_tokens: int = Field(64, ge=1, description="Longest answer in tokens.")
     n: int = Field(1, ge=1, description="Answers to each question; more than 1 needs `val.temperature`.")
     temperature: float = Field(0.0, ge=0, description="0 answers greedily.")

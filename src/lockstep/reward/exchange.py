@@ -57,12 +57,14 @@ class HttpAnswer:
         return short(f"answered {self.status} {self.reason}".rstrip() + (f": {text}" if text else ""))
 
 
-def open_client(*, direct_to_loopback: bool = False) -> Any:
+def open_client(*, direct_to_loopback: bool = False, key: str | None = None) -> Any:
     """Redirects are not followed, connections not kept: one that the endpoint closed meanwhile would cost a try.
 
-    `direct_to_loopback`: a proxy of the environment is not asked for this machine itself."""
+    `direct_to_loopback`: a proxy of the environment is not asked for this machine itself. `key`: sent along with each
+    request, as endpoints ask for it that are open to others."""
     loopback: dict[str, Any] = {f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")}
     return httpx.AsyncClient(
+        headers={"Authorization": f"Bearer {key}"} if key else None,
         mounts=loopback if direct_to_loopback else None,
         verify=_tls(),
         timeout=None,

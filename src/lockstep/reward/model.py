@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,19 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     model.to(device).eval().requires_grad_(False)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     return RewardModel(model, tokenizer, device, context, mean, std)
+
+
+def normalized_by_config(model: RewardModel) -> RewardModel:
+    """Its scores by `mean` and `std` of its config.json, where OpenRLHF writes them; else as the folder says."""
+    config = model.model.config
+    if not hasattr(config, "mean"):
+        return model
+    mean, std = float(config.mean), float(getattr(config, "std", 1.0))
+    if not (abs(mean) < float("inf") and 0 < std < float("inf")):
+        raise Refusal.at(
+            "config.json", f"mean {mean} and std {std} cannot normalise a score", "mend the model's folder"
+        )
+    return replace(model, mean=mean, std=std)
 
 
 def _refuse_wrong_kind(where: str, config: Any) -> None:

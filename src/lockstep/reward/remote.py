@@ -3,13 +3,14 @@
 One is sent `{"items": [{data_source, prompt, response, ground_truth, extra_info}, ...]}` and answers
 `{"scores": [...]}`, or the list alone, with one number for each item in their order. In OpenRLHF's form it is sent
 `{"query": [...], "prompts": [...], "labels": [...]}`, a query being prompt and response, and answers
-`{"rewards": [...]}`.
+`{"rewards": [...]}`. `lockstep serve` of a reward model is such an endpoint, in both forms.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import threading
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from lockstep.types import Failure, Question
 
 # Batches under way at once: enough to keep an endpoint busy while another batch travels.
 AT_ONCE = 4
+# What endpoints are to be brought that ask for a key, as `lockstep serve --api-key` does.
+KEY_VARIABLE = "LOCKSTEP_REWARD_KEY"
 LONGEST_PAUSE = 30.0
 TOO_MANY_REQUESTS = 429
 SERVER_ERROR = 500
@@ -167,7 +170,8 @@ class RemotePart(RewardPart):
 
     async def _send_all(self) -> None:
         try:
-            async with open_client() as client:
+            # Not a key of the recipe: that is kept and shown.
+            async with open_client(key=os.environ.get(KEY_VARIABLE)) as client:
                 await asyncio.gather(*[self._send_batches(client) for _ in range(AT_ONCE)])
         except asyncio.CancelledError:
             return  # closed

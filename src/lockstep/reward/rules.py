@@ -138,19 +138,20 @@ def rule_named(name: str, where: str) -> Rule:
     return RULES[name]
 
 
-def rule_for(data_source: str, rules: Mapping[str, str] | None = None) -> Rule:
-    """The rule of a data source: of the setting `reward.rules`, or else a built-in one.
+def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str = "reward.rules") -> Rule:
+    """The rule of a data source: of the setting `key`, or else a built-in one.
 
     A source without a rule is refused: it must not score 0.
     """
     known = {**DEFAULT_RULES, **(rules or {})}
     if data_source in known:
-        return rule_named(known[data_source], f"reward.rules.{data_source}")
+        return rule_named(known[data_source], f"{key}.{data_source}")
     near = difflib.get_close_matches(data_source, known, n=1)
+    # An option of a command is written otherwise than a key of a recipe.
+    other = f"{key} {data_source}=RULE" if key.startswith("-") else f"{key}: {{{data_source}: RULE}}"
     raise Refusal.at(
         f"data_source {data_source!r}",
         "has no rule",
         (f"did you mean {near[0]}? " if near else "")
-        + f"rules exist for {', '.join(known)}; for another source: reward.rules: {{{data_source}: RULE}}, "
-        + f"RULE being {', '.join(RULES)}",
+        + f"rules exist for {', '.join(known)}; for another source: {other}, RULE being {', '.join(RULES)}",
     )

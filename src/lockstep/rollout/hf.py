@@ -41,6 +41,8 @@ class HfEngine(SharedWeights):
         self, opened: Callable[[], AbstractContextManager[PreTrainedModel]], decode: Callable[[list[int]], str]
     ):
         self.opened, self.decode = opened, decode
+        self.heard: Callable[[int], None] | None = None
+        """Told each token of a lone response as it is chosen."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         rows = [
@@ -51,10 +53,12 @@ class HfEngine(SharedWeights):
         for start in range(0, len(rows), BATCH):
             part = rows[start : start + BATCH]
             with self.opened() as model:
-                answers = _generate(model, [requests[number] for number, _ in part], [s for _, s in part], sampling)
+                own = [requests[number] for number, _ in part]
+                heard = self.heard if len(part) == 1 else None
+                answers = _generate(model, own, [s for _, s in part], sampling, heard)
             for (number, sample), (ids, logprobs) in zip(part, answers, strict=True):
-                own = requests[number].max_tokens
-                limited = sampling if own is None else replace(sampling, max_tokens=min(sampling.max_tokens, own))
+                most = requests[number].max_tokens
+                limited = sampling if most is None else replace(sampling, max_tokens=min(sampling.max_tokens, most))
                 yield self._cut(number, sample, ids, logprobs, limited)
 
     def _cut(self, number: int, sample: int, ids: list[int], logprobs: list[float], sampling: Sampling) -> Completion:
@@ -75,8 +79,14 @@ def open_engine(
 class _Choose(LogitsProcessor):
     """Lets our sampler choose, and leaves greedy decoding nothing else."""
 
-    def __init__(self, sampling: Sampling, keys_B2: torch.Tensor, mask_BT: torch.Tensor):
-        self.sampling, self.keys_B2, self.mask_BT = sampling, keys_B2, mask_BT
+    def __init__(
+        self,
+        sampling: Sampling,
+        keys_B2: torch.Tensor,
+        mask_BT: torch.Tensor,
+        heard: Callable[[int], None] | None,
+    ):
+        self.sampling, self.keys_B2, self.mask_BT, self.heard = sampling, keys_B2, mask_BT, heard
         self.logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -84,6 +94,8 @@ class _Choose(LogitsProcessor):
         seen = self._seen(input_ids, scores) if self.sampling.repetition_penalty != 1 else None
         tokens, logprobs = choose(scores, self.sampling, self.keys_B2, position, seen)
         self.logprobs.append(logprobs)
+        if self.heard is not None:
+            self.heard(int(tokens[0]))
         return torch.full_like(scores, -float("inf")).scatter_(-1, tokens[:, None], 0.0)
 
     def _seen(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -106,7 +118,11 @@ def _without_defaults(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _generate(
-    model: PreTrainedModel, requests: Sequence[Request], samples: Sequence[int], sampling: Sampling
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    samples: Sequence[int],
+    sampling: Sampling,
+    heard: Callable[[int], None] | None = None,
 ) -> list[tuple[list[int], list[float]]]:
     width = max(len(request.ids) for request in requests)
     device = model.get_input_embeddings().weight.device
@@ -115,7 +131,7 @@ def _generate(
     ids = torch.tensor([[pad] * (width - len(r.ids)) + list(r.ids) for r in requests], device=device)
     mask = torch.tensor([[0] * (width - len(r.ids)) + [1] * len(r.ids) for r in requests], device=device)
     keys = [sequence_keys(sampling.seed, r.key, s) for r, s in zip(requests, samples, strict=True)]
-    processor = _Choose(sampling, torch.tensor(keys, dtype=torch.int32, device=device), mask)
+    processor = _Choose(sampling, torch.tensor(keys, dtype=torch.int32, device=device), mask, heard)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": sampling.max_tokens, "pad_token_id": pad}
     config = GenerationConfig(**settings, eos_token_id=list(sampling.stop_ids) or None)
     chosen = LogitsProcessorList([processor])

@@ -12,7 +12,7 @@ from lockstep.evaluate.rows import measure
 from lockstep.methods import METHODS
 from lockstep.methods.base import Objective
 from lockstep.recipe import Recipe
-from lockstep.reward.rule_judge import RuleJudge
+from lockstep.reward.rule_judge import judged_by
 from lockstep.run.progress import Console
 from lockstep.train.caching import add_cache
 from lockstep.train.identity import assert_identity
@@ -52,7 +52,12 @@ def open_offline(recipe: Recipe, console: Console, *, keeps: bool = True) -> Ite
     with open_runtime(recipe, console) as runtime:
         device, console = runtime.device, runtime.console
         prepared = prepare(recipe, device, runtime.world.size, console)
-        with open_training(prepared, runtime, RuleJudge(), keeps=keeps) as training:
+        sources = {question.data_source for question in prepared.questions}
+        torch_device = device.torch_device(runtime.world.local_rank)
+        with (
+            judged_by(recipe.val.rules, sources, torch_device) as judge,
+            open_training(prepared, runtime, judge, keeps=keeps) as training,
+        ):
             loader, models = make_loader(recipe, prepared.train), training.models
             objective = METHODS[recipe.method].objective(recipe)
             models.longest = prepared.limit

@@ -30,7 +30,7 @@ from lockstep.parallel.mesh import grid_of, refuse_offload
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.rows import ENGINES
-from lockstep.reward.rules import rule_for
+from lockstep.reward.rules import rule_for, rule_named
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.prefill import prefill_budget
@@ -396,8 +396,10 @@ def _questions(recipe: Recipe) -> list[Question]:
     ]
     if recipe.method not in ONLINE:
         # An online run judges them by its own rewards, which are checked when these are opened.
+        for source, rule in recipe.val.rules.items():
+            rule_named(rule, f"val.rules.{source}")
         for source in sorted({question.data_source for question in questions}):
-            rule_for(source)
+            rule_for(source, recipe.val.rules, "val.rules")
     return questions
 
 

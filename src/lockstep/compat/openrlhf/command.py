@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from lockstep.compat.flags import is_flag, parse_flags
 from lockstep.compat.openrlhf import offline, online, online_flags
-from lockstep.compat.openrlhf.inference import refuse_inference
+from lockstep.compat.openrlhf.inference import PROGRAMS as INFERENCE
+from lockstep.compat.openrlhf.inference import refuse_training
 from lockstep.compat.openrlhf.options import Option, flags_of
 from lockstep.compat.settings import Settings
 from lockstep.compat.table import Conversion, KeyRule, converted
@@ -25,12 +26,12 @@ _FLAT_ONLY = ("train_kto", "train_prm", "train_kd")
 def convert_openrlhf(program: str, words: Sequence[str], wheres: Sequence[str] = ()) -> Conversion:
     """`program` is a name of PROGRAMS; `wheres` says of each word where it stands."""
     name = program.rsplit(".", 1)[-1]
-    if name in ("batch_inference", "serve_rm"):
-        refuse_inference(name, words, wheres)
+    if name in INFERENCE:
+        refuse_training(name, words, wheres)
     if name in ELSEWHERE:
         raise Refusal.at(f"openrlhf {name}", "is no training", f"use: {ELSEWHERE[name]}")
     if name not in PROGRAMS:
-        raise Refusal.at(f"openrlhf {name}", "is not known", f"one of {', '.join(PROGRAMS)}")
+        raise Refusal.at(f"openrlhf {name}", "is not known", f"one of {', '.join([*PROGRAMS, *INFERENCE])}")
     dotted = is_dotted(words) and name not in _FLAT_ONLY
     options, rules, defaults = options_of(name), rules_of(name), defaults_of(name, dotted)
     said = parse_flags(words, flags_of(options, dotted), wheres)

@@ -1,14 +1,18 @@
-"""OpenRLHF's `batch_inference` and `serve_rm`, which train nothing: the commands here that do the same."""
+"""OpenRLHF's `batch_inference` and `serve_rm`, which train nothing: their flags, and what runs instead of them.
+
+`batch_inference` is of the flat dialect alone (0.11 has none); `serve_rm` is in both.
+"""
 
 from __future__ import annotations
 
-import shlex
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
+from dataclasses import dataclass
 from typing import Any
 
-from lockstep.compat.flags import Flag, parse_flags
-from lockstep.errors import Problem, Refusal
+from lockstep.compat.flags import Flag, is_flag, parse_flags
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.run.output import write
 
 _TEXTS = (
     "eval_task pretrain dataset dataset_probs input_key output_key input_template output_path post_processor "
@@ -29,55 +33,182 @@ _BATCH = {
     **{name: Flag(name, int) for name in _COUNTS.split()},
     **{name: Flag(name, bool, "switch") for name in _SWITCHES.split()},
 }
-_SERVED = "name the reward model's folder as reward.model: it is loaded beside the policy, and no server is needed"
-_SCHEMA = "its rows in the RL schema: see `lockstep sample --help`"
+_SERVED_FLAT = {
+    **{name: Flag(name) for name in ("reward_pretrain", "host", "value_head_prefix")},
+    **{name: Flag(name, int) for name in ("port", "max_len", "batch_size")},
+    **{
+        name: Flag(name, bool, "switch")
+        for name in ("normalize_reward", "load_in_4bit", "bf16", "flash_attn", "disable_fast_tokenizer", "use_ms")
+    },
+}
+# By the names of the flat dialect.
+_SERVED_DOTTED = {
+    "reward.model_name_or_path": Flag("reward_pretrain"),
+    "reward.normalize_enable": Flag("normalize_reward", bool, "switch"),
+    "ds.value_head_prefix": Flag("value_head_prefix"),
+    "data.max_len": Flag("max_len", int),
+    "port": Flag("port", int),
+    "host": Flag("host"),
+    "ds.load_in_4bit": Flag("load_in_4bit", bool, "switch"),
+    "ds.param_dtype": Flag("param_dtype"),
+    "ds.attn_implementation": Flag("flash_attn"),
+    "ds.experts_implementation": Flag("experts_implementation"),
+    "data.disable_fast_tokenizer": Flag("disable_fast_tokenizer", bool, "switch"),
+    "ds.packing_samples": Flag("packing_samples", bool, "switch"),
+    "batch_size": Flag("batch_size", int),
+    "use_ms": Flag("use_ms", bool, "switch"),
+}
+# Memory and speed: they change no answer.
+_IDLE = {
+    *("zero_stage", "local_rank", "flash_attn", "disable_fast_tokenizer", "micro_batch_size", "tp_size"),
+    *("max_num_seqs", "enable_prefix_caching", "full_determinism", "batch_size", "packing_samples"),
+    "experts_implementation",
+}
+TASKS = ("generate", "generate_vllm", "rm")
+PROCESSORS = ("rs", "csft", "iter_dpo")
+PROGRAMS = ("batch_inference", "serve_rm")
 
 
-def refuse_inference(program: str, words: Sequence[str], wheres: Sequence[str] = ()) -> None:
-    """Always refuses, with the command that does it here and the values of the one that was given."""
-    if program == "serve_rm":
-        raise Refusal.at("openrlhf serve_rm", "is no training", _SERVED)
-    said = parse_flags(words, _BATCH, wheres)
-    given = {name: setting.value for name, setting in said.given.items()}
-    task = str(given.get("eval_task", ""))
-    if task in ("generate", "generate_vllm"):
-        problem = Problem("openrlhf batch_inference", "is no training", f"use: {_sample(given)} ({_SCHEMA})")
-    elif task == "rm":
-        problem = _judge(given)
-    else:
-        why = f"--eval_task {task} is not known" if task else "--eval_task is not set"
-        problem = Problem("openrlhf batch_inference", why, "generate, generate_vllm or rm")
-    raise Refusal([*said.problems, problem])
+@dataclass(frozen=True)
+class BatchOrder:
+    """A `batch_inference`, with its defaults."""
+
+    task: str
+    model: str
+    sources: tuple[str, ...]
+    out: str
+    given: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given[name]
 
 
-def _sample(given: Mapping[str, Any]) -> str:
-    """`lockstep sample` with the settings of a generation."""
-    out = PurePosixPath(str(given.get("output_path", "OUT"))).with_suffix(".parquet")
-    words = ["lockstep", "sample", str(given.get("pretrain", "MODEL")), str(given.get("dataset", "DATA")), str(out)]
-    words += ["--n", str(given.get("best_of_n", 1))]
-    words += ["--temperature", "0" if given.get("greedy_sampling") else str(given.get("temperature", 1.0))]
-    if given.get("top_p", 1.0) != 1.0:
-        words += ["--top-p", str(given["top_p"])]
-    words += ["--max-new-tokens", str(given.get("max_new_tokens", 1024))]
-    if "iter" in given:
-        first = given["iter"] * given.get("rollout_batch_size", 2048)
-        size = given.get("rollout_batch_size", 2048)
-        return f"{shlex.join(words)}, on the rows from {first} to {first + size - 1}"
-    if "max_samples" in given:
-        words += ["--rows", str(given["max_samples"])]
-    return shlex.join(words)
+_DEFAULTS: dict[str, Any] = {
+    "input_key": "input",
+    "output_key": None,
+    "input_template": None,
+    "apply_chat_template": False,
+    "max_len": 2048,
+    "max_samples": 100_000_000,
+    "prompt_max_len": 1024,
+    "max_new_tokens": 1024,
+    "greedy_sampling": False,
+    "top_p": 1.0,
+    "temperature": 1.0,
+    "repetition_penalty": 1.0,
+    "best_of_n": 1,
+    "iter": None,
+    "rollout_batch_size": 2048,
+    "seed": 1234,
+    "bf16": False,
+    "post_processor": None,
+    "normalize_reward": False,
+    "reward_template": None,
+    "enable_csft": False,
+    "csft_prompt": "<rm_score>: 5.00",
+}
 
 
-def _judge(given: Mapping[str, Any]) -> Problem:
-    """Scores of a reward model: here they are given while responses are sampled, and `pairs` chooses among them."""
-    kinds = {"rs": "sft", "iter_dpo": "pairs"}
+def refuse_training(program: str, words: Sequence[str], wheres: Sequence[str] = ()) -> None:
+    """For whoever wants a recipe of it: there is none, but the command runs as it is."""
+    said = parse_flags(words, _flags(program, words), wheres)
+    remedy = f"it becomes no recipe, and runs as it is: python -m lockstep.compat.openrlhf {program} ..."
+    raise Refusal([*said.problems, Problem(f"openrlhf {program}", "is no training", remedy)])
+
+
+def run_inference(program: str, words: Sequence[str]) -> None:
+    """Do what the command says."""
+    if program == "batch_inference":
+        order = batch_order(words)
+
+        from lockstep.compat.openrlhf.batch import run_batch
+
+        run_batch(order)
+        return
+    from lockstep.serve.start import serve
+
+    serve(*rewards_served(words))
+
+
+def batch_order(words: Sequence[str]) -> BatchOrder:
+    """The command understood, or all that is wrong with it."""
+    given, problems = _given("batch_inference", words)
+    task = given.get("eval_task", "")
+    if task not in TASKS:
+        why = f"{task} is not known" if task else "is not set"
+        problems.append(Problem("--eval_task", why, f"one of {', '.join(TASKS)}"))
+    problems += [
+        Problem(f"--{name}", "is not set") for name in ("pretrain", "dataset", "output_path") if not given.get(name)
+    ]
+    names = [name.strip() for name in str(given.get("dataset", "")).split(",") if name.strip()]
+    if any("@" in name for name in names):
+        problems.append(Problem("--dataset", "a folder inside a data set (NAME@FOLDER) is not read", "name the files"))
+    if len(names) > 1 and given.get("dataset_probs"):
+        why = "rows of several data sets are not drawn by chance here"
+        problems.append(Problem("--dataset_probs", why, "remove it: they then follow each other"))
     kind = given.get("post_processor")
-    if kind not in kinds:
-        why = "conditional SFT (csft) is not here" if kind == "csft" else "is no training"
-        remedy = "" if kind == "csft" else f"use: lockstep eval {given.get('pretrain', 'MODEL')} DATA"
-        return Problem("openrlhf batch_inference", why, remedy)
-    rows = PurePosixPath(str(given.get("dataset", "OUT"))).with_suffix(".parquet")
-    out = given.get("output_path", "ROWS.jsonl")
-    scored = f"add --reward-model {given.get('pretrain', 'DIR')} to the `lockstep sample` that writes {rows}"
-    chosen = shlex.join(["lockstep", "pairs", str(rows), str(out), "--kind", kinds[kind]])
-    return Problem("openrlhf batch_inference", "is no training", f"{scored}, then: {chosen}")
+    if kind not in (None, "null", *PROCESSORS):
+        problems.append(Problem("--post_processor", f"{kind} is not known", f"one of {', '.join(PROCESSORS)}"))
+    for name, low in (("best_of_n", 1), ("max_new_tokens", 1), ("prompt_max_len", 1), ("max_len", 4)):
+        if given.get(name, low) < low:
+            problems.append(Problem(f"--{name}", f"{given[name]} is below {low}"))
+    template = given.get("reward_template")
+    if template is not None and not ("{input}" in template and "{reward}" in template):
+        problems.append(Problem("--reward_template", "has no place for {input} and {reward}"))
+    refuse_all(problems)
+    return BatchOrder(task, given["pretrain"], tuple(names), given["output_path"], {**_DEFAULTS, **given})
+
+
+def rewards_served(words: Sequence[str]) -> tuple[Any, Any, Any]:
+    """What `serve/start.py` is asked for."""
+    from lockstep.serve.limits import ListenAddress, ServeLimits, is_loopback
+    from lockstep.serve.start import ForeignRewards, ServeSettings
+
+    given, problems = _given("serve_rm", words)
+    if not given.get("reward_pretrain"):
+        dotted = _dotted(words)
+        problems.append(Problem(f"--{'reward.model_name_or_path' if dotted else 'reward_pretrain'}", "is not set"))
+    dtype = given.get("param_dtype", "bf16") if _dotted(words) else "bf16" if given.get("bf16") else "auto"
+    if dtype not in ("auto", "bf16", "fp16"):
+        problems.append(Problem("--ds.param_dtype", f"{dtype} is not one of bf16, fp16"))
+    refuse_all(problems)
+    key, host = os.environ.get("LOCKSTEP_API_KEY"), given.get("host")
+    if host is None:
+        host = "127.0.0.1" if key is None else "0.0.0.0"
+    if key is None and not is_loopback(host):
+        why = "their clients bring no key, and whoever reaches this machine could use the model"
+        remedy = "leave it out and tunnel to 127.0.0.1, or set LOCKSTEP_API_KEY"
+        raise Refusal.at(f"--host {host}", why, remedy)
+    serving = ServeSettings(
+        given["reward_pretrain"],
+        dtype=dtype,
+        max_length=given.get("max_len", 2048),
+        foreign=ForeignRewards(ended=not _dotted(words), normalized=bool(given.get("normalize_reward"))),
+    )
+    return serving, ListenAddress(host, given.get("port", 5000), key), ServeLimits(queue=4096, body_bytes=256 * 2**20)
+
+
+def _given(program: str, words: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+    said = parse_flags(words, _flags(program, words))
+    given = {name: setting.value for name, setting in said.given.items()}
+    problems = list(said.problems)
+    if given.get("use_ms"):
+        problems.append(Problem("--use_ms", "models and rows come from folders or the Hugging Face hub", "remove it"))
+    if given.get("load_in_4bit"):
+        problems.append(Problem("--load_in_4bit", "weights are not quantised", "remove it"))
+    if idle := [f"--{name}" for name in given if name in _IDLE]:
+        write(f"without effect here (memory and speed, not results): {', '.join(idle)}", error=True)
+    if "value_head_prefix" in given and given["value_head_prefix"] != "score":
+        why = "the head of a sequence classification model is `score`; weights that have only "
+        write(f"--value_head_prefix: {why}{given['value_head_prefix']} are refused", error=True)
+    return given, problems
+
+
+def _flags(program: str, words: Sequence[str]) -> dict[str, Flag]:
+    if program == "batch_inference":
+        return _BATCH
+    return _SERVED_DOTTED if _dotted(words) else _SERVED_FLAT
+
+
+def _dotted(words: Sequence[str]) -> bool:
+    return any(is_flag(word) and "." in word.partition("=")[0] for word in words)

@@ -130,7 +130,7 @@ class NativeEngine(SharedWeights):
         """Whether anything is left to do, after a look for further requests where rows are free."""
         room = scheduler.rows - len(scheduler.running)
         if self.further is not None and room > 0 and not scheduler.waiting:
-            scheduler.add(*_sequences(self.further.take(room), sampling, first=len(scheduler.prefixes)))
+            scheduler.add(*_sequences(self.further.take(room), sampling, first=scheduler.asked))
         return scheduler.unfinished
 
     def _next(self, scheduler: Scheduler, runner: Runner) -> Round | None:
@@ -162,11 +162,11 @@ class NativeEngine(SharedWeights):
     def _runner(self, samples: Sequence[Sample], longest: int, sampling: Sampling) -> Runner:
         """A kept runner, with its captured passes, where the cache is still large enough and the weights lie where
         they lay; a new one otherwise."""
-        layers = self._generating_layers()
+        layers = self.ready_layers()
         # Ranks that divide a model make a cache for each call, of one size for all of them.
         where = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
         kept = self._cache_kept
-        if kept is None or where != self._weights or kept.blocks < self._blocks(samples, longest)[0]:
+        if kept is None or where != self._weights or kept.blocks < self._blocks(samples, longest):
             kept = None
             self.free()
         # What the host alone looks at is no part of a recorded pass.
@@ -174,14 +174,14 @@ class NativeEngine(SharedWeights):
         rows = self.settings.max_sequences
         runner = self._runners.get(drawn)
         if runner is None or not runner.fits(rows, longest):
-            kept = kept or self._cache(samples, longest)
+            kept = kept or self.cache_of(self._blocks(samples, longest))
             runner = Runner(self.policy, kept, drawn, self.device, rows, longest)
             self._cache_kept, self._weights = kept, where
             self._runners[drawn] = runner
         runner.layers = layers
         return runner
 
-    def _generating_layers(self) -> GeneratingLayers | None:
+    def ready_layers(self) -> GeneratingLayers | None:
         """What the device has in the place of the decoder's modules; their weights are where they want them."""
         # A policy with another attention than its device's is one that was asked to be plain.
         if not self._tried and self.policy.kernel == self.device.attention and self._group is None:
@@ -192,18 +192,11 @@ class NativeEngine(SharedWeights):
             self._layers.lay()
         return self._layers if self._layers is not None and self._layers.ready else None
 
-    def _blocks(self, samples: Sequence[Sample], longest: int) -> tuple[int, int, int, int]:
-        """Blocks of the cache: as many as the samples could ever use at once, within the memory they may take.
-
-        With them the layers, key/value heads and head size of the model.
-        """
+    def _blocks(self, samples: Sequence[Sample], longest: int) -> int:
+        """Blocks of the cache: as many as the samples could ever use at once, within the memory they may take."""
         block = self.settings.block_tokens
-        layers, heads, size = self.policy.decoder.cached_shape()
         like = self.policy.causal_lm.get_input_embeddings().weight
-        block_bytes = 2 * layers * block * heads * size * like.element_size()
-        asked = self.settings.cache_gb
-        held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
-        room = asked * 1e9 if asked is not None else FREE_SHARE * (self.device.memory().free + held)
+        block_bytes, room, asked = self.block_bytes(), self.cache_room(), self.settings.cache_gb
         useful = _useful_blocks(samples, self.settings.max_sequences, block)
         if self.device.graph_capture:
             # A little more serves the next call too, whose prompts are a little longer, without recording anew.
@@ -221,10 +214,23 @@ class NativeEngine(SharedWeights):
                 f"key/value cache, and there are {room / 1e9:.3g} GB",
                 "raise rollout.cache_gb, or lower rollout.max_tokens",
             )
-        return blocks, layers, heads, size
+        return blocks
 
-    def _cache(self, samples: Sequence[Sample], longest: int) -> KVCache:
-        blocks, layers, heads, size = self._blocks(samples, longest)
+    def block_bytes(self) -> int:
+        """Memory of one block of the cache."""
+        layers, heads, size = self.policy.decoder.cached_shape()
+        like = self.policy.causal_lm.get_input_embeddings().weight
+        return int(2 * layers * self.settings.block_tokens * heads * size * like.element_size())
+
+    def cache_room(self) -> float:
+        """Bytes that the cache may take."""
+        if self.settings.cache_gb is not None:
+            return self.settings.cache_gb * 1e9
+        held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
+        return FREE_SHARE * (self.device.memory().free + held)
+
+    def cache_of(self, blocks: int) -> KVCache:
+        layers, heads, size = self.policy.decoder.cached_shape()
         like = self.policy.causal_lm.get_input_embeddings().weight
         return KVCache(layers, blocks, self.settings.block_tokens, heads, size, like)
 

@@ -140,16 +140,9 @@ class Runner:
 
     def _pass(self, state: DecodeState, seen_BV: torch.Tensor | None = None) -> None:
         """Feed a token of each sequence, draw the next. Sequences that are done stay where they are."""
-        block = self.cache.block
-        blocks = state.table_BM.gather(1, (state.positions_B // block)[:, None])[:, 0]
-        slots = blocks * block + state.positions_B % block
-        kernel = self.device.paged_attention
-        lengths = state.positions_B + 1
-        layout = DecodePass(self.cache, kernel, slots, state.table_BM, lengths)
-        run = self._hidden if self.layers is None else self.layers.decode
-        hidden = run(state.tokens_B, state.positions_B, layout)
         head = output_head(self.model)
-        projected = head.projected(hidden)
+        lengths = state.positions_B + 1
+        projected = head.projected(self._fed(state, lengths))
         places = lengths - state.prompts_B
         tokens, logprobs = choose(head.shaped(projected), self.sampling, state.keys_B2, places, seen_BV, self.sampler)
         if self.device.scored_by == "trainer":
@@ -170,6 +163,15 @@ class Runner:
         ended = (tokens[:, None] == self.stops).any(1) | (lengths + 1 >= state.limits_B)
         state.done_B.logical_or_(ended)
         state.positions_B.add_(~state.done_B)
+
+    def _fed(self, state: DecodeState, lengths_B: torch.Tensor) -> torch.Tensor:
+        """The last hidden states after a token of each sequence, whose keys and values are then in the cache."""
+        block = self.cache.block
+        blocks = state.table_BM.gather(1, (state.positions_B // block)[:, None])[:, 0]
+        slots = blocks * block + state.positions_B % block
+        layout = DecodePass(self.cache, self.device.paged_attention, slots, state.table_BM, lengths_B)
+        run = self._hidden if self.layers is None else self.layers.decode
+        return run(state.tokens_B, state.positions_B, layout)
 
     def _hidden(self, ids: torch.Tensor, at: torch.Tensor, layout: PrefillPass | DecodePass) -> torch.Tensor:
         decoder = inner_decoder(self.model)

@@ -37,12 +37,15 @@ class Work:
 
 
 class Scheduler:
-    """`prefixes[i]` is that of request i. At most `rows` samples run, at most `budget` tokens are prefilled a round."""
+    """`prefixes[i]` is that of request i, while one of its samples is left. At most `rows` samples run, and at most
+    `budget` tokens are prefilled a round."""
 
     def __init__(
         self, prefixes: Sequence[Prefix], samples: Sequence[Sample], *, blocks: int, block: int, rows: int, budget: int
     ):
-        self.prefixes: list[Prefix] = []
+        self.prefixes: dict[int, Prefix] = {}
+        self.asked = 0
+        """Requests that ever came: the number of the next one."""
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.pool = BlockPool(blocks)
@@ -52,7 +55,8 @@ class Scheduler:
 
     def add(self, prefixes: Sequence[Prefix], samples: Sequence[Sample]) -> None:
         """Further requests, numbered on, which come behind all others."""
-        self.prefixes += prefixes
+        self.prefixes |= enumerate(prefixes, start=self.asked)
+        self.asked += len(prefixes)
         self.waiting += sorted(samples, key=lambda sample: sample.order)
         for sample in samples:
             self.prefixes[sample.request].waiting += 1
@@ -116,10 +120,23 @@ class Scheduler:
         """The sample is done: its blocks are free, and those of a prompt with its last sample."""
         self.running.remove(sample)
         self._release(sample)
-        prefix = self.prefixes[sample.request]
-        prefix.running -= 1
+        self.prefixes[sample.request].running -= 1
+        self._forget(sample.request)
+
+    def cancel(self, sample: Sample) -> None:
+        """Nobody wants the sample any more, whether it runs or waits: what it holds is free at once."""
+        if sample in self.running:
+            self.finish(sample)
+            return
+        self.waiting.remove(sample)
+        self.prefixes[sample.request].waiting -= 1
+        self._forget(sample.request)
+
+    def _forget(self, request: int) -> None:
+        """A request whose last sample is gone leaves nothing behind, however many there will ever be."""
+        prefix = self.prefixes[request]
         if not prefix.waiting and not prefix.running:
-            self._release(prefix)
+            self._release(self.prefixes.pop(request))
 
     # -- the way in
 
@@ -218,7 +235,9 @@ class Scheduler:
 
     def _give_up_a_prefix(self, request: int) -> bool:
         """Free the youngest prefix that nobody runs on, of those that came after `request`."""
-        for prefix in reversed(self.prefixes[request + 1 :]):
+        for number, prefix in reversed(self.prefixes.items()):
+            if number <= request:
+                break
             if prefix.blocks and not prefix.running:
                 self._release(prefix)
                 return True

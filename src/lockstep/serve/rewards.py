@@ -1,0 +1,240 @@
+"""The endpoints of a reward model, for runs on other machines.
+
+`/v1/rewards` takes what `reward.remote` sends: `{"items": [{prompt, response, ...}, ...]}`, answered by
+`{"scores": [...]}`. OpenRLHF's form is taken there too, and at the path that its `serve_rm` has, `/get_reward`:
+`{"query": [...], ...}`, answered by `{"rewards": [...]}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import threading
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateError
+
+from lockstep.errors import first_line
+from lockstep.reward.model import RewardModel
+from lockstep.run.output import write
+from lockstep.serve.app import Route, model_list
+from lockstep.serve.fields import Fields, sound, wrong
+from lockstep.serve.http import HttpRequest
+from lockstep.serve.limits import ServeLimits
+from lockstep.serve.replies import ApiError, HttpReply, as_json
+from lockstep.types import Origin, Question
+
+# Rows of waiting requests that are scored together.
+TOGETHER = 256
+
+
+@dataclass(eq=False)
+class _Batch:
+    """The rows of one request."""
+
+    rows: Sequence[Sequence[int]]
+    loop: asyncio.AbstractEventLoop
+    scores: asyncio.Future[list[float]]
+    left: bool = False
+
+
+@dataclass(frozen=True)
+class RewardForm:
+    """How texts become rows. `max_length`: tokens after which a query in OpenRLHF's form is cut, as its `serve_rm`
+    does; a longer row of another form, or without it, is refused. `ended`: such a query loses the end and padding
+    tokens around it and gets one end token, as in that of version 0.7."""
+
+    model: RewardModel
+    names: tuple[str, ...]
+    max_length: int | None = None
+    ended: bool = False
+
+    def encoded(self, body: bytes) -> tuple[str, list[list[int]]]:
+        """The name that scores are answered under, and a row for each of them."""
+        fields = Fields(body)
+        items = fields.take("items", None)
+        key, rows = ("rewards", self._queries(fields)) if items is None else ("scores", self._items(items))
+        if not rows:
+            raise wrong("items" if items is not None else "query", "is empty")
+        context = self.model.context
+        for number, row in enumerate(rows):
+            if not row:
+                raise ApiError(400, f"response {number} has no tokens")
+            if context is not None and len(row) > context:
+                raise ApiError(
+                    400,
+                    f"response {number} has {len(row)} tokens, over the model's context of {context}",
+                    code="context_length_exceeded",
+                )
+        return key, rows
+
+    def _items(self, items: Any) -> list[list[int]]:
+        if not isinstance(items, list):
+            raise wrong("items", "is not a list")
+        return [self._item(item, f"items[{number}]") for number, item in enumerate(items)]
+
+    def _item(self, item: Any, where: str) -> list[int]:
+        prompt, response = (item.get("prompt"), item.get("response")) if isinstance(item, dict) else (None, None)
+        if not isinstance(response, str):
+            raise wrong(f"{where}.response", "is not text")
+        if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+            raise wrong(f"{where}.prompt", "is not a list of messages")
+        try:
+            return self.model.encode(Question("", prompt, "", Origin(where, 0)), sound(response, f"{where}.response"))
+        except (TemplateError, KeyError, TypeError) as error:
+            raise wrong(f"{where}.prompt", f"the chat template refuses this chat: {error}") from error
+
+    def _queries(self, fields: Fields) -> list[list[int]]:
+        queries = fields.take("query", None)
+        if queries is None:
+            raise ApiError(400, 'the body has neither "items" nor "query"')
+        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+            raise wrong("query", "is not a list of texts")
+        texts = [sound(self._ended(query) if self.ended else query, "query") for query in queries]
+        rows = self.model.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        return [list(row[: self.max_length]) for row in rows]
+
+    def _ended(self, query: str) -> str:
+        tokenizer = self.model.tokenizer
+        marks = "|".join(re.escape(str(token)) for token in (tokenizer.eos_token, tokenizer.pad_token) if token)
+        return re.sub(f"^({marks})+|({marks})+$", "", query) + str(tokenizer.eos_token or "") if marks else query
+
+
+@dataclass
+class RewardWorker:
+    """The one thread that runs the model: rows of requests that wait together are scored together."""
+
+    model: RewardModel
+    limits: ServeLimits
+    over: str | None = None
+    _rows: int = 0
+    _waiting: list[_Batch] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._serve, name="rewards", daemon=True)
+        self._thread.start()
+
+    async def scored(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        loop = asyncio.get_running_loop()
+        batch = _Batch(rows, loop, loop.create_future())
+        with self._changed:
+            if self.over is not None:
+                raise ApiError(503, self.over, code="engine_stopped")
+            if self._rows and self._rows + len(rows) > self.limits.queue:
+                why = f"{self._rows} responses wait, and {len(rows)} more are over the limit of {self.limits.queue}"
+                raise ApiError(429, f"{why} (--queue)", code="queue_full", headers={"Retry-After": "1"})
+            self._rows += len(rows)
+            self._waiting.append(batch)
+            self._changed.notify()
+        try:
+            return await asyncio.wait_for(batch.scores, self.limits.seconds)
+        except asyncio.TimeoutError as error:
+            why = f"no scores within {self.limits.seconds:g} s (--request-seconds)"
+            raise ApiError(504, why, code="timeout") from error
+        finally:
+            with self._changed:
+                self._rows -= len(rows)
+                # Nobody waits for it any more: it is not scored, unless it is by now.
+                if batch in self._waiting:
+                    self._waiting.remove(batch)
+
+    @property
+    def waiting(self) -> int:
+        return self._rows
+
+    def close(self) -> None:
+        with self._changed:
+            self.over = self.over or "the server is shutting down"
+            self._changed.notify()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while batches := self._taken():
+            try:
+                scores = self.model.score([row for batch in batches for row in batch.rows])
+            except Exception as error:  # noqa: BLE001 - whoever waits must be told, and a broken device stays broken
+                write("".join(traceback.format_exception(error)), error=True)
+                with self._changed:
+                    self.over = f"the model failed: {type(error).__name__}: {first_line(error)}"
+                self._fail(batches)
+                break
+            start = 0
+            for batch in batches:
+                self._settle(batch, scores[start : start + len(batch.rows)])
+                start += len(batch.rows)
+        self._fail(self._waiting)
+
+    def _taken(self) -> list[_Batch]:
+        """Requests that wait, up to so many rows together; none when it is over."""
+        with self._changed:
+            while not (self._waiting or self.over):
+                self._changed.wait()
+            if self.over:
+                return []
+            taken: list[_Batch] = []
+            rows = 0
+            while self._waiting and (not taken or rows + len(self._waiting[0].rows) <= TOGETHER):
+                taken.append(self._waiting.pop(0))
+                rows += len(taken[-1].rows)
+            return taken
+
+    def _fail(self, batches: Sequence[_Batch]) -> None:
+        why = ApiError(503, self.over or "", code="engine_stopped")
+        for batch in list(batches):
+            self._settle(batch, why)
+
+    def _settle(self, batch: _Batch, outcome: list[float] | ApiError) -> None:
+        def settle() -> None:
+            if batch.scores.done():
+                return
+            if isinstance(outcome, ApiError):
+                batch.scores.set_exception(outcome)
+            else:
+                batch.scores.set_result(outcome)
+
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            batch.loop.call_soon_threadsafe(settle)
+
+
+class RewardModelApp:
+    def __init__(self, form: RewardForm, worker: RewardWorker):
+        self.form, self.worker = form, worker
+        self._models = model_list(form.names, form.model.context)
+        self._encoder = ThreadPoolExecutor(1, "encoder")
+        self.routes: dict[tuple[str, str], Route] = {
+            ("POST", "/v1/rewards"): self.rewards,
+            ("POST", "/get_reward"): self.rewards,
+            ("GET", "/v1/models"): self.models,
+            ("GET", "/health"): self.health,
+        }
+
+    async def rewards(self, request: HttpRequest) -> HttpReply:
+        loop = asyncio.get_running_loop()
+        key, rows = await loop.run_in_executor(self._encoder, self.form.encoded, request.body)
+        scores = await self.worker.scored(rows)
+        for number, score in enumerate(scores):
+            if not math.isfinite(score):
+                raise ApiError(500, f"the score of response {number} is {score}", code="score_not_finite")
+        if key == "rewards":
+            # All that OpenRLHF's own clients look for.
+            return as_json({"rewards": scores, "scores": scores, "extra_logs": {}})
+        return as_json({key: scores})
+
+    async def models(self, request: HttpRequest) -> HttpReply:
+        return as_json(self._models)
+
+    async def health(self, request: HttpRequest) -> HttpReply:
+        if self.worker.over is not None:
+            raise ApiError(503, self.worker.over, code="engine_stopped")
+        return as_json({"status": "ok", "waiting": self.worker.waiting})
+
+    def close(self) -> None:
+        self.worker.close()
+        self._encoder.shutdown()

@@ -1,0 +1,73 @@
+"""A real endpoint in this process, on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+
+from hang import HANG
+from lockstep.device.cpu import Cpu
+from lockstep.parallel.world import World
+from lockstep.serve.app import App, server_of
+from lockstep.serve.limits import ListenAddress, ServeLimits
+from lockstep.serve.start import ServeSettings, opened
+
+
+def opened_app(folder: Path, limits: ServeLimits | None = None, **settings) -> App:
+    return opened(
+        ServeSettings(str(folder), device="cpu", **settings), limits or ServeLimits(), Cpu(), World(0, 1, 0, None)
+    )
+
+
+@contextmanager
+def endpoint(app: App, limits: ServeLimits | None = None, api_key: str | None = None) -> Iterator[str]:
+    """The address of the app while it is served. The app is closed by whoever opened it."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="endpoint", daemon=True)
+    thread.start()
+    server = server_of(app, ListenAddress(port=0, api_key=api_key), limits or ServeLimits())
+    try:
+        port = asyncio.run_coroutine_threadsafe(server.listen("127.0.0.1", 0), loop).result(HANG)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(HANG)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(HANG)
+        loop.close()
+
+
+def chat(words: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": words}]
+
+
+async def talk(address: str, spoken: dict[str, str], requests: int) -> None:
+    """`requests` at once: every third goes away after its first tokens, every fifth is streamed, one is cancelled
+    before it is answered at all. All others must say what `generate` says."""
+
+    async def one(number: int, words: str) -> None:
+        asked = {"model": "tiny", "messages": chat(words), "temperature": 0}
+        if number % 3 == 0:
+            stream = await client.chat.completions.create(**asked, max_tokens=200, stream=True)
+            async for _ in stream:
+                break
+            await stream.close()
+        elif number % 7 == 0:
+            task = asyncio.ensure_future(client.chat.completions.create(**asked, max_tokens=200))
+            await asyncio.sleep(0.01 * (number % 10))
+            task.cancel()
+        elif number % 5 == 0:
+            stream = await client.chat.completions.create(**asked, max_tokens=24, stream=True)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            assert text == spoken[words], words
+        else:
+            answer = await client.chat.completions.create(**asked, max_tokens=24)
+            assert answer.choices[0].message.content == spoken[words], words
+
+    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=HANG) as client:
+        words = list(spoken)
+        await asyncio.gather(*[one(number, words[number % len(words)]) for number in range(requests)])

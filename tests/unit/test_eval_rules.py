@@ -1,0 +1,102 @@
+"""Answers judged by a rule or a function that is named: `lockstep eval`, and the validation of an offline run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conftest import write_jsonl
+from eval_by_hand import evaluated
+from lockstep.commands.generate import Conversation
+from lockstep.errors import Refusal
+from lockstep.recipe import load_recipe
+from lockstep.run.metrics import read_metrics
+from lockstep.train.start import run_recipe
+from speaker import write_speaker
+
+WORDS = ["2+3?", "Who?", "9-1?", "Where?"]
+
+
+@pytest.fixture(scope="module")
+def speaker(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_speaker(tmp_path_factory.mktemp("speaker") / "model", tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def questions(speaker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of four questions, the model's own answer is the truth of three."""
+    said = Conversation(str(speaker), "cpu", max_new_tokens=8, temperature=0.0, seed=0, system=None)
+    truths = [said.answer(words).strip() for words in WORDS[:3]] + ["something else"]
+    rows = [
+        {
+            "data_source": "mine/a" if number < 2 else "mine/b",
+            "prompt": [{"role": "user", "content": words}],
+            "reward_model": {"ground_truth": truth},
+        }
+        for number, (words, truth) in enumerate(zip(WORDS, truths, strict=True))
+    ]
+    return write_jsonl(tmp_path_factory.mktemp("rows") / "questions.jsonl", rows)
+
+
+def test_a_rule_that_is_named(speaker: Path, questions: Path, tmp_path: Path) -> None:
+    metrics, lines = evaluated(speaker, questions, tmp_path / "out.jsonl", max_new_tokens=8, rules=["exact"])
+    assert metrics["val/accuracy"] == 0.75
+    assert [line["score"] for line in lines] == [1, 1, 1, 0]
+    both = ["mine/a=exact", "mine/b=gsm8k_flexible"]
+    with pytest.raises(Refusal, match="is not a number"):
+        evaluated(speaker, questions, None, max_new_tokens=8, rules=both)
+    for rules, told in (
+        (["exat"], "--rule exat: there is no rule 'exat'"),
+        (["other=exact"], "--rule other=exact: no row is of 'other'"),
+        (["mine/a=exact"], r"data_source 'mine/b': has no rule(.|\n)*--rule mine/b=RULE"),
+        ([], r"data_source 'mine/a': has no rule(.|\n)*--rule mine/a=RULE"),
+    ):
+        with pytest.raises(Refusal, match=told):
+            evaluated(speaker, questions, None, max_new_tokens=8, rules=rules)
+
+
+def test_a_function_that_is_named(speaker: Path, questions: Path, tmp_path: Path) -> None:
+    file = tmp_path / "judge.py"
+    file.write_text(
+        "def longer(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) / 8\n"
+    )
+    metrics, lines = evaluated(
+        speaker, questions, tmp_path / "out.jsonl", max_new_tokens=8, reward=f"{file}:longer", rows=2
+    )
+    assert [line["score"] for line in lines] == [len(line["response"]) / 8 for line in lines]
+    assert metrics["val/reward"] == sum(line["score"] for line in lines) / 2
+    with pytest.raises(Refusal, match=r"--reward .*judge\.py"):
+        evaluated(speaker, questions, None, reward=f"{file}:missing")
+
+
+def trained(speaker: Path, questions: Path, folder: Path, *words: str) -> None:
+    rows = write_jsonl(
+        folder / "rows.jsonl",
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4,
+    )
+    given = [f"model.path={speaker}", f"data.train={rows}", f"run.folder={folder}", "run.name=r", "run.steps=1"]
+    given += [f"val.questions={questions}", "val.at_start=true", "val.max_new_tokens=8", "device=cpu", "batch.rows=4"]
+    given += ["run.export=false", "optim.lr=1e-9"]
+    (folder / "recipe.yaml").write_text("method: sft\n")
+    run_recipe(load_recipe(str(folder / "recipe.yaml"), [*given, *words]))
+
+
+def test_an_offline_run_validates_by_a_rule_of_its_own(speaker: Path, questions: Path, tmp_path: Path) -> None:
+    trained(speaker, questions, tmp_path, "val.rules={mine/a: exact, mine/b: exact}")
+    found = dict(read_metrics(tmp_path / "r" / "metrics.jsonl"))
+    assert found[0]["val/accuracy"] == 0.75
+    assert found[0]["val/accuracy/mine/b"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], r"data_source 'mine/a': has no rule(.|\n)*val\.rules: \{mine/a: RULE\}"),
+        (["val.rules={mine/a: exact, mine/b: exat}"], r"val\.rules\.mine/b: there is no rule 'exat'"),
+        (["val.rules={mine/a: exact}", "val.questions=null"], r"val\.rules: val\.questions is not set"),
+    ],
+)
+def test_what_is_advised_is_taken(speaker: Path, questions: Path, tmp_path: Path, words: list[str], told: str) -> None:
+    with pytest.raises(Refusal, match=told):
+        trained(speaker, questions, tmp_path, *(words or ["val.at_start=true"]))

@@ -1,0 +1,311 @@
+"""`lockstep serve`, asked by the client that people use: OpenAI's own."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hang import HANG, wait_until
+from lockstep.commands.generate import Conversation
+from lockstep.errors import Refusal
+from lockstep.serve.app import LanguageModelApp
+from lockstep.serve.limits import ServeLimits
+from served import chat, endpoint, opened_app, talk
+from speaker import write_speaker
+
+# Blocks of 8 KiB for two sequences of 256 tokens: with eight rows, some must wait for others.
+LENGTH, ROWS = 256, 8
+CACHE_GB = 36.5 * 2**13 / 1e9
+
+
+@pytest.fixture(scope="module")
+def speaker(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_speaker(tmp_path_factory.mktemp("speaker") / "model", tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def app(speaker: Path) -> Iterator[LanguageModelApp]:
+    opened = opened_app(speaker, max_length=LENGTH, max_sequences=ROWS, cache_gb=CACHE_GB, name="tiny")
+    assert isinstance(opened, LanguageModelApp)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def address(app: LanguageModelApp) -> Iterator[str]:
+    with endpoint(app) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=HANG) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def spoken(speaker: Path) -> Conversation:
+    """What `lockstep generate` says, by transformers' own `generate`."""
+    return Conversation(str(speaker), "cpu", max_new_tokens=24, temperature=0.0, seed=0, system=None)
+
+
+def tokens_of(text: str) -> tuple[int, str]:
+    """Of an answer within 24 tokens: a token a character, and one that ends it where it ends by itself."""
+    return (24, "length") if len(text) == 24 else (len(text) + 1, "stop")
+
+
+def all_free(app: LanguageModelApp) -> bool:
+    load = app.worker.load
+    return (load.running, load.waiting, load.free_blocks) == (0, 0, load.blocks)
+
+
+def test_a_chat_is_answered_as_generate_does(client: openai.OpenAI, spoken: Conversation) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=chat("2 + 3?"), temperature=0, max_tokens=24)
+    (choice,) = answer.choices
+    assert choice.message.content == spoken.answer("2 + 3?")
+    assert choice.message.content.isprintable()
+    made, finish = tokens_of(choice.message.content)
+    assert (choice.message.role, choice.finish_reason) == ("assistant", finish)
+    ids = spoken.tokenizer.apply_chat_template(chat("2 + 3?"), add_generation_prompt=True)["input_ids"]
+    assert answer.usage is not None
+    counted = answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens
+    assert counted == (len(ids), made, len(ids) + made)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_a_stream_is_the_same_text(client: openai.OpenAI, spoken: Conversation) -> None:
+    asked = {"model": "tiny", "messages": chat("Say é!"), "temperature": 0, "max_tokens": 24}
+    stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == spoken.answer("Say é!")
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == tokens_of(text)[1]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == tokens_of(text)[0]
+
+
+def test_tokens_and_their_log_probabilities(client: openai.OpenAI, speaker: Path) -> None:
+    """Token ids in and out, beside a pass of transformers over the whole."""
+    ids = [10, 20, 30, 40]
+    extra = {"return_token_ids": True}
+    asked = {"model": "tiny", "prompt": ids, "max_tokens": 12, "temperature": 0.7, "top_p": 0.9, "seed": 5}
+    answer = client.completions.create(**asked, logprobs=3, extra_body=extra)
+    (choice,) = answer.choices
+    told, made = choice.logprobs, choice.model_extra["token_ids"]
+    assert choice.model_extra["prompt_token_ids"] == ids
+    assert told is not None
+    model = AutoModelForCausalLM.from_pretrained(speaker, dtype=torch.float32).eval()
+    with torch.no_grad():
+        scores = model(torch.tensor([ids + made])).logits[0].log_softmax(-1)[len(ids) - 1 : -1]
+    assert told.token_logprobs == pytest.approx(scores[range(len(made)), made].tolist(), abs=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(speaker)
+    for row, (best, score) in enumerate(zip(told.top_logprobs or (), scores, strict=True)):
+        top = score.topk(3)
+        # Bytes that are no characters look alike, so there may be fewer names than tokens.
+        assert set(best) == {tokenizer.decode([i]) for i in top.indices.tolist()}, row
+        assert max(best.values()) == pytest.approx(top.values[0].item(), abs=1e-4)
+    # The same seed draws the same, also streamed and beside others.
+    pieces = list(client.completions.create(**asked, stream=True, extra_body=extra))
+    assert [token for piece in pieces for token in piece.choices[0].model_extra["token_ids"]] == made
+    assert "".join(piece.choices[0].text for piece in pieces) == choice.text
+    chatted = client.chat.completions.create(
+        model="tiny", messages=chat("x"), max_tokens=4, logprobs=True, top_logprobs=2, extra_body=extra
+    )
+    content = chatted.choices[0].logprobs.content
+    assert [len(entry.top_logprobs) for entry in content] == [2] * len(chatted.choices[0].model_extra["token_ids"])
+    assert chatted.usage.completion_tokens == len(content)
+    assert chatted.model_extra["prompt_token_ids"]
+
+
+def test_a_seed_is_that_of_generate(client: openai.OpenAI, speaker: Path) -> None:
+    said = Conversation(
+        str(speaker), "cpu", max_new_tokens=16, temperature=0.8, seed=11, system=None, top_p=0.95, top_k=50
+    )
+    asked = {"messages": chat("Why?"), "temperature": 0.8, "top_p": 0.95, "max_tokens": 16, "n": 3}
+    first, again = (
+        client.chat.completions.create(model="tiny", seed=11, extra_body={"top_k": 50}, **asked) for _ in range(2)
+    )
+    texts = [choice.message.content for choice in first.choices]
+    assert texts[0] == said.answer("Why?")
+    assert len(set(texts)) == 3
+    assert texts == [choice.message.content for choice in again.choices]
+    other = client.chat.completions.create(model="tiny", **asked)
+    assert texts != [choice.message.content for choice in other.choices]
+
+
+def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, spoken: Conversation) -> None:
+    said = {words: spoken.continue_text(words) for words in ("one", "two", "three", "four", "five")}
+    words = sorted(said, key=lambda one: -len(said[one]))[:2]
+    texts = [said[one] for one in words]
+    asked = {"model": "tiny", "prompt": words, "temperature": 0, "max_tokens": 24}
+    answer = client.completions.create(**asked)
+    assert [choice.text for choice in answer.choices] == texts
+    # Three characters from the middle of the first answer, a token each.
+    assert len(texts[0]) > 11
+    stop = texts[0][8:11]
+    cut = client.completions.create(**asked, stop=[stop, "never said"])
+    assert cut.choices[0].text == texts[0][: texts[0].index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+    streamed = list(client.completions.create(**{**asked, "prompt": words[0]}, stop=stop, stream=True))
+    assert "".join(piece.choices[0].text for piece in streamed) == cut.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "told"),
+    [
+        ({"model": "gpt-4"}, openai.NotFoundError, "'gpt-4' is not served here, 'tiny' is"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature: -1 is not at least 0"),
+        ({"temperature": 1e-6}, openai.BadRequestError, "temperature: 1e-06 is neither 0"),
+        ({"top_p": 0}, openai.BadRequestError, "top_p: 0 leaves no token"),
+        ({"max_tokens": LENGTH}, openai.BadRequestError, f"over the {LENGTH} that the model takes here"),
+        ({"messages": chat("x" * LENGTH)}, openai.BadRequestError, "tokens of the prompt are over"),
+        ({"messages": []}, openai.BadRequestError, "messages: is not a list of messages"),
+        ({"n": 0}, openai.BadRequestError, "n: 0 is not between 1 and 128"),
+        ({"stop": [""]}, openai.BadRequestError, "stop: is neither text nor a list of texts"),
+        ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs: needs logprobs"),
+        ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty: is not here"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: the model's answer is given as text"),
+        ({"extra_body": {"beams": 2}}, openai.BadRequestError, "beams: this endpoint has no such key"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, openai.BadRequestError, "is no argument of"),
+        ({"extra_body": {"stop_token_ids": "x"}}, openai.BadRequestError, "stop_token_ids: is not a list"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            openai.BadRequestError,
+            "content[0]: is of type 'image_url'; only text is read",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_in_openais_shape(client: openai.OpenAI, asked: dict, kind: type, told: str) -> None:
+    with pytest.raises(kind) as refused:
+        client.chat.completions.create(**{"model": "tiny", "messages": chat("x"), **asked})
+    assert told in refused.value.message
+    assert refused.value.type == "invalid_request_error"
+
+
+def test_prompts_that_are_refused(client: openai.OpenAI) -> None:
+    for prompt, told in (([], "is empty"), ([[1, 2], []], "has no tokens"), ([70000], "token 70000 is none of")):
+        with pytest.raises(openai.BadRequestError, match=told):
+            client.completions.create(model="tiny", prompt=prompt)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_many_at_once_with_some_that_go_away(app: LanguageModelApp, address: str, spoken: Conversation) -> None:
+    """More than there are rows and blocks for: nothing is mixed up, and nothing of anybody is left behind."""
+    expected = {words: spoken.answer(words) for words in (f"{'so ' * (i % 4)}{i} and {i * i}?" for i in range(6))}
+    assert len(set(expected.values())) == 6
+    asyncio.run(talk(address, expected, 6))
+    wait_until(lambda: all_free(app))
+    gc.collect()
+    files = open_files()
+    asyncio.run(talk(address, expected, 40))
+    wait_until(lambda: all_free(app))
+    wait_until(lambda: gc.collect() >= 0 and open_files() <= files)
+    assert not app.worker._responses
+    assert not app.worker._samples
+    assert not app.worker._engine.scheduler.prefixes
+
+
+def raw(address: str, data: bytes, *, until_closed: bool = True) -> bytes:
+    with socket.create_connection((urlsplit(address).hostname, urlsplit(address).port), HANG) as peer:
+        peer.sendall(data)
+        answer = b""
+        while (more := peer.recv(65536)) and until_closed:
+            answer += more
+        return answer
+
+
+def post(body: bytes, *headers: str, path: str = "/v1/completions") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}", "Connection: close", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def told_by(answer: bytes) -> tuple[int, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["message"]
+
+
+def test_limits_of_body_queue_and_time(speaker: Path) -> None:
+    limits = ServeLimits(body_bytes=2000, queue=2)
+    small = opened_app(speaker, limits, max_length=1024, max_sequences=1, cache_gb=0.01)
+    try:
+        with (
+            endpoint(small, limits) as address,
+            openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=HANG) as client,
+        ):
+            with pytest.raises(openai.APIStatusError) as long:
+                client.completions.create(model=speaker.name, prompt="x" * 3000)
+            assert (long.value.status_code, long.value.code) == (413, "body_too_large")
+            with pytest.raises(openai.BadRequestError, match="3 sequences are over the limit of 2"):
+                client.completions.create(model=speaker.name, prompt="x", n=3)
+            forever = {"model": speaker.name, "prompt": "x", "max_tokens": 1000, "temperature": 0}
+            endless = {"extra_body": {"ignore_eos": True}}
+            with client.completions.create(**forever, **endless, stream=True) as stream:
+                next(stream)
+                with pytest.raises(openai.RateLimitError) as full:
+                    client.completions.create(model=speaker.name, prompt="x", n=2)
+                assert (full.value.code, full.value.response.headers["Retry-After"]) == ("queue_full", "1")
+            wait_until(lambda: all_free(small))
+            small.worker._limits = replace(limits, seconds=0.05)
+            with pytest.raises(openai.InternalServerError) as late:
+                client.completions.create(**forever, **endless)
+            assert (late.value.status_code, late.value.code) == (504, "timeout")
+            with pytest.raises(openai.APIError, match=r"no whole answer within 0\.05 s"):
+                list(client.completions.create(**forever, **endless, stream=True))
+            wait_until(lambda: all_free(small))
+    finally:
+        small.close()
+
+
+def test_requests_that_are_no_requests(address: str, app: LanguageModelApp) -> None:
+    assert told_by(raw(address, b"hello\r\n\r\n")) == (400, "this is no HTTP/1.1 request")
+    assert told_by(raw(address, post(b"{}", path="/v2")))[0] == 404
+    assert told_by(raw(address, post(b"{nope")))[1].startswith("the body is not JSON")
+    assert "half of a character" in told_by(raw(address, post(rb'{"prompt": "\ud83d"}')))[1]
+    assert told_by(raw(address, post(b"[]"))) == (400, "the body is not a JSON object")
+    assert told_by(raw(address, b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"y" * 70000 + b"\r\n\r\n"))[0] == 431
+    assert told_by(raw(address, post(b"{}", "Transfer-Encoding: chunked")))[0] == 400
+    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    assert raw(address, chunked + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)).startswith(b"HTTP/1.1 200")
+    # A browser's page, and a name that somebody else gave this machine.
+    assert told_by(raw(address, post(body, "Origin: http://evil.example")))[0] == 403
+    assert told_by(raw(address, post(body).replace(b"localhost", b"evil.example")))[0] == 403
+    wait_until(lambda: all_free(app))
+
+
+def test_a_key_is_asked_for(app: LanguageModelApp) -> None:
+    with endpoint(app, api_key="s3cret") as address:
+        for key, right in (("s3cret", True), ("other", False)):
+            with openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=HANG) as client:
+                if right:
+                    assert client.models.list().data
+                else:
+                    with pytest.raises(openai.AuthenticationError):
+                        client.models.list()
+
+
+def test_what_cannot_be_served_is_told_in_the_words_of_the_command(speaker: Path) -> None:
+    with pytest.raises(Refusal, match="--max-length: 4096 is over the model's context of 2048"):
+        opened_app(speaker, max_length=4096)
+    with pytest.raises(Refusal, match=r"--max-length: a sequence of 1000 tokens needs .* GB of key/value cache"):
+        opened_app(speaker, max_length=1000, cache_gb=CACHE_GB)
+    with pytest.raises(Refusal, match=r"--cache-gb: .*(.|\n)*raise --cache-gb, or lower --max-length"):
+        opened_app(speaker, cache_gb=1e-5)
+    with pytest.raises(Refusal, match="--dtype: fp8 is not one of auto, fp32"):
+        opened_app(speaker, dtype="fp8")
