@@ -30,17 +30,34 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging F
 
 
 @app.command()
-def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+def train(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Begin as a copy of this run, or of one of its checkpoints, and go on."),
+    ] = None,
+    init_from: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Begin with the weights of this model, run or checkpoint only.")
+    ] = None,
+) -> None:
     """Train RECIPE, or go on where it stopped."""
+    from lockstep.commands.begin import with_beginning
     from lockstep.recipe import load_recipe
 
-    checked = load_recipe(recipe, overrides or [])
+    words = with_beginning(overrides or [], resume_from, init_from)
+    checked = load_recipe(recipe, words)
 
     from lockstep.parallel.launch import follow_launcher, is_rank, start_ranks, starts_ranks
 
     follow_launcher()
+    if resume_from is not None and os.environ.get("RANK", "0") == "0":
+        from lockstep.train.adopt import adopt
+
+        if said := adopt(checked, resume_from):
+            write(said)
     if starts_ranks(checked.parallel) and not is_rank():
-        raise typer.Exit(start_ranks(checked, ["train", recipe, *(overrides or [])]))
+        raise typer.Exit(start_ranks(checked, ["train", recipe, *words]))
 
     from lockstep.train.start import run_recipe
 

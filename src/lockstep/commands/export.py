@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
+from lockstep.recipe.measure import best_measure
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.folder import RunFolder
 from lockstep.train.export import write_export
@@ -21,9 +22,12 @@ def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: b
     if not steps:
         raise Refusal.at(str(run), "has no checkpoint yet", "train it further, or set checkpoint.every")
     if best:
-        step = checkpoints.best_step(folder.checkpoints)
-        if step is None:
-            raise Refusal.at("--best", "no kept checkpoint has a val/loss", "set data.val and checkpoint.keep_best")
+        measure = best_measure(recipe)
+        found_best = checkpoints.best_step(folder.checkpoints, measure)
+        if found_best is None:
+            why = f"no kept checkpoint has a {measure.name}"
+            raise Refusal.at("--best", why, "set checkpoint.best and checkpoint.keep_best")
+        step = found_best[0]
     step = steps[-1] if step is None else step
     if step not in steps:
         raise Refusal.at("--step", f"{run} has no checkpoint of step {step}", f"it has {', '.join(map(str, steps))}")

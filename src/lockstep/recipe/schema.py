@@ -32,9 +32,24 @@ def _as_tape(value: Any) -> Any:
     return {"record": value} if isinstance(value, bool) else value
 
 
+class StopEarly(Section):
+    metric: str = Field(
+        description="What must improve: `val/loss`, `val/accuracy`, `reward` or any metric of the run; `max` or `min` "
+        "after it says which end is good where the name does not."
+    )
+    patience: int = Field(
+        ge=1, description="Stop when it was measured so many times (a validation, or a step) without improving."
+    )
+    min_delta: float = Field(0.0, ge=0, description="Least change that counts as an improvement.")
+
+
 class RunSettings(Section):
     name: str = Field(
-        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder.", effect=NAME
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run's folder.",
+        effect=NAME,
+        resumable=True,
     )
     folder: str = Field("runs", description="Folder that holds the run folders.", effect=NAME, resumable=True)
     seed: int = Field(
@@ -48,6 +63,12 @@ class RunSettings(Section):
         None, ge=1, description="Passes over the training rows. Default 1 when `run.steps` is not set.", resumable=True
     )
     steps: int | None = Field(None, ge=1, description="Optimizer steps; instead of `run.epochs`.", resumable=True)
+    stop_early: StopEarly | None = Field(
+        None,
+        description="End the run when a metric has stopped to improve.",
+        effect=Effect("harmless", "where the run ends; the steps before it are the same"),
+        resumable=True,
+    )
     resume: Literal["auto", "never", "required"] = Field(
         "auto",
         description="`auto` continues from the newest whole checkpoint, `never` refuses a folder that exists, "
@@ -372,7 +393,15 @@ class Val(Section):
 class CheckpointSettings(Section):
     every: int | None = Field(None, ge=1, description="Steps between checkpoints. Default: only at the end.")
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
-    keep_best: int = Field(0, ge=0, description="Checkpoints with the lowest `val/loss` kept besides.")
+    best: str | None = Field(
+        None,
+        description="Metric that says which checkpoint is the best: `val/loss`, `val/accuracy`, `reward` or any metric "
+        "of the run; `max` or `min` after it says which end is good where the name does not. Set, the best checkpoint "
+        "is what the run exports at its end. Default: `val/loss`, for `keep_best`.",
+    )
+    keep_best: int = Field(
+        0, ge=0, description="Checkpoints kept besides that are the best by `best`. Default 1 where `best` is set."
+    )
     asynchronous: bool = Field(
         True,
         description="Several processes: train on while a checkpoint is written, from a copy of each one's slices in "
