@@ -421,11 +421,18 @@ def migrate(
 
 
 @app.command(name="import-gguf")
-def import_gguf(file: Path, folder: Path) -> None:
+def import_gguf(
+    file: Path,
+    folder: Path,
+    tie: Annotated[
+        bool, typer.Option("--tie", help="The embedding is the output head too, though the file carries one.")
+    ] = False,
+) -> None:
     """Turn a GGUF file into a Hugging Face folder."""
     from lockstep.model.gguf import import_gguf as convert
 
-    write(convert(file, folder))
+    for line in convert(file, folder, tie=tie):
+        write(line)
 
 
 @data_app.command()

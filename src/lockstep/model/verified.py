@@ -18,6 +18,7 @@ import lockstep
 from lockstep.device.base import EMULATED
 from lockstep.device.select import DEVICES
 from lockstep.kernels.fused import KERNEL_PACKAGES
+from lockstep.model.converted import cache_folder
 
 # The folders whose code decides what a model computes.
 CODE = ("device", "kernels", "model", "parallel", "rollout")
@@ -60,9 +61,7 @@ def _here() -> set[str]:
 
 
 def _folder() -> Path:
-    own = os.environ.get("LOCKSTEP_CACHE")
-    home = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
-    return home / "models"
+    return cache_folder() / "models"
 
 
 @cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
 from lockstep.recipe.effects import COLUMN, FOLDER, GROUPS, LIMIT, MICRO, NAME, RATE, SPREAD, STORED, UPDATE, Effect
 from lockstep.recipe.methods import OFFLINE, ONLINE
@@ -119,14 +119,18 @@ class Lora(Section):
     )
     adapter: str | None = Field(
         None,
-        description="PEFT folder of the adapter that training starts from, which says rank, alpha, dropout and layers. "
-        "The reference is still the model without an adapter.",
+        description="The adapter that training goes on with, which says rank, alpha, dropout and layers: a PEFT "
+        "folder, a run that trained one, or a checkpoint of it. `model.adapter: FOLDER` is short for it. The reference "
+        "is still the model without an adapter.",
         effect=FOLDER,
     )
 
 
 class Model(Section):
-    path: str = Field(description="Hugging Face folder (or hub name) of the model and its tokenizer.")
+    path: str = Field(
+        description="The model and its tokenizer: a Hugging Face folder, a run folder or one of its checkpoints, a "
+        "PEFT adapter's folder (merged into the base that it names), a GGUF file, or a hub name."
+    )
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
         description="Precision of the forward and backward pass.",
@@ -153,6 +157,18 @@ class Model(Section):
         "embedding, `sdpa` plain torch throughout.",
         effect=Effect("matters", "another kernel, another order of sums: rounding"),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapter(cls, values: Any) -> Any:
+        """`adapter: FOLDER` is short for `lora: {adapter: FOLDER}`."""
+        if not isinstance(values, dict) or "adapter" not in values:
+            return values
+        adapter, lora = values["adapter"], values.get("lora") or {}
+        rest = {name: value for name, value in values.items() if name != "adapter"}
+        if adapter is None or not isinstance(lora, dict):
+            return rest
+        return {**rest, "lora": {**lora, "adapter": lora.get("adapter") or adapter}}
 
 
 class Source(Section):

@@ -49,6 +49,10 @@ class State:
     end_tokens: list[int] = field(default_factory=list)
     planned: int | None = None
     """Steps that the run was to have, which its learning rate follows."""
+    kind: str = ""
+    """What model it is: a `policy`, or a `value` model. Empty where an earlier version saved it."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Text files that whoever uses the model needs besides its own, by name."""
     carried: dict[str, float] = field(default_factory=dict)
     """What a loop carries from step to step besides weights, by name."""
     version: int = VERSION

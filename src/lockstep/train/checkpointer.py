@@ -16,7 +16,7 @@ from lockstep.recipe.load import resolved
 from lockstep.recipe.measure import best_measure
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.sharded_checkpoint import ShardedWriter
-from lockstep.train.export import write_export
+from lockstep.train.export import files_of, kind_of, write_export
 from lockstep.train.models import Models
 from lockstep.train.optim import LossScale
 from lockstep.train.resume import refuse_changed_data, refuse_changed_recipe, stretched
@@ -138,6 +138,8 @@ class Checkpointer:
             skipped=self.models.trained.skipped,
             end_tokens=run.prepared.end_tokens,
             planned=run.prepared.batches.steps,
+            kind=kind_of(run.recipe),
+            files=files_of(run.recipe, position.carried),
             carried=dict(position.carried),
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.device.base import Device
 from lockstep.model.fingerprint import model_fingerprint
+from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
 from lockstep.recipe.load import dump_recipe, resolved
 from lockstep.run.folder import RunFolder
@@ -46,7 +47,7 @@ class Run:
         """What is trained, by content, and what kind of model it is."""
         architectures = getattr(self.prepared.config, "architectures", None) or ["unknown"]
         return {
-            **model_fingerprint(self.recipe.model.path, self.prepared.tokenizer),
+            **model_fingerprint(model_folder(self.recipe.model.path), self.prepared.tokenizer),
             "architecture": architectures[0],
             "parameters": self.prepared.memory.parameters,
         }

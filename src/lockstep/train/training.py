@@ -12,6 +12,7 @@ from lockstep.errors import Interrupted, Refusal
 from lockstep.kernels.fused import replaced
 from lockstep.methods import METHODS
 from lockstep.methods.base import Method
+from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.questions import Examiner
@@ -214,6 +215,13 @@ def load_models(run: Run) -> Models:
     with run.console.task(f"Loading {recipe.model.path}", None), world.stage("loading the model"):
         learner, critic = build_learner(recipe, *where), build_critic(recipe, *where)
         reference = build_reference(recipe, *where)
+    for one in filter(None, (learner, critic)):
+        assert isinstance(one.module, Policy | ValueModel)
+        if recipe.model.master_weights and one.module.digits.lost:
+            run.console.warn(
+                f"the master weights start from values rounded to {recipe.model.dtype}: the files of "
+                f"{recipe.model.path} cannot be read tensor by tensor"
+            )
     packing = Packing.of(recipe, world, run.prepared.pad_id)
     return Models(learner.module, packing, device, learner, critic, reference)
 
