@@ -376,18 +376,31 @@ def replay(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the Hugging Face folder goes.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, one of its checkpoints, or an adapter to merge.")
+    ],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Where the Hugging Face folder goes.", show_default=False)
+    ] = None,
     step: Annotated[int | None, typer.Option(help="This checkpoint instead of the newest.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest val/loss.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint, by `checkpoint.best`.")] = False,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="A LoRA run's adapter as a PEFT folder, not merged.")
     ] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="An adapter put into its base; of a run the default.")] = False,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The base of an adapter, if not as it says.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Put it onto the hub too, with a card of the run.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the hub's repository a private one.")] = False,
 ) -> None:
-    """Write a run's model as a Hugging Face folder."""
-    from lockstep.commands.export import export_run
+    """Write a run's model as a Hugging Face folder, with a card of what the run did."""
+    from lockstep.commands.export import ExportOrder, export_to
 
-    write(export_run(run, folder, step=step, best=best, adapter=adapter))
+    for line in export_to(run, folder, ExportOrder(step, best, adapter, merge, base, push, private)):
+        write(line)
 
 
 @app.command()

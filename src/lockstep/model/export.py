@@ -30,14 +30,22 @@ from lockstep.run.tensor_file import write_model
 
 
 def export_checkpoint(
-    settings: Model, found: Checkpoint, out: Path, *, adapter: bool = False, replace: bool = False
+    settings: Model,
+    found: Checkpoint,
+    out: Path,
+    *,
+    adapter: bool = False,
+    replace: bool = False,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """A checkpoint as what it is: a language model, or a reward model."""
+    """A checkpoint as what it is, a language model or a reward model, with text files beside it."""
     state, where = found.state, str(found.path)
-    ends, files = state.end_tokens, state.files
+    ends, files = state.end_tokens, {**state.files, **files}
     if state.kind == "policy":
-        more = {"adapter": adapter, "end_tokens": ends, "replace": replace, "files": files}
-        export_model(settings, found.weights, out, where=where, **more)
+        weights = found.weights
+        export_model(
+            settings, weights, out, where=where, adapter=adapter, end_tokens=ends, replace=replace, files=files
+        )
         return
     if adapter:
         raise Refusal.at("--adapter", "a reward model's head is no adapter", "export without --adapter")

@@ -67,7 +67,7 @@ def _tied(model: Any, file: Path, tie: bool) -> list[str]:
             f"`lockstep import-gguf {file} DIR --tie` makes the embedding its head again"
         ]
     model.config.tie_word_embeddings = True
-    model.set_output_embeddings(torch.nn.Linear(*reversed(embedding.shape), bias=False, device="meta"))
+    model.set_output_embeddings(torch.nn.Linear(embedding.shape[1], embedding.shape[0], bias=False, device="meta"))
     model.tie_weights()
     return [f"its embedding is its output head again (tied); the file's own head differed by {off:.1%}"]
 

@@ -7,8 +7,10 @@ import re
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 from lockstep.errors import Refusal, first_line
+from lockstep.model.streamed import weight_files
 
 # `owner/name`, or a bare name, as the hub has them.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -26,30 +28,35 @@ def looks_like_hub(path: str) -> bool:
 
 def hub_folder(name: str, where: str) -> str:
     """The files of a hub model on this machine: those of an earlier download, or fetched now."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return snapshot_download(name, allow_patterns=FILES, local_files_only=True)
+        local = snapshot_download(name, allow_patterns=FILES, local_files_only=True)
+        # Other programs may have fetched a part of it.
+        if (Path(local) / "config.json").is_file() and weight_files(local) is not None:
+            return local
     except (LocalEntryNotFoundError, OSError):
         pass  # not here yet
-    refuse_unreachable(name, where)
+    remedy = "name a folder on this machine, or download the model where there is a network and copy it here"
+    status = ask_hub(name, where, "there is no such folder", remedy)
+    if status in (401, 403, 404):
+        why = f"there is no such folder, and the hub has none of that name that may be read ({status})"
+        raise Refusal.at(where, why, "look at the name; for a private or gated one set HF_TOKEN")
     try:
-        return snapshot_download(name, allow_patterns=FILES)
+        return snapshot_download(name, allow_patterns=FILES, endpoint=constants.ENDPOINT)
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
         raise Refusal.at(where, f"cannot be fetched from the hub: {first_line(error)}") from error
 
 
-def refuse_unreachable(name: str, where: str, kind: str = "models") -> None:
-    """Ask the hub once for a repository, and refuse where there is no answer or no such one."""
+def ask_hub(name: str, where: str, so: str, remedy: str) -> int:
+    """Ask the hub once for a model; the status of its answer. Where there is none: `so` begins the refusal."""
     from huggingface_hub import constants, get_token
 
-    remedy = "name a folder on this machine, or download the model where there is a network and copy it here"
     for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(switch, "").upper() in _OFF:
-            why = f"there is no such folder, and the hub may not be asked for it ({switch} is set)"
-            raise Refusal.at(where, why, remedy)
-    request = urllib.request.Request(f"{constants.ENDPOINT}/api/{kind}/{name}")
+            raise Refusal.at(where, f"{so}, and the hub may not be asked ({switch} is set)", remedy)
+    request = urllib.request.Request(f"{constants.ENDPOINT}/api/models/{name}")
     if token := get_token():
         request.add_header("Authorization", f"Bearer {token}")
     found: list[int | str] = []
@@ -59,11 +66,8 @@ def refuse_unreachable(name: str, where: str, kind: str = "models") -> None:
     asking.join(SECONDS)
     answer = found[0] if found else f"no answer in {SECONDS:g} s"
     if isinstance(answer, str):
-        why = f"there is no such folder, and the hub ({constants.ENDPOINT}) cannot be reached: {answer}"
-        raise Refusal.at(where, why, remedy)
-    if answer in (401, 403, 404):
-        why = f"there is no such folder, and the hub has none of that name that may be read ({answer})"
-        raise Refusal.at(where, why, "look at the name; for a private or gated one set HF_TOKEN")
+        raise Refusal.at(where, f"{so}, and the hub ({constants.ENDPOINT}) cannot be reached: {answer}", remedy)
+    return answer
 
 
 def _asked(request: urllib.request.Request) -> int | str:

@@ -28,7 +28,7 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> None:
     stored: Any = pretrained(AutoConfig, base, where, "the config of its base").dtype or torch.float32
     model = pretrained(AutoModelForCausalLM, base, where, "its base", dtype=torch.float32)
     try:
-        merged: Any = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()  # type: ignore[no-untyped-call]
+        merged: Any = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
         raise Refusal.at(
             where, f"does not fit its base {base}: {first_line(error)}", "name the base it is of"

@@ -118,12 +118,12 @@ def _merged(folder: Path, where: str) -> str:
     """A PEFT folder as the model that it makes of its base."""
     from lockstep.model.merge import merge_adapter
 
-    base = model_folder(_base_of(folder, where), f"{where}: its base")
+    base = model_folder(base_of(folder, where), f"{where}: its base")
     told = ["adapter", model_files(str(folder)), model_files(base)]
     return converted(str(folder), told, lambda out: merge_adapter(folder, base, out, where))
 
 
-def _base_of(folder: Path, where: str) -> str:
+def base_of(folder: Path, where: str) -> str:
     """What the adapter says it stands on: a path as it is, one beside the adapter, or a name of the hub."""
     remedy = "set model.path to the base model and model.adapter to this folder, or merge it with: "
     remedy += f"lockstep export {folder} DIR --merge --base BASE"

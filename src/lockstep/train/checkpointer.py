@@ -189,7 +189,7 @@ class Checkpointer:
                 run.console.say(f"the best checkpoint is that of step {step}: {self.measure.name} {value:.6g}")
         found = checkpoints.read(checkpoints.folder_of(self.folder, step))
         checkpoints.require_disk(run.folder.path, run.prepared.memory.parameters * 4, "the exported model")
-        for line in write_export(run.recipe, found, run.folder.export, replace=True):
+        for line in write_export(run.recipe, found, run.folder.export, run.folder, replace=True):
             run.console.say(line)
 
 

@@ -11,6 +11,8 @@ from lockstep.model.export import export_checkpoint
 from lockstep.recipe import Recipe
 from lockstep.reward.model import STATS
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.card import card_files
+from lockstep.run.folder import RunFolder
 
 
 def kind_of(recipe: Recipe) -> str:
@@ -29,13 +31,20 @@ def files_of(recipe: Recipe, carried: Mapping[str, float]) -> dict[str, str]:
 
 
 def write_export(
-    recipe: Recipe, found: checkpoints.Checkpoint, out: Path, *, adapter: bool = False, replace: bool = False
+    recipe: Recipe,
+    found: checkpoints.Checkpoint,
+    out: Path,
+    run: RunFolder,
+    *,
+    adapter: bool = False,
+    replace: bool = False,
 ) -> list[str]:
-    """The checkpoint as what its method makes; returns what to say of it."""
+    """The checkpoint as what its method makes, with a card of what its run did; returns what to say of it."""
     state, said = found.state, [f"exported the model to {out}"]
     if not state.kind:  # an earlier version saved it
         state.kind, state.files = kind_of(recipe), files_of(recipe, state.carried)
-    export_checkpoint(recipe.model, found, out, adapter=adapter, replace=replace)
+    card = card_files(run, state.step, adapter=adapter)
+    export_checkpoint(recipe.model, found, out, adapter=adapter, replace=replace, files=card)
     if state.kind == "value" and STATS not in state.files:
         said.append("its scores are not normalised: there were no validation rows (data.val) to take mean and std from")
     return said
