@@ -37,8 +37,8 @@ class Conversation:
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
     ):
-        folder = model_folder(model)
         chosen = select(device)
+        folder = model_folder(model)
         self.tokenizer = load_tokenizer(folder)
         load_config(folder)
         loaded = pretrained(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
