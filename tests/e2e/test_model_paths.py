@@ -269,6 +269,16 @@ def test_a_hub_that_never_answers_is_one_sentence(silent_hub: None) -> None:
     assert len(caught.value.problems) == 1
 
 
+def test_nobody_waits_for_it_twice(silent_hub: None, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run asks for the tokenizer, for the config and more; one question is put, and one problem told."""
+    asked: list[object] = []
+    own = hub._asked
+    monkeypatch.setattr(hub, "_asked", lambda request: asked.append(request) or own(request))
+    with pytest.raises(Refusal) as caught:
+        train(recipe_file, "model.path=nobody/nothing")
+    assert len(caught.value.problems) == len(asked) == 1
+
+
 def test_without_a_hub_a_name_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 

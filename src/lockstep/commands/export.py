@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.commands.push import push_folder, refuse_no_hub
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, unwritten
 from lockstep.model.merge import merge_adapter
 from lockstep.model.resolve import ADAPTER, base_of, model_folder
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.measure import best_measure
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.files import written_aside
 from lockstep.run.folder import RunFolder
 from lockstep.train.export import write_export
 
@@ -68,7 +69,12 @@ def _merged(source: Path, out: Path, order: ExportOrder) -> str:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refusal.at(out, "is not empty", "choose a new folder")
     base = model_folder(order.base, "--base") if order.base else model_folder(base_of(source, str(source)))
-    merge_adapter(source, base, out, str(source))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(out, over=True) as aside:
+            merge_adapter(source, base, aside, str(source))
+    except OSError as error:
+        raise unwritten(out, error) from error
     return f"merged {source} into {base}: {out}"
 
 

@@ -82,6 +82,8 @@ def export_model(
     restore_weights(model, weights, where)
     with _written(settings, out) as aside:
         if adapter:
+            # As the recipe names it, not the folder that it was found in.
+            model.peft_config["default"].base_model_name_or_path = settings.path
             model.save_pretrained(aside)
         else:
             merged = model.merge_and_unload() if settings.lora else model

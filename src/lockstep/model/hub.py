@@ -19,6 +19,8 @@ FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 # Name servers and sockets that never answer count too.
 SECONDS = 4.0
 _OFF = ("1", "ON", "YES", "TRUE")
+_silent: dict[str, str] = {}
+"""Addresses that did not answer this process, and what was said of it."""
 
 
 def looks_like_hub(path: str) -> bool:
@@ -56,7 +58,10 @@ def ask_hub(name: str, where: str, so: str, remedy: str) -> int:
     for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(switch, "").upper() in _OFF:
             raise Refusal.at(where, f"{so}, and the hub may not be asked ({switch} is set)", remedy)
-    request = urllib.request.Request(f"{constants.ENDPOINT}/api/models/{name}")
+    address = f"{constants.ENDPOINT}/api/models/{name}"
+    if address in _silent:  # asked before: nobody waits twice
+        raise Refusal.at(where, f"{so}, {_silent[address]}", remedy)
+    request = urllib.request.Request(address)
     if token := get_token():
         request.add_header("Authorization", f"Bearer {token}")
     found: list[int | str] = []
@@ -66,7 +71,8 @@ def ask_hub(name: str, where: str, so: str, remedy: str) -> int:
     asking.join(SECONDS)
     answer = found[0] if found else f"no answer in {SECONDS:g} s"
     if isinstance(answer, str):
-        raise Refusal.at(where, f"{so}, and the hub ({constants.ENDPOINT}) cannot be reached: {answer}", remedy)
+        _silent[address] = f"and the hub ({constants.ENDPOINT}) cannot be reached: {answer}"
+        raise Refusal.at(where, f"{so}, {_silent[address]}", remedy)
     return answer
 
 

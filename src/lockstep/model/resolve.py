@@ -100,8 +100,8 @@ def _newest(run: Path, where: str) -> Path:
 def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
     from lockstep.model.export import export_checkpoint
 
-    if damage := checkpoints.damage_of(folder):
-        raise Refusal.at(where, f"{folder} is damaged: {damage}", "name another checkpoint")
+    if not (folder / checkpoints.MANIFEST).is_file():
+        raise Refusal.at(where, f"{folder} is damaged: it has no {checkpoints.MANIFEST}", "name another checkpoint")
     found = checkpoints.read(folder)
     if not found.state.kind:
         why = "was saved by an earlier version, which did not say what model it is"
@@ -111,7 +111,14 @@ def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
         raise Refusal.at(where, "the run trained all weights, so it has no adapter", "name it as model.path")
     base = model_folder(settings.path, f"{where}: its model.path")
     told = ["checkpoint", adapter, checksum(folder / checkpoints.MANIFEST), settings.model_dump(), model_files(base)]
-    return converted(str(folder), told, lambda out: export_checkpoint(settings, found, out, adapter=adapter))
+
+    def convert(out: Path) -> None:
+        # Once, not whenever somebody asks for the folder: every byte of the checkpoint is read for it.
+        if damage := checkpoints.damage_of(folder):
+            raise Refusal.at(where, f"{folder} is damaged: {damage}", "name another checkpoint")
+        export_checkpoint(settings, found, out, adapter=adapter)
+
+    return converted(str(folder), told, convert)
 
 
 def _merged(folder: Path, where: str) -> str:

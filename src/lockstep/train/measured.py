@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 from lockstep.errors import Problem, refuse_all
 from lockstep.recipe import Recipe
@@ -14,12 +14,13 @@ from lockstep.recipe.measure import Measure, measure_of
 _ANSWERS = re.compile(r"val/(accuracy|reward|answered|failed|(pass|maj)@\d+)(/.+)?|val-core/.+")
 
 
-def refuse_unmeasured(recipe: Recipe, metrics: Mapping[str, float]) -> None:
-    """Refuse names that no step and no validation of this run is going to have. `metrics` are those of a step."""
+def refuse_unmeasured(recipe: Recipe, metrics: Collection[str]) -> None:
+    """Refuse names that no step and no validation of this run is going to have. `metrics` are the names of a step's, of
+    the first process: all come to the same answer."""
     refuse_all(list(_unmeasured(recipe, metrics)))
 
 
-def _unmeasured(recipe: Recipe, metrics: Mapping[str, float]) -> Iterator[Problem]:
+def _unmeasured(recipe: Recipe, metrics: Collection[str]) -> Iterator[Problem]:
     named = {"checkpoint.best": recipe.checkpoint.best}
     if recipe.run.stop_early is not None:
         named["run.stop_early.metric"] = recipe.run.stop_early.metric
@@ -37,7 +38,7 @@ def _unmeasured(recipe: Recipe, metrics: Mapping[str, float]) -> Iterator[Proble
         yield Problem(key, f"the run does not measure {measure.name}", remedy)
 
 
-def _expected(measure: Measure, recipe: Recipe, metrics: Mapping[str, float]) -> bool:
+def _expected(measure: Measure, recipe: Recipe, metrics: Collection[str]) -> bool:
     if not measure.validated:
         return measure.name in metrics
     # Rows are measured by what their method reports of an update too.

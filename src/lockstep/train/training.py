@@ -106,7 +106,7 @@ class Training:
         if step == 1:
             metrics |= prepared.train.counts.metrics()
         if step == self._first and self.keeps:
-            refuse_unmeasured(recipe, metrics)
+            refuse_unmeasured(recipe, run.world.gather(list(metrics))[0])
         last = step == prepared.batches.steps
         stopping = bool(sum(run.world.gather(len(self._interrupt))))
         planned = last or _due(step, recipe.checkpoint.every)
