@@ -102,6 +102,9 @@ def test_steps_without_a_validation_are_not_counted() -> None:
     early = EarlyStop(StopEarly(metric="val/loss", patience=1), World())
     assert not early.observe(1, {"val/loss": 1.0}, validated=True)
     assert not early.observe(2, {"train/loss": 5.0}, validated=False)
+    assert "has no val/loss, so it does not count" in str(early.missed({"val/accuracy": 1.0}))
+    assert not early.observe(2, {"val/accuracy": 1.0}, validated=True)
+    assert early.missed({"val/loss": 2.0}) is None
     assert early.observe(3, {"val/loss": 2.0}, validated=True)
 
 

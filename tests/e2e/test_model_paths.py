@@ -65,9 +65,10 @@ KINDS = {
     "run without an export": ("runs/lora", "lora"),
     "checkpoint of an adapter": ("runs/lora/checkpoints/step_2", "lora"),
 }
+DAILY = ("checkpoint", "adapter")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in DAILY else pytest.mark.slow) for k in KINDS])
 def test_training_starts_where_the_other_run_ended(place: Path, tmp_path: Path, kind: str) -> None:
     """The validation loss before the first step is that of the other run after its last."""
     path, source = KINDS[kind]
@@ -82,7 +83,13 @@ def test_training_starts_where_the_other_run_ended(place: Path, tmp_path: Path, 
     assert losses(begun)[0] == pytest.approx(losses(place / "runs" / source)[-1], rel=1e-5)
 
 
-@pytest.mark.parametrize("adapter", ["adapter", "runs/lora", "runs/lora/checkpoints/step_2"])
+ADAPTERS = [
+    "runs/lora",
+    *[pytest.param(one, marks=pytest.mark.slow) for one in ("adapter", KINDS["checkpoint of an adapter"][0])],
+]
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
 def test_an_adapter_goes_on_from_its_folder_or_its_run(place: Path, tmp_path: Path, adapter: str) -> None:
     words = [f"model.adapter={place / adapter}", "run.steps=1", "val.at_start=true", "run.export=false"]
     begun = train(place / "recipe.yaml", *words, f"run.folder={tmp_path}")
@@ -208,7 +215,7 @@ def test_a_head_of_its_own_in_a_tied_models_file_is_told_and_offered_both_ways(
     assert "a matrix of its own" in import_gguf(other, tmp_path / "other")[1]
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_an_export_keeps_what_is_tied(recipe_file: Path, tmp_path: Path, tiny_folder: Path, tied: bool) -> None:
     base = tiny_folder
     if not tied:

@@ -47,6 +47,12 @@ class EarlyStop:
         self._count(step, told)
         return self.reached
 
+    def missed(self, metrics: Mapping[str, float]) -> str | None:
+        """What to say of a validation that should have measured the metric and did not: nothing was counted."""
+        if self._measure is None or not self._measure.validated or self._measure.name in metrics:
+            return None
+        return f"run.stop_early.metric: this validation has no {self._measure.name}, so it does not count"
+
     def _count(self, step: int, metrics: Mapping[str, float]) -> None:
         measure, settings = self._measure, self.settings
         if measure is None or settings is None or measure.name not in metrics or self.reached:

@@ -116,6 +116,8 @@ class Training:
         validated = self.keeps and (last or needed or _due(step, recipe.val.every))
         if validated:
             metrics |= self._validate(step)
+        if validated and (said := self.early.missed(metrics)):
+            run.console.warn(said)
         if self.early.observe(step, metrics, validated=validated) and not last:
             last = planned = True
             if not validated:
