@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from lockstep.model.resolve import model_folder
 from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
+from lockstep.train.adopt import adopt
 from lockstep.train.offline import train_offline
 from runs import facts, stored
 
@@ -160,7 +162,7 @@ def test_verbs_take_a_checkpoint(place: Path, tmp_path: Path, capsys: pytest.Cap
 def test_a_copy_of_a_run_goes_on_as_the_run_would_have(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = train(place / "recipe.yaml", "run.name=whole", "checkpoint.every=2")
     before = {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()}
-    words = ["train", place / "recipe.yaml", "run.name=copy", "checkpoint.every=2", "optim.warmup=0"]
+    words: list[Any] = ["train", place / "recipe.yaml", "run.name=copy", "checkpoint.every=2", "optim.warmup=0"]
     source = whole / "checkpoints" / "step_4"
     assert run(*words, "--resume-from", source) == 0
     copy = place / "runs" / "copy"
@@ -169,6 +171,9 @@ def test_a_copy_of_a_run_goes_on_as_the_run_would_have(place: Path, capsys: pyte
     assert all((weights[name] == one).all() for name, one in stored(whole, 6).items())
     assert {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()} == before
     assert json.loads((copy / "resumed_from.json").read_text())["step"] == 4
+    begun = load_recipe(str(place / "recipe.yaml"), ["run.name=begun", *words[3:]])
+    assert "begins with" in str(adopt(begun, source))
+    assert [step for step, _ in facts(place / "runs" / "begun")] == [1, 2, 3, 4]
     assert run(*words, "--resume-from", source) == 0  # the same command again: done already
     capsys.readouterr()
     for name, path, says in (
