@@ -30,17 +30,34 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging F
 
 
 @app.command()
-def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+def train(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Begin as a copy of this run, or of one of its checkpoints, and go on."),
+    ] = None,
+    init_from: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Begin with the weights of this model, run or checkpoint only.")
+    ] = None,
+) -> None:
     """Train RECIPE, or go on where it stopped."""
+    from lockstep.commands.begin import with_beginning
     from lockstep.recipe import load_recipe
 
-    checked = load_recipe(recipe, overrides or [])
+    words = with_beginning(overrides or [], resume_from, init_from)
+    checked = load_recipe(recipe, words)
 
     from lockstep.parallel.launch import follow_launcher, is_rank, start_ranks, starts_ranks
 
     follow_launcher()
+    if resume_from is not None and os.environ.get("RANK", "0") == "0":
+        from lockstep.train.adopt import adopt
+
+        if said := adopt(checked, resume_from):
+            write(said)
     if starts_ranks(checked.parallel) and not is_rank():
-        raise typer.Exit(start_ranks(checked, ["train", recipe, *(overrides or [])]))
+        raise typer.Exit(start_ranks(checked, ["train", recipe, *words]))
 
     from lockstep.train.start import run_recipe
 
@@ -425,18 +442,31 @@ def replay(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the Hugging Face folder goes.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, one of its checkpoints, or an adapter to merge.")
+    ],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Where the Hugging Face folder goes.", show_default=False)
+    ] = None,
     step: Annotated[int | None, typer.Option(help="This checkpoint instead of the newest.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest val/loss.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint, by `checkpoint.best`.")] = False,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="A LoRA run's adapter as a PEFT folder, not merged.")
     ] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="An adapter put into its base; of a run the default.")] = False,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The base of an adapter, if not as it says.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Put it onto the hub too, with a card of the run.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the hub's repository a private one.")] = False,
 ) -> None:
-    """Write a run's model as a Hugging Face folder."""
-    from lockstep.commands.export import export_run
+    """Write a run's model as a Hugging Face folder, with a card of what the run did."""
+    from lockstep.commands.export import ExportOrder, export_to
 
-    write(export_run(run, folder, step=step, best=best, adapter=adapter))
+    for line in export_to(run, folder, ExportOrder(step, best, adapter, merge, base, push, private)):
+        write(line)
 
 
 @app.command()
@@ -470,11 +500,18 @@ def migrate(
 
 
 @app.command(name="import-gguf")
-def import_gguf(file: Path, folder: Path) -> None:
+def import_gguf(
+    file: Path,
+    folder: Path,
+    tie: Annotated[
+        bool, typer.Option("--tie", help="The embedding is the output head too, though the file carries one.")
+    ] = False,
+) -> None:
     """Turn a GGUF file into a Hugging Face folder."""
     from lockstep.model.gguf import import_gguf as convert
 
-    write(convert(file, folder))
+    for line in convert(file, folder, tie=tie):
+        write(line)
 
 
 @data_app.command()

@@ -147,7 +147,7 @@ def test_an_older_checkpoint_with_a_broken_state_is_set_aside(
     (places / "step_2" / "state.json").write_text('{"val_loss": "low"}', encoding="utf-8")
     told(capsys)
     assert run("export", tmp_path / "runs" / "run", tmp_path / "out", "--best") == 2
-    assert "step_2/state.json its val_loss is 'low'" in told(capsys)
+    assert "step_2/state.json its val/loss is 'low'" in told(capsys)
     assert run("train", recipe_file, *settings, "run.steps=6") == 0
     assert "set aside as damaged-step_2" in told(capsys)
     assert {path.name for path in places.iterdir()} == {"damaged-step_2", "step_4", "step_6"}

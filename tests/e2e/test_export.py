@@ -13,6 +13,7 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_policy
 from lockstep.model.weights import restore_weights
 from lockstep.recipe import load_recipe
+from lockstep.recipe.measure import measure_of
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
@@ -77,7 +78,9 @@ def test_the_best_checkpoint_is_kept_and_exported(recipe_file: Path, tmp_path: P
         recipe_file, *settings, "optim.lr=0.3", "optim.warmup=4", "optim.schedule=constant", "optim.clip=null"
     )
     steps = checkpoints.steps_in(folder / "checkpoints")
-    best = checkpoints.best_step(folder / "checkpoints")
+    found = checkpoints.best_step(folder / "checkpoints", measure_of("val/loss"))
+    assert found is not None
+    best = found[0]
     assert steps == [best, 6]
     assert f"step {best} of" in export_run(folder, tmp_path / "best", step=None, best=True, adapter=False)
 

@@ -274,6 +274,8 @@ class Handle:
             world_size=1,
             loss_scale=[scale.value, float(scale.quiet)] if scale else [],
             skipped=self._learner.skipped,
+            end_tokens=list(self._stop_ids),
+            kind="policy",
             carried={"sampled": float(self.sampled)},
         )
         tensors = {

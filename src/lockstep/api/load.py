@@ -72,6 +72,7 @@ def load(
     optimizer = Optimizer(
         policy.trainable(), optim, masters=dtype != "fp32", fused=chosen.fused_optimizer, kernel=chosen.adamw
     )
+    policy.digits.into(optimizer.masters_held())
     scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None
     learner = Learner(policy, optimizer, torch_device, World(), scale)
     data = Data(train=["-"], template=template)  # type: ignore[list-item]

@@ -61,8 +61,8 @@ def score_model(
     with joined(device) as world:
         console = Console.open() if world.main else Console.silent()
         console.say(sentence)
-        folder = model_folder(model)
         rowset = read_rows(data)
+        folder = model_folder(model)
         compared = None if reference is None else model_folder(reference)
         recipe = rows_recipe(folder, data, rowset, dtype, compared)
         if recipe is not None and (rules or reward):

@@ -1,29 +1,102 @@
-"""`lockstep export`: a checkpoint of a run as a Hugging Face folder."""
+"""`lockstep export`: a checkpoint of a run, or an adapter and its base, as a Hugging Face folder; and onto the hub."""
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import Refusal
-from lockstep.recipe import load_recipe
+from lockstep.commands.push import push_folder, refuse_no_hub
+from lockstep.errors import Refusal, unwritten
+from lockstep.model.merge import merge_adapter
+from lockstep.model.resolve import ADAPTER, base_of, model_folder
+from lockstep.recipe import Recipe, load_recipe
+from lockstep.recipe.measure import best_measure
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.files import written_aside
 from lockstep.run.folder import RunFolder
 from lockstep.train.export import write_export
 
 
+@dataclass(frozen=True)
+class ExportOrder:
+    """What the user asked for. `adapter` keeps an adapter apart, `merge` says that it is put into its base."""
+
+    step: int | None = None
+    best: bool = False
+    adapter: bool = False
+    merge: bool = False
+    base: str | None = None
+    push: str | None = None
+    private: bool = False
+
+
+def export_to(source: Path, out: Path | None, order: ExportOrder) -> list[str]:
+    """Write the folder, push it where that was asked for, and say what was done."""
+    if order.adapter and order.merge:
+        raise Refusal.at("--merge", "set together with --adapter", "remove one of the two")
+    if order.push is None:
+        if out is None:
+            raise Refusal.at("DIR", "must be set", "name the folder to write, or --push OWNER/NAME")
+        return [_written(source, out, order)]
+    refuse_no_hub(order.push)
+    with tempfile.TemporaryDirectory() as place:
+        folder = out or Path(place) / "model"
+        said = _written(source, folder, order)
+        return [said, push_folder(folder, order.push, said, private=order.private)]
+
+
+def _written(source: Path, out: Path, order: ExportOrder) -> str:
+    if (source / ADAPTER).is_file():
+        return _merged(source, out, order)
+    if order.base is not None:
+        raise Refusal.at("--base", f"{source} is no adapter: a run knows its base", "remove it")
+    run, step = source, order.step
+    if (source / checkpoints.STATE).is_file() and source.parent.name == "checkpoints":
+        if step is not None or order.best:
+            raise Refusal.at(source, "is one checkpoint already", "remove --step and --best")
+        run, step = source.parent.parent, int(source.name.removeprefix("step_"))
+    if order.merge and _recipe_of(run).model.lora is None:
+        raise Refusal.at("--merge", "the run trained all weights, so it has no adapter", "export without --merge")
+    return export_run(run, out, step=step, best=order.best, adapter=order.adapter)
+
+
+def _merged(source: Path, out: Path, order: ExportOrder) -> str:
+    if order.adapter:
+        raise Refusal.at("--adapter", f"{source} is an adapter already", "use --merge")
+    if order.step is not None or order.best:
+        raise Refusal.at(source, "is an adapter and has no steps", "remove --step and --best")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Refusal.at(out, "is not empty", "choose a new folder")
+    base = model_folder(order.base, "--base") if order.base else model_folder(base_of(source, str(source)))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(out, over=True) as aside:
+            merge_adapter(source, base, aside, str(source))
+    except OSError as error:
+        raise unwritten(out, error) from error
+    return f"merged {source} into {base}: {out}"
+
+
+def _recipe_of(run: Path) -> Recipe:
+    if not RunFolder(run).recipe.is_file():
+        raise Refusal.at(str(run), "is not a run folder: it has no recipe.yaml", "give a folder under runs/")
+    return load_recipe(str(RunFolder(run).recipe))
+
+
 def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: bool) -> str:
     """Write the model and say what it is."""
-    folder = RunFolder(run)
-    if not folder.recipe.is_file():
-        raise Refusal.at(str(run), "is not a run folder: it has no recipe.yaml", "give a folder under runs/")
-    recipe = load_recipe(str(folder.recipe))
+    folder, recipe = RunFolder(run), _recipe_of(run)
     steps = checkpoints.steps_in(folder.checkpoints)
     if not steps:
         raise Refusal.at(str(run), "has no checkpoint yet", "train it further, or set checkpoint.every")
     if best:
-        step = checkpoints.best_step(folder.checkpoints)
-        if step is None:
-            raise Refusal.at("--best", "no kept checkpoint has a val/loss", "set data.val and checkpoint.keep_best")
+        measure = best_measure(recipe)
+        found_best = checkpoints.best_step(folder.checkpoints, measure)
+        if found_best is None:
+            why = f"no kept checkpoint has a {measure.name}"
+            raise Refusal.at("--best", why, "set checkpoint.best and checkpoint.keep_best")
+        step = found_best[0]
     step = steps[-1] if step is None else step
     if step not in steps:
         raise Refusal.at("--step", f"{run} has no checkpoint of step {step}", f"it has {', '.join(map(str, steps))}")
@@ -33,5 +106,5 @@ def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: b
         others = [str(other) for other in steps if other != step]
         raise Refusal.at(str(path), f"is damaged: {damage}", f"export another step: {', '.join(others) or 'none left'}")
     found = checkpoints.read(path)
-    write_export(recipe, found, out, adapter=adapter)
+    write_export(recipe, found, out, folder, adapter=adapter)
     return f"exported step {found.state.step} of {run} to {out}" + (" (adapter)" if adapter else "")

@@ -45,8 +45,8 @@ class Conversation:
         repetition_penalty: float = 1.0,
         adapter: str | None = None,
     ):
-        folder = model_folder(model)
         chosen = select(device)
+        folder = model_folder(model)
         self.tokenizer = load_tokenizer(folder)
         load_config(folder)
         loaded = pretrained(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")

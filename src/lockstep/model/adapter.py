@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from lockstep.errors import Problem, Refusal, first_line, shortened
+from lockstep.model.resolve import ADAPTER, adapter_folder
 from lockstep.recipe.schema import Lora
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
 # What an adapter may be besides plain LoRA, and the value that asks for nothing.
 _PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
@@ -47,7 +49,8 @@ def start_from(model: Any, folder: str) -> None:
     """The weights of a stored adapter into one that has just been put on the model; every one of them, and no other."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    where, file = f"model.lora.adapter {folder}", Path(folder) / WEIGHTS
+    where = f"model.lora.adapter {folder}"
+    file = Path(adapter_folder(folder, "model.lora.adapter")) / WEIGHTS
     try:
         weights = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -64,12 +67,14 @@ def start_from(model: Any, folder: str) -> None:
     ]
     if problems:
         raise Refusal(shortened(problems, "weights"))
-    set_peft_model_state_dict(model, weights)
+    if torch.get_default_device().type != "meta":  # a model that is only counted has no place for them
+        set_peft_model_state_dict(model, weights)
 
 
 def _stored(settings: Lora) -> dict[str, Any]:
     """What the folder says. A recipe that says otherwise is refused."""
-    where, file = f"model.lora.adapter {settings.adapter}", Path(str(settings.adapter)) / CONFIG
+    where = f"model.lora.adapter {settings.adapter}"
+    file = Path(adapter_folder(str(settings.adapter), "model.lora.adapter")) / CONFIG
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         keys = {name: found[name] for name in ("r", "lora_alpha", "lora_dropout", "target_modules")}

@@ -21,10 +21,35 @@ from lockstep.errors import Refusal, unwritten
 from lockstep.model.heads import load_value_model, merge_adapters
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, stream_transformers, with_lora
 from lockstep.model.pretrained import pretrained
+from lockstep.model.resolve import model_folder
 from lockstep.model.weights import refuse_other_weights, restore_weights
 from lockstep.recipe.schema import Model
+from lockstep.run.checkpoint import Checkpoint
 from lockstep.run.files import written_aside
 from lockstep.run.tensor_file import write_model
+
+
+def export_checkpoint(
+    settings: Model,
+    found: Checkpoint,
+    out: Path,
+    *,
+    adapter: bool = False,
+    replace: bool = False,
+    files: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """A checkpoint as what it is, a language model or a reward model, with text files beside it."""
+    state, where = found.state, str(found.path)
+    ends, files = state.end_tokens, {**state.files, **files}
+    if state.kind == "policy":
+        weights = found.weights
+        export_model(
+            settings, weights, out, where=where, adapter=adapter, end_tokens=ends, replace=replace, files=files
+        )
+        return
+    if adapter:
+        raise Refusal.at("--adapter", "a reward model's head is no adapter", "export without --adapter")
+    export_value_model(settings, found.weights, out, where=where, end_tokens=ends, replace=replace, files=files)
 
 
 def export_model(
@@ -52,11 +77,13 @@ def export_model(
             return
     where_from = f"model.path {settings.path}"
     dtype = _working(settings, adapter)
-    base = pretrained(AutoModelForCausalLM, settings.path, where_from, "its weights", dtype=dtype)
+    base = pretrained(AutoModelForCausalLM, model_folder(settings.path), where_from, "its weights", dtype=dtype)
     model = with_lora(base, settings.lora, seed=0)
     restore_weights(model, weights, where)
     with _written(settings, out) as aside:
         if adapter:
+            # As the recipe names it, not the folder that it was found in.
+            model.peft_config["default"].base_model_name_or_path = settings.path
             model.save_pretrained(aside)
         else:
             merged = model.merge_and_unload() if settings.lora else model

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.model.resolve import model_folder
 from lockstep.run.files import checksum
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
@@ -18,8 +17,8 @@ WHOLE_BYTES, PIECES, PIECE = 2**30, 64, 2**20
 
 
 def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
-    """Checksums of weights, tokenizer and chat template; None for what is not in a folder here."""
-    folder = Path(model_folder(path))
+    """Checksums of weights, tokenizer and chat template in a model's folder; None for what is not in it."""
+    folder = Path(path)
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     vocabulary = [file for file in names if file.name in TOKENIZER_FILES]
     template = tokenizer.chat_template
@@ -32,7 +31,7 @@ def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str
 
 def model_checksums(path: str) -> dict[str, str]:
     """The files that say what a model computes, each by its whole content: a path may hold other weights tomorrow."""
-    return {file.name: checksum(file) for file in filter(_computes, sorted(Path(model_folder(path)).iterdir()))}
+    return {file.name: checksum(file) for file in filter(_computes, sorted(Path(path).iterdir()))}
 
 
 def model_files(folder: str) -> dict[str, str]:

@@ -13,15 +13,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from lockstep.errors import Refusal, missing_extra, unwritten
 from lockstep.model.pretrained import pretrained
 
+MAGIC = b"GGUF"
 
-def import_gguf(file: Path, folder: Path) -> str:
-    """Dequantise `file` to fp32 weights in `folder`; returns a sentence that says what it is."""
+
+# A head that is the embedding, quantised otherwise, is off by less than this share of it; another matrix by all of it.
+SAME_MATRIX = 0.25
+
+
+def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
+    """Dequantise `file` to fp32 weights in `folder`; returns what to say of it. A model whose file carries a head of
+    its own keeps it, unless `tie` makes the embedding its head."""
     if importlib.util.find_spec("gguf") is None:
         raise missing_extra("gguf", "hub", "reading GGUF files")
     if not file.is_file():
         raise Refusal.at(file, "no such file")
     with file.open("rb") as opened:
-        if opened.read(4) != b"GGUF":
+        if opened.read(len(MAGIC)) != MAGIC:
             raise Refusal.at(file, "is not a GGUF file: it does not start with the letters GGUF")
     if folder.exists() and not folder.is_dir():
         raise Refusal.at(folder, "is a file, not a folder", "choose a new folder")
@@ -32,13 +39,37 @@ def import_gguf(file: Path, folder: Path) -> str:
     packed = pretrained(AutoModelForCausalLM, str(file.parent), str(file), "it", gguf_file=file.name, dtype=dtype)
     _restore_digits(tokenizer, file)
     model = _unquantised(packed)
+    said = _tied(model, file, tie)
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise unwritten(folder, error) from error
     count = sum(p.numel() for p in model.parameters())
-    return f"wrote {type(model).__name__} with {count:,} parameters to {folder}"
+    return [f"wrote {type(model).__name__} with {count:,} parameters to {folder}", *said]
+
+
+def _tied(model: Any, file: Path, tie: bool) -> list[str]:
+    """What the file does with the head: none of its own, one that is the embedding over again, or another matrix."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if model.config.tie_word_embeddings:
+        return ["its output head is its embedding (tied), as in the file"]
+    off = float((head - embedding).norm() / embedding.norm()) if head.shape == embedding.shape else 1.0
+    if off >= SAME_MATRIX:
+        if tie:
+            why = f"its output head is another matrix than its embedding (off by {off:.0%})"
+            raise Refusal.at(f"--tie {file}", why, "import it without --tie")
+        return ["its output head is a matrix of its own (not tied), as in the file"]
+    if not tie:
+        return [
+            f"its file carries an output head that is its embedding but for {off:.1%}: the model was tied before it "
+            "was packed. It is imported with a head of its own, as in the file; "
+            f"`lockstep import-gguf {file} DIR --tie` makes the embedding its head again"
+        ]
+    model.config.tie_word_embeddings = True
+    model.set_output_embeddings(torch.nn.Linear(embedding.shape[1], embedding.shape[0], bias=False, device="meta"))
+    model.tie_weights()
+    return [f"its embedding is its output head again (tied); the file's own head differed by {off:.1%}"]
 
 
 def _unquantised(packed: Any) -> Any:

@@ -20,6 +20,7 @@ from lockstep.kernels.fused import fuse
 from lockstep.model.adapter import lora_config
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import Decoder, decoder_layers
+from lockstep.model.digits import NONE, digits_of
 from lockstep.model.load import (
     DTYPES,
     divide_model,
@@ -30,6 +31,7 @@ from lockstep.model.load import (
     spread,
     stream_transformers,
 )
+from lockstep.model.resolve import model_folder
 from lockstep.model.streamed import Streamed, adapters_on_host
 from lockstep.model.tensor_trial import check_division
 from lockstep.parallel.shard import Sharding
@@ -45,6 +47,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.decoder, self.head, self.kernel = decoder, head, kernel
         self.runner = Decoder(decoder, kernel)
+        self.digits = NONE
 
     @property
     def stored(self) -> nn.Module:
@@ -111,6 +114,8 @@ def load_value_model(
             _inject(decoder, settings.lora, seed)
         divide_model(decoder, styles, source, sharding)
         found = ValueModel(decoder if source is not None else decoder.to(device), head, kernel)
+        if settings.lora is None:
+            found.digits = digits_of(found, model, source, model_folder(path), DTYPES[settings.dtype])
         spread(found, source, sharding, decoder, kernel)
     except RuntimeError as error:
         refuse_trouble(error, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +15,10 @@ from lockstep.kernels.wide_products import prepare_products
 from lockstep.model.adapter import lora_config, start_from
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, enter, unsupported
 from lockstep.model.decoder import inner_decoder
+from lockstep.model.digits import digits_of
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.pretrained import pretrained
+from lockstep.model.resolve import model_folder
 from lockstep.model.streamed import Streamed, adapters_on_host, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
 from lockstep.model.tensor_trial import check_division
@@ -30,13 +31,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    _require_folder(path)
-    return tokenizer_of(path, f"model.path {path}")
+    return tokenizer_of(model_folder(path), f"model.path {path}")
 
 
 def load_config(path: str) -> Any:
-    _require_folder(path)
-    return pretrained(AutoConfig, path, f"model.path {path}", "its config.json")
+    return pretrained(AutoConfig, model_folder(path), f"model.path {path}", "its config.json")
 
 
 def load_policy(
@@ -69,6 +68,8 @@ def load_policy(
         policy = Policy(adapted, kernel, scoring)
         if frozen:
             policy.requires_grad_(False)
+        elif settings.lora is None:
+            policy.digits = digits_of(policy, model, source, model_folder(settings.path), DTYPES[settings.dtype])
         spread(policy, source, sharding, model, kernel)
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
@@ -122,7 +123,7 @@ def load_transformers(kind: Any, path: str, dtype: str, **more: Any) -> tuple[An
     for name, value in more.items():
         setattr(config, name, value)
     how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION, "output_loading_info": True}
-    return pretrained(kind, path, f"model.path {path}", "its weights", config=config, **how)
+    return pretrained(kind, model_folder(path), f"model.path {path}", "its weights", config=config, **how)
 
 
 def stream_transformers(kind: Any, path: str, dtype: str) -> Streamed | None:
@@ -131,7 +132,7 @@ def stream_transformers(kind: Any, path: str, dtype: str) -> Streamed | None:
     prepare_products(DTYPES[dtype])
     config = load_config(path)
     how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION}
-    return streamed(lambda: kind.from_config(config, trust_remote_code=False, **how), path)
+    return streamed(lambda: kind.from_config(config, trust_remote_code=False, **how), model_folder(path))
 
 
 def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
@@ -161,22 +162,6 @@ def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows:
             f"model.path {path}",
             f"the tokenizer has token {token!r} with id {largest}, but the embedding has {embedding_rows} rows",
             "use the tokenizer the model was trained with, or resize the model's embedding",
-        )
-
-
-def _require_folder(path: str) -> None:
-    """A path that looks local must be a folder; anything else is left to the hub."""
-    folder = Path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise Refusal.at(
-                f"model.path {path}", "the folder has no config.json", "point at a Hugging Face model folder"
-            )
-        return
-    looks_local = folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1 or folder.parent.exists()
-    if looks_local:
-        raise Refusal.at(
-            f"model.path {path}", "no such folder", f"make the embedded tiny model with: lockstep tiny {path}"
         )
 
 

@@ -20,6 +20,7 @@ from lockstep.kernels.logprob import Foresight, Head, Scores, alike, token_score
 from lockstep.kernels.squares import summed_squares
 from lockstep.kernels.truncate import Truncation
 from lockstep.model.decoder import Decoder, decoder_layers, own_attention
+from lockstep.model.digits import NONE
 from lockstep.model.output_head import output_head
 from lockstep.parallel.offload import resident
 from lockstep.types import MicroBatch
@@ -48,6 +49,7 @@ class Policy(nn.Module):
         self.model = model
         self.kernel = kernel
         self.scoring = scoring or Scoring()
+        self.digits = NONE
         self.decoder = Decoder(self.causal_lm, kernel)
 
     @property

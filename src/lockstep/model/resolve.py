@@ -1,17 +1,148 @@
-"""A run folder stands for the model it exported."""
+"""Whatever names a model, as a Hugging Face folder on this machine: one function, which all verbs ask.
+
+A Hugging Face folder is itself. A run folder is what the run exported, or its newest checkpoint. A checkpoint, a PEFT
+adapter and a GGUF file are converted once (`converted.py`). What is not here may be a name of the hub (`hub.py`).
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, first_line
+from lockstep.model.converted import converted
+from lockstep.model.fingerprint import model_files
+from lockstep.model.hub import hub_folder, looks_like_hub
+from lockstep.model.streamed import weight_files
+from lockstep.recipe.schema import Model
+from lockstep.run import checkpoint as checkpoints
+from lockstep.run.files import checksum
+from lockstep.run.output import write
+
+ADAPTER = "adapter_config.json"
 
 
-def model_folder(path: str) -> str:
-    """The Hugging Face folder behind `path`, which may be a run folder."""
-    folder = Path(path)
-    if (folder / "config.json").is_file() or not (folder / "recipe.yaml").is_file():
+def model_folder(path: str, key: str = "model.path") -> str:
+    """The Hugging Face folder behind `path`. `key` names it in a refusal."""
+    folder, where = Path(path), f"{key} {path}"
+    if folder.is_file():
+        return _of_file(folder, where)
+    if not folder.is_dir():
+        return _elsewhere(path, where)
+    if (folder / ADAPTER).is_file() and weight_files(path) is None:
+        return _merged(folder, where)
+    if (folder / "config.json").is_file():
         return path
+    if (folder / checkpoints.STATE).is_file():
+        return _of_checkpoint(folder, where)
+    if (folder / "recipe.yaml").is_file():
+        return _of_run(folder, where)
+    raise Refusal.at(
+        where, "the folder has no config.json", "point at a Hugging Face model folder, a run, a checkpoint, an adapter"
+    )
+
+
+def adapter_folder(path: str, key: str) -> str:
+    """The PEFT folder behind `path`: itself, or the adapter that a LoRA run trained."""
+    folder, where = Path(path), f"{key} {path}"
+    if (folder / ADAPTER).is_file():
+        return path
+    if (folder / "recipe.yaml").is_file():
+        folder = _newest(folder, where)
+    if (folder / checkpoints.STATE).is_file():
+        return _of_checkpoint(folder, where, adapter=True)
+    raise Refusal.at(where, f"{ADAPTER} cannot be read: there is none", "name a PEFT folder, or a run that trained one")
+
+
+def _elsewhere(path: str, where: str) -> str:
+    """A name of the hub; a path that looks local is not there."""
+    folder = Path(path)
+    if looks_like_hub(path) and not folder.parent.exists():
+        return hub_folder(path, where)
+    if folder.suffix == ".gguf":
+        raise Refusal.at(where, "no such file")
+    own = f"make the embedded tiny model with: lockstep tiny {path}"
+    raise Refusal.at(where, "no such folder", own if where.startswith("model.path ") else "")
+
+
+def _of_file(file: Path, where: str) -> str:
+    from lockstep.model.gguf import MAGIC, import_gguf
+
+    with file.open("rb") as opened:
+        if opened.read(len(MAGIC)) != MAGIC:
+            raise Refusal.at(where, "is a file, and no GGUF one", "name a model folder, or a .gguf file")
+    facts = file.stat()
+    told = ["gguf", str(file.resolve()), facts.st_size, facts.st_mtime_ns]
+
+    def convert(out: Path) -> None:
+        for line in import_gguf(file, out)[1:]:
+            write(f"{file}: {line}", error=True)
+
+    return converted(str(file), told, convert)
+
+
+def _of_run(folder: Path, where: str) -> str:
     if (folder / "export" / "config.json").is_file():
         return str(folder / "export")
-    raise Refusal.at(path, "this run has not exported its model yet", f"lockstep export {path} DIR")
+    return _of_checkpoint(_newest(folder, where), where)
+
+
+def _newest(run: Path, where: str) -> Path:
+    steps = checkpoints.steps_in(run / "checkpoints")
+    if not steps:
+        raise Refusal.at(
+            where, "this run has neither exported its model nor saved a checkpoint yet", "train it further"
+        )
+    return checkpoints.folder_of(run / "checkpoints", steps[-1])
+
+
+def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
+    from lockstep.model.export import export_checkpoint
+
+    if not (folder / checkpoints.MANIFEST).is_file():
+        raise Refusal.at(where, f"{folder} is damaged: it has no {checkpoints.MANIFEST}", "name another checkpoint")
+    found = checkpoints.read(folder)
+    if not found.state.kind:
+        why = "was saved by an earlier version, which did not say what model it is"
+        raise Refusal.at(where, why, "lockstep export RUN DIR --step N")
+    settings = Model.model_validate(found.state.recipe["model"])
+    if adapter and settings.lora is None:
+        raise Refusal.at(where, "the run trained all weights, so it has no adapter", "name it as model.path")
+    base = model_folder(settings.path, f"{where}: its model.path")
+    told = ["checkpoint", adapter, checksum(folder / checkpoints.MANIFEST), settings.model_dump(), model_files(base)]
+
+    def convert(out: Path) -> None:
+        # Once, not whenever somebody asks for the folder: every byte of the checkpoint is read for it.
+        if damage := checkpoints.damage_of(folder):
+            raise Refusal.at(where, f"{folder} is damaged: {damage}", "name another checkpoint")
+        export_checkpoint(settings, found, out, adapter=adapter)
+
+    return converted(str(folder), told, convert)
+
+
+def _merged(folder: Path, where: str) -> str:
+    """A PEFT folder as the model that it makes of its base."""
+    from lockstep.model.merge import merge_adapter
+
+    base = model_folder(base_of(folder, where), f"{where}: its base")
+    told = ["adapter", model_files(str(folder)), model_files(base)]
+    return converted(str(folder), told, lambda out: merge_adapter(folder, base, out, where))
+
+
+def base_of(folder: Path, where: str) -> str:
+    """What the adapter says it stands on: a path as it is, one beside the adapter, or a name of the hub."""
+    remedy = "set model.path to the base model and model.adapter to this folder, or merge it with: "
+    remedy += f"lockstep export {folder} DIR --merge --base BASE"
+    try:
+        told: Any = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise Refusal.at(where, f"{ADAPTER} cannot be read: {first_line(error)}", "name a PEFT folder") from error
+    if not isinstance(told, str) or not told:
+        raise Refusal.at(where, f"{ADAPTER} does not say which model the adapter is for", remedy)
+    for place in (Path(told), folder / told, folder.parent / Path(told).name):
+        if place.exists():
+            return str(place)
+    if looks_like_hub(told):
+        return told
+    raise Refusal.at(where, f"the adapter is for {told}, which is not here", remedy)

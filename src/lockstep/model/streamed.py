@@ -61,8 +61,8 @@ def streamed(build: Callable[[], PreTrainedModel], path: str) -> Streamed | None
         stored = StoredTensors(files)
     except (OSError, SafetensorError):
         return None  # transformers says what is wrong with them
-    names = _names(model, stored)
-    if names is None or _beyond_copying(model):
+    names = places_of(model, stored)
+    if names is None:
         return None
     generation = Path(path) / "generation_config.json"
     if model.can_generate() and generation.is_file():
@@ -83,8 +83,11 @@ def weight_files(path: str) -> list[Path] | None:
     return [alone] if alone.is_file() else None
 
 
-def _names(model: nn.Module, stored: StoredTensors) -> dict[nn.Parameter, str] | None:
-    """Tied parameters have several names, of which the files may have any."""
+def places_of(model: PreTrainedModel, stored: StoredTensors) -> dict[nn.Parameter, str] | None:
+    """Where in the files each parameter is; None where loading is more than copying them. Tied parameters have several
+    names, of which the files may have any."""
+    if _beyond_copying(model):
+        return None
     found: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in stored and stored.shape(name) == parameter.shape:

@@ -17,7 +17,7 @@ WHERE_FROM = "copy the tokenizer's files from the model it was trained with: tok
 def tokenizer_of(path: str, where: str) -> PreTrainedTokenizerBase:
     """The tokenizer in `path`; `where` names the folder in a refusal."""
     folder = Path(path)
-    if folder.is_dir() and not any(file for pattern in FILES for file in folder.glob(pattern)):
+    if folder.is_dir() and not has_tokenizer(folder):
         raise Refusal.at(where, f"the folder {path} has no tokenizer", WHERE_FROM)
     tokenizer: PreTrainedTokenizerBase = pretrained(AutoTokenizer, path, where, "its tokenizer")
     # Without its vocabulary transformers builds a tokenizer that turns every text into nothing.
@@ -25,3 +25,7 @@ def tokenizer_of(path: str, where: str) -> PreTrainedTokenizerBase:
         why = f"the tokenizer in {path} has no vocabulary: it knows special tokens only"
         raise Refusal.at(where, why, WHERE_FROM)
     return tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any(file for pattern in FILES for file in folder.glob(pattern))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.errors import Problem
 from lockstep.functions import is_function_path
+from lockstep.recipe.measure import measure_problems
 from lockstep.recipe.methods import (
     OFFLINE,
     ONLINE,
@@ -52,6 +53,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _batch_problems(recipe)
     yield from _optim_problems(recipe)
     yield from _validation_problems(recipe)
+    yield from measure_problems(recipe)
     yield from _adapter_problems(recipe)
     yield from _prompt_format_problems(recipe.data)
     if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
@@ -201,10 +203,6 @@ def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
     for key in ("prompts", "prompts_per_update"):
         if key in recipe.batch.model_fields_set:
             yield Problem(f"batch.{key}", f"method {recipe.method} trains rows", "use batch.rows_per_update")
-    if recipe.checkpoint.keep_best and not recipe.data.val:
-        yield Problem(
-            "checkpoint.keep_best", "the best checkpoint is chosen by val/loss, and data.val is empty", "set data.val"
-        )
     if recipe.data.max_prompt_tokens is not None:
         yield Problem("data.max_prompt_tokens", f"method {recipe.method} trains rows", "use data.max_tokens")
     yield from _sampled_validation_problems(recipe)
@@ -261,8 +259,6 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("val.rules", "an online run judges answers by its own rewards", "use reward.rules")
     if recipe.data.overlong == "truncate_right":
         yield Problem("data.overlong", "a prompt cut at its end asks nothing", "use truncate_left, drop or error")
-    if recipe.checkpoint.keep_best:
-        yield Problem("checkpoint.keep_best", "the best checkpoint is chosen by val/loss, which online runs lack")
     yield from _algorithm_problems(recipe)
     yield from _offline_row_problems(recipe)
     yield from _sampled_validation_problems(recipe)
@@ -505,10 +501,13 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
         model = model.model_copy(update={"master_weights": model.dtype != "fp32"})
     if model.lora and model.lora.alpha is None and model.lora.rank is not None:
         model = model.model_copy(update={"lora": model.lora.model_copy(update={"alpha": 2.0 * model.lora.rank})})
+    checkpoint = recipe.checkpoint
+    if checkpoint.best is not None and not checkpoint.keep_best:
+        checkpoint = checkpoint.model_copy(update={"keep_best": 1})
     algorithm = recipe.algorithm
     others = recipe.rollout.max_staleness or ENGINES[recipe.rollout.engine].served
     unsaid = "weight" not in algorithm.correction.model_fields_set and not algorithm.correction.bypass
     if recipe.method in ONLINE and others and unsaid:
         correction = algorithm.correction.model_copy(update={"weight": "token"})
         recipe = recipe.model_copy(update={"algorithm": algorithm.model_copy(update={"correction": correction})})
-    return recipe.model_copy(update={"run": run, "batch": batch, "model": model})
+    return recipe.model_copy(update={"run": run, "batch": batch, "model": model, "checkpoint": checkpoint})

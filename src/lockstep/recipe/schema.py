@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
 from lockstep.recipe.effects import COLUMN, FOLDER, GROUPS, LIMIT, MICRO, NAME, RATE, SPREAD, STORED, UPDATE, Effect
 from lockstep.recipe.methods import OFFLINE, ONLINE
@@ -32,9 +32,24 @@ def _as_tape(value: Any) -> Any:
     return {"record": value} if isinstance(value, bool) else value
 
 
+class StopEarly(Section):
+    metric: str = Field(
+        description="What must improve: `val/loss`, `val/accuracy`, `reward` or any metric of the run; `max` or `min` "
+        "after it says which end is good where the name does not."
+    )
+    patience: int = Field(
+        ge=1, description="Stop when it was measured so many times (a validation, or a step) without improving."
+    )
+    min_delta: float = Field(0.0, ge=0, description="Least change that counts as an improvement.")
+
+
 class RunSettings(Section):
     name: str = Field(
-        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder.", effect=NAME
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run's folder.",
+        effect=NAME,
+        resumable=True,
     )
     folder: str = Field("runs", description="Folder that holds the run folders.", effect=NAME, resumable=True)
     seed: int = Field(
@@ -48,6 +63,12 @@ class RunSettings(Section):
         None, ge=1, description="Passes over the training rows. Default 1 when `run.steps` is not set.", resumable=True
     )
     steps: int | None = Field(None, ge=1, description="Optimizer steps; instead of `run.epochs`.", resumable=True)
+    stop_early: StopEarly | None = Field(
+        None,
+        description="End the run when a metric has stopped to improve.",
+        effect=Effect("harmless", "where the run ends; the steps before it are the same"),
+        resumable=True,
+    )
     resume: Literal["auto", "never", "required"] = Field(
         "auto",
         description="`auto` continues from the newest whole checkpoint, `never` refuses a folder that exists, "
@@ -98,14 +119,18 @@ class Lora(Section):
     )
     adapter: str | None = Field(
         None,
-        description="PEFT folder of the adapter that training starts from, which says rank, alpha, dropout and layers. "
-        "The reference is still the model without an adapter.",
+        description="The adapter that training goes on with, which says rank, alpha, dropout and layers: a PEFT "
+        "folder, a run that trained one, or a checkpoint of it. `model.adapter: FOLDER` is short for it. The reference "
+        "is still the model without an adapter.",
         effect=FOLDER,
     )
 
 
 class Model(Section):
-    path: str = Field(description="Hugging Face folder (or hub name) of the model and its tokenizer.")
+    path: str = Field(
+        description="The model and its tokenizer: a Hugging Face folder, a run folder or one of its checkpoints, a "
+        "PEFT adapter's folder (merged into the base that it names), a GGUF file, or a hub name."
+    )
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
         description="Precision of the forward and backward pass.",
@@ -139,6 +164,18 @@ class Model(Section):
         "embedding, `sdpa` plain torch throughout.",
         effect=Effect("matters", "another kernel, another order of sums: rounding"),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapter(cls, values: Any) -> Any:
+        """`adapter: FOLDER` is short for `lora: {adapter: FOLDER}`."""
+        if not isinstance(values, dict) or "adapter" not in values:
+            return values
+        adapter, lora = values["adapter"], values.get("lora") or {}
+        rest = {name: value for name, value in values.items() if name != "adapter"}
+        if adapter is None or not isinstance(lora, dict):
+            return rest
+        return {**rest, "lora": {**lora, "adapter": lora.get("adapter") or adapter}}
 
 
 class Source(Section):
@@ -416,7 +453,15 @@ class Val(Section):
 class CheckpointSettings(Section):
     every: int | None = Field(None, ge=1, description="Steps between checkpoints. Default: only at the end.")
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
-    keep_best: int = Field(0, ge=0, description="Checkpoints with the lowest `val/loss` kept besides.")
+    best: str | None = Field(
+        None,
+        description="Metric that says which checkpoint is the best: `val/loss`, `val/accuracy`, `reward` or any metric "
+        "of the run; `max` or `min` after it says which end is good where the name does not. Set, the best checkpoint "
+        "is what the run exports at its end. Default: `val/loss`, for `keep_best`.",
+    )
+    keep_best: int = Field(
+        0, ge=0, description="Checkpoints kept besides that are the best by `best`. Default 1 where `best` is set."
+    )
     asynchronous: bool = Field(
         True,
         description="Several processes: train on while a checkpoint is written, from a copy of each one's slices in "

@@ -76,9 +76,7 @@ class RewardModel:
 def load_reward_model(path: str, device: torch.device) -> RewardModel:
     """The folder's model in the precision it is stored in; refused unless it gives one score for a whole text."""
     where = f"reward.model {path}"
-    folder = model_folder(path)
-    if not (Path(folder) / "config.json").is_file():
-        raise Refusal.at(where, "is no folder with a config.json", "point at a reward model's Hugging Face folder")
+    folder = model_folder(path, "reward.model")
     config = pretrained(AutoConfig, folder, where, "its config.json")
     tokenizer = tokenizer_of(folder, where)
     _refuse_wrong_kind(where, config)

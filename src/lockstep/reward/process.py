@@ -65,7 +65,7 @@ class ProcessModel:
 
 def load_process_model(path: str, device: torch.device, key: str = "reward.process") -> ProcessModel:
     """The folder's model in the precision it is stored in, with the tokens that it judges with."""
-    where, folder = f"{key} {path}", Path(model_folder(path))
+    where, folder = f"{key} {path}", Path(model_folder(path, key))
     if not (folder / PROCESS).is_file():
         raise Refusal.at(
             where,

@@ -9,7 +9,6 @@ several processes has the same tensors in `shards/`, where each wrote its slices
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 
 from lockstep.errors import Refusal
 from lockstep.parallel.stored import StoredTensors
+from lockstep.recipe.measure import Measure
 from lockstep.run.files import checksum, written_aside
 from lockstep.run.folder import read_object
 
@@ -42,10 +42,17 @@ class State:
     recipe: dict[str, Any]
     data: dict[str, Any]
     world_size: int
-    val_loss: float | None = None
+    measured: dict[str, float] = field(default_factory=dict)
+    """What was measured of its step that can say whether it is the best: finite numbers by metric."""
     loss_scale: list[float] = field(default_factory=list)
     skipped: int = 0
     end_tokens: list[int] = field(default_factory=list)
+    planned: int | None = None
+    """Steps that the run was to have, which its learning rate follows."""
+    kind: str = ""
+    """What model it is: a `policy`, or a `value` model. Empty where an earlier version saved it."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Text files that whoever uses the model needs besides its own, by name."""
     carried: dict[str, float] = field(default_factory=dict)
     """What a loop carries from step to step besides weights, by name."""
     version: int = VERSION
@@ -117,24 +124,23 @@ def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkp
         )
 
 
-def prune(checkpoints: Path, *, keep_last: int, keep_best: int, warn: Callable[[str], None]) -> None:
+def prune(checkpoints: Path, *, keep_last: int, keep_best: int, measure: Measure, warn: Callable[[str], None]) -> None:
     """Remove checkpoints that are neither among the newest nor among the best. Renamed first: no half folder stays.
 
-    One whose loss cannot be read may have been the best: it is set aside, aloud.
+    One whose measures cannot be read may have been the best: it is set aside, aloud.
     """
     steps = steps_in(checkpoints)
     kept = set(steps[-keep_last:])
     if keep_best:
-        losses: dict[int, float | None] = {}
+        values: dict[int, float | None] = {}
         for step in steps:
             try:
-                losses[step] = _val_loss(folder_of(checkpoints, step))
+                values[step] = _measured(folder_of(checkpoints, step), measure)
             except Refusal as refusal:
                 warn(f"{refusal.problems[0].where} {refusal.problems[0].why}; set aside as damaged-step_{step}")
                 _set_aside(folder_of(checkpoints, step))
-        ranked = sorted((loss, step) for step, loss in losses.items() if loss is not None)
-        kept |= {step for _, step in ranked[:keep_best]}
-        steps = list(losses)
+        kept |= set(_ranked(values, measure)[:keep_best])
+        steps = list(values)
     for step in steps:
         if step not in kept:
             doomed = checkpoints / f".removing-step_{step}"
@@ -142,11 +148,19 @@ def prune(checkpoints: Path, *, keep_last: int, keep_best: int, warn: Callable[[
             shutil.rmtree(doomed)
 
 
-def best_step(checkpoints: Path) -> int | None:
-    """The kept step with the lowest validation loss."""
-    losses = {step: _val_loss(folder_of(checkpoints, step)) for step in steps_in(checkpoints)}
-    known = {step: loss for step, loss in losses.items() if loss is not None}
-    return min(known, key=lambda step: (known[step], step)) if known else None
+def best_step(checkpoints: Path, measure: Measure) -> tuple[int, float] | None:
+    """The kept step that is the best, and by what number; of equal ones the first."""
+    values = {step: _measured(folder_of(checkpoints, step), measure) for step in steps_in(checkpoints)}
+    for step in _ranked(values, measure):
+        if (value := values[step]) is not None:
+            return step, value
+    return None
+
+
+def _ranked(values: Mapping[int, float | None], measure: Measure) -> list[int]:
+    """The steps that were measured, the best first."""
+    known = [(measure.rank(value), step) for step, value in values.items() if value is not None]
+    return [step for _, step in sorted(known)]
 
 
 def sweep(checkpoints: Path) -> None:
@@ -228,7 +242,7 @@ def _damage_of_file(file: Path, told: dict[str, Any]) -> str:
 
 def read(path: Path) -> Checkpoint:
     """A checkpoint whose files were verified."""
-    values = read_object(path / STATE)
+    values = _current(read_object(path / STATE))
     try:
         version = values.get("version")
         if version not in (VERSION, SHARDED_VERSION):
@@ -256,12 +270,23 @@ def part_prefix(part: str) -> str:
     return f"{part.removesuffix('.safetensors')}/"
 
 
-def _val_loss(path: Path) -> float | None:
-    """None where nothing was validated, or the loss is not finite: such a one is never the best."""
-    loss = read_object(path / STATE).get("val_loss")
-    if loss is not None and (isinstance(loss, bool) or not isinstance(loss, int | float)):
-        raise Refusal.at(str(path / STATE), f"its val_loss is {loss!r}", "remove the checkpoint, or name a --step")
-    return loss if loss is not None and math.isfinite(loss) else None
+def _measured(path: Path, measure: Measure) -> float | None:
+    """None where it was not measured, or is not finite: such a one is never the best."""
+    told = _current(read_object(path / STATE)).get("measured", {})
+    value = told.get(measure.name) if isinstance(told, dict) else told
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        why = f"its {measure.name} is {value!r}"
+        raise Refusal.at(str(path / STATE), why, "remove the checkpoint, or name a --step")
+    return measure.value({measure.name: value}) if value is not None else None
+
+
+def _current(values: dict[str, Any]) -> dict[str, Any]:
+    """What a state.json says, in today's words: one measure was all that a checkpoint told before."""
+    if "val_loss" not in values:
+        return values
+    loss = values["val_loss"]
+    rest = {name: value for name, value in values.items() if name != "val_loss"}
+    return {**rest, "measured": {} if loss is None else {"val/loss": loss}}
 
 
 def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -99,6 +99,8 @@ def _learner(
     else:
         on_host = offload in ("optimizer", "all")
         optimizer = HostOptimizer(module.trainable(), settings, **how, device=torch_device, state_on_host=on_host)
+    if masters:
+        module.digits.into(optimizer.masters_held())
     scale = LossScale() if recipe.model.dtype == "fp16" else None
     return Learner(module, optimizer, torch_device, world, scale, name, _balance(module, recipe, world))
 

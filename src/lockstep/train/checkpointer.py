@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from lockstep.model.weights import held_weights, restore_weights
 from lockstep.parallel.shard import let_go
 from lockstep.recipe.load import resolved
+from lockstep.recipe.measure import best_measure
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.sharded_checkpoint import ShardedWriter
-from lockstep.train.export import write_export
+from lockstep.train.export import files_of, kind_of, write_export
 from lockstep.train.models import Models
 from lockstep.train.optim import LossScale
-from lockstep.train.resume import refuse_changed_data, refuse_changed_recipe
+from lockstep.train.resume import refuse_changed_data, refuse_changed_recipe, stretched
 from lockstep.train.run import Run
 
 
@@ -33,6 +35,7 @@ class Checkpointer:
     def __init__(self, run: Run, models: Models):
         self.run, self.models = run, models
         self.folder = run.folder.checkpoints
+        self.measure = best_measure(run.recipe)
         self.saved_at: int | None = None
         self._writer = ShardedWriter(self.folder, run.world, self._landed) if run.world.size > 1 else None
         self._unsaid: list[tuple[Callable[[str], None], str]] = []
@@ -52,6 +55,8 @@ class Checkpointer:
             return Position()
         for change in refuse_changed_recipe(found.state.recipe, resolved(run.recipe)):
             run.console.warn(f"resuming although {change}")
+        for sentence in stretched(found.state, run.prepared.batches.steps, run.recipe.optim):
+            run.console.warn(sentence)
         refuse_changed_data(found.state.data, run.prepared.fingerprints)
         self._restore(found)
         run.rewind(found.state.step)
@@ -88,11 +93,11 @@ class Checkpointer:
     def _scales(self) -> list[LossScale]:
         return [learner.scale for learner in self.models.learners if learner.scale is not None]
 
-    def save(self, position: Position, rows_seen: int, val_loss: float | None) -> None:
+    def save(self, position: Position, rows_seen: int, metrics: Mapping[str, float]) -> None:
         """A checkpoint of the step just finished; of several processes it may be whole only when `settle` returns."""
         run, world = self.run, self.run.world
         with world.stage(f"checkpoint of step {position.step}"):
-            state, tensors = self._state(position, rows_seen, val_loss), self._tensors()
+            state, tensors = self._state(position, rows_seen, metrics), self._tensors()
             if self._writer is None:
                 self._landed(checkpoints.save(self.folder, state, tensors))
                 self.tell()
@@ -120,7 +125,7 @@ class Checkpointer:
             self._writer.close()
         self.tell()
 
-    def _state(self, position: Position, rows_seen: int, val_loss: float | None) -> checkpoints.State:
+    def _state(self, position: Position, rows_seen: int, metrics: Mapping[str, float]) -> checkpoints.State:
         run = self.run
         return checkpoints.State(
             step=position.step,
@@ -128,12 +133,20 @@ class Checkpointer:
             recipe=resolved(run.recipe),
             data=run.prepared.fingerprints,
             world_size=run.world.size,
-            val_loss=val_loss,
+            measured=self._measured(metrics),
             loss_scale=[number for scale in self._scales() for number in (scale.value, float(scale.quiet))],
             skipped=self.models.trained.skipped,
             end_tokens=run.prepared.end_tokens,
+            planned=run.prepared.batches.steps,
+            kind=kind_of(run.recipe),
+            files=files_of(run.recipe, position.carried),
             carried=dict(position.carried),
         )
+
+    def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Validation, and the metric that the recipe names; the first process has written this one into its log."""
+        told = [name for name in metrics if name == self.measure.name or name.startswith("val")]
+        return {name: metrics[name] for name in told if math.isfinite(metrics[name])}
 
     def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """By part, as this rank holds them; each rank adds its own random states."""
@@ -157,17 +170,26 @@ class Checkpointer:
         def warn(text: str) -> None:
             self._unsaid.append((console.warn, text))
 
-        checkpoints.prune(self.folder, keep_last=settings.keep_last, keep_best=settings.keep_best, warn=warn)
+        keep = {"keep_last": settings.keep_last, "keep_best": settings.keep_best}
+        checkpoints.prune(self.folder, **keep, measure=self.measure, warn=warn)
         self._unsaid.append((console.say, f"saved {path}"))
 
     def export(self, step: int) -> None:
-        """The model of a step as a Hugging Face folder in the run folder, where that step was saved."""
+        """The model of a step as a Hugging Face folder in the run folder, where that step was saved; the best model
+        instead where the recipe says what the best is."""
         run = self.run
         if self.saved_at != step or not run.recipe.run.export:
             return
+        if run.recipe.checkpoint.best is not None:
+            best = checkpoints.best_step(self.folder, self.measure)
+            if best is None:
+                run.console.warn(f"no checkpoint has a finite {self.measure.name}: the last one is exported")
+            else:
+                step, value = best
+                run.console.say(f"the best checkpoint is that of step {step}: {self.measure.name} {value:.6g}")
         found = checkpoints.read(checkpoints.folder_of(self.folder, step))
         checkpoints.require_disk(run.folder.path, run.prepared.memory.parameters * 4, "the exported model")
-        for line in write_export(run.recipe, found, run.folder.export, replace=True):
+        for line in write_export(run.recipe, found, run.folder.export, run.folder, replace=True):
             run.console.say(line)
 
 

@@ -1,43 +1,50 @@
-"""A checkpoint as what its method makes: a language model, or a reward model."""
+"""What model a run makes, and a checkpoint of it as a folder."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep.errors import Refusal
 from lockstep.methods import METHODS
-from lockstep.model.export import export_model, export_value_model
+from lockstep.model.export import export_checkpoint
 from lockstep.recipe import Recipe
 from lockstep.reward.model import STATS
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.card import card_files
+from lockstep.run.folder import RunFolder
+
+
+def kind_of(recipe: Recipe) -> str:
+    """A language model, or a reward model: what `State.kind` says."""
+    method = METHODS.get(recipe.method)
+    return "policy" if method is None else method.model
+
+
+def files_of(recipe: Recipe, carried: Mapping[str, float]) -> dict[str, str]:
+    """What whoever uses the model must know beside it: `State.files`."""
+    method = METHODS.get(recipe.method)
+    files = method.files(recipe) if method else {}
+    if kind_of(recipe) == "value" and carried.get("score_std"):
+        files[STATS] = json.dumps({"mean": carried["score_mean"], "std": carried["score_std"]})
+    return files
 
 
 def write_export(
-    recipe: Recipe, found: checkpoints.Checkpoint, out: Path, *, adapter: bool = False, replace: bool = False
+    recipe: Recipe,
+    found: checkpoints.Checkpoint,
+    out: Path,
+    run: RunFolder,
+    *,
+    adapter: bool = False,
+    replace: bool = False,
 ) -> list[str]:
-    """The checkpoint as what its method makes: a language model, or a reward model; returns what to say of it."""
-    where, ends, said = str(found.path), found.state.end_tokens, [f"exported the model to {out}"]
-    method = METHODS.get(recipe.method)
-    if method is None or method.model == "policy":
-        files = method.files(recipe) if method else {}
-        export_model(
-            recipe.model,
-            found.weights,
-            out,
-            where=where,
-            adapter=adapter,
-            end_tokens=ends,
-            replace=replace,
-            files=files,
-        )
-        return said
-    if adapter:
-        raise Refusal.at("--adapter", "a reward model's head is no adapter", "export without --adapter")
-    files, carried = {}, found.state.carried
-    if carried.get("score_std"):
-        files[STATS] = json.dumps({"mean": carried["score_mean"], "std": carried["score_std"]})
-    else:
+    """The checkpoint as what its method makes, with a card of what its run did; returns what to say of it."""
+    state, said = found.state, [f"exported the model to {out}"]
+    if not state.kind:  # an earlier version saved it
+        state.kind, state.files = kind_of(recipe), files_of(recipe, state.carried)
+    card = card_files(run, state.step, adapter=adapter)
+    export_checkpoint(recipe.model, found, out, adapter=adapter, replace=replace, files=card)
+    if state.kind == "value" and STATS not in state.files:
         said.append("its scores are not normalised: there were no validation rows (data.val) to take mean and std from")
-    export_value_model(recipe.model, found.weights, out, where=where, end_tokens=ends, replace=replace, files=files)
     return said

@@ -63,6 +63,11 @@ class HostOptimizer(Optimizer):
     def _home(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._room.copy(tensor) if self.state_on_host else on_device(tensor, self.device)
 
+    def masters_held(self) -> dict[str, torch.Tensor]:
+        if not self.masters:
+            return {}
+        return {name: _as_sliced(state["master"], self.parameters[name]) for name, state in self._state.items()}
+
     @torch.no_grad()
     def collect(self) -> None:
         if not self.masters:

@@ -19,6 +19,7 @@ import torch
 from lockstep.data.stored import sequences
 from lockstep.data.updates import Update, even_groups
 from lockstep.model.fingerprint import model_checksums
+from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
 from lockstep.run.checkpoint import require_disk
 from lockstep.run.files import written_aside
@@ -65,7 +66,7 @@ class LogprobCache:
 
 def fingerprint(path: str, examples: Iterable[Example], asked: dict[str, Any]) -> dict[str, Any]:
     """What a cache depends on."""
-    return {"model": model_checksums(path), "rows": _rows_digest(examples), "asked": asked}
+    return {"model": model_checksums(model_folder(path)), "rows": _rows_digest(examples), "asked": asked}
 
 
 def open_cache(

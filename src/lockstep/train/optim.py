@@ -103,6 +103,10 @@ class Optimizer:
             fused=fused and self._kernel is None,
         )
 
+    def masters_held(self) -> dict[str, torch.Tensor]:
+        """The fp32 masters by name as this rank holds them; none where the parameters themselves are stepped."""
+        return dict(self.stepped)
+
     @torch.no_grad()
     def collect(self) -> None:
         """Move the gradients of a micro-batch from the parameters to the masters."""

@@ -142,7 +142,8 @@ class Collector:
 
     def refuse(self) -> None:
         if self.problems:
-            raise Refusal(self.problems)
+            # Several checks may come to the same one.
+            raise Refusal(list(dict.fromkeys(self.problems)))
 
 
 def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, must_fit: bool = True) -> Prepared:

@@ -6,6 +6,9 @@ from typing import Any
 
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe.facts import facts_of
+from lockstep.recipe.schema import Optim
+from lockstep.run.checkpoint import State
+from lockstep.train.optim import learning_rate
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -38,6 +41,21 @@ def refuse_changed_recipe(before: dict[str, Any], now: dict[str, Any]) -> list[s
             ]
         )
     return [f"{key} changed from {old.get(key)!r} to {new.get(key)!r}" for key in changed]
+
+
+def stretched(state: State, steps: int, optim: Optim) -> list[str]:
+    """What another number of steps does to the learning rate of a run that goes on."""
+    before, step = state.planned, state.step
+    if before is None or before == steps or step >= steps:
+        return []
+    was = f"{learning_rate(step, before, optim):.3g}" if step < before else "none, it was done"
+    now = learning_rate(step, steps, optim)
+    if step < before and now == learning_rate(step, before, optim):
+        return []
+    return [
+        f"the learning rate up to step {step} was planned for {before} steps and from there on for {steps}: step "
+        f"{step + 1} has {now:.3g} (before: {was}); its curve is not that of a run of {steps} steps"
+    ]
 
 
 def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> None:

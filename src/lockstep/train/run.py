@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.device.base import Device
 from lockstep.model.fingerprint import model_fingerprint
+from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
 from lockstep.recipe.load import dump_recipe, resolved
 from lockstep.run.folder import RunFolder
@@ -41,12 +43,13 @@ class Run:
         """Operators of the first step that ran on the host for want of a kernel; None before that step."""
         self._step = 0
         self._token_texts = TokenTexts(lambda ids: str(prepared.tokenizer.decode(ids)))
+        self._unwritten: Callable[[], None] | None = None
 
     def _fingerprint(self) -> dict[str, Any]:
         """What is trained, by content, and what kind of model it is."""
         architectures = getattr(self.prepared.config, "architectures", None) or ["unknown"]
         return {
-            **model_fingerprint(self.recipe.model.path, self.prepared.tokenizer),
+            **model_fingerprint(model_folder(self.recipe.model.path), self.prepared.tokenizer),
             "architecture": architectures[0],
             "parameters": self.prepared.memory.parameters,
         }
@@ -59,9 +62,13 @@ class Run:
         self._show_plan(fused)
         steps = self.prepared.batches.steps
         if self.world.main:
-            # What a finished run trained, and where, is told already.
-            if step < steps or not self.folder.recipe.is_file():
-                self._write_evidence(step, switches, fused)
+            code = own_code(self.recipe)
+            for change in changed_code(self.folder.read_env().get("own_code"), code) if step else []:
+                self.console.warn(change)
+            self._unwritten = partial(self._write_evidence, step, switches, fused, code)
+            # What was trained so far, and where, is told already: who trains nothing more rewrites nothing of it.
+            if step == 0 or not self.folder.recipe.is_file():
+                self._tell()
             for tracker in self.trackers:
                 tracker.start(self.recipe.run.name, resolved(self.recipe), step)
         self.console.begin(steps, step)
@@ -74,6 +81,10 @@ class Run:
             if step > 0:
                 self._say_lost_steps(step)
 
+    def logged(self) -> list[tuple[int, dict[str, float]]]:
+        """The metrics of the steps so far, where this process writes them."""
+        return read_metrics(self.folder.metrics) if self.world.main and self.folder.metrics.exists() else []
+
     def _say_lost_steps(self, last: int) -> None:
         file = self.folder.metrics
         logged = [step for step, _ in read_metrics(file)] if file.exists() else []
@@ -81,11 +92,16 @@ class Run:
             state = "has a hole" if logged else "is empty" if file.exists() else "is missing"
             self.console.warn(f"{file} {state}: the metrics of steps {lost} of {last} are lost; the weights are whole")
 
-    def _write_evidence(self, step: int, switches: dict[str, str], fused: dict[str, list[str]]) -> None:
+    def _tell(self) -> None:
+        """What is trained from here on, once."""
+        if self._unwritten is not None:
+            self._unwritten()
+            self._unwritten = None
+
+    def _write_evidence(
+        self, step: int, switches: dict[str, str], fused: dict[str, list[str]], code: dict[str, Any]
+    ) -> None:
         self.folder.write_recipe(dump_recipe(self.recipe), step)
-        code = own_code(self.recipe)
-        for change in changed_code(self.folder.read_env().get("own_code"), code) if step else []:
-            self.console.warn(change)
         self.folder.write_env(
             {
                 "device": self.device.facts(),
@@ -147,6 +163,7 @@ class Run:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self.world.main and metrics:
+            self._tell()
             self.metrics.append(step, metrics)
             for tracker in self.trackers:
                 tracker.log(step, metrics)

@@ -12,19 +12,23 @@ from lockstep.errors import Interrupted, Refusal
 from lockstep.kernels.fused import replaced
 from lockstep.methods import METHODS
 from lockstep.methods.base import Method
+from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.questions import Examiner
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.folder import RunFolder
+from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.tape.record import Recorder
 from lockstep.train.build import build_critic, build_learner, build_reference
 from lockstep.train.checkpointer import Checkpointer, Position
+from lockstep.train.measured import refuse_unmeasured
 from lockstep.train.models import Models, Packing
 from lockstep.train.prepare import Prepared, PreparedOnline
 from lockstep.train.run import Run, folder_of
 from lockstep.train.runtime import Runtime
+from lockstep.train.stop_early import EarlyStop
 from lockstep.train.taping import recorder_of
 from lockstep.train.validator import Validator
 
@@ -46,6 +50,9 @@ class Training:
         self.run, self.models, self.validator, self.checkpointer = run, models, validator, checkpointer
         self._generator, self._interrupt, self.keeps = generator, interrupt, keeps
         self.position: Position = checkpointer.resume()
+        self._first = self.position.step + 1
+        self.early = EarlyStop(run.recipe.run.stop_early if keeps else None, run.world)
+        self.early.recall(run.logged())
         self.tape: Recorder = recorder_of(run, models, self.position.step)
 
     @property
@@ -58,13 +65,17 @@ class Training:
         assert self._generator is not None
         return self._generator
 
-    def steps(self) -> range:
-        """The steps that are left, counted from 0."""
-        return range(self.position.step, self.run.prepared.batches.steps)
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, counted from 0, until the run has no more to gain."""
+        while self.position.step < self.run.prepared.batches.steps and not self.early.reached:
+            yield self.position.step
 
     def validate_at_start(self) -> None:
         if self.position.step == 0 and self.run.recipe.val.at_start and self.keeps:
-            self.run.log(0, self._validate(0))
+            metrics = self._validate(0)
+            self.run.log(0, metrics)
+            if self.early.validated:
+                self.early.observe(0, metrics, validated=True)
 
     def _validate(self, step: int) -> dict[str, float]:
         if self._generator is not None:
@@ -94,13 +105,23 @@ class Training:
         metrics |= run.performance(metrics[prepared.tokens_metric])
         if step == 1:
             metrics |= prepared.train.counts.metrics()
+        if step == self._first and self.keeps:
+            refuse_unmeasured(recipe, run.world.gather(list(metrics))[0])
         last = step == prepared.batches.steps
         stopping = bool(sum(run.world.gather(len(self._interrupt))))
         planned = last or _due(step, recipe.checkpoint.every)
         # A checkpoint that only a Ctrl-C asks for is not validated: the log stays that of an undisturbed run.
-        needs_loss = planned and recipe.checkpoint.keep_best > 0
-        if self.keeps and (last or needs_loss or _due(step, recipe.val.every)):
+        measure = self.checkpointer.measure
+        needed = planned and recipe.checkpoint.keep_best > 0 and measure.validated
+        validated = self.keeps and (last or needed or _due(step, recipe.val.every))
+        if validated:
             metrics |= self._validate(step)
+        if validated and (said := self.early.missed(metrics)):
+            run.console.warn(said)
+        if self.early.observe(step, metrics, validated=validated) and not last:
+            last = planned = True
+            if not validated:
+                metrics |= self._validate(step)
         self.tape.finish(step, metrics)
         run.log(step, metrics)
         self.position.step = step
@@ -110,7 +131,7 @@ class Training:
         if self.keeps and (planned or stopping):
             rows_seen = prepared.rows_seen(step, self.carried)
             self.tape.flush()
-            self.checkpointer.save(self.position, rows_seen, metrics.get("val/loss"))
+            self.checkpointer.save(self.position, rows_seen, metrics)
             if last or stopping:
                 self.checkpointer.settle()
         self.checkpointer.tell()
@@ -123,6 +144,8 @@ class Training:
         run, step = self.run, self.position.step
         self.tape.flush()
         run.console.end()
+        if self.early.reached:
+            run.console.say(self.early.sentence(step))
         if run.world.main and self.keeps:
             self.checkpointer.export(step)
             run.summarise(step, next_use(run.recipe.method, run.folder.path))
@@ -194,6 +217,13 @@ def load_models(run: Run) -> Models:
     with run.console.task(f"Loading {recipe.model.path}", None), world.stage("loading the model"):
         learner, critic = build_learner(recipe, *where), build_critic(recipe, *where)
         reference = build_reference(recipe, *where)
+    for one in filter(None, (learner, critic)):
+        assert isinstance(one.module, Policy | ValueModel)
+        if recipe.model.master_weights and one.module.digits.lost:
+            run.console.warn(
+                f"the master weights start from values rounded to {recipe.model.dtype}: the files of "
+                f"{recipe.model.path} cannot be read tensor by tensor"
+            )
     packing = Packing.of(recipe, world, run.prepared.pad_id)
     return Models(learner.module, packing, device, learner, critic, reference)
 
@@ -204,8 +234,21 @@ def _claim(folder: RunFolder, prepared: Prepared | PreparedOnline) -> None:
         raise Refusal.at("run.resume", f"{folder.path} exists and resume is never", "choose another run.name")
     if resume == "required" and not used:
         raise Refusal.at("run.resume", f"{folder.path} has no checkpoint to continue from", "set run.resume=auto")
+    if not used and _finished(folder, prepared.batches.steps):
+        raise Refusal.at(
+            f"run folder {folder.path}",
+            "holds a run that is done, without its checkpoints: starting again would write over its metrics",
+            "choose another run.name, or remove the folder",
+        )
     folder.create()
     checkpoints.require_disk(folder.checkpoints, prepared.memory.checkpoint_bytes, "a checkpoint")
+
+
+def _finished(folder: RunFolder, steps: int) -> bool:
+    """A run that ended leaves a model, or at least the metrics of all steps."""
+    if not folder.metrics.exists():
+        return False
+    return folder.export.exists() or steps in [step for step, _ in read_metrics(folder.metrics)]
 
 
 @contextmanager

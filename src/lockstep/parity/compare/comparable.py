@@ -31,6 +31,7 @@ _COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "
 _PASSING = ("memory", "visible", "count", "torch", "ray_resource")
 _DEVICE = Effect("harmless", "this is what is compared; sums in another order round otherwise")
 _FUNCTIONS = ("reward.function", "rollout.function", "algorithm.advantage", "algorithm.loss", "data.reader")
+_LENGTH = ("run.steps", "run.epochs")
 UNREAD = Effect("harmless", "neither side reads it")
 UNKNOWN = Effect("matters", "not known here; look it up in the recipe's reference")
 
@@ -61,8 +62,21 @@ def _recipe(a: Evidence, b: Evidence) -> Differences:
         for one in _recipes(a.recipe_at(last), b.recipe_at(last), a.env, b.env):
             if (one.key, one.a, one.b) not in told:
                 told.append((one.key, one.a, one.b))
-                found.append(replace(one, key=f"{one.key} to step {last}"))
+                effect = one.effect
+                if one.key in _LENGTH and one.weight != "harmless":
+                    effect = f"{effect}; {_stretched(last, a, b)}"
+                found.append(replace(one, key=f"{one.key} to step {last}", effect=effect))
     return found, []
+
+
+def _stretched(last: int, a: Evidence, b: Evidence) -> str:
+    """Which side went on with another length, and what that does to its curve."""
+    sides = [name for name, one in (("a", a), ("b", b)) if last in one.earlier]
+    who = " and ".join(f"side {name}" for name in sides)
+    return (
+        f"{who} went on after step {last} with another length, which stretched its schedule: curves part up to step "
+        f"{last} for that, and after it for what was learned until then"
+    )
 
 
 def _recipes(recipe_a: Values, recipe_b: Values, env_a: Values, env_b: Values) -> list[Difference]:
@@ -70,7 +84,7 @@ def _recipes(recipe_a: Values, recipe_b: Values, env_a: Values, env_b: Values) -
     found = []
     length = False
     for key, left, right in _unlike(recipe_a, recipe_b):
-        if key in ("run.steps", "run.epochs"):
+        if key in _LENGTH:
             length = True
             continue
         weight, effect = _weighed(key, left, right, sides, env_a, env_b)

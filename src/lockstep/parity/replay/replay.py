@@ -139,7 +139,9 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
         "log.track=[]",
         "val.questions=null",
         "data.val=[]",
+        "checkpoint.best=null",
         "checkpoint.keep_best=0",
+        "run.stop_early=null",
         "tape.record=true",
     ]
     if any(word.startswith("model.dtype=") for word in overrides):

@@ -13,6 +13,7 @@ from typing import NoReturn
 from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
 from lockstep.errors import Refusal
+from lockstep.model.resolve import model_folder
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.rows import ENGINES, imported
@@ -117,7 +118,7 @@ def start_server(
     server = settings.server
     start = ServerStart(
         python_of(settings),
-        str(Path(model).absolute()) if Path(model).is_dir() else model,
+        str(Path(model_folder(model)).absolute()),
         dtype,
         HOST,
         _free_port(),

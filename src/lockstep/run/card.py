@@ -1,0 +1,154 @@
+"""The card of an exported model, written from what its run left: recipe, data, curves and comparisons."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.run.curves import curves_svg
+from lockstep.run.folder import RunFolder
+from lockstep.run.metrics import read_metrics
+from lockstep.run.summary import before_and_after
+
+CARD, CURVES = "README.md", "curves.svg"
+PACKAGES = ("torch", "transformers", "peft")
+_REPORT = re.compile(r'<script type="application/json" id="comparison">(.*?)</script>', re.DOTALL)
+
+
+def card_files(run: RunFolder, step: int, *, adapter: bool = False) -> dict[str, str]:
+    """The card and its picture by file name; nothing of a run that left no recipe."""
+    if not run.recipe.is_file():
+        return {}
+    recipe: dict[str, Any] = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))
+    history = read_metrics(run.metrics) if run.metrics.exists() else []
+    picture = curves_svg(history)
+    lines = [*_head(recipe, adapter), *_title(run, recipe, step, history, adapter)]
+    if picture is not None:
+        lines += ["", f"![Curves of the run]({CURVES})"]
+    env = run.read_env()
+    lines += [*_results(history, step), *_data(env), *_comparisons(run), *_environment(env), *_recipes(run)]
+    return {CARD: "\n".join(lines) + "\n", **({} if picture is None else {CURVES: picture})}
+
+
+def _head(recipe: dict[str, Any], adapter: bool) -> list[str]:
+    """What the hub reads of a card."""
+    told: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    base = str(recipe["model"]["path"])
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) and not Path(base).exists():
+        told["base_model"] = base
+    told["tags"] = ["lockstep", str(recipe["method"])]
+    return ["---", yaml.safe_dump(told, sort_keys=False).strip(), "---"]
+
+
+def _title(
+    run: RunFolder, recipe: dict[str, Any], step: int, history: Sequence[tuple[int, Any]], adapter: bool
+) -> list[str]:
+    last = max((number for number, _ in history), default=step)
+    what = "A LoRA adapter for" if adapter else "Trained from"
+    return [
+        f"# {_cell(run.path.resolve().name)}",
+        "",
+        f"{what} `{_short(recipe['model']['path'])}` by lockstep, method `{recipe['method']}`: the weights after step "
+        f"{step} of {last}. All below is taken from the run's own files.",
+    ]
+
+
+def _results(history: Sequence[tuple[int, dict[str, float]]], step: int) -> list[str]:
+    rows = [("", "first and last"), *before_and_after(history)]
+    at = next((metrics for number, metrics in history if number == step), {})
+    measured = [(name, f"{value:.6g}") for name, value in at.items() if name.startswith("val/")]
+    return [*_table("What training changed", rows), *_table(f"Validation after step {step}", [("", ""), *measured])]
+
+
+def _data(env: dict[str, Any]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("part", "file", "rows", "SHA-256")]
+    data = env.get("data", {})
+    for part in ("train", "val"):
+        for source in data.get(part, []):
+            for file in source.get("files", []):
+                rows.append((part, _short(file["name"]), f"{file['rows']:,}", f"`{str(file['sha256'])[:16]}`"))
+    kept = data.get("kept", {})
+    said = [f"\n{kept['rows']:,} rows of {kept['tokens']:,} tokens were kept for training."] if kept else []
+    found = _table("Data", rows)
+    return [*found, *said] if found else []
+
+
+def _comparisons(run: RunFolder) -> list[str]:
+    """The verdict of the comparison that was last made with this run as its second side."""
+    report = run.path / "report.html"
+    found = _REPORT.search(report.read_text(encoding="utf-8", errors="replace")) if report.is_file() else None
+    if found is None:
+        return []
+    try:
+        told = json.loads(found[1])
+        row = (Path(str(told["a"])).name, str(told["verdict"]), str(told["reason"]))
+    except (ValueError, KeyError, TypeError):
+        return []
+    return _table("Comparison", [("with", "verdict", "reason"), row])
+
+
+def _environment(env: dict[str, Any]) -> list[str]:
+    device, packages = env.get("device", {}), env.get("packages", {})
+    rows = [("", "")]
+    rows += [("device", str(device.get("chip") or device.get("name")))] if device else []
+    rows += [("processes", str(env["world_size"]))] if "world_size" in env else []
+    rows += [("lockstep", str(env["lockstep"]))] if "lockstep" in env else []
+    rows += [(name, str(packages[name])) for name in PACKAGES if packages.get(name)]
+    rows += (
+        [("initial weights", f"`{str(env['model']['weights'])[:16]}`")] if env.get("model", {}).get("weights") else []
+    )
+    return _table("Environment", rows)
+
+
+def _recipes(run: RunFolder) -> list[str]:
+    """That of the last part, and of a run that went on with other keys those before it."""
+    lines = ["", "## Recipe", "", "Folders are left out of paths."]
+    parts = [(f"Up to step {last}:", path) for last, path in run.earlier_recipes().items()]
+    for title, path in [*parts, ("From there on:" if parts else "", run.recipe)]:
+        values = _without_folders(yaml.safe_load(path.read_text(encoding="utf-8")))
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        fence = "~" * (max(map(len, re.findall(r"~+", text)), default=0) + 4)
+        lines += ["", *([title, ""] if title else []), f"{fence}yaml", text.rstrip(), fence]
+    return lines
+
+
+def _without_folders(value: Any) -> Any:
+    """A card travels: where files lay on the machine is nobody's business there."""
+    if isinstance(value, dict):
+        return {name: _without_folders(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(inner) for inner in value]
+    return _short(value) if isinstance(value, str) and value.startswith(("/", "~", "..")) else value
+
+
+def _short(path: object) -> str:
+    text = str(path)
+    if not text.startswith(("/", "~", "..")):
+        return _cell(text)
+    # A run's export is called by its run.
+    parts = Path(text).parts
+    return _cell("/".join(parts[-2:]) if parts[-1] == "export" and len(parts) > 1 else parts[-1])
+
+
+def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    """Nothing where there is only a head."""
+    if len(rows) < 2:
+        return []
+    return ["", f"## {title}", "", *_lines(rows)]
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    for number, row in enumerate(rows):
+        yield "| " + " | ".join(_cell(one) for one in row) + " |"
+        if number == 0:
+            yield "|" + " --- |" * len(row)
+
+
+def _cell(text: str) -> str:
+    """Text in a line of Markdown: no line breaks, no bar, no tag."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
