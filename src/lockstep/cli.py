@@ -29,6 +29,23 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a run folder.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from lockstep import __version__
+
+        write(f"lockstep {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options that come before a verb."""
+
+
 @app.command()
 def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     """Train RECIPE, or go on where it stopped."""
@@ -519,3 +536,7 @@ def _report(refusal: Exception) -> None:
         write(f"rank {rank}:", error=True)
     assert isinstance(refusal, Refusal)
     print_problems(refusal)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,13 +10,15 @@ import itertools
 import re
 from array import array
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -68,6 +70,8 @@ def check_messages(messages: list[Message], origin: Origin) -> None:
 
 
 def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin) -> Spans:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     try:
         texts, spans = render_jinja_template(
             [messages],

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.mix import Mixture
@@ -15,6 +13,9 @@ from lockstep.data.read import RowSet, read_rows
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.schema import Data, Source
 from lockstep.types import Example, Item, Origin, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 ItemT = TypeVar("ItemT", bound=Item)
@@ -133,7 +134,7 @@ class RowReader(Protocol[T]):
 
 LoadedT = TypeVar("LoadedT", bound=LoadedRows[Any])
 # Opens the rows of one source, whose columns are still to be found, within a limit of tokens.
-OpenRows = Callable[[ColumnFinder, PreTrainedTokenizerBase, int], RowReader[T]]
+OpenRows = Callable[[ColumnFinder, "PreTrainedTokenizerBase", int], RowReader[T]]
 
 
 def load_rows(

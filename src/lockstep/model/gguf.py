@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import Refusal, missing_extra, unwritten
-from lockstep.model.pretrained import pretrained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def import_gguf(file: Path, folder: Path) -> str:
@@ -27,6 +25,13 @@ def import_gguf(file: Path, folder: Path) -> str:
         raise Refusal.at(folder, "is a file, not a folder", "choose a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise Refusal.at(folder, "is not empty", "choose a new folder")
+    # After the refusals, which must not wait for these.
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from lockstep.model.pretrained import pretrained
+
     tokenizer = pretrained(AutoTokenizer, str(file.parent), str(file), "its tokenizer", gguf_file=file.name)
     dtype = torch.float32
     packed = pretrained(AutoModelForCausalLM, str(file.parent), str(file), "it", gguf_file=file.name, dtype=dtype)
@@ -43,6 +48,9 @@ def import_gguf(file: Path, folder: Path) -> str:
 
 def _unquantised(packed: Any) -> Any:
     """The same weights in a model that does not remember being quantised; such a one cannot be saved."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     config = packed.config.__class__(**{k: v for k, v in packed.config.to_dict().items() if k != "quantization_config"})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)

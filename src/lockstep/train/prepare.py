@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from lockstep.data.dataset import Dataset
 from lockstep.data.own_reader import OwnReader
@@ -48,6 +46,9 @@ from lockstep.train.plan import (
 )
 from lockstep.train.trained import refuse_indivisible_models, refuse_routers
 from lockstep.types import Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 

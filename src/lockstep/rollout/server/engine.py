@@ -6,10 +6,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
@@ -35,6 +34,9 @@ from lockstep.rollout.server.probe import (
 from lockstep.rollout.server.process import dialect_of, refuse_absent, start_server
 from lockstep.rollout.server.weights import fingerprint, travelling, write_adapter, written_weights
 from lockstep.types import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 # Of a server of ours that ends before it has got weights.
