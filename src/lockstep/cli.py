@@ -61,11 +61,22 @@ def options(
 
 
 @app.command()
-def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+def train(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Two tiny steps with everything on, in a temporary folder.")
+    ] = False,
+) -> None:
     """Train RECIPE, or go on where it stopped."""
     from lockstep.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides or [])
+    if smoke:
+        from lockstep.commands.smoke import smoke_test
+
+        smoke_test(checked)
+        return
 
     from lockstep.parallel.launch import follow_launcher, is_rank, start_ranks, starts_ranks
 
