@@ -232,7 +232,7 @@ def _text(choice: Choice, keys: Sequence[Key]) -> str:
     meanings = described_keys()
     lines = [
         f"# {choice.method}: {TASKS[choice.method]}." if choice.method in TASKS else f"# {choice.method}.",
-        f"# What the method sets by itself: `lockstep recipes {choice.method}`. What stands here replaces it.",
+        f"# `lockstep recipes {choice.method}` prints what the method sets; keys here replace it.",
         "# Lines with `#` before a key are off: take the mark away to use them.",
     ]
     # A group without a value would be no group.

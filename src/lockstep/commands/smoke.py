@@ -32,7 +32,6 @@ from lockstep.train.start import run_recipe
 
 STEPS = 2
 ROWS = 64
-ROW_TOKENS = 2048
 RESPONSE_TOKENS = 16
 UPDATE = 4
 
@@ -137,10 +136,6 @@ class Smoke:
             data["train"] = [{**one, "rows": min(one["rows"] or ROWS, ROWS)} for one in data["train"]]
             self.said.append(("data", f"the first {ROWS} rows of {', '.join(one['path'] for one in data['train'])}"))
             self._validation(data, val)
-        if not self.online:
-            data["max_tokens"] = min(data["max_tokens"] or ROW_TOKENS, ROW_TOKENS)
-            if data["overlong"] == "error":
-                data["overlong"] = "drop"
         if val["questions"]:
             val["question_rows"] = min(val["question_rows"] or UPDATE, UPDATE)
             val["max_new_tokens"] = min(val["max_new_tokens"], RESPONSE_TOKENS)
@@ -186,8 +181,6 @@ class Smoke:
     def _sizes(self) -> None:
         values = self.values
         batch, optim = values["batch"], values["optim"]
-        if batch["tokens"] is not None:
-            batch["tokens"] = 4096
         if batch["rows"] is not None:
             batch["rows"] = min(batch["rows"], 2)
         # A whole number is of steps.
