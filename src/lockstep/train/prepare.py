@@ -17,6 +17,7 @@ from lockstep.doctor.judge_packages import unfit_packages
 from lockstep.doctor.machine import Machine
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.kernels.rotary import fixed_length
+from lockstep.kernels.wide_products import prepare_products
 from lockstep.methods import METHODS
 from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
@@ -168,6 +169,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
             remarks += said
     collect.refuse()
     assert train is not None
+    _warn_slow(recipe, config, device, console)
     batches = plan_batches(recipe, train, devices)
     most = longest_row(recipe, train)
     memory = plan_memory(recipe, config, devices, most, recipe.batch.rows_per_update, lean_layers=device.lean_layers)
@@ -250,6 +252,7 @@ def prepare_online(
         console.say(line)
     collect.refuse()
     assert train is not None
+    _warn_slow(recipe, config, device, console)
     batches = plan_online(recipe, train, devices)
     refuse_moving_positions(config.get_text_config(), batches.longest, config.model_type)
     rows = sequences_per_update(recipe)
@@ -294,6 +297,17 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
     collect.problems += refuse_routers(recipe)
     collect(lambda: _refuse_long_questions(recipe, tokenizer, config, questions or []))
     return tokenizer, config, questions or []
+
+
+def _warn_slow(recipe: Recipe, config: Any, device: Device, console: Console) -> None:
+    """Of matrices as the model has them; a square where its configuration does not tell of another."""
+    text = config.get_text_config()
+    outer = getattr(text, "intermediate_size", None)
+    dtype = DTYPES[recipe.model.dtype]
+    # As they will run: where the host has no bf16 they are other ones.
+    prepare_products(dtype)
+    for said in device.slowed_by(dtype, text.hidden_size, outer if isinstance(outer, int) else text.hidden_size):
+        console.warn(said)
 
 
 def prompt_limit(recipe: Recipe, config: Any) -> int:
