@@ -54,7 +54,7 @@ def test_a_slow_dtype_is_said_with_its_ratio(monkeypatch: pytest.MonkeyPatch, ti
     assert (told is None) == (said is None)
     if told is not None:
         assert str(said) in told
-        assert "27 x 896 x 1024" in told, "5e7 operations of a product whose sides are at most 1,024"
+        assert "19 x 512 x 512" in told, "1e7 operations of a product whose sides are at most 512"
         assert "model.dtype=fp32" in told
     assert pace.slow_dtype(torch.float32, 896, 4864) is None
 

@@ -11,7 +11,7 @@ import torch
 
 ROUNDS = 5
 # Of one product, which takes a few milliseconds where there is arithmetic for it; no side of it is longer.
-OPERATIONS, LONGEST = 5e7, 1024
+OPERATIONS, LONGEST = 1e7, 512
 # Seconds after which one round more is not made: what is so slow needs no second look.
 PATIENCE = 0.05
 # Ratios that are worth a word. Threads are told later: two that wait for each other are a matter of the moment.
