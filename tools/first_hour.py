@@ -71,6 +71,8 @@ def shown(file: str, form: str) -> None:
     """A row that is shown holds its question and its answer, whatever its columns were called."""
     text = Path(file).read_text(encoding="utf-8")
     print(text.strip())
+    # Without the marks around what is trained.
+    text = re.sub(r"\[\[|\]\]", "", text)
     a, b = SUMS[0]
     for part in (QUESTION.format(a, b), f"#### {a + b}"):
         must(part in text, f"{form}: the row that is shown does not hold {part!r}")
