@@ -17,16 +17,47 @@ app = typer.Typer(
     name="lockstep",
     help="Post-train language models: one recipe on any device, and proof that devices train in step.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 data_app = typer.Typer(help="Make and look at data.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a built-in recipe.")]
+
+def _recipe_names(incomplete: str) -> list[str]:
+    """For the shell's completion: built-in recipes, and the folders and YAML files that begin so."""
+    from glob import escape, glob
+
+    built_in = [file.stem for file in (Path(__file__).parent / "recipes").glob("*.yaml")]
+    paths = [name for end in ("*/", "*.yaml", "*.yml") for name in glob(escape(incomplete) + end)]
+    return sorted([*(name for name in built_in if name.startswith(incomplete)), *paths])
+
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A YAML file, or the name of a built-in recipe.", autocompletion=_recipe_names
+    ),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a run folder.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from lockstep import __version__
+
+        write(f"lockstep {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options that come before a verb."""
 
 
 @app.command()
@@ -40,6 +71,9 @@ def train(
     init_from: Annotated[
         str | None, typer.Option(metavar="PATH", help="Begin with the weights of this model, run or checkpoint only.")
     ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Two tiny steps with everything on, in a temporary folder.")
+    ] = False,
 ) -> None:
     """Train RECIPE, or go on where it stopped."""
     from lockstep.commands.begin import with_beginning
@@ -47,6 +81,11 @@ def train(
 
     words = with_beginning(overrides or [], resume_from, init_from)
     checked = load_recipe(recipe, words)
+    if smoke:
+        from lockstep.commands.smoke import smoke_test
+
+        smoke_test(checked)
+        return
 
     from lockstep.parallel.launch import follow_launcher, is_rank, start_ranks, starts_ranks
 
@@ -107,17 +146,37 @@ def recipes(
     """List the built-in recipes and methods, or print one."""
     from lockstep.recipe.load import builtin_names, method_text, recipe_text
     from lockstep.recipe.methods import OFFLINE, ONLINE
-    from lockstep.run.text import fit
+    from lockstep.run.text import fit, fit_rows
 
     if name:
         write(method_text(name) or recipe_text(name), end="")
         return
-    for each in builtin_names():
-        write(f"{each:20}{recipe_text(each).splitlines()[0].lstrip('# ')}")
+    rows = [(each, recipe_text(each).splitlines()[0].lstrip("# ")) for each in builtin_names()]
+    for key, value in fit_rows(rows):
+        write(f"{key}{value}")
     write("")
     for line in fit(f"methods: {', '.join([*OFFLINE, *ONLINE])}"):
         write(line)
     write("`lockstep recipes METHOD` prints what a method sets; a recipe may say otherwise.")
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(metavar="[FILE.yaml]", help="The new recipe.")] = Path("recipe.yaml"),
+    method: Annotated[str | None, typer.Option(help="What to do: sft, dpo, grpo, or another method.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="DIR", help="The model's Hugging Face folder.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="PATH", help="Training rows.")] = None,
+    val: Annotated[str | None, typer.Option(metavar="PATH", help="Validation rows.")] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="Online methods: your reward function.")
+    ] = None,
+    teacher: Annotated[str | None, typer.Option(metavar="DIR", help="Distillation: the teacher's folder.")] = None,
+) -> None:
+    """Write a first recipe with comments; asks for what the options leave open."""
+    from lockstep.commands.init import asked, write_recipe
+
+    for line in write_recipe(file, asked(file, method, model, data, val, reward, teacher)):
+        write(line)
 
 
 @app.command()
@@ -622,3 +681,7 @@ def _report(refusal: Exception) -> None:
         write(f"rank {rank}:", error=True)
     assert isinstance(refusal, Refusal)
     print_problems(refusal)
+
+
+if __name__ == "__main__":
+    main()

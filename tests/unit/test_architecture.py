@@ -317,17 +317,39 @@ HEAVY = ("torch", "transformers", "pydantic")
 
 
 def heavy_imports(module: str, search: Path, heavy: Sequence[str] = HEAVY) -> list[str]:
-    """Which of the heavy packages `import module` brings in, in a fresh interpreter."""
+    """Which of the heavy packages (or modules in one) `import module` brings in, in a fresh interpreter."""
     code = f"import sys; sys.path.insert(0, {str(search)!r}); import {module}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return sorted({name.split(".")[0] for name in done.stdout.split()} & set(heavy))
+    brought = set(done.stdout.split())
+    return sorted(name for name in heavy if name in brought)
 
 
-@pytest.mark.parametrize("module", ["lockstep", "lockstep.device", "lockstep.cli"])
+@pytest.mark.parametrize("module", ["lockstep", "lockstep.device", "lockstep.cli", "lockstep.model.gguf"])
 def test_importing_the_command_line_is_light(module: str) -> None:
     if module == "lockstep.cli" and not (HOUSE / "cli.py").exists():
         pytest.skip("no cli.py yet")
     assert heavy_imports(module, HOUSE.parent) == []
+
+
+# Each takes about a second to import, and none is needed before a run has said what it runs on.
+LATE = (
+    "transformers",
+    "peft",
+    "accelerate",
+    "datasets",
+    "pandas",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+)
+FIRST_LINE = "lockstep.train.offline, lockstep.train.online, lockstep.train.online_async, lockstep.commands.plan"
+
+
+def test_the_loops_say_their_first_line_before_heavy_packages_are_imported() -> None:
+    assert heavy_imports(FIRST_LINE, HOUSE.parent, LATE) == []
 
 
 def test_a_process_that_calls_functions_starts_in_a_moment() -> None:

@@ -15,10 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from lockstep.api.data import Datum, PromptLike, Response, as_data, by_scoring
 from lockstep.api.losses import LossFunction, Per, batch_loss, chosen_loss
@@ -43,6 +42,9 @@ from lockstep.run import checkpoint as checkpoints
 from lockstep.train.models import over_targets
 from lockstep.train.step import Learner
 from lockstep.types import Completion, Example, Origin, Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass

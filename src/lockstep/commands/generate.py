@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from transformers import AutoModelForCausalLM
-
 from lockstep.data.chat import render_prompt
 from lockstep.device.select import select
 from lockstep.errors import Refusal
@@ -45,6 +43,8 @@ class Conversation:
         repetition_penalty: float = 1.0,
         adapter: str | None = None,
     ):
+        from transformers import AutoModelForCausalLM
+
         chosen = select(device)
         folder = model_folder(model)
         self.tokenizer = load_tokenizer(folder)

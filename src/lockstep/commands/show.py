@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 
 from lockstep.device.select import select
 from lockstep.recipe import Recipe
@@ -13,6 +14,9 @@ from lockstep.run.progress import Console
 from lockstep.run.screen import Screen, shown
 from lockstep.train.prepare import prepare_shown
 from lockstep.types import Example, Item, Judged, Probe, Ranking, Steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TRAINED, CONTEXT = "bold green", "dim"
 

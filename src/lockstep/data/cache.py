@@ -18,9 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 import lockstep
 from lockstep.data.rowset import RowSet
@@ -29,6 +27,9 @@ from lockstep.errors import first_line
 from lockstep.recipe.schema import Data, Source
 from lockstep.run.caches import cache_home
 from lockstep.run.files import ASIDE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1
 _MAGIC = b"lockstep rows, encoded\n"

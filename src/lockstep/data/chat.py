@@ -12,15 +12,17 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from lockstep.data.tokens import token_facts, token_ids, token_ids_and_offsets
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -77,6 +79,8 @@ def check_messages(messages: list[Message], origin: Origin) -> None:
 
 
 def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin) -> Spans:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     try:
         texts, spans = render_jinja_template(
             [messages],

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from lockstep.data.cache import RowCache, cache_folder
 from lockstep.data.columns import ColumnFinder
@@ -19,6 +17,9 @@ from lockstep.data.stored import Joined, OriginOf, Store, sequences
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.schema import Data, Source
 from lockstep.types import Example, Item, Origin, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 ItemT = TypeVar("ItemT", bound=Item)
@@ -148,7 +149,7 @@ class RowReader(Protocol[T]):
 
 LoadedT = TypeVar("LoadedT", bound=LoadedRows[Any])
 # Opens the rows of one source, whose columns are still to be found, within a limit of tokens.
-OpenRows = Callable[[ColumnFinder, PreTrainedTokenizerBase, int], RowReader[T]]
+OpenRows = Callable[[ColumnFinder, "PreTrainedTokenizerBase", int], RowReader[T]]
 
 
 def open_sources(sources: Sequence[Source], data: Data) -> list[RowSet]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lockstep.data.chat import check_messages, encode_spans, render_chat, special_ids
 from lockstep.data.tokens import token_ids
 from lockstep.errors import Refusal
 from lockstep.recipe.schema import Data
 from lockstep.types import Example, Message, Origin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Encoding:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lockstep.data.columns import CHATS, ColumnFinder, filled
 from lockstep.data.dataset import Kept
@@ -15,6 +13,9 @@ from lockstep.data.fit import fit
 from lockstep.errors import Refusal
 from lockstep.recipe.schema import Data
 from lockstep.types import Example, Origin, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Column names that users of other trainers know, looked for in this order when no key is set.
 PAIR_COLUMNS = (

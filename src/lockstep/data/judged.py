@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lockstep.data.columns import CHATS, PROMPTS, ColumnFinder, filled, lookup
 from lockstep.data.completions import ResponseEncoder
@@ -18,6 +16,9 @@ from lockstep.data.fit import fit_responses, refuse_equal
 from lockstep.data.preferences import RankingColumns, find_pair_columns, pair_names, responses_of
 from lockstep.errors import Refusal
 from lockstep.types import Example, Judged, Origin, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 RESPONSES = ("completion", "response", "output")
 # Every spelling that says clearly good or bad; 1 == 1.0 == True, so these cover the booleans too.

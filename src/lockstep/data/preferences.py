@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.data.columns import ColumnFinder, filled, lookup
 from lockstep.data.completions import ResponseEncoder
@@ -17,6 +15,9 @@ from lockstep.data.encoding import Encoding, last_trained
 from lockstep.data.fit import fit_responses, refuse_equal
 from lockstep.errors import Refusal
 from lockstep.types import Example, Origin, Probe, Ranking, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Read = Literal["response", "score"]
 SCORES_OF_PAIR = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))

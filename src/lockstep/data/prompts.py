@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, ClassVar
 
 from lockstep.data.chat import render_prompt
 from lockstep.data.columns import ColumnFinder, filled, lookup
@@ -19,6 +17,9 @@ from lockstep.data.tokens import token_ids
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.schema import Data
 from lockstep.types import Message, Origin, Prompt, Question, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

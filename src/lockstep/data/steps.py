@@ -10,9 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lockstep.data.chat import check_messages, render_prompt
 from lockstep.data.columns import ColumnFinder, filled
@@ -23,6 +21,9 @@ from lockstep.data.fit import fit
 from lockstep.data.marks import Marks, parse_labels
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin, Probe, Row, Steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LABELS = ("label", "labels", "value", "values")
 TEXTS = ("input", "text", "prompt")

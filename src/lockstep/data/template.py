@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from lockstep.errors import Problem, refuse_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def with_arguments(

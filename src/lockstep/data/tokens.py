@@ -6,10 +6,12 @@ Of a call on one row's text, transformers' own work takes as long as a quarter o
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -33,6 +35,8 @@ def token_ids_and_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tupl
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     """What the tokenizer's own call asks, in the state in which it asks it; None where the call does more than ask."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
     kind = type(tokenizer)
     plain = kind.__call__ is PreTrainedTokenizerBase.__call__
     if not plain or getattr(kind, "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus:

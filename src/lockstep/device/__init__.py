@@ -5,3 +5,4 @@ from lockstep.device import autoload, threads
 # Before the first `import torch`, which is the only moment at which they help.
 autoload.defer()
 threads.wait_asleep()
+threads.follow_quota()

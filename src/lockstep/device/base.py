@@ -133,6 +133,10 @@ class Device(ABC):
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype == torch.float32 or dtype in self.autocast_dtypes
 
+    def slowed_by(self, dtype: torch.dtype, inner: int, outer: int) -> list[str]:
+        """What makes a model with such matrices slower here than it need be, in words; measured in milliseconds."""
+        return []
+
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         """Dense matrix FLOP/s that the maker promises for this chip; None where we do not know it."""
         return None

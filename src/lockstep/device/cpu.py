@@ -10,6 +10,7 @@ import torch
 
 from lockstep.device.base import Device, Memory
 from lockstep.device.host_memory import host_memory, reset_host_peak
+from lockstep.device.pace import slow_dtype, slow_threads
 
 
 def _arm_chip(listing: str) -> str | None:
@@ -60,6 +61,11 @@ class Cpu(Device):
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
         # float16 is complete (forward and backward) but saves only memory: most CPUs have no arithmetic for it.
         return (torch.bfloat16, torch.float16)
+
+    def slowed_by(self, dtype: torch.dtype, inner: int, outer: int) -> list[str]:
+        # One word at a time: threads that wait on arithmetic that is not there tell nothing of the cores.
+        said = slow_dtype(dtype, inner, outer) or slow_threads(dtype, inner, outer)
+        return [] if said is None else [said]
 
     def chip(self) -> str:
         listing = Path("/proc/cpuinfo")

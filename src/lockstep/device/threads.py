@@ -1,4 +1,4 @@
-"""How the CPU's worker threads wait: asleep, not spinning.
+"""How many worker threads the CPU has, and how they wait: asleep, not spinning.
 
 GNU OpenMP lets a thread that waits for the others spin on its core. Where that core is shared (a second process, a
 virtual machine), the one waited for cannot run. Measured once with the tiny model on two cores, tokens a second: beside
@@ -8,11 +8,79 @@ one busy loop 4,400 spinning, 7,200 asleep (beside another training, uncontrolle
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from pathlib import Path
+
+THREADS = "OMP_NUM_THREADS"
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def wait_asleep() -> None:
     """Must come before torch is loaded: the library reads the variable once. The user's own setting stays."""
     if "torch" not in sys.modules and "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def follow_quota() -> None:
+    """No more threads than a container may run at once: with two of 64 cores there would be 64 that take turns. Must
+    come before torch is loaded; the user's own setting stays."""
+    if "torch" in sys.modules or THREADS in os.environ:
+        return
+    allowed = quota()
+    if allowed is not None and allowed < cores():
+        os.environ[THREADS] = str(allowed)
+        _FOLLOWED.append(allowed)
+
+
+# Whether the variable is ours.
+_FOLLOWED: list[int] = []
+
+
+def share(processes: int) -> None:
+    """Threads of processes that are started to run side by side on this machine; the user's own setting stays."""
+    if THREADS not in os.environ or _FOLLOWED:
+        allowed = min(cores(), quota() or cores())
+        os.environ[THREADS] = str(max(1, allowed // processes))
+
+
+def cores() -> int:
+    """Those that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def quota(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Processors that the control group of this process, or one above it, may use; None without a limit."""
+    found = [limit for folder in _folders(groups, own) if (limit := _limit(folder)) is not None]
+    return max(1, math.ceil(min(found))) if found else None
+
+
+def _folders(groups: Path, own: Path) -> list[Path]:
+    """Where limits may stand, of either version of control groups, from the process's own group upwards."""
+    places = [groups, groups / "cpu"]
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return places
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = groups / "cpu" if controllers else groups
+        inside = root / path.lstrip("/")
+        places += [inside, *(above for above in inside.parents if above.is_relative_to(root))]
+    return places
+
+
+def _limit(folder: Path) -> float | None:
+    try:
+        if (folder / "cpu.max").is_file():
+            most, period = (folder / "cpu.max").read_text().split()
+        else:
+            most, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return None if most in ("max", "-1") else int(most) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.dataset import Dataset
 from lockstep.data.read import RowSet
@@ -16,6 +15,9 @@ from lockstep.errors import Problem
 from lockstep.recipe import Recipe
 from lockstep.recipe.schema import Data, Source
 from lockstep.types import Item, Loss, MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T", bound=Item)
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lockstep.kernels.divided import DividedLayout
 from lockstep.kernels.layout import Layout, make_layout, padded_layout
 from lockstep.kernels.masks import SHAPE, BeyondCausal, read_windows
 from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.types import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 OUTSIDE = "its layers do not use transformers' attention interface"
 
@@ -75,6 +77,8 @@ class Decoder:
 
 def inner_decoder(model: Any) -> nn.Module:
     """A causal language model's decoder; of a decoder, itself."""
+    from transformers import PreTrainedModel
+
     if model.get_output_embeddings() is None:
         return model
     decoder = model.get_decoder()

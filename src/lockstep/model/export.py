@@ -6,16 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import logging as transformers_logging
 
 from lockstep.errors import Refusal, unwritten
 from lockstep.model.heads import load_value_model, merge_adapters
@@ -27,6 +21,9 @@ from lockstep.recipe.schema import Model
 from lockstep.run.checkpoint import Checkpoint
 from lockstep.run.files import written_aside
 from lockstep.run.tensor_file import write_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def export_checkpoint(
@@ -67,6 +64,8 @@ def export_model(
     if adapter and settings.lora is None:
         raise Refusal.at("--adapter", "the run trained all weights, so it has no adapter", "export without --adapter")
     _refuse_taken(out, replace)
+    from transformers import AutoModelForCausalLM
+
     if settings.lora is None:
         source = stream_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
         if source is not None:
@@ -126,6 +125,9 @@ def export_value_model(
 ) -> None:
     """A reward model as a sequence classification folder with one label, its adapter merged."""
     _refuse_taken(out, replace)
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.disable_progress_bar()
     working = settings.model_copy(update={"dtype": "fp32"}) if settings.lora else settings
     trained = load_value_model(working, settings.path, torch.device("cpu"), "sdpa", seed=0, key="model.path")

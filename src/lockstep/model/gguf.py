@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import Refusal, missing_extra, unwritten
-from lockstep.model.pretrained import pretrained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAGIC = b"GGUF"
 
@@ -34,6 +32,13 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
         raise Refusal.at(folder, "is a file, not a folder", "choose a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise Refusal.at(folder, "is not empty", "choose a new folder")
+    # After the refusals, which must not wait for these.
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from lockstep.model.pretrained import pretrained
+
     tokenizer = pretrained(AutoTokenizer, str(file.parent), str(file), "its tokenizer", gguf_file=file.name)
     dtype = torch.float32
     packed = pretrained(AutoModelForCausalLM, str(file.parent), str(file), "it", gguf_file=file.name, dtype=dtype)
@@ -66,6 +71,8 @@ def _tied(model: Any, file: Path, tie: bool) -> list[str]:
             "was packed. It is imported with a head of its own, as in the file; "
             f"`lockstep import-gguf {file} DIR --tie` makes the embedding its head again"
         ]
+    import torch
+
     model.config.tie_word_embeddings = True
     model.set_output_embeddings(torch.nn.Linear(embedding.shape[1], embedding.shape[0], bias=False, device="meta"))
     model.tie_weights()
@@ -74,6 +81,9 @@ def _tied(model: Any, file: Path, tie: bool) -> list[str]:
 
 def _unquantised(packed: Any) -> Any:
     """The same weights in a model that does not remember being quantised; such a one cannot be saved."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     config = packed.config.__class__(**{k: v for k, v in packed.config.to_dict().items() if k != "quantization_config"})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
 
 from lockstep.device.trouble import refuse_trouble
 from lockstep.errors import Refusal
@@ -37,6 +31,9 @@ from lockstep.model.tensor_trial import check_division
 from lockstep.parallel.shard import Sharding
 from lockstep.recipe.schema import Lora, Model
 from lockstep.types import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ValueModel(nn.Module):
@@ -87,6 +84,8 @@ def load_value_model(
     config = load_config(path)
     check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
     check_division(config, path, kernel_of(settings, kernel), device, sharding)
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
     architectures = config.architectures or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
         source, model, info = _loaded(AutoModelForSequenceClassification, path, settings.dtype, sharding)
@@ -135,6 +134,8 @@ def _loaded(kind: Any, path: str, dtype: str, sharding: Sharding | None) -> tupl
 
 def refuse_no_classifier(config: Any, path: str) -> None:
     """A reward model is handed over as a sequence classification folder, so transformers must know that kind."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise Refusal.at(
             f"model.path {path}",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.device.trouble import refuse_trouble
 from lockstep.errors import Problem, Refusal, first_line, refuse_all
@@ -27,6 +26,9 @@ from lockstep.parallel.shard import Sharding, gathered, shard
 from lockstep.parallel.tensor import Style, divide
 from lockstep.recipe.schema import Lora, Model
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,6 +37,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def load_config(path: str) -> Any:
+    from transformers import AutoConfig
+
     return pretrained(AutoConfig, model_folder(path), f"model.path {path}", "its config.json")
 
 
@@ -52,6 +56,8 @@ def load_policy(
     kernel = kernel_of(settings, kernel)
     check_architecture(load_config(settings.path), settings.path, DTYPES[settings.dtype], kernel, device)
     check_division(load_config(settings.path), settings.path, kernel, device, sharding)
+    from transformers import AutoModelForCausalLM
+
     source = stream_transformers(AutoModelForCausalLM, settings.path, settings.dtype) if sharding is not None else None
     if source is None:
         model, info = load_transformers(AutoModelForCausalLM, settings.path, settings.dtype)

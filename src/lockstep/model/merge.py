@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.errors import Refusal, first_line, unwritten
 from lockstep.model.adapter import CONFIG, WEIGHTS
@@ -25,6 +24,8 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> None:
         raise Refusal.at(where, f"is an adapter for {kind}", "only adapters of language models are read here")
     if not (adapter / WEIGHTS).is_file():
         raise Refusal.at(where, f"has no {WEIGHTS}", "save it with safe_serialization=True")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     stored: Any = pretrained(AutoConfig, base, where, "the config of its base").dtype or torch.float32
     model = pretrained(AutoModelForCausalLM, base, where, "its base", dtype=torch.float32)
     try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from lockstep.kernels.logprob import Head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # By the beginning of a model's type, since one name can mean opposite things: what its logits are multiplied by.
 FACTORS: dict[str, str] = {

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lockstep.errors import Refusal
 from lockstep.kernels.attention import ATTENTION
@@ -24,6 +24,9 @@ from lockstep.model.digits import NONE
 from lockstep.model.output_head import output_head
 from lockstep.parallel.offload import resident
 from lockstep.types import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import logging as transformers_logging
 
 from lockstep.errors import Refusal, first_line
 
@@ -23,6 +22,8 @@ NO_CODE = "use a model that transformers knows by itself, or convert it to one"
 def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
     """`kind.from_pretrained(path)`. `where` and `what` ('its weights') begin the refusal when that fails."""
     refuse_damaged_settings(path, where)
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.disable_progress_bar()
     try:
         return kind.from_pretrained(path, trust_remote_code=False, **settings)

@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from lockstep.parallel.shard import Sharding, materialise, shard
 from lockstep.parallel.stored import StoredTensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 META = torch.device("meta")
 
@@ -66,6 +67,8 @@ def streamed(build: Callable[[], PreTrainedModel], path: str) -> Streamed | None
         return None
     generation = Path(path) / "generation_config.json"
     if model.can_generate() and generation.is_file():
+        from transformers import GenerationConfig
+
         model.generation_config = GenerationConfig.from_dict(json.loads(generation.read_text(encoding="utf-8")))
     return Streamed(model, stored, names)
 
@@ -97,6 +100,9 @@ def places_of(model: PreTrainedModel, stored: StoredTensors) -> dict[nn.Paramete
 
 def _beyond_copying(model: PreTrainedModel) -> bool:
     """Whether loading is more than a copy of each tensor in the model's dtype."""
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
     kinds = {module.config.model_type for module in model.modules() if isinstance(module, PreTrainedModel)}
     buffers = dict(model.named_buffers()).keys() & model.state_dict().keys()
     return bool(

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.errors import Problem, Refusal
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.parallel.tensor import Style, divided_dimensions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # transformers' names for what we do, and those of parts that we leave whole.
 STYLES: dict[str, Style] = {"colwise": "columns", "rowwise": "rows", "replicated_with_grad_allreduce": "shared"}
@@ -40,6 +42,8 @@ def refuse_indivisible(config: Any, path: str, size: int) -> None:
     """From its configuration alone: no weight is loaded."""
     if size == 1:
         return
+    from transformers import AutoModelForCausalLM
+
     try:
         _refuse_heads(config, size)
         with torch.device("meta"):

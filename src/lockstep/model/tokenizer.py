@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from lockstep.errors import Refusal
 from lockstep.model.pretrained import pretrained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Files that tokenizers of all families are stored in.
 FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -19,6 +21,8 @@ def tokenizer_of(path: str, where: str) -> PreTrainedTokenizerBase:
     folder = Path(path)
     if folder.is_dir() and not has_tokenizer(folder):
         raise Refusal.at(where, f"the folder {path} has no tokenizer", WHERE_FROM)
+    from transformers import AutoTokenizer
+
     tokenizer: PreTrainedTokenizerBase = pretrained(AutoTokenizer, path, where, "its tokenizer")
     # Without its vocabulary transformers builds a tokenizer that turns every text into nothing.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import lockstep
 from lockstep.device.base import EMULATED
@@ -27,7 +26,7 @@ CODE = ("device", "kernels", "model", "parallel", "rollout")
 def fingerprint(config: Any, *more: str) -> str:
     """Of an architecture as these packages and this code run it; the weights and where they lie are no part of it."""
     data = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
-    versions = [torch.__version__, transformers.__version__, *map(_version, KERNEL_PACKAGES), _code()]
+    versions = [torch.__version__, version("transformers"), *map(_version, KERNEL_PACKAGES), _code()]
     text = json.dumps([data, versions, more], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from lockstep.device.threads import share
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.parallel.orphans import die_with_parent
 from lockstep.parallel.restarts import STALLED, status_of, with_restarts
@@ -88,7 +89,7 @@ def launch(devices: int, words: Sequence[str]) -> int:
         # What they would say of a rank that ended, it has said itself or is said below.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
+    share(devices)
     # Not every version has it; the others wait half a minute.
     known = {one.name for one in fields(LaunchConfig)}
     patience: dict[str, Any] = {"shutdown_timeout": PATIENCE_SECONDS} if "shutdown_timeout" in known else {}

@@ -5,9 +5,7 @@ With tensor parallelism every place of the grid is a group of neighbouring ranks
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
@@ -15,6 +13,9 @@ from lockstep.parallel.shard import Sharding
 from lockstep.parallel.tensor import TensorGroup, refuse_groups
 from lockstep.parallel.world import World
 from lockstep.recipe.parallel import Parallel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Grid(NamedTuple):
@@ -79,4 +80,6 @@ def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bo
 
 
 def _mesh(device: Device, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
     return init_device_mesh(device.name, tuple(sizes[name] for name in names), mesh_dim_names=names)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
     from lockstep.parallel.tensor import TensorGroup
 
 
@@ -37,6 +38,8 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | Non
     copy of each slice along the first. Without a mesh there is nothing to do."""
     if sharding is None:
         return
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     # Gradients are summed in fp32 whatever the weights are.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     # Pinned, so that copies do not hold up the device.
@@ -69,6 +72,8 @@ def materialise(root: nn.Module, sharding: Sharding) -> None:
 def root_gathered(root: nn.Module) -> Iterator[None]:
     """The root's own parameters whole, so that the modules below it can be entered; layers gather themselves. The root
     must have been entered once before."""
+    from torch.distributed.fsdp import FSDPModule
+
     if not isinstance(root, FSDPModule):
         yield
         return
@@ -80,6 +85,8 @@ def root_gathered(root: nn.Module) -> Iterator[None]:
 
 
 def _sharded(root: nn.Module) -> list[FSDPModule]:
+    from torch.distributed.fsdp import FSDPModule
+
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
@@ -106,11 +113,18 @@ def let_go(root: nn.Module) -> None:
         module.reshard()
 
 
+def is_sliced(tensor: object) -> TypeGuard[DTensor]:
+    """Whether ranks hold slices of a tensor. What these are is imported late: it takes a second."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Tensors that one operator may take together: those of one mesh, sliced along the same dimensions of it."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
-        key = (tensor.device_mesh, _sliced_along(tensor)) if isinstance(tensor, DTensor) else None
+        key = (tensor.device_mesh, _sliced_along(tensor)) if is_sliced(tensor) else None
         groups.setdefault(key, []).append(tensor)
     return list(groups.values())
 
@@ -130,9 +144,9 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Of tensors of one mesh: the norm of this rank's slices, and those of the others squared and added."""
-    norm = torch.nn.utils.get_total_norm([one.to_local() if isinstance(one, DTensor) else one for one in tensors])
+    norm = torch.nn.utils.get_total_norm([one.to_local() if is_sliced(one) else one for one in tensors])
     first = tensors[0]
-    if isinstance(first, DTensor):
+    if is_sliced(first):
         square = norm.square()
         for dimension in _sliced_along(first):
             dist.all_reduce(square, group=first.device_mesh.get_group(dimension))
@@ -142,12 +156,14 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a shard (a collective: every rank must call it in the same order)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sliced(tensor) else tensor
 
 
 @torch.no_grad()
 def fill(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a full tensor into a parameter or state, sharded or not."""
-    if isinstance(target, DTensor):
+    if is_sliced(target):
+        from torch.distributed.tensor import distribute_tensor
+
         value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
     target.copy_(value)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint import load as load_parts
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lockstep.parallel.shard import fill
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 # A file is put together in memory before it is written, so a rank's part goes into several.
 FILE_BYTES = 2**30
@@ -28,7 +28,11 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     one; `fill` reads only what this rank holds."""
 
     def __init__(self, files: Iterable[Path], prefix: str = ""):
-        self._reader = _SliceReader(sorted(files))
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        from lockstep.parallel.slice_reader import SliceReader
+
+        self._reader = SliceReader(sorted(files))
         self._prefix = prefix
         told = self._reader.read_metadata().state_dict_metadata
         self._told: dict[str, TensorStorageMetadata] = {
@@ -58,34 +62,13 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     @torch.no_grad()
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Copy into tensors of the same shapes, sharded or not, of any dtype and on any device."""
+        from torch.distributed.checkpoint import load as load_parts
+
         if targets:
             wanted: dict[str, Any] = {self._prefix + name: target.detach() for name, target in targets.items()}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 load_parts(wanted, storage_reader=self._reader, no_dist=True)
-
-
-class _Files(FileSystem):
-    def __init__(self, files: list[Path]):
-        super().__init__()
-        self.files = files
-
-    def ls(self, path: Any) -> list[str]:
-        return [str(file) for file in self.files]
-
-
-class _SliceReader(HuggingFaceStorageReader):
-    """Of the named files instead of a folder; their headers are read once."""
-
-    def __init__(self, files: list[Path]):
-        super().__init__(str(files[0].parent) if files else ".")
-        self.fs = _Files(files)
-        self._known: Metadata | None = None
-
-    def read_metadata(self) -> Metadata:
-        if self._known is None:
-            self._known = super().read_metadata()
-        return self._known
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
@@ -106,6 +89,8 @@ def fill_all(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Ten
 def writer_of(folder: Path, sizes: Mapping[str, int], ranks: int) -> HuggingFaceStorageWriter:
     """Writes each rank's slices to files of its own, of at most about `FILE_BYTES`. `sizes` are the bytes of all that
     any rank writes, by name and the same on every rank."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
     index, room = 1, FILE_BYTES * ranks
     places: dict[str, int] = {}
     for name, size in sizes.items():

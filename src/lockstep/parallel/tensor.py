@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lockstep.errors import Refusal
+from lockstep.parallel.shard import is_sliced
 from lockstep.parallel.world import HOST_COLLECTIVE, TIMEOUT, World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # What a group does with a module: its outputs, its inputs or its experts are divided, or it is whole and sees a part of
 # the heads.
@@ -108,6 +110,8 @@ def divide(
     model: nn.Module, decoder: nn.Module, styles: Mapping[str, Style], group: TensorGroup
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Divide the modules of `decoder`, by name, over the group; returns the new parameter of each that was divided."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     divided: dict[nn.Parameter, nn.Parameter] = {}
     for name, style in styles.items():
         module = decoder.get_submodule(name)
@@ -155,7 +159,7 @@ def _hide(module: nn.Module) -> None:
 
 
 def _local(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if is_sliced(parameter) else parameter
 
 
 def _before_columns(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> tuple[Any, ...]:

@@ -292,14 +292,14 @@ def _without(values: Any, locs: list[tuple[int | str, ...]]) -> Any:
     return kept if isinstance(values, dict) else list(kept.values())
 
 
-def _keys(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
+def described_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, str]:
     """Every full key of the schema with its description."""
     found: dict[str, str] = {}
     for name, info in model.model_fields.items():
         full = f"{prefix}{name}"
         found[full] = info.description or ""
         for section in sections_of(info.annotation):
-            found |= _keys(section, f"{full}.")
+            found |= described_keys(section, f"{full}.")
     return found
 
 
@@ -384,7 +384,7 @@ _ELSEWHERE = {
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str:
-    known = _keys(Recipe)
+    known = described_keys()
     names = [str(part) for part in loc if isinstance(part, str)]
     full, leaf = ".".join(names), names[-1]
     parent = full[: -len(leaf)]
@@ -399,4 +399,4 @@ def _nearest(loc: tuple[int | str, ...]) -> str:
 
 
 def _describe(loc: tuple[int | str, ...]) -> str:
-    return _keys(Recipe).get(".".join(str(part) for part in loc if isinstance(part, str)), "")
+    return described_keys().get(".".join(str(part) for part in loc if isinstance(part, str)), "")

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.model.pretrained import pretrained
@@ -22,6 +21,9 @@ from lockstep.parallel.offload import keep_on_host, resident
 from lockstep.reward.batched import BatchedPart, Waiting, in_batches, padded
 from lockstep.reward.parts import PartOutcome, settled
 from lockstep.types import Failure, Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 STATS = "score_stats.json"
 
@@ -77,6 +79,8 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     """The folder's model in the precision it is stored in; refused unless it gives one score for a whole text."""
     where = f"reward.model {path}"
     folder = model_folder(path, "reward.model")
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
     config = pretrained(AutoConfig, folder, where, "its config.json")
     tokenizer = tokenizer_of(folder, where)
     _refuse_wrong_kind(where, config)

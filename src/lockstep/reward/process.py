@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from lockstep.algorithms.process import good_probability
 from lockstep.data.marks import Marks
@@ -72,6 +71,8 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
             f"is no process reward model: it has no {PROCESS}",
             'train one with method prm, or write it: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
         )
+    from transformers import AutoModelForCausalLM
+
     trained_with = read_judging(folder)
     tokenizer = tokenizer_of(str(folder), where)
     marks = Marks.of(tokenizer, trained_with["placeholder"], trained_with["tokens"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from lockstep.device.base import Device
 from lockstep.model.policy import Policy
@@ -10,6 +10,9 @@ from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.rows import ENGINES, imported
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.place import RunPlace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def engine_of(

@@ -7,10 +7,9 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import Device
@@ -31,6 +30,9 @@ from lockstep.rollout.place import RunPlace
 from lockstep.rollout.shares import ExpectedLengths
 from lockstep.run.metrics import PhaseTimer
 from lockstep.types import Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Generator:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Protocol
 
 from lockstep.data.prompts import check_prompt, prompt_ids, with_system
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.schema import Data, Recipe
 from lockstep.rollout.collect import Judge
 from lockstep.types import Prompt, Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Validation draws its noise where no training prompt does.
 FIRST_KEY = 2**40

@@ -6,15 +6,17 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from lockstep.serve.fields import Fields, is_ids, sound, wrong
 from lockstep.serve.replies import ApiError
 from lockstep.serve.tickets import GenerationOrder
 from lockstep.types import Message, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Below this a temperature only makes numbers that no longer fit; 0 is greedy.
 COLDEST = 0.01

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,12 +15,14 @@ from lockstep.parallel.shard import let_go
 from lockstep.recipe.load import resolved
 from lockstep.recipe.measure import best_measure
 from lockstep.run import checkpoint as checkpoints
-from lockstep.run.sharded_checkpoint import ShardedWriter
 from lockstep.train.export import files_of, kind_of, write_export
 from lockstep.train.models import Models
 from lockstep.train.optim import LossScale
 from lockstep.train.resume import refuse_changed_data, refuse_changed_recipe, stretched
 from lockstep.train.run import Run
+
+if TYPE_CHECKING:
+    from lockstep.run.sharded_checkpoint import ShardedWriter
 
 
 @dataclass
@@ -37,7 +39,11 @@ class Checkpointer:
         self.folder = run.folder.checkpoints
         self.measure = best_measure(run.recipe)
         self.saved_at: int | None = None
-        self._writer = ShardedWriter(self.folder, run.world, self._landed) if run.world.size > 1 else None
+        self._writer: ShardedWriter | None = None
+        if run.world.size > 1:
+            from lockstep.run.sharded_checkpoint import ShardedWriter
+
+            self._writer = ShardedWriter(self.folder, run.world, self._landed)
         self._unsaid: list[tuple[Callable[[str], None], str]] = []
         """What the thread that writes has to say, and how."""
 

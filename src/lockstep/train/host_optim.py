@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from lockstep.parallel.offload import HostRoom, on_device
-from lockstep.parallel.shard import total_norm
+from lockstep.parallel.shard import is_sliced, total_norm
 from lockstep.parallel.stored import fill_all
 from lockstep.recipe.schema import Optim
 from lockstep.train.optim import Optimizer, device_kernel
@@ -205,13 +204,15 @@ class HostOptimizer(Optimizer):
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The slice that this rank has."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sliced(tensor) else tensor
 
 
 def _as_sliced(slice_: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A slice of what has the parameter's shape, over the same ranks."""
-    if not isinstance(parameter, DTensor):
+    if not is_sliced(parameter):
         return slice_
+    from torch.distributed.tensor import DTensor
+
     where = (parameter.device_mesh, parameter.placements)
     return DTensor.from_local(slice_, *where, run_check=False, shape=parameter.shape, stride=parameter.stride())
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from lockstep.algorithms import own
 from lockstep.algorithms.advantage import Signals
@@ -13,6 +14,9 @@ from lockstep.errors import Problem, Refusal
 from lockstep.functions import is_function_path
 from lockstep.recipe import Recipe
 from lockstep.rollout.function import try_function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Of the made-up step: responses of unlike lengths to two prompts, right and wrong ones in both.
 LENGTHS = (3, 1, 4, 2)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from lockstep.data.batching import plan_micro_batches
 from lockstep.data.dataset import Dataset, Loader, steps_and_rows
@@ -191,6 +190,8 @@ class Counted:
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
     """From shapes alone: the models are built without storage."""
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         # The norms, biases and adapters of a tensor group are too small to count apart.
@@ -313,6 +314,8 @@ def _frozen(recipe: Recipe, own: int) -> dict[str, int]:
 
 
 def _parameters_of(folder: str) -> int:
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(folder), trust_remote_code=False)
     return sum(p.numel() for p in model.parameters())

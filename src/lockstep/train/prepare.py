@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.dataset import Dataset, open_sources, rows_taken
 from lockstep.data.own_reader import OwnReader
@@ -21,6 +20,7 @@ from lockstep.doctor.judge_packages import unfit_packages
 from lockstep.doctor.machine import Machine
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.kernels.rotary import fixed_length
+from lockstep.kernels.wide_products import prepare_products
 from lockstep.methods import METHODS
 from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
@@ -52,6 +52,9 @@ from lockstep.train.plan import (
 from lockstep.train.row_remarks import repeated_rows, seen_in_training
 from lockstep.train.trained import refuse_indivisible_models, refuse_routers
 from lockstep.types import Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -175,6 +178,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     remarks += repeated_rows(recipe, train)
     if val is not None:
         remarks += seen_in_training(train.items, val.items, "data.val")
+    _warn_slow(recipe, config, device, console)
     batches = plan_batches(recipe, train, devices)
     most = longest_row(recipe, train)
     memory = plan_memory(recipe, config, devices, most, recipe.batch.rows_per_update, lean_layers=device.lean_layers)
@@ -257,6 +261,7 @@ def prepare_online(
         console.say(line)
     collect.refuse()
     assert train is not None
+    _warn_slow(recipe, config, device, console)
     batches = plan_online(recipe, train, devices)
     refuse_moving_positions(config.get_text_config(), batches.longest, config.model_type)
     rows = sequences_per_update(recipe)
@@ -334,6 +339,17 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
     collect.problems += refuse_routers(recipe)
     collect(lambda: _refuse_long_questions(recipe, tokenizer, config, questions or []))
     return tokenizer, config, questions or []
+
+
+def _warn_slow(recipe: Recipe, config: Any, device: Device, console: Console) -> None:
+    """Of matrices as the model has them; a square where its configuration does not tell of another."""
+    text = config.get_text_config()
+    outer = getattr(text, "intermediate_size", None)
+    dtype = DTYPES[recipe.model.dtype]
+    # As they will run: where the host has no bf16 they are other ones.
+    prepare_products(dtype)
+    for said in device.slowed_by(dtype, text.hidden_size, outer if isinstance(outer, int) else text.hidden_size):
+        console.warn(said)
 
 
 def prompt_limit(recipe: Recipe, config: Any) -> int:

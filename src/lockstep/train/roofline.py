@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,8 @@ class ModelCost:
 
 def model_cost(config: Any) -> ModelCost:
     """Counted over the parameters of the model, which is built without storage."""
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     text = config.get_text_config()

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lockstep.compat.openrlhf.inference import BatchOrder
 from lockstep.compat.openrlhf.processors import processed
@@ -34,6 +32,9 @@ from lockstep.run.folder import refuse_unwritable
 from lockstep.run.progress import Console
 from lockstep.serve.start import stored_dtype
 from lockstep.types import Failure, Message, Origin, Prompt, Question, Row, Sampling, Score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def run_batch(order: BatchOrder) -> None:

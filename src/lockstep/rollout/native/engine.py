@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
@@ -28,6 +27,9 @@ from lockstep.rollout.native.runner import Round, Runner
 from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.rollout.native.sequence import Prefix, Sample
 from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Share of the free memory that the cache may take when the recipe does not say.
 FREE_SHARE = 0.5

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
@@ -25,6 +24,9 @@ from lockstep.rollout.server.line import ServerFailed
 from lockstep.rollout.server.process import dialect_of
 from lockstep.rollout.server.weights import fingerprint
 from lockstep.types import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 _SEED_BITS = 2**63 - 1

@@ -1,0 +1,36 @@
+"""torch.distributed.checkpoint's reader of safetensors files, for files that are named one by one.
+
+Apart from `stored.py` because importing that package takes a second, which only a run that reads slices needs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+
+
+class _Files(FileSystem):
+    def __init__(self, files: list[Path]):
+        super().__init__()
+        self.files = files
+
+    def ls(self, path: Any) -> list[str]:
+        return [str(file) for file in self.files]
+
+
+class SliceReader(HuggingFaceStorageReader):
+    """Of the named files instead of a folder; their headers are read once."""
+
+    def __init__(self, files: list[Path]):
+        super().__init__(str(files[0].parent) if files else ".")
+        self.fs = _Files(files)
+        self._known: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._known is None:
+            self._known = super().read_metadata()
+        return self._known

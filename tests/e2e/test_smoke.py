@@ -1,0 +1,183 @@
+"""`lockstep train RECIPE --smoke`: what stays of a recipe, what becomes small, and what is looked at."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+
+from conftest import write_jsonl
+from lockstep.commands import smoke
+from lockstep.commands.smoke import Smoke, smoke_test
+from lockstep.commands.smoke_models import small_config, small_model
+from lockstep.errors import Refusal
+from lockstep.model.tiny import write_tiny
+from lockstep.recipe.load import builtin_names, checked_recipe, load_recipe
+from lockstep.run.folder import RunFolder
+
+PASSED = "2 steps, validation, checkpoint, export (loaded by plain transformers), tape"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of another family with a larger vocabulary, and rows of the user's own."""
+    folder = tmp_path_factory.mktemp("smoke")
+    write_tiny(folder / "tiny", hidden=64, layers=2)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=192,
+        intermediate_size=400,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "llama")
+    GenerationConfig(eos_token_id=[tokenizer.eos_token_id, 7]).save_pretrained(folder / "llama")
+    tokenizer.save_pretrained(folder / "llama")
+    write_jsonl(folder / "pairs.jsonl", [{"prompt": f"q {i}", "chosen": f"a {i}", "rejected": "no"} for i in range(70)])
+    write_jsonl(
+        folder / "questions.jsonl",
+        [
+            {
+                "data_source": "mine",
+                "prompt": [{"role": "user", "content": f"q {i}"}],
+                "reward_model": {"style": "rule", "ground_truth": str(i)},
+            }
+            for i in range(12)
+        ],
+    )
+    (folder / "reward.py").write_text("def score(solution_str, **more):\n    return float(len(solution_str) % 7)\n")
+    return folder
+
+
+def said_by(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_built_in_recipe_needs_nothing_but_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    smoke_test(load_recipe("ppo-brevity"))
+    said = said_by(capsys)
+    assert f": {PASSED}" in said
+    assert "model the tiny model: there is no folder runs/warmup-brevity/export" in said
+    assert "reward.model a small one with random weights" in said
+    assert "data generated rows: there is no quickstart/preferences/prompts_train.parquet" in said
+    assert [path.name for path in tmp_path.rglob("*")] == ["temporary"], "nothing is left"
+
+
+def test_own_rows_and_a_model_of_another_family(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {
+        "method": "dpo",
+        "device": "cpu",
+        "model": {"path": str(place / "llama"), "lora": {"rank": 4}},
+        "data": {"train": str(place / "pairs.jsonl")},
+        "parallel": {"devices": 8, "offload": "optimizer"},
+        "optim": {"warmup": 10},
+    }
+    smoke_test(checked_recipe(values))
+    said = said_by(capsys)
+    assert f": {PASSED}" in said
+    assert "model a llama with" in said
+    assert f"data the first 64 rows of {place / 'pairs.jsonl'}" in said
+    assert "parallel one process, without devices, offload" in said
+
+
+def test_own_prompts_and_an_own_reward(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {
+        "method": "grpo",
+        "device": "cpu",
+        "run": {"steps": 100},
+        "model": {"path": str(place / "tiny")},
+        "data": {"train": str(place / "questions.jsonl")},
+        "reward": {"function": f"{place / 'reward.py'}:score"},
+        "rollout": {"engine": "vllm", "url": "http://127.0.0.1:1"},
+        "batch": {"prompts": 64, "prompts_per_update": 16},
+    }
+    smoke_test(checked_recipe(values))
+    said = said_by(capsys)
+    assert f": {PASSED}" in said
+    assert "rollout.engine native in the place of vllm" in said
+
+
+def test_what_shapes_the_updates_stays(place: Path, tmp_path: Path) -> None:
+    values = {
+        "method": "grpo",
+        "model": {"path": str(place / "tiny"), "dtype": "bf16"},
+        "data": {"train": str(place / "questions.jsonl"), "overlong": "drop"},
+        "batch": {"prompts": 64, "prompts_per_update": 16, "tokens": 900},
+        "rollout": {"n": 16, "max_tokens": 8, "temperature": 0.7},
+        "algorithm": {"epochs": 2, "overlong": {"buffer": 8}},
+        "optim": {"warmup": 0.5, "lr": 3e-4},
+        "reward": {"function": f"{place / 'reward.py'}:score"},
+    }
+    small = Smoke(checked_recipe(values), tmp_path).recipe()
+    assert (small.batch.prompts, small.batch.prompts_per_update, small.batch.tokens) == (4, 2, 900)
+    assert (small.rollout.n, small.rollout.max_tokens, small.rollout.temperature) == (2, 8, 0.7)
+    assert (small.algorithm.epochs, small.optim.warmup, small.optim.lr) == (2, 0.5, 3e-4)
+    assert (small.model.dtype, small.data.overlong, small.run.steps) == ("bf16", "drop", 2)
+    assert small.val.questions == str(place / "questions.jsonl")
+    assert Path(small.run.folder).is_relative_to(tmp_path)
+
+
+def test_bad_input_is_refused_as_in_training(place: Path) -> None:
+    values = {"device": "cpu", "model": {"path": str(place / "tiny")}, "data": {"train": str(place / "pairs.jsonl")}}
+    with pytest.raises(Refusal, match=r"pairs\.jsonl"):
+        smoke_test(checked_recipe(values))
+
+
+def test_the_small_model_reads_the_same_tokens(place: Path, tmp_path: Path) -> None:
+    small_model(str(place / "llama"), tmp_path / "small")
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    known = json.loads((place / "llama" / "config.json").read_text())
+    same = ("model_type", "architectures", "vocab_size", "max_position_embeddings", "eos_token_id", "pad_token_id")
+    assert {key: config[key] for key in same} == {key: known[key] for key in same}
+    assert config["hidden_size"] < known["hidden_size"]
+    end = GenerationConfig.from_pretrained(tmp_path / "small").eos_token_id
+    assert end == GenerationConfig.from_pretrained(place / "llama").eos_token_id
+    assert small_config(LlamaConfig(eos_token_id=31_000)).eos_token_id == 31_000
+
+
+def test_a_part_that_is_missing_is_an_error(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the looks are worth: each part taken away from a whole run."""
+    values: dict[str, Any] = {
+        "device": "cpu",
+        "model": {"path": str(place / "tiny")},
+        "data": {"train": "none.jsonl"},
+    }
+    small = Smoke(checked_recipe(values), tmp_path).recipe()
+    run = RunFolder(smoke.run_recipe(small))
+    assert smoke._looked_at(run, small) == PASSED.split(", ")
+    for path, why in ((run.tape, "tape"), (run.checkpoints / "step_2", "checkpoints")):
+        path.rename(tmp_path / "aside")
+        path.mkdir(exist_ok=True) if path == run.tape else None
+        with pytest.raises(AssertionError, match=why):
+            smoke._looked_at(run, small)
+        if path == run.tape:
+            path.rmdir()
+        (tmp_path / "aside").rename(path)
+    (run.export / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(Refusal):
+        smoke._looked_at(run, small)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", builtin_names())
+def test_every_built_in_recipe_passes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    smoke_test(load_recipe(name, ["device=cpu"]))
+    assert f": {PASSED}" in said_by(capsys)
