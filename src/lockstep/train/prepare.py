@@ -8,9 +8,10 @@ from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.data.columns import ColumnFinder
 from lockstep.data.dataset import Dataset
 from lockstep.data.own_reader import OwnReader
-from lockstep.data.prompts import RL_SCHEMA, PromptSet, QuestionColumns, load_prompts, read_questions
+from lockstep.data.prompts import PromptSet, find_question_columns, load_prompts, read_questions
 from lockstep.data.read import read_rows
 from lockstep.data.template import with_arguments
 from lockstep.data.updates import row_size
@@ -28,6 +29,7 @@ from lockstep.parallel.mesh import grid_of, refuse_offload
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.rows import ENGINES
+from lockstep.reward.reads import read_by_rewards
 from lockstep.reward.rules import rule_for
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.positions import refuse_moving_positions
@@ -316,7 +318,8 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
 def _read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> PromptSet:
     opened = [read_rows(source.path, reader=OwnReader.of(recipe.data)) for source in recipe.data.train]
     with console.task("Encoding prompts", sum(len(rows) for rows in opened)) as task:
-        return load_prompts(recipe.data.train, recipe.data, tokenizer, limit, task.advance, opened)
+        asked = read_by_rewards(recipe.reward)
+        return load_prompts(recipe.data.train, recipe.data, tokenizer, limit, task.advance, opened, asked=asked)
 
 
 def row_limit(recipe: Recipe, config: Any) -> int:
@@ -345,15 +348,15 @@ def _questions(recipe: Recipe) -> list[Question]:
         return []
     paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions
     online, reader = recipe.method in ONLINE, OwnReader.of(recipe.data)
-    questions = [
-        question
-        for path in paths
-        for question in read_questions(
-            read_rows(path, reader=reader),
-            recipe.val.question_rows,
-            QuestionColumns.of(recipe.data, path) if online else RL_SCHEMA,
-        )
-    ]
+    questions: list[Question] = []
+    for path in paths:
+        rows = read_rows(path, reader=reader)
+        columns = None
+        if online:
+            # Asked as the prompts of the run are, whose settings they share.
+            finder = ColumnFinder(Source(path=path), recipe.data, rows.columns)
+            columns = find_question_columns(finder, read_by_rewards(recipe.reward))
+        questions += read_questions(rows, recipe.val.question_rows, columns)
     if recipe.method not in ONLINE:
         # An online run judges them by its own rewards, which are checked when these are opened.
         for source in sorted({question.data_source for question in questions}):
