@@ -86,12 +86,12 @@ class Beside:
     def told(self) -> str:
         """For the line that says what was found; empty where nothing stands beside the prompt."""
         parts = {
-            "with": self.input,
-            "system message from": self.system,
-            "earlier turns from": self.history,
-            "tools from": self.tools,
+            "and {} on a new line": self.input,
+            "system message from {}": self.system,
+            "earlier turns from {}": self.history,
+            "tools from {}": self.tools,
         }
-        return "".join(f", {what} {column}" for what, column in parts.items() if column)
+        return "".join(f", {what.format(column)}" for what, column in parts.items() if column)
 
     def _text(self, column: str, row: Row, origin: Origin) -> str:
         value = row.get(column) if column else None

@@ -46,7 +46,7 @@ class QuestionColumns:
 
     def told(self) -> str:
         return f"{self.prompt}{self.beside.told()}; " + (
-            f"ground truth from {self.truth}" if self.truth else "no truth"
+            f"ground truth from {self.truth}" if self.truth else "no ground truth"
         )
 
 

@@ -13,7 +13,7 @@ from lockstep.data.dataset import Dataset
 from lockstep.data.own_reader import OwnReader
 from lockstep.data.prompts import PromptSet, find_question_columns, load_prompts, read_questions
 from lockstep.data.read import read_rows
-from lockstep.data.template import with_arguments
+from lockstep.data.template import end_of_turn, with_template
 from lockstep.data.updates import row_size
 from lockstep.device.base import Device
 from lockstep.doctor.judge_packages import unfit_packages
@@ -115,7 +115,8 @@ class PreparedOnline(Checked):
 
     @property
     def end_tokens(self) -> list[int]:
-        return sorted(self.recipe.rollout.stop_ids)
+        end = end_of_turn(self.tokenizer, self.recipe.data)
+        return sorted({*self.recipe.rollout.stop_ids, *([] if end is None else [end])})
 
     @property
     def fingerprints(self) -> dict[str, Any]:
@@ -282,7 +283,7 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
     if recipe.method in ONLINE or recipe.val.questions:
         collect(lambda: refuse_absent(recipe.rollout, device))
     collect.problems += unfit_packages(device.name, Machine())
-    tokenizer = collect(lambda: with_arguments(load_tokenizer(recipe.model.path), recipe.data.template_arguments))
+    tokenizer = collect(lambda: with_template(load_tokenizer(recipe.model.path), recipe.data))
     config = collect(lambda: load_config(recipe.model.path))
     questions = collect(lambda: _questions(recipe))
     if tokenizer is None or config is None:

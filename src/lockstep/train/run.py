@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from lockstep.data.template import is_named, template_text
 from lockstep.device.base import Device
 from lockstep.model.fingerprint import model_fingerprint
 from lockstep.parallel.world import World
@@ -81,6 +82,8 @@ class Run:
 
     def _write_evidence(self, step: int, switches: dict[str, str], fused: dict[str, list[str]]) -> None:
         self.folder.write_recipe(dump_recipe(self.recipe), step)
+        if is_named(self.recipe.data):
+            self.folder.template.write_text(template_text(self.recipe.data.template), encoding="utf-8")
         code = own_code(self.recipe)
         for change in changed_code(self.folder.read_env().get("own_code"), code) if step else []:
             self.console.warn(change)
@@ -115,7 +118,8 @@ class Run:
         for number, what in ((counts.dropped, "dropped"), (counts.truncated, "truncated")):
             if number:
                 self.console.warn(
-                    f"{number:,} rows over the limit were {what} (data.overlong={self.recipe.data.overlong})"
+                    f"{number:,} rows were {what}: over the limit (data.overlong={self.recipe.data.overlong}), or as "
+                    "the data line says"
                 )
 
     # -- a step
