@@ -16,7 +16,7 @@ from lockstep.data.dataset import Kept
 from lockstep.data.dialogue import Turns, divide
 from lockstep.data.encoding import Encoding, last_trained
 from lockstep.data.fit import fit_responses, refuse_equal
-from lockstep.data.scored_lists import Scored, best_first, is_number, is_objects, of_objects
+from lockstep.data.scored_lists import RankedResponses, best_first, is_number, is_objects, of_objects
 from lockstep.errors import Refusal
 from lockstep.types import Example, Origin, Probe, Ranking, Row
 
@@ -174,7 +174,7 @@ def pair_of(row: Row, columns: RankingColumns, origin: Origin) -> tuple[list[str
     return keys, [lookup(row, key, origin) for key in keys]
 
 
-def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple[Scored, str]:
+def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple[RankedResponses, str]:
     """The responses of a list, best first, and where their scores stand: empty where their order says it all."""
     responses = lookup(row, columns.responses, origin)
     if not isinstance(responses, list) or len(responses) < 2:
@@ -188,7 +188,7 @@ def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple
     if is_objects(responses):
         texts, scores, key = of_objects(responses, columns.responses, origin)
         return best_first(texts, names, scores), f"{columns.responses}.{key}"
-    return Scored(names, responses), ""
+    return RankedResponses(names, responses), ""
 
 
 def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:

@@ -38,7 +38,7 @@ class QuestionColumns:
     """Empty where there is none."""
     source: str = ""
     """What a row without a `data_source` comes from."""
-    asked: frozenset[str] = ASKED
+    asked: frozenset[str] = frozenset()
     """Those of `ground_truth` and `data_source` that a row must have."""
     worked: bool = False
     """Whether the ground truth may be the end of a worked answer."""
@@ -56,9 +56,10 @@ def find_question_columns(finder: ColumnFinder, asked: frozenset[str] = ASKED) -
     `asked` is what the rewards read of a row.
     """
     prompt, truth = finder.setting("prompt_key"), finder.setting("label_key")
+    named = frozenset({"ground_truth"} if truth else ())  # what a setting names must be there
     path, schema = finder.source.path, bool({"data_source", "reward_model"} & set(finder.available))
     if prompt:
-        return QuestionColumns(prompt, truth, path, frozenset(), beside=finder.beside(prompt, truth))
+        return QuestionColumns(prompt, truth, path, named, beside=finder.beside(prompt, truth))
     prompt = "prompt" if schema else finder.known((*PROMPTS, *CHATS))
     if not prompt:
         raise finder.unknown("hold the prompts", "set data.prompt_key, and data.label_key for the ground truth")
@@ -69,7 +70,7 @@ def find_question_columns(finder: ColumnFinder, asked: frozenset[str] = ASKED) -
         truth, worked = finder.known(TRUTHS), True
     if not truth and "ground_truth" in asked:
         raise finder.unknown("hold the ground truth, which the rewards read", "set data.label_key")
-    must = asked if schema else asked - {"data_source"}
+    must = named | (asked if schema else asked - {"data_source"})
     return QuestionColumns(prompt, truth, path, must, worked, finder.beside(prompt, truth))
 
 
@@ -111,13 +112,12 @@ def question_of(row: Row, origin: Origin, columns: QuestionColumns) -> Question:
 def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
     if not columns.truth:
         return Truth("")
-    needed = "ground_truth" in columns.asked or not (columns.worked or columns.truth == _SCHEMA_TRUTH)
     try:
         value = lookup(row, columns.truth, origin)
         if value is None or not str(value).strip():
             raise Refusal.at(origin, f"{columns.truth} is empty")
     except Refusal:
-        if needed:
+        if "ground_truth" in columns.asked:
             raise
         return Truth("")
     return final_answer(value) if columns.worked and isinstance(value, str) else Truth(str(value))

@@ -16,7 +16,7 @@ SCORES = ("overall_score", "score", "rating", "reward")
 
 
 @dataclass(frozen=True)
-class Scored:
+class RankedResponses:
     """Responses, best first, with what to call each of them; `alike` counts those left out for an equal score."""
 
     names: list[str]
@@ -39,11 +39,11 @@ def of_objects(responses: Sequence[dict[str, Any]], column: str, origin: Origin)
     return [one[text] for one in responses], [one[score] for one in responses], score
 
 
-def best_first(responses: Sequence[Any], names: Sequence[str], scores: Sequence[float]) -> Scored:
+def best_first(responses: Sequence[Any], names: Sequence[str], scores: Sequence[float]) -> RankedResponses:
     """By falling score; of equal scores, which do not say what is better, the first alone stays."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     kept = [i for place, i in enumerate(order) if not place or scores[i] != scores[order[place - 1]]]
-    return Scored([names[i] for i in kept], [responses[i] for i in kept], len(order) - len(kept))
+    return RankedResponses([names[i] for i in kept], [responses[i] for i in kept], len(order) - len(kept))
 
 
 def is_number(value: Any) -> bool:
