@@ -35,14 +35,17 @@ ROWS: list[KeyRow] = [
     part("data.multiturn.messages_key", "data.messages_key"),
     part("data.messages_key", "data.messages_key"),
     *refused(
-        "data.multiturn.tools_key data.multiturn.enable_thinking_key data.tools_key data.enable_thinking_key",
-        "the chat template is rendered without tools or switches of a row",
-        off=(None, "tools", "enable_thinking"),
+        "data.multiturn.tools_key data.tools_key", "the column is called tools: rename it", off=(None, "tools")
+    ),
+    *refused(
+        "data.multiturn.enable_thinking_key data.enable_thinking_key",
+        "the chat template is rendered without switches of a row",
+        off=(None, "enable_thinking"),
     ),
     part("data.max_length", "data.max_tokens", default=1024),
     part("data.truncation", "data.overlong", default="error"),
     *refused("data.custom_cls.*", "write data.reader, a function that yields the rows"),
-    *refused("data.chat_template", "put the template into the model's folder: chat_template.jinja"),
+    *refused("data.chat_template", "write it to a file and name that with data.template"),
     part("data.apply_chat_template_kwargs.*", "data.template_arguments", note="for every row of the run"),
     *refused("data.image_key data.video_key", IMAGES, off=(None,)),
     *refused("data.train_max_samples data.val_max_samples", "cut the file", off=(None, -1)),
