@@ -67,11 +67,15 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
 @pytest.mark.parametrize(
     ("row", "template", "said"),
     [
-        ({"messages": TOOL_CHAT, "tools": [WEATHER]}, "auto", "the chat template drops the tools: 'get_weather'"),
+        (
+            {"messages": [user("Rome?"), bot("19")], "tools": [WEATHER]},
+            "auto",
+            "the chat template drops the tools: 'get_weather'",
+        ),
         (
             {"messages": TOOL_CHAT},
             "chatml",
-            "the chat template drops the call of 'get_weather' in message 2 (assistant)",
+            "the chat template drops the call of 'get_weather' from what is trained of assistant turn 1",
         ),
         (
             {"messages": [{"role": "system", "content": "Be brief."}, user("a"), bot("b")]},
@@ -92,7 +96,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         (
             {"messages": [user("a"), bot("b") | {"reasoning_content": "Because."}]},
             "auto",
-            "the chat template drops the reasoning_content of assistant turn 1",
+            "the chat template drops the reasoning_content from what is trained of assistant turn 1",
         ),
         (
             {"messages": [{"role": "user", "content": [PICTURE, {"type": "text", "text": "?"}]}, bot("b")]},
@@ -158,6 +162,48 @@ def test_nulls_of_a_table_are_no_arguments(tmp_path: Path, tiny_folder: Path, ca
     shown = capsys.readouterr().out
     assert '"arguments": {"x": "1"}' in shown
     assert '"arguments": {"y": "2"}' in shown
+
+
+def test_a_call_that_is_written_but_not_trained_is_refused(tiny_folder: Path, capsys: Any) -> None:
+    markers = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\\n{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] }}<|im_end|>{% endgeneration %}{{ m['tool_calls'] | tojson if m['tool_calls'] }}\\n{% else %}"
+        "{{ m['content'] }}<|im_end|>\\n{% endif %}{% endfor %}"
+    )
+    Path("markers.jinja").write_text(markers)
+    case = Published("bad", "sft", [{"messages": TOOL_CHAT}], [], "", {"template": "markers.jinja"})
+    assert run("data", "show", write(case, tiny_folder)) != 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "drops the call of 'get_weather' from what is trained of assistant turn 1" in told
+
+
+def test_a_system_column_beside_whole_chats(tiny_folder: Path, capsys: Any) -> None:
+    """Before the prompt that the responses begin with, and before the one that a column names."""
+    pair = {"chosen": [user("a?"), bot("b")], "rejected": [user("a?"), bot("c")], "system": "Be brief."}
+    for row in (pair, {"prompt": "a?", **pair}):
+        assert run("data", "show", write(Published("pairs", "dpo", [row], [], ""), tiny_folder)) == 0
+        shown = capsys.readouterr().out
+        assert shown.count("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na?<|im_end|>") == 2
+        assert "system message from system" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("worked", "value", "source"),
+    [
+        ("2+2=4\n#### 4", "4", "openai/gsm8k"),
+        ("so\n#### -1,234.5 ", "-1234.5", "openai/gsm8k"),
+        ("#### red, green", "red, green", "openai/gsm8k"),
+        # A heading of markdown is no answer.
+        ("#### Step 1\nAdd them.\nIt is 4", "#### Step 1\nAdd them.\nIt is 4", ""),
+        ("It is $\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}", "lighteval/MATH"),
+        (" 42 ", "42", ""),
+        ("####", "####", ""),
+    ],
+)
+def test_the_end_of_a_worked_answer(worked: str, value: str, source: str) -> None:
+    from lockstep.data.truths import Truth, final_answer
+
+    assert final_answer(worked) == Truth(value, source)
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lockstep.data.vanished import lost_reasoning, refuse_vanished
+from lockstep.data.vanished import lost_beside, refuse_vanished
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
 
@@ -58,12 +58,12 @@ def render_chat(
                 f"the chat template drops or changes assistant turn {number}",
                 "use a template that renders assistant content as it is (no stripped reasoning), or split the row",
             )
-        reasoning = lost_reasoning(turn, spans.text[start:end])
-        if reasoning:
+        lost = lost_beside(turn, spans.text[start:end])
+        if lost:
             raise Refusal.at(
                 origin,
-                f"the chat template drops the {reasoning} of assistant turn {number}",
-                "use a template that writes it, write it into the content, or remove it from the row",
+                f"the chat template drops the {lost} from what is trained of assistant turn {number}",
+                "use a template that writes it (data.template), write it into the content, or remove it from the row",
             )
     refuse_vanished(spans.text, messages, tools, origin)
     return spans

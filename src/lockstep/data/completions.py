@@ -9,7 +9,7 @@ from lockstep.data.chat import Spans, Tools, check_messages, encode_spans, has_m
 from lockstep.data.dialogue import Turns
 from lockstep.data.encoding import Encoding, as_chat, written
 from lockstep.data.fit import prompt_length
-from lockstep.data.vanished import lost_reasoning, refuse_vanished
+from lockstep.data.vanished import lost_beside, refuse_vanished
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
 
@@ -68,7 +68,7 @@ class ResponseEncoder:
             turns = sum(turn["role"] == "assistant" for turn in answer)
             spans = Spans(whole.text, whole.trained[-turns:])
         after = spans.text[len(before) :]
-        whole_answer = str(answer[0]["content"]).strip() in after and not lost_reasoning(answer[0], after)
+        whole_answer = str(answer[0]["content"]).strip() in after and not lost_beside(answer[0], after)
         if not spans.text.startswith(before) or not whole_answer:
             raise Refusal.at(
                 origin,

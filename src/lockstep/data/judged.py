@@ -80,7 +80,7 @@ class JudgedRows:
         columns = self.columns
         if isinstance(columns, RankingColumns):
             names, responses = pair_of(row, columns, origin)
-            divided = divide(columns.asked(row, origin), responses, names, origin)
+            divided = columns.divided(row, responses, names, origin)
             examples = self.encode(*divided, origin, columns.beside.tools_of(row, origin))
             refuse_equal(examples, names)
             verdicts = [True, False]

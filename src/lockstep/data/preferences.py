@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from lockstep.data.beside import NOTHING, Beside
 from lockstep.data.columns import ColumnFinder, filled, lookup
 from lockstep.data.completions import ResponseEncoder
 from lockstep.data.dataset import Kept
-from lockstep.data.dialogue import Turns, divide
+from lockstep.data.dialogue import Turns, as_turns, divide
 from lockstep.data.encoding import Encoding, last_trained
 from lockstep.data.fit import fit_responses, refuse_equal
 from lockstep.data.scored_lists import RankedResponses, best_first, is_number, is_objects, of_objects
@@ -42,11 +42,20 @@ class RankingColumns:
         sides = (self.chosen, self.rejected, self.margin, *(self.scores_of_pair or ()), self.responses, self.scores)
         return (self.prompt, *sides, *self.beside.columns)
 
-    def asked(self, row: Row, origin: Origin) -> Turns | None:
-        """The prompt of a row, with what belongs to it; None where the responses begin with it."""
+    def divided(
+        self, row: Row, responses: Sequence[Any], names: Sequence[str], origin: Origin
+    ) -> tuple[Turns, list[Turns]]:
+        """The prompt of a row, with what belongs to it, and each response without it."""
         if not self.prompt:
-            return None
-        return self.beside.prompt(filled(row, self.prompt, origin), self.prompt, row, origin)
+            beginning, answers = divide(None, responses, names, origin)
+            return self.beside.chat(beginning, row, origin), answers
+        asked = filled(row, self.prompt, origin)
+        turns = [as_turns(response, name, origin) for name, response in zip(names, responses, strict=True)]
+        if any(isinstance(chat, list) and chat and chat[0]["role"] != "assistant" for chat in turns):
+            # Whole chats begin with the prompt as it stands in its column, without what is beside it.
+            beginning, answers = divide(asked, turns, names, origin)
+            return self.beside.prompt(beginning, self.prompt, row, origin), answers
+        return divide(self.beside.prompt(asked, self.prompt, row, origin), turns, names, origin)
 
 
 def find_ranking_columns(finder: ColumnFinder) -> RankingColumns:
@@ -76,10 +85,7 @@ def find_pair_columns(finder: ColumnFinder) -> RankingColumns | None:
         return None
     margin, scores = finder.find("margin_key", ("margin",)), finder.known_pair(SCORES_OF_PAIR)
     prompt = finder.prompt()
-    beside = finder.beside(prompt, chosen, rejected)
-    if not prompt and beside.system:
-        beside = replace(beside, system="")  # whole chats hold their own; it is told as not read
-    return RankingColumns(prompt, chosen, rejected, margin, scores, beside=beside)
+    return RankingColumns(prompt, chosen, rejected, margin, scores, beside=finder.beside(prompt, chosen, rejected))
 
 
 class RankingRows:
@@ -106,7 +112,7 @@ class RankingRows:
             return [None]
         names, responses = found
         margin = _margin(row, columns, origin, used=self.read == "score")
-        beginning, answers = divide(columns.asked(row, origin), responses, names, origin)
+        beginning, answers = columns.divided(row, responses, names, origin)
         whole = self.encode(beginning, answers, origin, columns.beside.tools_of(row, origin))
         refuse_equal(whole, names)
         fitted = fit_responses(whole, names, self.limit, self.overlong)

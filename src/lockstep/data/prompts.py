@@ -75,15 +75,20 @@ def find_question_columns(finder: ColumnFinder, asked: frozenset[str] = ASKED) -
 
 
 def read_questions(
-    rows: RowSet, limit: int | None = None, columns: QuestionColumns | None = None, *, first: int = 0
+    rows: RowSet,
+    limit: int | None = None,
+    columns: QuestionColumns | None = None,
+    *,
+    first: int = 0,
+    asked: frozenset[str] = ASKED,
 ) -> list[Question]:
     """`limit` rows (all by default) from the `first` on; rows that do not fit are refused together.
 
-    Without `columns` they are found by the names that rows have.
+    Without `columns` they are found by the names that rows have; `asked` is what is read of a row.
     """
     if columns is None:
-        path = rows.files[0].name
-        columns = find_question_columns(ColumnFinder(Source(path=path), Data(train=[Source(path=path)]), rows.columns))
+        source = Source(path=rows.files[0].name)
+        columns = find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns), asked)
     questions: list[Question] = []
     problems: list[Problem] = []
     for i in range(first, len(rows) if limit is None else min(first + limit, len(rows))):
@@ -97,6 +102,10 @@ def read_questions(
 
 def question_of(row: Row, origin: Origin, columns: QuestionColumns) -> Question:
     """A row as a question: a prompt, and a ground truth where there is one."""
+    return _question(row, origin, columns)[0]
+
+
+def _question(row: Row, origin: Origin, columns: QuestionColumns) -> tuple[Question, Truth]:
     turns = columns.beside.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
     truth = _truth(row, origin, columns)
     source = row.get("data_source")
@@ -106,7 +115,8 @@ def question_of(row: Row, origin: Origin, columns: QuestionColumns) -> Question:
     if not isinstance(extra, dict):
         extra = {"answer": str(row[columns.truth])} if truth.source else {}
     tools = columns.beside.tools_of(row, origin)
-    return Question(str(source or truth.source or columns.source), as_chat(turns), truth.value, origin, extra, tools)
+    named = str(source or truth.source or columns.source)
+    return Question(named, as_chat(turns), truth.value, origin, extra, tools), truth
 
 
 def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
@@ -163,22 +173,27 @@ class PromptRows:
     ):
         self.tokenizer, self.limit, self.data = tokenizer, limit, finder.data
         self.columns = find_question_columns(finder, asked)
-        self.sources: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()
+        """Rows by the data set whose way of writing a worked answer they have."""
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
-        question = question_of(row, origin, self.columns)
-        self.sources[question.data_source] += 1
+        question, truth = _question(row, origin, self.columns)
+        self.kinds[truth.source] += 1
         check_prompt(self.tokenizer, question, self.data)
         asked = with_format(with_system(question, self.data.system), self.data)
         return [fit_prompt(asked, self.tokenizer, self.limit, self.data.overlong, self.data)]
 
     def found(self) -> str:
-        worked = [name for name in (GSM8K, MATH) if self.columns.worked and name in self.sources]
-        how = "".join(f", {_WORKED[name]} (as {name})" for name in worked)
+        several = len(self.kinds) > 1
+        how = "".join(
+            f", {_WORKED[kind]}" + (f" in {count:,} rows" if several else "") + (f" (as {kind})" if kind else "")
+            for kind, count in sorted(self.kinds.items())
+            if kind or several
+        )
         return f"prompts ({self.columns.told()}{how})"
 
 
-_WORKED = {GSM8K: f"after its {MARK}", MATH: r"in its last \boxed{}"}
+_WORKED = {"": "whole", GSM8K: f"after its {MARK}", MATH: r"in its last \boxed{}"}
 
 
 def load_prompts(

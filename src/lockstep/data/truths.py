@@ -8,6 +8,7 @@ from dataclasses import dataclass
 # An opening box, an escaped character (which opens and closes nothing), or a brace.
 _TOKEN = re.compile(r"\\f?boxed\s*\{|\\.|[{}]", re.DOTALL)
 MARK = "####"
+_NUMBER = re.compile(r"[-+$]?[\d,]+(\.\d+)?")
 GSM8K, MATH = "openai/gsm8k", "lighteval/MATH"
 
 
@@ -20,10 +21,14 @@ class Truth:
 
 
 def final_answer(worked: str) -> Truth:
-    """The answer at the end of a worked one; a text without such an end is the answer itself."""
-    _, mark, final = worked.rpartition(MARK)
-    if mark and final.strip():
-        return Truth(final.strip().replace(",", ""), GSM8K)
+    """The answer at the end of a worked one; a text without such an end is the answer itself.
+
+    The mark stands on the last line, alone with the answer: with lines after it, it is a heading.
+    """
+    before, mark, final = worked.strip().rpartition(MARK)
+    final = final.strip()
+    if mark and final and "\n" not in final and not before.endswith("#"):
+        return Truth(final.replace(",", "") if _NUMBER.fullmatch(final) else final, GSM8K)
     boxed = last_boxed(worked)
     return Truth(worked.strip()) if boxed is None else Truth(boxed, MATH)
 

@@ -14,14 +14,11 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 _REMEDY = "use a template that writes it (data.template), or remove it from the row"
 
 
-def refuse_vanished(
-    text: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]], origin: Origin, *, start: int = 0
-) -> None:
+def refuse_vanished(text: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]], origin: Origin) -> None:
     """Refuse a text that lacks a part of the chat it was made from.
 
     What other roles say must stand there in its order, but for a system message, which templates move. Contents of the
-    assistant are the business of whoever trains them: earlier turns may be shortened. `start` is the first message
-    that is looked at.
+    assistant are the business of whoever trains them: earlier turns may be shortened.
     """
     for tool in tools:
         for name in _names(tool["function"]):
@@ -29,13 +26,15 @@ def refuse_vanished(
                 raise Refusal.at(origin, f"the chat template drops the tools: {name!r} is not in its text", _REMEDY)
     reached = 0
     for number, message in enumerate(messages, 1):
-        if number <= start:
-            continue
         role, content = message["role"], str(message.get("content") or "").strip()
         where = f"message {number} ({role})"
         if role in ("system", "developer"):
             # Where others say the same words too, these are not the system message's.
-            others = sum(str(other.get("content")).count(content) for other in messages if other is not message)
+            others = sum(
+                str(other.get("content")).count(content)
+                for other in messages
+                if other is not message and other["role"] != "assistant"
+            )
             if _found(content, text, 0) < 0 or text.count(content) == others > 0:
                 raise Refusal.at(origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY)
         elif role != "assistant":
@@ -47,17 +46,19 @@ def refuse_vanished(
             reached = _past_call(call["function"], text, reached, where, origin)
 
 
-def lost_reasoning(turn: Message, text: str) -> str:
-    """The key of a turn's reasoning that its text lacks; empty where nothing is lost."""
+def lost_beside(turn: Message, text: str) -> str:
+    """What stands beside the content of a turn, its reasoning or a call, and is not in its text; empty where all is."""
     told = ((key, turn.get(key)) for key in REASONING)
-    return next((key for key, said in told if isinstance(said, str) and said.strip() not in text), "")
+    reasoning = next((key for key, said in told if isinstance(said, str) and said.strip() not in text), "")
+    calls = (call["function"]["name"] for call in turn.get("tool_calls") or [])
+    lost = next((name for name in calls if _found(name, text, 0) < 0), "")
+    return reasoning or (lost and f"call of {lost!r}")
 
 
 def _names(function: dict[str, Any]) -> list[str]:
     """Of the function, and of its parameters: a user may well name a tool, but hardly all that it takes."""
-    properties = (
-        (function.get("parameters") or {}).get("properties") if isinstance(function.get("parameters"), dict) else None
-    )
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
     return [function["name"], *(properties if isinstance(properties, dict) else ())]
 
 
@@ -90,7 +91,10 @@ def _spellings(value: Any) -> tuple[str, ...]:
 
 def _found(part: str, text: str, start: int) -> int:
     """Where the part ends in the text, as it is or as JSON spells it; -1 where it does not stand."""
-    for spelling in (part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1]):
+    found = text.find(part, start)
+    if found >= 0:
+        return found + len(part)
+    for spelling in (json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1]):
         found = text.find(spelling, start)
         if found >= 0:
             return found + len(spelling)

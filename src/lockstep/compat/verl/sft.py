@@ -34,9 +34,7 @@ ROWS: list[KeyRow] = [
     part("data.multiturn.enable", "data.shape", default=False),
     part("data.multiturn.messages_key", "data.messages_key"),
     part("data.messages_key", "data.messages_key"),
-    *refused(
-        "data.multiturn.tools_key data.tools_key", "the column is called tools: rename it", off=(None, "tools")
-    ),
+    *refused("data.multiturn.tools_key data.tools_key", "the column is called tools: rename it", off=(None, "tools")),
     *refused(
         "data.multiturn.enable_thinking_key data.enable_thinking_key",
         "the chat template is rendered without switches of a row",
