@@ -103,7 +103,9 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
             "auto",
             "message 1 (user) holds a part of type 'image_url', and text alone is trained here",
         ),
-        ({"prompt": "a", "response": "b", "images": ["x.png"]}, "auto", "holds something in images, and text alone"),
+        ({"prompt": "a", "response": "b", "images": ["x.png"]}, "auto", "the row holds something in images, and text"),
+        ({"text": "<image> a", "image": "x.png"}, "auto", "the row holds something in image, and text alone"),
+        ({"messages": [user("a") | {"images": ["x"]}, bot("b")]}, "auto", "message 1 (user) holds something in images"),
         ({"conversations": [share("human", "a"), share("narrator", "b")]}, "auto", "message 2 is from 'narrator'"),
         (
             {"messages": [user("a"), bot("b") | {"tool_calls": [{"id": "1"}]}]},
@@ -204,6 +206,26 @@ def test_the_end_of_a_worked_answer(worked: str, value: str, source: str) -> Non
     from lockstep.data.truths import Truth, final_answer
 
     assert final_answer(worked) == Truth(value, source)
+
+
+def test_what_some_chats_alone_have_may_be_missing_from_the_others(tiny_folder: Path, capsys: Any) -> None:
+    """In lines of one file and in files read together; another column that is missing is still refused."""
+    chat = {"messages": [user("Rome?"), bot("19")]}
+    with_tools = chat | {"tools": [WEATHER]}
+    case = Published("some", "sft", [chat, with_tools, chat], [], "", {"template": "qwen"})
+    assert run("data", "show", write(case, tiny_folder), "--rows", 3) == 0
+    assert capsys.readouterr().out.count("<tools>") == 1
+    Path("many").mkdir()
+    write_jsonl(Path("many/a.jsonl"), [chat, chat])
+    write_jsonl(Path("many/b.jsonl"), [with_tools])
+    assert run("data", "show", "recipe.yaml", "data.train=many", "--rows", 3) == 0
+    assert capsys.readouterr().out.count("<tools>") == 1
+    write_jsonl(Path("some.jsonl"), [with_tools, chat | {"tools": "[]"}, with_tools])
+    assert run("data", "show", "recipe.yaml") != 0
+    assert "column 'tools' is a string here and a list in line 1" in capsys.readouterr().err
+    write_jsonl(Path("some.jsonl"), [chat, chat | {"other": 1}, chat])
+    assert run("data", "show", "recipe.yaml") != 0
+    assert "has the extra column 'other'" in capsys.readouterr().err
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------

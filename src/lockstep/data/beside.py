@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.data.dialogue import Turns, as_turns
-from lockstep.data.messages import as_tools
+from lockstep.data.messages import as_tools, refuse_not_text
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin, Row
 
@@ -16,8 +16,6 @@ INPUTS = ("input", "context")
 SYSTEMS = ("system", "system_prompt")
 HISTORIES = ("history",)
 TOOLS = ("tools", "functions")
-# Text trained without them would be an answer to something that the model never sees.
-NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,6 @@ class Beside:
     system: str = ""
     history: str = ""
     tools: str = ""
-    not_text: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, available: Sequence[str], *, prompt: str, used: Sequence[str] = ()) -> Beside:
@@ -44,7 +41,6 @@ class Beside:
             system=known(SYSTEMS),
             history=known(HISTORIES) if prompt == "instruction" else "",
             tools=known(TOOLS),
-            not_text=tuple(name for name in NOT_TEXT if name in free),
         )
 
     def prompt(self, value: Any, name: str, row: Row, origin: Origin) -> Turns:
@@ -62,7 +58,7 @@ class Beside:
 
     def chat(self, turns: Turns, row: Row, origin: Origin) -> Turns:
         """The turns after the row's system message, if it has one."""
-        self._refuse_not_text(row, origin)
+        refuse_not_text(row, "the row", origin)
         system = self._text(self.system, row, origin)
         if not system:
             return turns
@@ -113,11 +109,6 @@ class Beside:
             for pair in pairs
             for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
-
-    def _refuse_not_text(self, row: Row, origin: Origin) -> None:
-        for name in self.not_text:
-            if row.get(name):
-                raise Refusal.at(origin, f"holds something in {name}, and text alone is trained here", "remove the row")
 
 
 NOTHING = Beside()

@@ -15,6 +15,7 @@ from lockstep.data.dataset import Kept
 from lockstep.data.dialogue import as_turns
 from lockstep.data.encoding import Encoding, as_chat, last_trained, written
 from lockstep.data.fit import fit
+from lockstep.data.messages import refuse_not_text
 from lockstep.errors import Refusal
 from lockstep.recipe.schema import Data
 from lockstep.types import Example, Origin, Row
@@ -106,6 +107,7 @@ class Encoder:
         """The sft example of a row, or a refusal that names the row."""
         shape = self.columns.shape
         if shape == "text":
+            refuse_not_text(row, "the row", origin)
             text = self._text(filled(row, self.columns.text, origin), self.columns.text, origin)
             example = self.encoding.text(text, origin)
         elif shape == "messages":

@@ -42,7 +42,7 @@ class JudgedColumns:
 
 def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
     """What the settings name, then responses with a label, chats with a label, pairs."""
-    label = finder.find("label_key", ("label",))
+    label = finder.find("label_key", ("label", "kto_tag"))
     pair = find_pair_columns(finder)
     if pair and (not label or finder.setting("chosen_key")):
         return pair

@@ -28,6 +28,8 @@ ROLES = {
 KNOWN = ("system", "developer", "user", "assistant", "tool")
 # Kinds of a part that is text; everything else (image_url, input_audio, video ...) is none.
 TEXT_PARTS = ("text", "input_text", "output_text")
+# Text trained without them would be an answer to something that the model never sees.
+NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _CALLS = "tool_calls"
 
 
@@ -49,6 +51,7 @@ def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
         names = ", ".join(sorted({*ROLES, *KNOWN}))
         raise Refusal.at(origin, f"message {number} is from {written!r}, which is no known role", f"known are {names}")
     where = f"message {number} ({role})"
+    refuse_not_text(said, where, origin)
     content = _content(said.pop("content", said.pop("value", None)), where, origin)
     calls = [
         *_list_of(said.pop(_CALLS, None), where, origin),
@@ -61,6 +64,15 @@ def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
         found[_CALLS] = [_call(call, f"call {i} of {where}", origin) for i, call in enumerate(calls, 1)]
         found["content"] = "" if content is None else content
     return found
+
+
+def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
+    """Of a row or a message that has pictures or sound under a key of their own."""
+    for key in NOT_TEXT:
+        if holder.get(key):
+            raise Refusal.at(
+                origin, f"{where} holds something in {key}, and text alone is trained here", "remove the row"
+            )
 
 
 def _content(content: Any, where: str, origin: Origin) -> Any:
