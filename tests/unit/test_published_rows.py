@@ -343,6 +343,7 @@ def test_rows_are_asked_for_what_the_function_reads(body: str, asked: set[str]) 
     assert read_by_rewards(Reward(function="g.py:f")) == set()
     assert read_by_rewards(Reward(remote="http://localhost:1")) == set()
     assert read_by_rewards(Reward()) == {"ground_truth", "data_source"}
+    assert read_by_rewards(Reward(weights={"rule": 0})) == set()
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ def as_messages(turns: Sequence[Any], origin: Origin) -> list[Message]:
 
 
 def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
+    if len(turn) == 2 and turn.get("role") in KNOWN and isinstance(turn.get("content"), str):
+        return turn  # most are in this form already
     # Columns of a table give every message the keys of all of them.
     said = {key: value for key, value in turn.items() if value is not None}
     written = said.pop("from", None) if "role" not in said else said["role"]

@@ -19,7 +19,7 @@ def read_by_rewards(settings: Reward) -> frozenset[str]:
     """Those of `ground_truth` and `data_source` that the rule or the function reads. An endpoint and a reward model
     are sent what there is."""
     weights, _ = active_weights(settings)
-    if "rule" in weights:
+    if weights.get("rule"):  # with a weight of 0 it measures what it can, and is left out elsewhere
         return EVERYTHING
     if settings.function is None:
         return frozenset()
