@@ -212,6 +212,8 @@ class Question:
     ground_truth: str
     origin: Origin
     extra_info: dict[str, Any] = field(default_factory=dict)
+    tools: Sequence[dict[str, Any]] = ()
+    """What the answer may call, as JSON schemas that the chat template writes down."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def test_dropped_rows_are_counted_and_said(recipe_file: Path, capsys: pytest.Cap
     dropped = int(first["data/dropped"])
     assert 0 < dropped < 48
     assert first["data/rows"] == 48 - dropped
-    assert f"{dropped} rows over the limit were dropped" in output
+    assert f"{dropped} rows were dropped: over the limit" in output
     assert f"{dropped} rows dropped, 0 truncated" in output
 
 

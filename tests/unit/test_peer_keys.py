@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, whitened
 from lockstep.data.dataset import Loader, steps_and_rows
 from lockstep.data.encoding import Encoding
-from lockstep.data.prompts import QuestionColumns, prompt_ids, question_of
+from lockstep.data.examples import Encoder, SupervisedColumns
+from lockstep.data.prompts import QuestionColumns, prompt_ids, question_of, with_format
 from lockstep.data.template import with_arguments
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
@@ -193,10 +194,26 @@ def test_online_rows_with_columns_of_their_own(tmp_path: Path) -> None:
     assert (found.data_source, found.prompt, found.ground_truth) == (
         "rows.jsonl", [{"role": "user", "content": "1+1?"}], "2",
     )  # fmt: skip
-    unjudged = question_of(row, Origin("f", 1), QuestionColumns("chat", None, "rows.jsonl"))
+    unjudged = question_of(row, Origin("f", 1), QuestionColumns("chat", "", "rows.jsonl"))
     assert (unjudged.prompt, unjudged.ground_truth) == (row["chat"], "")
     with pytest.raises(Refusal, match="data_source"):
-        question_of(row, Origin("f", 1))
+        question_of(row, Origin("f", 1), QuestionColumns("question", "answer", asked=frozenset({"data_source"})))
+
+
+def test_a_format_around_the_prompt_inside_the_chat(tiny_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    data, origin = Data(train="x", prompt_format="Q: {}"), Origin("q", 1)
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+{}"}]
+    asked = with_format(Question("s", chat, "2", origin), data)
+    assert asked.prompt == [chat[0], {"role": "user", "content": "Q: 1+{}"}]
+    encoder = Encoder(tokenizer, SupervisedColumns("prompt_response", prompt="p", response="r"), data)
+    assert tokenizer.decode(list(encoder({"p": "1", "r": "2"}, origin).ids)).startswith(
+        "<|im_start|>user\nQ: 1<|im_end|>"
+    )
+    with pytest.raises(Refusal, match=r"several turns, and data\.prompt_format is for one"):
+        with_format(Question("s", [*chat, {"role": "assistant", "content": "a"}, chat[1]], "2", origin), data)
+    with pytest.raises(Refusal, match="rows of shape messages have no prompt apart"):
+        Encoder(tokenizer, SupervisedColumns("messages", messages="m"), data)
 
 
 def test_prompts_without_a_chat_template(tiny_folder: Path) -> None:
@@ -215,7 +232,7 @@ def test_prompts_without_a_chat_template(tiny_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "where"),
     [
-        (["data.prompt_format=Q {}"], "data.prompt_format"),
+        (["data.prompt_format=Q"], "data.prompt_format"),
         (["data.template=none", "data.prompt_format=Q"], "data.prompt_format"),
         (["data.response_key=a"], "data.response_key"),
     ],

@@ -183,7 +183,7 @@ def test_null_keys_of_messages_do_not_count():
     chosen, rejected = [user("a") | {"name": None}, bot("b")], [user("a"), bot("c") | {"name": None}]
     prompt, answers = divide(None, [chosen, rejected], NAMES, ORIGIN)
     assert (len(prompt), [len(answer) for answer in answers]) == (1, [1, 1])
-    assert divide([user("a")], [chosen, rejected], NAMES, ORIGIN)[1] == [[bot("b")], [bot("c") | {"name": None}]]
+    assert divide([user("a")], [chosen, rejected], NAMES, ORIGIN)[1] == [[bot("b")], [bot("c")]]
 
 
 def test_the_system_message_is_put_before_chats_that_have_none(tokenizer, load):
@@ -248,7 +248,7 @@ PAIR = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
             "; margin from score_chosen - score_rejected",
         ),
         ({"chosen_score": 4, "rejected_score": 4}, {}, 0.0, "; margin from chosen_score - rejected_score"),
-        ({"extra": {"gap": 0.25}, "margin": 9}, {"margin_key": "extra.gap"}, 0.25, "; margin from extra.gap"),
+        ({"extra": {"gap": 0.25}}, {"margin_key": "extra.gap"}, 0.25, "; margin from extra.gap"),
     ],
 )
 def test_margins_are_for_scores(tokenizer, load, extra, data, margin, said):
@@ -289,7 +289,7 @@ REFUSED = [
     (PAIR | {"prompt": ""}, "prompt is empty"),
     (PAIR | {"chosen": "3"}, "chosen and rejected are identical"),
     (PAIR | {"chosen": None}, "chosen is neither text nor a list"),
-    (PAIR | {"prompt": 3}, "the prompt is neither text nor a list"),
+    (PAIR | {"prompt": 3}, "prompt is neither text nor a list"),
     (PAIR | {"chosen": CHATS[1]}, "chosen and rejected are partly text and partly chats"),
     (PAIR | {"prompt": CHATS[0] + CHATS[1]}, "the prompt ends with the assistant"),
     (PAIR | {"chosen": [bot("")], "rejected": CHATS[2]}, "message 2 (assistant) is empty"),
@@ -323,9 +323,17 @@ REFUSED = [
     (RANKED | {"responses": ["a", "b", "c"]}, "has 3 responses, and this method compares two"),
     (RANKED | {"responses": ["a", "a"]}, "responses.0 and responses.1 are identical"),
     (RANKED | {"scores": [1]}, "has 2 responses and 1 scores"),
-    (RANKED | {"scores": [1, 1]}, "equal scores"),
     (RANKED | {"scores": ["1", "2"]}, "scores must be a list of finite numbers"),
 ]
+
+
+def test_rows_whose_scores_are_all_equal_are_dropped_and_counted(tokenizer, load):
+    equal, apart = RANKED | {"scores": [1, 1]}, RANKED | {"scores": [1, 2]}
+    dataset = load(tokenizer, equal, apart, equal)
+    assert (dataset.counts.rows, dataset.counts.dropped) == (1, 2)
+    assert "(prompt, responses; by scores; 2 rows dropped, whose scores are all equal)" in dataset.notes[0]
+    with pytest.raises(Refusal, match=r"all rows were dropped: .*1 rows dropped, whose scores are all equal"):
+        load(tokenizer, equal)
 
 
 @pytest.mark.parametrize(("row", "reason"), REFUSED)
@@ -367,8 +375,6 @@ def test_all_bad_rows_are_told_together(tokenizer, load):
 def test_columns_that_cannot_be_told_are_refused(tokenizer, load):
     with pytest.raises(Refusal, match=r"cannot tell which columns hold the preferences; it has prompt, chosen"):
         load(tokenizer, {"prompt": "a", "chosen": "b"})
-    with pytest.raises(Refusal, match="one of them would be left out"):
-        load(tokenizer, {"instruction": "a", "input": "x", "chosen": "b", "rejected": "c"})
 
 
 def test_chats_need_a_template(bare, load):

@@ -145,10 +145,14 @@ def test_data_sources_and_questions_of_all_sources(tokenizer: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ([], "not a list of chat messages"),
-        (["hello"], "message 1 of the prompt has no role"),
-        ([[{"role": "user", "content": "a"}]], "message 1 of the prompt has no role"),
-        ([{"content": "a"}], "message 1 of the prompt has no role"),
+        ([], "prompt is empty"),
+        (["hello"], "prompt is neither text nor a list of"),
+        ([[{"role": "user", "content": "a"}]], "prompt is neither text nor a list of"),
+        ([{"content": "a"}], "prompt is neither text nor a list of"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "the prompt ends with the assistant",
+        ),
         ([{"role": "user"}], "message 1 (user) is empty or not text"),
         ([{"role": "user", "content": None}], "message 1 (user) is empty or not text"),
         ([{"role": "user", "content": "a"}, {"role": "user", "content": 3}], "message 2 (user) is empty or not text"),
@@ -164,17 +168,17 @@ def test_a_bad_prompt_is_named_by_its_row(
     assert said in problem
 
 
-def test_a_prompt_that_is_text_is_named_by_its_row(tokenizer: Any, tmp_path: Path) -> None:
-    problems = refused(tokenizer, tmp_path, [row("hello"), row("there")])
-    assert ["0.jsonl line 1" in problems[0], "0.jsonl line 2" in problems[1]] == [True, True]
-    assert all("not a list of chat messages" in problem for problem in problems)
+def test_a_prompt_that_is_text_is_a_message_of_the_user(tokenizer: Any, tmp_path: Path) -> None:
+    (prompt,) = load(tokenizer, tmp_path, [row("hello")]).sources[0]
+    assert tokenizer.decode(prompt.ids) == HELLO
+    assert prompt.question.prompt == [user("hello")]
 
 
 def test_bad_rows_of_all_sources_are_told_together(tokenizer: Any, tmp_path: Path) -> None:
     good, long = row([user("a")]), row([user("x" * 200)])
     problems = refused(tokenizer, tmp_path, [good, row([])], [long], [row([user("a")], truth=" "), good])
     assert [Path(p.split()[0]).name for p in problems] == ["0.jsonl", "1.jsonl", "2.jsonl"]
-    assert "not a list" in problems[0]
+    assert "prompt is empty" in problems[0]
     assert "over the limit" in problems[1]
     assert "ground_truth is empty" in problems[2]
 

@@ -25,6 +25,7 @@ from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.online import Reward
 from lockstep.recipe.rollout import RolloutSettings
+from lockstep.reward.reads import read_by_rewards
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.questions import encode_questions
@@ -71,7 +72,8 @@ def sample_responses(job: Job, device_name: str) -> None:
         rows = read_rows(job.data)
         if job.first >= len(rows):
             raise Refusal.at("--first", f"{job.first} is past the last of {len(rows):,} rows", "a smaller number")
-        prompts = encode_questions(tokenizer, read_questions(rows, job.rows, first=job.first), job.system)
+        questions = read_questions(rows, job.rows, first=job.first, asked=read_by_rewards(job.reward))
+        prompts = encode_questions(tokenizer, questions, job.system)
         refuse_prompts(prompts, job.sampling.max_tokens, load_config(folder))
         refuse_long_answers(prompts, job.sampling.max_tokens, folder)
         parts = Parts(job.out, manifest_of(job, folder, rows.fingerprint))

@@ -35,9 +35,8 @@ def _show_prompts(recipe: Recipe, rows: int) -> None:
     for source in prepared.train.sources:
         for prompt in source[:rows]:
             question = prompt.question
-            title = (
-                f"{question.origin}: {len(prompt.ids)} tokens, {question.data_source}, answer {question.ground_truth}"
-            )
+            truth = f", answer {question.ground_truth}" if question.ground_truth else ", no ground truth"
+            title = f"{question.origin}: {len(prompt.ids)} tokens, {question.data_source}{truth}"
             screen.print(shown(title, "bold"), soft_wrap=True)
             screen.print(shown(prepared.tokenizer.decode(list(prompt.ids)), CONTEXT), soft_wrap=True)
     counts = prepared.train.counts
@@ -45,6 +44,7 @@ def _show_prompts(recipe: Recipe, rows: int) -> None:
         "data",
         [
             *[("source", note) for note in prepared.train.notes],
+            *_template(recipe),
             ("prompts", f"{counts.rows:,} kept, {counts.dropped:,} dropped, {counts.truncated:,} truncated"),
             ("tokens", counts.sentence()),
         ],
@@ -66,12 +66,18 @@ def _show_examples(recipe: Recipe, rows: int) -> None:
         "data",
         [
             *[("source", note) for note in prepared.train.notes],
+            *_template(recipe),
             ("rows", f"{counts.rows:,} kept, {counts.dropped:,} dropped, {counts.truncated:,} truncated"),
             ("tokens", f"{counts.tokens:,}, of which {counts.trained_tokens:,} trained"),
             ("longest row", f"{counts.longest:,} tokens"),
             ("split rows", f"{counts.split:,} tokenised in pieces at the border of prompt and answer"),
         ],
     )
+
+
+def _template(recipe: Recipe) -> list[tuple[str, str]]:
+    """Which chat template wrote the text, where it is another than the tokenizer's."""
+    return [] if recipe.data.template == "auto" else [("template", recipe.data.template)]
 
 
 def role_of(item: Item, number: int) -> str:

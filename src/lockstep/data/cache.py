@@ -209,10 +209,16 @@ def _named(open_rows: Callable[..., Any]) -> list[Any] | None:
         open_rows = open_rows.func
     named = [open_rows.__module__, open_rows.__qualname__, given]
     try:
-        json.dumps(named)
+        named = json.loads(json.dumps(named, default=_plain))
     except TypeError:
         return None
     return None if "<" in open_rows.__qualname__ else named  # a function inside another is told apart by nothing
+
+
+def _plain(value: Any) -> list[Any]:
+    if not isinstance(value, frozenset):
+        raise TypeError
+    return sorted(value)
 
 
 @cache

@@ -12,17 +12,21 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
 
 from lockstep.data.tokens import token_facts, token_ids, token_ids_and_offsets
+from lockstep.data.vanished import lost_beside, refuse_vanished
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Tools = Sequence[dict[str, Any]]
+"""What the assistant may call, as JSON schemas."""
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -44,9 +48,11 @@ def _marked(template: str) -> bool:
     return bool(_MARKER.search(template))
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin) -> Spans:
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools = ()
+) -> Spans:
     """A checked chat in the tokenizer's template; each assistant turn must be there, whole."""
-    spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, messages, origin)
+    spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, messages, origin, tools)
     turns = [message for message in messages if message["role"] == "assistant"]
     if len(spans.trained) != len(turns):
         raise Refusal.at(
@@ -61,6 +67,14 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
                 f"the chat template drops or changes assistant turn {number}",
                 "use a template that renders assistant content as it is (no stripped reasoning), or split the row",
             )
+        lost = lost_beside(turn, spans.text[start:end])
+        if lost:
+            raise Refusal.at(
+                origin,
+                f"the chat template drops the {lost} from what is trained of assistant turn {number}",
+                "use a template that writes it (data.template), write it into the content, or remove it from the row",
+            )
+    refuse_vanished(spans.text, messages, tools, origin)
     return spans
 
 
@@ -73,17 +87,32 @@ def check_messages(messages: list[Message], origin: Origin) -> None:
     if messages[0]["role"] == "assistant":
         raise Refusal.at(origin, "empty prompt: the chat starts with the assistant")
     for number, message in enumerate(messages, 1):
-        content = message.get("content")
-        if not isinstance(content, str) or not content.strip():
-            raise Refusal.at(origin, f"message {number} ({message['role']}) is empty or not text")
+        refuse_no_content(message, number, origin)
 
 
-def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin) -> Spans:
+def refuse_no_content(message: Message, number: int, origin: Origin, remedy: str = "") -> None:
+    """A message is text, or calls tools; a weight of 0 says that a turn of the assistant is not trained."""
+    content = message.get("content")
+    if not isinstance(content, str) or not (content.strip() or message.get("tool_calls")):
+        raise Refusal.at(origin, f"message {number} ({message['role']}) is empty or not text", remedy)
+    if message.get("weight", 1) not in (0, 1):
+        raise Refusal.at(origin, f"message {number} has a weight of {message['weight']!r}", "a weight is 0 or 1")
+
+
+def trained_turns(spans: Spans, messages: list[Message]) -> Spans:
+    """Without the assistant turns whose weight is 0."""
+    turns = [message for message in messages if message["role"] == "assistant"]
+    kept = (span for span, turn in zip(spans.trained, turns, strict=True) if turn.get("weight", 1))
+    return Spans(spans.text, tuple(kept))
+
+
+def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools) -> Spans:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
         texts, spans = render_jinja_template(
             [messages],
+            tools=list(tools) or None,
             chat_template=tokenizer.get_chat_template(),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
@@ -93,14 +122,14 @@ def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
     return Spans(texts[0], tuple((start, end) for start, end in spans[0]))
 
 
-def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin) -> Spans:
-    text = render_prompt(tokenizer, messages, origin, open_turn=False)
+def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools) -> Spans:
+    text = render_prompt(tokenizer, messages, origin, tools, open_turn=False)
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = render_prompt(tokenizer, messages[:i], origin, open_turn=True)
-        after = render_prompt(tokenizer, messages[: i + 1], origin, open_turn=False)
+        before = render_prompt(tokenizer, messages[:i], origin, tools, open_turn=True)
+        after = render_prompt(tokenizer, messages[: i + 1], origin, tools, open_turn=False)
         if not (text.startswith(after) and after.startswith(before)):
             raise Refusal.at(
                 origin,
@@ -113,11 +142,18 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], or
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, *, open_turn: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    origin: Origin,
+    tools: Tools = (),
+    *,
+    open_turn: bool = True,
 ) -> str:
     """The chat as text; with `open_turn` it ends where the assistant begins to speak."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_turn)
+        return tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=open_turn
+        )
     except TemplateError as error:
         raise Refusal.at(origin, f"the chat template refuses this chat: {error}") from error
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from lockstep.data.beside import Beside
 from lockstep.errors import Refusal
 from lockstep.recipe.schema import Data, Source
 from lockstep.types import Origin, Row
 
 # Names that users of other trainers know, looked for in this order.
-PROMPTS = ("prompt", "question", "input", "instruction", "query")
+PROMPTS = ("prompt", "question", "instruction", "input", "query", "problem")
 CHATS = ("messages", "conversations")
 
 _LISTED = 20
@@ -45,13 +46,18 @@ class ColumnFinder:
     def prompt(self) -> str:
         """Where the shared beginning of the responses is: a prompt, or a chat that they continue. Empty: nowhere."""
         given = self.setting("prompt_key") or self.setting("messages_key")
-        if not given and "prompt" not in self.available and {"instruction", "input"} <= set(self.available):
-            raise Refusal.at(
-                self.source.path,
-                "has an instruction and an input column, and one of them would be left out of the prompt",
-                "name the prompt's column with data.prompt_key",
-            )
         return given or self.known((*PROMPTS, *CHATS))
+
+    def beside(self, prompt: str, *used: str) -> Beside:
+        """What belongs to the prompt and stands in columns of its own; a prompt that a setting names is the prompt."""
+        named = bool(self.setting("prompt_key"))
+        return Beside.of(self.available, prompt="" if named else prompt, used=(prompt, *used))
+
+    def unread(self, *used: str) -> str:
+        """The columns that no part of an item comes from, for the line that says what was found."""
+        tops = {key if key in self.available else key.split(".")[0] for key in used}
+        left = [column for column in self.available if column not in tops]
+        return f"; not read: {', '.join(left)}" if left else ""
 
     def unknown(self, what: str, remedy: str) -> Refusal:
         return Refusal.at(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from lockstep.data.chat import Spans, check_messages, encode_spans, has_markers, render_chat, render_prompt
+from lockstep.data.chat import Spans, Tools, check_messages, encode_spans, has_markers, render_chat, render_prompt
 from lockstep.data.dialogue import Turns
-from lockstep.data.encoding import Encoding, as_chat
+from lockstep.data.encoding import Encoding, as_chat, written
 from lockstep.data.fit import prompt_length
+from lockstep.data.vanished import lost_beside, refuse_vanished
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
 
@@ -20,18 +21,22 @@ class ResponseEncoder:
         self.encoding = encoding
         self.split_rows = 0
 
-    def __call__(self, prompt: Turns, responses: Sequence[Turns], origin: Origin) -> list[Example]:
-        chats = self.encoding.templated or not all(isinstance(turns, str) for turns in (prompt, *responses))
-        examples = (self._rendered if chats else self._joined)(prompt, responses, origin)
+    def __call__(self, prompt: Turns, responses: Sequence[Turns], origin: Origin, tools: Tools = ()) -> list[Example]:
+        texts = all(isinstance(turns, str) for turns in (prompt, *responses))
+        if texts and not tools and not self.encoding.templated:
+            examples = self._joined(prompt, responses, origin)
+        else:
+            prompt = written(prompt, self.encoding.prompt_format, origin)
+            examples = self._rendered(prompt, responses, origin, tools)
         return [self.encoding.checked(example) for example in examples]
 
     def _joined(self, prompt: Turns, responses: Sequence[Turns], origin: Origin) -> list[Example]:
         return [self.encoding.joined(str(prompt), str(response), origin) for response in responses]
 
-    def _rendered(self, prompt: Turns, responses: Sequence[Turns], origin: Origin) -> list[Example]:
+    def _rendered(self, prompt: Turns, responses: Sequence[Turns], origin: Origin, tools: Tools) -> list[Example]:
         self.encoding.need_template(origin)
         tokenizer = self.encoding.tokenizer
-        rendered = [self._spans(as_chat(prompt), _answer(response), origin) for response in responses]
+        rendered = [self._spans(as_chat(prompt), _answer(response), origin, tools) for response in responses]
         encoded = [encode_spans(tokenizer, spans, origin) for spans in rendered]
         examples, split = [example for example, _ in encoded], any(split for _, split in encoded)
         if not _begin_alike(examples):
@@ -46,22 +51,25 @@ class ResponseEncoder:
         self.split_rows += split
         return examples
 
-    def _spans(self, prompt: list[Message], answer: list[Message], origin: Origin) -> Spans:
+    def _spans(self, prompt: list[Message], answer: list[Message], origin: Origin, tools: Tools) -> Spans:
         """The whole chat as text, of which the answer's assistant turns are trained."""
         tokenizer = self.encoding.tokenizer
         check_messages([*prompt, *answer], origin)
         prompt = self.encoding.with_system(prompt)
-        before = render_prompt(tokenizer, prompt, origin)
+        before = render_prompt(tokenizer, prompt, origin, tools)
         if len(answer) == 1 and not has_markers(tokenizer):
             # Not by `render_chat`: it would ask of the prompt's own assistant turns that they can be found too, and
             # templates that shorten earlier turns (reasoning models') do not let them be.
-            text = render_prompt(tokenizer, [*prompt, *answer], origin, open_turn=False)
+            text = render_prompt(tokenizer, [*prompt, *answer], origin, tools, open_turn=False)
             spans = Spans(text, ((len(before), len(text)),))
+            refuse_vanished(text, [*prompt, *answer], tools, origin)
         else:
-            whole = render_chat(tokenizer, [*prompt, *answer], origin)
+            whole = render_chat(tokenizer, [*prompt, *answer], origin, tools)
             turns = sum(turn["role"] == "assistant" for turn in answer)
             spans = Spans(whole.text, whole.trained[-turns:])
-        if not spans.text.startswith(before) or str(answer[0]["content"]).strip() not in spans.text[len(before) :]:
+        after = spans.text[len(before) :]
+        whole_answer = str(answer[0]["content"]).strip() in after and not lost_beside(answer[0], after)
+        if not spans.text.startswith(before) or not whole_answer:
             raise Refusal.at(
                 origin,
                 "the chat template does not render the response as it is after the prompt it would generate from",

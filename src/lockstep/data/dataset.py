@@ -140,6 +140,11 @@ class RowReader(Protocol[T]):
     @property
     def split_rows(self) -> int: ...
 
+    @property
+    def unusable(self) -> int:
+        """Rows that were dropped for what they hold, not for their length; `found` says why."""
+        ...
+
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[T] | None]: ...
 
     def found(self) -> str:
@@ -191,7 +196,10 @@ def load_rows(
         if isinstance(reader, Tallied):
             reader.tally = sum((Counter(part.about["tally"]) for part in parts), Counter())
         first = f"the first {count:,} of " if count < len(rows) else ""
-        loaded.notes.append(f"{source.path}: {first}{len(rows):,} rows as {reader.found()}")
+        found = reader.found()
+        loaded.notes.append(f"{source.path}: {first}{len(rows):,} rows as {found}")
+        if reader.unusable and not loaded.sources[-1]:
+            problems.append(Problem(source.path, f"all rows were dropped: read as {found}", "give other rows"))
         if rows.ignored:
             loaded.notes.append(f"{source.path}: not read: {', '.join(rows.ignored)}")
         if kept is not None and kept.failure:

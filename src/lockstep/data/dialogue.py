@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.data.messages import as_messages, is_message
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin
 
@@ -22,8 +23,7 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
     Responses are texts or chats; a chat that does not start with the assistant is a whole one and must begin with
     the prompt. `names` say which column each response came from.
     """
-    for name, response in zip(names, responses, strict=True):
-        _refuse_empty(name, response, origin)
+    responses = [_filled(name, response, origin) for name, response in zip(names, responses, strict=True)]
     if len({type(response) for response in responses}) > 1:
         raise Refusal.at(origin, f"{_listed(names)} are partly text and partly chats", "write all of them in one way")
     if prompt is None:
@@ -43,22 +43,22 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
 
 
 def as_turns(value: Any, name: str, origin: Origin) -> Turns:
-    """A text or a list of messages, or a refusal."""
-    if not isinstance(value, str) and not (isinstance(value, list) and all(_is_message(turn) for turn in value)):
+    """A text, or messages in the form that templates know: of a list, or of one message alone. Else a refusal."""
+    if isinstance(value, str):
+        return value
+    turns = [value] if is_message(value) else value
+    if not isinstance(turns, list) or not all(map(is_message, turns)):
         raise Refusal.at(
             origin, f"{name} is neither text nor a list of {{role, content}} messages", "mend or remove the row"
         )
-    return value
+    return as_messages(turns, origin)
 
 
-def _is_message(turn: Any) -> bool:
-    return isinstance(turn, dict) and isinstance(turn.get("role"), str)
-
-
-def _refuse_empty(name: str, response: Any, origin: Origin) -> None:
-    as_turns(response, name, origin)
-    if not response or (isinstance(response, str) and not response.strip()):
+def _filled(name: str, response: Any, origin: Origin) -> Turns:
+    turns = as_turns(response, name, origin)
+    if not turns or (isinstance(turns, str) and not turns.strip()):
         raise Refusal.at(origin, f"{name} is empty", "remove the row or fill it in")
+    return turns
 
 
 def _refuse_no_answer(name: str, rest: Turns, origin: Origin) -> None:
@@ -86,7 +86,7 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
         opening = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         heads.append(chat[:cut] if whole else opening)
         rests.append(chat[cut:])
-    if any(_said(head) != _said(heads[0]) for head in heads):
+    if any(head != heads[0] for head in heads):
         raise _different_prompts(names, origin)
     return heads[0], rests
 
@@ -94,7 +94,7 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
 def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
     """How many messages of a whole chat are the prompt. A prompt of text is the last user turn that says it."""
     if isinstance(prompt, list):
-        return len(prompt) if _said(chat[: len(prompt)]) == _said(prompt) else None
+        return len(prompt) if chat[: len(prompt)] == prompt else None
     turns = [
         number
         for number, turn in enumerate(chat, 1)
@@ -104,9 +104,8 @@ def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
 
 
 def _shared_turns(chats: Sequence[list[Message]], names: Sequence[str], origin: Origin) -> Any:
-    said = [_said(chat) for chat in chats]
     shortest = min(len(chat) for chat in chats)
-    cut = _common(said)
+    cut = _common(chats)
     if cut == shortest:
         short = names[[len(chat) for chat in chats].index(shortest)]
         raise Refusal.at(
@@ -134,11 +133,6 @@ def _common(sequences: Sequence[Any]) -> int:
     """How long the beginning is that all share."""
     first, shortest = sequences[0], min(map(len, sequences))
     return bisect_left(range(1, shortest + 1), True, key=lambda n: any(s[:n] != first[:n] for s in sequences))
-
-
-def _said(chat: Sequence[Message]) -> list[Message]:
-    """The messages without what is null: columns of a table give every message the keys of all."""
-    return [{key: value for key, value in turn.items() if value is not None} for turn in chat]
 
 
 def _different_prompts(names: Sequence[str], origin: Origin) -> Refusal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.chat import check_messages, encode_spans, render_chat, special_ids
+from lockstep.data.chat import Tools, check_messages, encode_spans, render_chat, special_ids, trained_turns
 from lockstep.data.tokens import token_ids
 from lockstep.errors import Refusal
 from lockstep.recipe.schema import Data
@@ -21,7 +21,7 @@ class Encoding:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data, *, learned: bool = True):
         self.tokenizer = tokenizer
         self.system = data.system
-        self.templated = data.template == "auto" and bool(tokenizer.chat_template)
+        self.templated = data.template != "none" and bool(tokenizer.chat_template)
         self.prompt_format = data.prompt_format
         self.require_end = data.require_end and learned
         self.special = special_ids(tokenizer)
@@ -34,12 +34,12 @@ class Encoding:
         """The tokens of the text alone."""
         return token_ids(self.tokenizer, text)
 
-    def chat(self, messages: list[Message], origin: Origin) -> tuple[Example, bool]:
+    def chat(self, messages: list[Message], origin: Origin, tools: Tools = ()) -> tuple[Example, bool]:
         """A chat whose every assistant turn is trained, and whether it was split at a turn's border."""
         check_messages(messages, origin)
         self.need_template(origin)
-        spans = render_chat(self.tokenizer, self.with_system(messages), origin)
-        return encode_spans(self.tokenizer, spans, origin)
+        spans = render_chat(self.tokenizer, self.with_system(messages), origin, tools)
+        return encode_spans(self.tokenizer, trained_turns(spans, messages), origin)
 
     def joined(self, prompt: str, response: str, origin: Origin) -> Example:
         """Prompt, in its format, and response as they are, tokenised apart; response and end token are trained."""
@@ -63,7 +63,7 @@ class Encoding:
             raise Refusal.at(
                 origin,
                 "the row holds a chat, but the tokenizer has no chat template",
-                "use a model whose tokenizer has one, or rows of plain text",
+                "name one with data.template, use a model whose tokenizer has one, or rows of plain text",
             )
 
     def end(self, origin: Origin) -> list[int]:
@@ -96,6 +96,23 @@ class Encoding:
                 f"starts with two {self.tokenizer.bos_token!r} tokens",
                 "the rows or the template already carry the BOS token; remove it from the rows",
             )
+
+
+def written(prompt: Any, form: str | None, origin: Origin) -> Any:
+    """A prompt in the text of `data.prompt_format`: a text, or the user's one message of a chat."""
+    if form is None or isinstance(prompt, str):
+        return prompt if form is None else formatted(prompt, form)
+    users = [number for number, turn in enumerate(prompt) if turn["role"] == "user"]
+    if len(users) != 1 or any(turn["role"] not in ("system", "user") for turn in prompt):
+        raise Refusal.at(
+            origin,
+            "the prompt is a chat of several turns, and data.prompt_format is for one",
+            "remove data.prompt_format",
+        )
+    asked = prompt[users[0]]
+    turns = list(prompt)
+    turns[users[0]] = {**asked, "content": formatted(str(asked["content"]), form)}
+    return turns
 
 
 def formatted(prompt: str, form: str | None) -> str:

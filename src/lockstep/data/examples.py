@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lockstep.data.beside import NOTHING, Beside
+from lockstep.data.chat import Tools
 from lockstep.data.columns import CHATS, ColumnFinder, filled
 from lockstep.data.dataset import Kept
-from lockstep.data.encoding import Encoding, as_chat, last_trained
+from lockstep.data.dialogue import as_turns
+from lockstep.data.encoding import Encoding, as_chat, last_trained, written
 from lockstep.data.fit import fit
+from lockstep.data.messages import refuse_not_text
 from lockstep.errors import Refusal
 from lockstep.recipe.schema import Data
 from lockstep.types import Example, Origin, Row
@@ -21,10 +25,14 @@ if TYPE_CHECKING:
 PAIR_COLUMNS = (
     ("prompt", "response"),
     ("prompt", "completion"),
+    ("prompt", "answer"),
     ("question", "answer"),
-    ("input", "output"),
+    ("question", "response"),
     ("instruction", "output"),
+    ("instruction", "response"),
+    ("input", "output"),
     ("query", "response"),
+    ("problem", "solution"),
 )
 TEXT_COLUMNS = ("text", "content")
 
@@ -38,10 +46,15 @@ class SupervisedColumns:
     prompt: str = ""
     response: str = ""
     text: str = ""
+    beside: Beside = NOTHING
 
     def __str__(self) -> str:
         keys = " + ".join(key for key in (self.messages, self.prompt, self.response, self.text) if key)
-        return f"{self.shape} ({keys})"
+        return f"{self.shape} ({keys}{self.beside.told()})"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.messages, self.prompt, self.response, self.text, *self.beside.columns)
 
 
 def find_columns(finder: ColumnFinder) -> SupervisedColumns:
@@ -57,10 +70,11 @@ def find_columns(finder: ColumnFinder) -> SupervisedColumns:
     if shape is None:
         shape = "messages" if chat else "prompt_response" if pair else "text" if plain else None
     if shape == "messages" and (messages or chat):
-        return SupervisedColumns(shape, messages=messages or chat)
+        return SupervisedColumns(shape, messages=messages or chat, beside=finder.beside(messages or chat))
     if shape == "prompt_response" and (pair or (prompt and response)):
         known = pair or ("", "")
-        return SupervisedColumns(shape, prompt=prompt or known[0], response=response or known[1])
+        prompt, response = prompt or known[0], response or known[1]
+        return SupervisedColumns(shape, prompt=prompt, response=response, beside=finder.beside(prompt, response))
     if shape == "text" and (text or plain):
         return SupervisedColumns(shape, text=text or plain)
     wanted = {
@@ -81,40 +95,48 @@ class Encoder:
         self.split_rows = 0
         if data.system and columns.shape == "text":
             raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
+        if data.prompt_format is not None and columns.shape != "prompt_response":
+            raise Refusal.at("data.prompt_format", f"rows of shape {columns.shape} have no prompt apart", "remove it")
         if columns.shape == "messages" and not tokenizer.chat_template:
             raise Refusal.at(
                 "data.shape",
                 "rows are chats, but the tokenizer has no chat template",
-                "use data.prompt_key and data.response_key",
+                "name one with data.template, or use data.prompt_key and data.response_key",
             )
 
     def __call__(self, row: Row, origin: Origin) -> Example:
         """The sft example of a row, or a refusal that names the row."""
         shape = self.columns.shape
         if shape == "text":
+            refuse_not_text(row, "the row", origin)
             text = self._text(filled(row, self.columns.text, origin), self.columns.text, origin)
             example = self.encoding.text(text, origin)
         elif shape == "messages":
-            example = self._chat(filled(row, self.columns.messages, origin), origin)
+            beside, key = self.columns.beside, self.columns.messages
+            messages = as_turns(filled(row, key, origin), key, origin)
+            if isinstance(messages, str):
+                raise Refusal.at(origin, f"{key} is text, not a list of messages", "set data.text_key, if it is meant")
+            example = self._chat(beside.chat(messages, row, origin), origin, beside.tools_of(row, origin))
         else:
-            prompt = filled(row, self.columns.prompt, origin)
-            response = filled(row, self.columns.response, origin)
-            example = self._pair(prompt, response, origin)
+            example = self._pair(row, origin)
         return self.encoding.checked(example)
 
-    def _chat(self, messages: Any, origin: Origin) -> Example:
-        example, split = self.encoding.chat(messages, origin)
+    def _chat(self, messages: Any, origin: Origin, tools: Tools) -> Example:
+        example, split = self.encoding.chat(messages, origin, tools)
         self.split_rows += split
         return example
 
-    def _pair(self, prompt: Any, response: Any, origin: Origin) -> Example:
-        if isinstance(response, list):
-            # A response that is itself a list of messages continues the prompt's chat.
-            return self._chat([*as_chat(prompt), *response], origin)
-        self._text(response, self.columns.response, origin)
-        if self.encoding.templated or isinstance(prompt, list):
-            return self._chat([*as_chat(prompt), {"role": "assistant", "content": response}], origin)
-        return self.encoding.joined(self._text(prompt, self.columns.prompt, origin), response, origin)
+    def _pair(self, row: Row, origin: Origin) -> Example:
+        columns, beside = self.columns, self.columns.beside
+        asked = beside.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
+        response = as_turns(filled(row, columns.response, origin), columns.response, origin)
+        tools = beside.tools_of(row, origin)
+        if isinstance(asked, str) and isinstance(response, str) and not tools and not self.encoding.templated:
+            return self.encoding.joined(asked, response, origin)
+        prompt = as_chat(written(asked, self.encoding.prompt_format, origin))
+        # A response that is itself a list of messages continues the prompt's chat.
+        answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+        return self._chat([*prompt, *answer], origin, tools)
 
     def _text(self, value: Any, key: str, origin: Origin) -> str:
         if not isinstance(value, str):
@@ -125,8 +147,11 @@ class Encoder:
 class SupervisedRows:
     """One example a row."""
 
+    unusable = 0
+
     def __init__(self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int):
         self.encoder = Encoder(tokenizer, find_columns(finder), finder.data)
+        self.finder = finder
         self.limit, self.overlong = limit, finder.data.overlong
 
     @property
@@ -141,4 +166,5 @@ class SupervisedRows:
         return [Kept.of(example, len(example) < len(whole), (last_trained(whole),))]
 
     def found(self) -> str:
-        return str(self.encoder.columns)
+        columns = self.encoder.columns
+        return f"{columns}{self.finder.unread(*columns.names)}"

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lockstep.data.beside import NOTHING, Beside
 from lockstep.data.columns import CHATS, PROMPTS, ColumnFinder, filled, lookup
 from lockstep.data.completions import ResponseEncoder
 from lockstep.data.dataset import Kept
 from lockstep.data.dialogue import as_turns, divide
 from lockstep.data.encoding import Encoding, last_trained
 from lockstep.data.fit import fit_responses, refuse_equal
-from lockstep.data.preferences import RankingColumns, find_pair_columns, pair_names, responses_of
+from lockstep.data.preferences import RankingColumns, find_pair_columns, pair_names, pair_of
 from lockstep.errors import Refusal
 from lockstep.types import Example, Judged, Origin, Row
 
@@ -34,11 +35,16 @@ class JudgedColumns:
     prompt: str = ""
     response: str = ""
     messages: str = ""
+    beside: Beside = NOTHING
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.label, self.prompt, self.response, self.messages, *self.beside.columns)
 
 
 def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
     """What the settings name, then responses with a label, chats with a label, pairs."""
-    label = finder.find("label_key", ("label",))
+    label = finder.find("label_key", ("label", "kto_tag"))
     pair = find_pair_columns(finder)
     if pair and (not label or finder.setting("chosen_key")):
         return pair
@@ -49,9 +55,9 @@ def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
     messages = finder.find("messages_key", CHATS)
     wants_chat = bool(finder.setting("messages_key")) and not finder.setting("response_key")
     if label and prompt and response and not wants_chat:
-        return JudgedColumns(label, prompt=prompt, response=response)
+        return JudgedColumns(label, prompt=prompt, response=response, beside=finder.beside(prompt, response, label))
     if label and messages:
-        return JudgedColumns(label, messages=messages)
+        return JudgedColumns(label, messages=messages, beside=finder.beside(messages, label))
     if pair:
         return pair
     raise finder.unknown("hold the judged responses", "set data.prompt_key, data.response_key and data.label_key")
@@ -60,9 +66,12 @@ def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
 class JudgedRows:
     """The rows of one source as judged responses, with a count of the verdicts."""
 
+    unusable = 0
+
     def __init__(self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int):
         self.columns, self.limit, self.overlong = find_judged_columns(finder), limit, finder.data.overlong
         self.encode = ResponseEncoder(Encoding(tokenizer, finder.data))
+        self.finder = finder
         self.tally: Counter[str] = Counter()
 
     @property
@@ -72,15 +81,16 @@ class JudgedRows:
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Judged] | None]:
         columns = self.columns
         if isinstance(columns, RankingColumns):
-            names, responses = responses_of(row, columns, origin)
-            prompt = filled(row, columns.prompt, origin) if columns.prompt else None
-            examples = self.encode(*divide(prompt, responses, names, origin), origin)
+            names, responses = pair_of(row, columns, origin)
+            divided = columns.divided(row, responses, names, origin)
+            examples = self.encode(*divided, origin, columns.beside.tools_of(row, origin))
             refuse_equal(examples, names)
             verdicts = [True, False]
         else:
             names, verdicts = [columns.response or columns.messages], [verdict(row, columns.label, origin)]
             prompt, response = _answered(row, columns, origin)
-            examples = self.encode(*divide(prompt, [response], names, origin), origin)
+            divided = divide(prompt, [response], names, origin)
+            examples = self.encode(*divided, origin, columns.beside.tools_of(row, origin))
         kept = [self._kept(*parts) for parts in zip(examples, names, verdicts, strict=True)]
         self.tally.update("desirable" if entry.item.desirable else "undesirable" for entry in kept if entry is not None)
         return kept
@@ -92,12 +102,15 @@ class JudgedRows:
         return Kept.of(Judged(fitted[0], desirable), len(fitted[0]) < len(whole), (last_trained(whole),))
 
     def found(self) -> str:
+        return self._found() + self.finder.unread(*self.columns.names)
+
+    def _found(self) -> str:
         columns = self.columns
         verdicts = f"{self.tally['desirable']:,} desirable, {self.tally['undesirable']:,} undesirable"
         if isinstance(columns, RankingColumns):
-            prompt = columns.prompt or "the prompt is what the responses begin with"
+            prompt = (columns.prompt or "the prompt is what the responses begin with") + columns.beside.told()
             return f"pairs ({prompt}, {pair_names(columns)}), each split into a good and a bad response: {verdicts}"
-        parts = columns.messages or f"{columns.prompt}, {columns.response}"
+        parts = (columns.messages or f"{columns.prompt}, {columns.response}") + columns.beside.told()
         return f"judged responses ({parts}; verdict from {columns.label}): {verdicts}"
 
 
@@ -116,7 +129,8 @@ def verdict(row: Row, key: str, origin: Origin) -> bool:
 def _answered(row: Row, columns: JudgedColumns, origin: Origin) -> tuple[Any, Any]:
     """The prompt, and the response to it: a column, or the last turn of the chat."""
     if not columns.messages:
-        return filled(row, columns.prompt, origin), lookup(row, columns.response, origin)
+        asked = columns.beside.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
+        return asked, lookup(row, columns.response, origin)
     chat = as_turns(filled(row, columns.messages, origin), columns.messages, origin)
     if isinstance(chat, str) or len(chat) < 2 or chat[-1]["role"] != "assistant":
         raise Refusal.at(
@@ -124,4 +138,4 @@ def _answered(row: Row, columns: JudgedColumns, origin: Origin) -> tuple[Any, An
             f"{columns.messages} must be a chat of a prompt and the assistant's turn that is judged",
             "mend or remove the row",
         )
-    return chat[:-1], chat[-1:]
+    return columns.beside.chat(chat[:-1], row, origin), chat[-1:]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.data.beside import NOTHING, Beside
 from lockstep.data.columns import ColumnFinder, filled, lookup
 from lockstep.data.completions import ResponseEncoder
 from lockstep.data.dataset import Kept
-from lockstep.data.dialogue import divide
+from lockstep.data.dialogue import Turns, as_turns, divide
 from lockstep.data.encoding import Encoding, last_trained
 from lockstep.data.fit import fit_responses, refuse_equal
+from lockstep.data.scored_lists import RankedResponses, best_first, is_number, is_objects, of_objects
 from lockstep.errors import Refusal
 from lockstep.types import Example, Origin, Probe, Ranking, Row
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Read = Literal["response", "score"]
+# Of the tally: rows whose responses are ordered by scores that stand there.
+BY = "by "
 SCORES_OF_PAIR = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
 
 
@@ -34,18 +39,43 @@ class RankingColumns:
     scores_of_pair: tuple[str, str] | None = None
     responses: str = ""
     scores: str = ""
+    beside: Beside = NOTHING
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        sides = (self.chosen, self.rejected, self.margin, *(self.scores_of_pair or ()), self.responses, self.scores)
+        return (self.prompt, *sides, *self.beside.columns)
+
+    def divided(
+        self, row: Row, responses: Sequence[Any], names: Sequence[str], origin: Origin
+    ) -> tuple[Turns, list[Turns]]:
+        """The prompt of a row, with what belongs to it, and each response without it."""
+        if not self.prompt:
+            beginning, answers = divide(None, responses, names, origin)
+            return self.beside.chat(beginning, row, origin), answers
+        asked = filled(row, self.prompt, origin)
+        turns = [as_turns(response, name, origin) for name, response in zip(names, responses, strict=True)]
+        if any(isinstance(chat, list) and chat and chat[0]["role"] != "assistant" for chat in turns):
+            # Whole chats begin with the prompt as it stands in its column, without what is beside it.
+            beginning, answers = divide(asked, turns, names, origin)
+            return self.beside.prompt(beginning, self.prompt, row, origin), answers
+        return divide(self.beside.prompt(asked, self.prompt, row, origin), turns, names, origin)
 
 
 def find_ranking_columns(finder: ColumnFinder) -> RankingColumns:
     """Pairs where there are both sides of one (or a setting names one), else lists of responses."""
     prompt = finder.prompt()
     pair = find_pair_columns(finder)
-    responses = finder.find("responses_key", ("responses",))
+    scores = finder.find("scores_key", ("scores",))
+    # Completions without a column of scores are objects that hold their own; by `prm` the name means steps.
+    responses = finder.find("responses_key", ("responses", "completions"))
     wants_list = bool(finder.setting("responses_key")) and not finder.setting("chosen_key")
     if pair and not wants_list:
         return pair
     if responses:
-        return RankingColumns(prompt, responses=responses, scores=finder.find("scores_key", ("scores",)))
+        return RankingColumns(
+            prompt, responses=responses, scores=scores, beside=finder.beside(prompt, responses, scores)
+        )
     raise finder.unknown(
         "hold the preferences",
         "set data.chosen_key and data.rejected_key, or data.responses_key, and data.prompt_key",
@@ -58,7 +88,8 @@ def find_pair_columns(finder: ColumnFinder) -> RankingColumns | None:
     if not (chosen and rejected):
         return None
     margin, scores = finder.find("margin_key", ("margin",)), finder.known_pair(SCORES_OF_PAIR)
-    return RankingColumns(finder.prompt(), chosen, rejected, margin, scores)
+    prompt = finder.prompt()
+    return RankingColumns(prompt, chosen, rejected, margin, scores, beside=finder.beside(prompt, chosen, rejected))
 
 
 class RankingRows:
@@ -69,24 +100,32 @@ class RankingRows:
         self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int, *, read: Read, several: bool
     ):
         self.columns, self.limit, self.overlong = find_ranking_columns(finder), limit, finder.data.overlong
-        self.read, self.several = read, several
+        self.read, self.several, self.finder = read, several, finder
+        self.tally: Counter[str] = Counter()
         self.encode = ResponseEncoder(Encoding(tokenizer, finder.data, learned=read == "response"))
 
     @property
     def split_rows(self) -> int:
         return self.encode.split_rows
 
+    @property
+    def unusable(self) -> int:
+        return self.tally["unusable"]
+
+    @property
+    def _scored_by(self) -> str:
+        """Where the scores of a list stand; empty where its order says it all."""
+        return next((key.removeprefix(BY) for key, _ in self.tally.most_common() if key.startswith(BY)), "")
+
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Ranking] | None]:
         columns = self.columns
-        names, responses = responses_of(row, columns, origin)
-        if len(responses) > 2 and not self.several:
-            raise Refusal.at(
-                origin, f"has {len(responses)} responses, and this method compares two", "write it as pairs"
-            )
+        found = self._ranked(row, origin)
+        if found is None:
+            return [None]
+        names, responses = found
         margin = _margin(row, columns, origin, used=self.read == "score")
-        prompt = filled(row, columns.prompt, origin) if columns.prompt else None
-        beginning, answers = divide(prompt, responses, names, origin)
-        whole = self.encode(beginning, answers, origin)
+        beginning, answers = columns.divided(row, responses, names, origin)
+        whole = self.encode(beginning, answers, origin, columns.beside.tools_of(row, origin))
         refuse_equal(whole, names)
         fitted = fit_responses(whole, names, self.limit, self.overlong)
         if fitted is None:
@@ -96,12 +135,46 @@ class RankingRows:
             return [Kept.of(Ranking(tuple(map(_scored_at_the_end, fitted)), margin), truncated)]
         return [Kept.of(Ranking(tuple(fitted)), truncated, tuple(map(last_trained, whole)))]
 
-    def found(self) -> str:
+    def _ranked(self, row: Row, origin: Origin) -> tuple[list[str], list[Any]] | None:
+        """The responses that are compared, best first; None where their scores do not say which is better."""
         columns = self.columns
-        prompt = columns.prompt or "the prompt is what the responses begin with"
+        if not columns.responses:
+            return pair_of(row, columns, origin)
+        scored, by = listed_responses(row, columns, origin)
+        names, responses = scored.names, scored.responses
+        if by:
+            self.tally[BY + by] += 1
+            self.tally["alike"] += scored.alike if len(responses) > 1 else 0
+            if len(responses) < 2:
+                self.tally["unusable"] += 1
+                return None
+            if not self.several and len(responses) > 2:
+                self.tally["passed over"] += len(responses) - 2
+                return [names[0], names[-1]], [responses[0], responses[-1]]
+        elif len(responses) > 2 and not self.several:
+            raise Refusal.at(
+                origin,
+                f"has {len(responses)} responses, and this method compares two",
+                "write it as pairs, or give each response its score (data.scores_key)",
+            )
+        return names, responses
+
+    def _told_of_scores(self) -> str:
+        others, alike = self.tally["passed over"], self.tally["alike"]
+        best = f"; the best against the worst, {others:,} others left out" if others else ""
+        same = f"; {alike:,} responses left out, whose score another has too" if alike else ""
+        equal = f"; {self.unusable:,} rows dropped, whose scores are all equal" if self.unusable else ""
+        return best + same + equal
+
+    def found(self) -> str:
+        return self._found() + self.finder.unread(*self.columns.names)
+
+    def _found(self) -> str:
+        columns = self.columns
+        prompt = (columns.prompt or "the prompt is what the responses begin with") + columns.beside.told()
         if columns.responses:
-            order = f"by {columns.scores}" if columns.scores else "best first"
-            return f"rankings ({prompt}, {columns.responses}; {order})"
+            order = f"by {self._scored_by}" if self._scored_by else "best first"
+            return f"rankings ({prompt}, {columns.responses}; {order}{self._told_of_scores()})"
         margin = columns.margin or " - ".join(columns.scores_of_pair or ())
         if self.read == "score":
             said = f"; margin from {margin}" if margin else ""
@@ -114,22 +187,28 @@ def pair_names(columns: RankingColumns) -> str:
     return f"{columns.chosen}, {columns.rejected}"
 
 
-def responses_of(row: Row, columns: RankingColumns, origin: Origin) -> tuple[list[str], list[Any]]:
-    """The responses, best first, and what to call each of them."""
-    if not columns.responses:
-        keys = [columns.chosen, columns.rejected]
-        refuse_swapped(row, columns, origin)
-        return keys, [lookup(row, key, origin) for key in keys]
+def pair_of(row: Row, columns: RankingColumns, origin: Origin) -> tuple[list[str], list[Any]]:
+    """The two responses, the better one first, and what to call each of them."""
+    keys = [columns.chosen, columns.rejected]
+    refuse_swapped(row, columns, origin)
+    return keys, [lookup(row, key, origin) for key in keys]
+
+
+def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple[RankedResponses, str]:
+    """The responses of a list, best first, and where their scores stand: empty where their order says it all."""
     responses = lookup(row, columns.responses, origin)
     if not isinstance(responses, list) or len(responses) < 2:
         raise Refusal.at(
             origin, f"{columns.responses} must be a list of two or more responses", "mend or remove the row"
         )
     names = [f"{columns.responses}.{i}" for i in range(len(responses))]
-    if not columns.scores:
-        return names, responses
-    order = _best_first(row, columns, len(responses), origin)
-    return [names[i] for i in order], [responses[i] for i in order]
+    if columns.scores:
+        scores = _scores(row, columns, len(responses), origin)
+        return best_first(responses, names, scores), columns.scores
+    if is_objects(responses):
+        texts, scores, key = of_objects(responses, columns.responses, origin)
+        return best_first(texts, names, scores), f"{columns.responses}.{key}"
+    return RankedResponses(names, responses), ""
 
 
 def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
@@ -137,7 +216,7 @@ def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
     if columns.scores_of_pair is None:
         return
     better, worse = (lookup(row, key, origin) for key in columns.scores_of_pair)
-    if _is_number(better) and _is_number(worse) and better < worse:
+    if is_number(better) and is_number(worse) and better < worse:
         raise Refusal.at(
             origin,
             f"{columns.scores_of_pair[0]} {better} is below {columns.scores_of_pair[1]} {worse}: the sides are swapped",
@@ -145,19 +224,13 @@ def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
         )
 
 
-def _best_first(row: Row, columns: RankingColumns, count: int, origin: Origin) -> list[int]:
+def _scores(row: Row, columns: RankingColumns, count: int, origin: Origin) -> list[float]:
     scores = lookup(row, columns.scores, origin)
-    if not isinstance(scores, list) or not all(_is_number(score) and math.isfinite(score) for score in scores):
+    if not isinstance(scores, list) or not all(is_number(score) for score in scores):
         raise Refusal.at(origin, f"{columns.scores} must be a list of finite numbers", "mend or remove the row")
     if len(scores) != count:
         raise Refusal.at(origin, f"has {count} responses and {len(scores)} scores", "give each response its score")
-    if len(set(scores)) < count:
-        raise Refusal.at(
-            origin,
-            f"{columns.scores} holds equal scores, which do not say which response is better",
-            "keep one of the responses with equal scores",
-        )
-    return sorted(range(count), key=lambda i: -scores[i])
+    return scores
 
 
 def _margin(row: Row, columns: RankingColumns, origin: Origin, *, used: bool) -> float:
@@ -176,13 +249,9 @@ def _margin(row: Row, columns: RankingColumns, origin: Origin, *, used: bool) ->
 
 
 def _finite(value: Any, key: str, origin: Origin) -> float:
-    if not _is_number(value) or not math.isfinite(value):
+    if not is_number(value):
         raise Refusal.at(origin, f"{key} is {value!r}, not a finite number", "mend or remove the row")
     return float(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _scored_at_the_end(example: Example) -> Probe:

@@ -2,47 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from lockstep.data.chat import render_prompt
-from lockstep.data.columns import ColumnFinder, filled, lookup
+from lockstep.data.beside import NOTHING, Beside
+from lockstep.data.chat import refuse_no_content, render_prompt
+from lockstep.data.columns import CHATS, PROMPTS, ColumnFinder, filled, lookup
 from lockstep.data.dataset import Kept, LoadedRows, RowCounts, load_rows
-from lockstep.data.encoding import as_chat, formatted
+from lockstep.data.encoding import as_chat, formatted, written
 from lockstep.data.fit import kept_span
 from lockstep.data.read import RowSet
 from lockstep.data.tokens import token_ids
+from lockstep.data.truths import GSM8K, MARK, MATH, Truth, final_answer
+from lockstep.data.vanished import refuse_vanished
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.recipe.schema import Data
+from lockstep.recipe.schema import Data, Source
 from lockstep.types import Message, Origin, Prompt, Question, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ASKED = frozenset({"ground_truth", "data_source"})
+# Names of the ground truth in rows that are not of the RL schema, looked for in this order.
+TRUTHS = ("ground_truth", "answer", "solution")
+_SCHEMA_TRUTH = "reward_model.ground_truth"
+
 
 @dataclass(frozen=True)
 class QuestionColumns:
-    """Where a row holds its question. Without arguments: the RL schema, whose every column must be there."""
+    """Where a row holds its question."""
 
-    prompt: str | None = None
-    truth: str | None = None
+    prompt: str = "prompt"
+    truth: str = _SCHEMA_TRUTH
+    """Empty where there is none."""
     source: str = ""
     """What a row without a `data_source` comes from."""
+    asked: frozenset[str] = frozenset()
+    """Those of `ground_truth` and `data_source` that a row must have."""
+    worked: bool = False
+    """Whether the ground truth may be the end of a worked answer."""
+    beside: Beside = NOTHING
 
-    @classmethod
-    def of(cls, data: Data, source: str) -> QuestionColumns:
-        return cls(data.prompt_key, data.label_key, source)
+    def told(self) -> str:
+        return f"{self.prompt}{self.beside.told()}; " + (
+            f"ground truth from {self.truth}" if self.truth else "no ground truth"
+        )
 
 
-RL_SCHEMA = QuestionColumns()
+def find_question_columns(finder: ColumnFinder, asked: frozenset[str] = ASKED) -> QuestionColumns:
+    """The columns that settings name, else the RL schema's, else those that other projects' rows have.
+
+    `asked` is what the rewards read of a row.
+    """
+    prompt, truth = finder.setting("prompt_key"), finder.setting("label_key")
+    named = frozenset({"ground_truth"} if truth else ())  # what a setting names must be there
+    path, schema = finder.source.path, bool({"data_source", "reward_model"} & set(finder.available))
+    if prompt:
+        return QuestionColumns(prompt, truth, path, named, beside=finder.beside(prompt, truth))
+    prompt = "prompt" if schema else finder.known((*PROMPTS, *CHATS))
+    if not prompt:
+        raise finder.unknown("hold the prompts", "set data.prompt_key, and data.label_key for the ground truth")
+    worked = False
+    if not truth and "reward_model" in finder.available:
+        truth = _SCHEMA_TRUTH
+    elif not truth:
+        truth, worked = finder.known(TRUTHS), True
+    if not truth and "ground_truth" in asked:
+        raise finder.unknown("hold the ground truth, which the rewards read", "set data.label_key")
+    must = named | (asked if schema else asked - {"data_source"})
+    return QuestionColumns(prompt, truth, path, must, worked, finder.beside(prompt, truth))
 
 
 def read_questions(
-    rows: RowSet, limit: int | None = None, columns: QuestionColumns = RL_SCHEMA, *, first: int = 0
+    rows: RowSet,
+    limit: int | None = None,
+    columns: QuestionColumns | None = None,
+    *,
+    first: int = 0,
+    asked: frozenset[str] = ASKED,
 ) -> list[Question]:
-    """`limit` rows (all by default) from the `first` on; rows that do not fit the schema are refused together."""
+    """`limit` rows (all by default) from the `first` on; rows that do not fit are refused together.
+
+    Without `columns` they are found by the names that rows have; `asked` is what is read of a row.
+    """
+    if columns is None:
+        source = Source(path=rows.files[0].name)
+        columns = find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns), asked)
     questions: list[Question] = []
     problems: list[Problem] = []
     for i in range(first, len(rows) if limit is None else min(first + limit, len(rows))):
@@ -54,26 +102,37 @@ def read_questions(
     return questions
 
 
-def question_of(row: Row, origin: Origin, columns: QuestionColumns = RL_SCHEMA) -> Question:
-    """A row of the RL schema, or of other columns: a prompt, and a ground truth where one is named."""
-    source = row.get("data_source") or columns.source if columns.prompt else lookup(row, "data_source", origin)
-    prompt = filled(row, columns.prompt, origin) if columns.prompt else lookup(row, "prompt", origin)
-    if columns.prompt and isinstance(prompt, str):
-        prompt = as_chat(prompt)
-    if not isinstance(prompt, list) or not prompt:
-        raise Refusal.at(origin, f"{columns.prompt or 'prompt'} is not a list of chat messages")
+def question_of(row: Row, origin: Origin, columns: QuestionColumns) -> Question:
+    """A row as a question: a prompt, and a ground truth where there is one."""
+    return _question(row, origin, columns)[0]
+
+
+def _question(row: Row, origin: Origin, columns: QuestionColumns) -> tuple[Question, Truth]:
+    turns = columns.beside.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
+    truth = _truth(row, origin, columns)
+    source = row.get("data_source")
+    if source is None and "data_source" in columns.asked:
+        source = lookup(row, "data_source", origin)
     extra = row.get("extra_info")
-    return Question(str(source), prompt, _truth(row, origin, columns), origin, extra if isinstance(extra, dict) else {})
+    if not isinstance(extra, dict):
+        extra = {"answer": str(row[columns.truth])} if truth.source else {}
+    tools = columns.beside.tools_of(row, origin)
+    named = str(source or truth.source or columns.source)
+    return Question(named, as_chat(turns), truth.value, origin, extra, tools), truth
 
 
-def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> str:
-    key = columns.truth or (None if columns.prompt else "reward_model.ground_truth")
-    if key is None:
-        return ""
-    truth = lookup(row, key, origin)
-    if truth is None or not str(truth).strip():
-        raise Refusal.at(origin, f"{key} is empty")
-    return str(truth)
+def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
+    if not columns.truth:
+        return Truth("")
+    try:
+        value = lookup(row, columns.truth, origin)
+        if value is None or not str(value).strip():
+            raise Refusal.at(origin, f"{columns.truth} is empty")
+    except Refusal:
+        if "ground_truth" in columns.asked:
+            raise
+        return Truth("")
+    return final_answer(value) if columns.worked and isinstance(value, str) else Truth(str(value))
 
 
 class PromptCounts(RowCounts):
@@ -102,27 +161,55 @@ class PromptSet(LoadedRows[Prompt]):
 
 
 class PromptRows:
-    """The rows of one source as prompts."""
+    """The rows of one source as prompts. `asked` is what the rewards read of a row."""
 
-    split_rows = 0
+    split_rows = unusable = 0
 
-    def __init__(self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int):
+    def __init__(
+        self,
+        finder: ColumnFinder,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int,
+        *,
+        asked: frozenset[str] = ASKED,
+    ):
         self.tokenizer, self.limit, self.data = tokenizer, limit, finder.data
-        self.columns = QuestionColumns(
-            finder.setting("prompt_key") or None, finder.setting("label_key") or None, finder.source.path
-        )
+        self.columns = find_question_columns(finder, asked)
+        self.tally: Counter[str] = Counter()
+        """Rows by the data set whose way of writing a worked answer they have."""
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
-        question = question_of(row, origin, self.columns)
+        question, truth = _question(row, origin, self.columns)
+        self.tally[truth.source] += 1
         check_prompt(self.tokenizer, question, self.data)
-        asked = with_system(question, self.data.system)
+        asked = with_format(with_system(question, self.data.system), self.data)
         return [fit_prompt(asked, self.tokenizer, self.limit, self.data.overlong, self.data)]
 
     def found(self) -> str:
-        return "prompts"
+        several = len(self.tally) > 1
+        how = "".join(
+            f", {_WORKED[kind]}" + (f" in {count:,} rows" if several else "") + (f" (as {kind})" if kind else "")
+            for kind, count in sorted(self.tally.items())
+            if kind or several
+        )
+        return f"prompts ({self.columns.told()}{how})"
 
 
-load_prompts = partial(load_rows, PromptSet, PromptRows)
+_WORKED = {"": "whole", GSM8K: f"after its {MARK}", MATH: r"in its last \boxed{}"}
+
+
+def load_prompts(
+    sources: Sequence[Source],
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    advance: Callable[[int], None] = lambda rows: None,
+    opened: Sequence[RowSet] | None = None,
+    *,
+    asked: frozenset[str] = ASKED,
+) -> PromptSet:
+    """The prompts of all sources; `asked` is what the rewards read of a row."""
+    return load_rows(PromptSet, partial(PromptRows, asked=asked), sources, data, tokenizer, limit, advance, opened)
 
 
 def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> None:
@@ -138,25 +225,22 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
         raise Refusal.at(
             question.origin,
             "the prompt is a chat, but the tokenizer has no chat template",
-            "use a model whose tokenizer has one, or put a chat_template.jinja into its folder",
+            "name one with data.template, or use a model whose tokenizer has one",
+        )
+    if question.prompt[-1]["role"] == "assistant":
+        raise Refusal.at(
+            question.origin, "the prompt ends with the assistant, who would answer itself", "mend or remove the row"
         )
     for number, message in enumerate(question.prompt, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refusal.at(
-                question.origin, f"message {number} of the prompt has no role", "write it as {role, content}"
-            )
-        content = message.get("content")
-        if not isinstance(content, str) or not content.strip():
-            raise Refusal.at(
-                question.origin, f"message {number} ({message['role']}) is empty or not text", "mend or remove the row"
-            )
+        refuse_no_content(message, number, question.origin, "mend or remove the row")
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> list[int]:
     """The question as the model sees it, up to where its answer begins."""
     if data is not None and data.template == "none":
         return list(tokenizer(formatted(str(question.prompt[0]["content"]), data.prompt_format))["input_ids"])
-    text = render_prompt(tokenizer, question.prompt, question.origin)
+    text = render_prompt(tokenizer, question.prompt, question.origin, question.tools)
+    refuse_vanished(text, question.prompt, question.tools, question.origin)
     return token_ids(tokenizer, text)
 
 
@@ -184,3 +268,10 @@ def with_system(question: Question, system: str | None) -> Question:
         return question
     opening: list[Message] = [{"role": "system", "content": system}]
     return replace(question, prompt=opening + question.prompt)
+
+
+def with_format(question: Question, data: Data | None) -> Question:
+    """The question in the text of `data.prompt_format`; without a chat template it is written when it is encoded."""
+    if data is None or data.prompt_format is None or data.template == "none":
+        return question
+    return replace(question, prompt=written(question.prompt, data.prompt_format, question.origin))

@@ -2,8 +2,8 @@
 
 Rows and files must have their columns in common, and for each column the kind of its values. Kinds are JSON's (string,
 number, boolean, list, object), also for Arrow columns, so that a parquet file and a jsonl file can be compared. Null
-agrees with every kind; integers and floats are one kind. Only the top level is compared: what a column must hold inside
-is the business of whoever reads that column.
+agrees with every kind; integers and floats are one kind. What belongs to some chats alone, such as tools, may be
+missing. Only the top level is compared: what a column must hold inside is the business of whoever reads that column.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from lockstep.types import Origin, Row
 ColumnKinds = Mapping[str, str]
 
 NULL = "null"
+# Columns that rows may lack, as if they were null: not every chat has tools.
+OPTIONAL = frozenset({"tools", "functions", "parallel_tool_calls", "system", "system_prompt", "input", "history"})
 SHOWN = 10
 _ROWS_AT_ONCE = 1024
 _KINDS = {
@@ -183,7 +185,7 @@ class RowSet:
         self._ends = list(accumulate(part.info.rows for part in self._parts))
         self.files: tuple[FileInfo, ...] = tuple(part.info for part in self._parts)
         self.ignored: tuple[str, ...] = tuple(ignored)
-        self.columns: tuple[str, ...] = tuple(self._parts[0].shape)
+        self.columns: tuple[str, ...] = tuple(dict.fromkeys(name for part in self._parts for name in part.shape))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -296,14 +298,16 @@ def disagreements(groups: Sequence[ShapeGroup], name: Callable[[int], str]) -> l
     `name` says a member to the reader, because every complaint names one that has the norm.
     """
     norm = _usual_columns(groups)
-    kinds = {column: _usual_kind(groups, column) for column in norm.shape}
+    kinds = {column: _usual_kind(groups, column) for group in groups for column in group.shape}
     found = []
     for group in groups:
-        complaints = [f"has the extra column {column!r}" for column in group.shape if column not in norm.shape]
+        complaints = [
+            f"has the extra column {column!r}" for column in group.shape if column not in norm.shape.keys() | OPTIONAL
+        ]
         complaints += [
             f"lacks the column {column!r}, which {name(norm.members[0])} has"
             for column in norm.shape
-            if column not in group.shape
+            if column not in group.shape.keys() | OPTIONAL
         ]
         for column, usual in kinds.items():
             kind = group.shape.get(column, NULL)
@@ -323,9 +327,9 @@ class _Usual:
 def _usual_columns(groups: Sequence[ShapeGroup]) -> ShapeGroup:
     votes: Counter[frozenset[str]] = Counter()
     for group in groups:
-        votes[frozenset(group.shape)] += len(group.members)
+        votes[frozenset(group.shape) - OPTIONAL] += len(group.members)
     winner = votes.most_common(1)[0][0]
-    return next(group for group in groups if group.shape.keys() == winner)
+    return next(group for group in groups if group.shape.keys() - OPTIONAL == winner)
 
 
 def _usual_kind(groups: Sequence[ShapeGroup], column: str) -> _Usual | None:

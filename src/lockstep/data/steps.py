@@ -8,6 +8,7 @@ assistant's turn after the prompt as the user's, or without a chat template a li
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from lockstep.data.chat import check_messages, render_prompt
 from lockstep.data.columns import ColumnFinder, filled
 from lockstep.data.dataset import Kept
-from lockstep.data.dialogue import as_turns
+from lockstep.data.dialogue import Turns, as_turns
 from lockstep.data.encoding import Encoding, as_chat
 from lockstep.data.fit import fit
 from lockstep.data.marks import Marks, parse_labels
+from lockstep.data.step_labels import SHEPHERD, is_rated, rated, shepherd
+from lockstep.data.vanished import refuse_vanished
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin, Probe, Row, Steps
 
@@ -49,6 +52,9 @@ def find_step_columns(finder: ColumnFinder) -> StepColumns:
     text = finder.setting("text_key") or finder.find("prompt_key", TEXTS)
     if label and text:
         return StepColumns(label, text=text)
+    if label and prompt:
+        # PRM800K: a question, and a label that holds the steps with their ratings.
+        return StepColumns(label, prompt=prompt)
     raise finder.unknown(
         "hold the judged steps", "set data.label_key, and data.text_key or data.prompt_key and data.steps_key"
     )
@@ -70,6 +76,7 @@ class StepWriter:
     def chat(self, messages: list[Message], origin: Origin) -> tuple[str, list[int]]:
         """The text of a chat whose last turn holds marked steps, and its tokens."""
         text = render_prompt(self.tokenizer, messages, origin, open_turn=False)
+        refuse_vanished(text, messages, (), origin)
         return text, self._ids(text)
 
     def positions(self, ids: Sequence[int]) -> list[int]:
@@ -94,19 +101,24 @@ class StepRows:
         placeholder: str,
         tokens: Sequence[str],
     ):
-        self.marks = Marks.of(tokenizer, placeholder, tokens)
+        self.marks, self.finder = Marks.of(tokenizer, placeholder, tokens), finder
+        self.tally: Counter[str] = Counter()
         self.columns, self.limit, self.overlong = find_step_columns(finder), limit, finder.data.overlong
         self.encoding = Encoding(tokenizer, finder.data, learned=False)
         self.writer = StepWriter(tokenizer, self.marks)
         if finder.data.system and self.columns.text:
             raise Refusal.at("data.system", "rows of text with placeholders have no place for it", "remove it")
 
+    @property
+    def unusable(self) -> int:
+        return self.tally["unusable"]
+
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Steps] | None]:
-        labels = parse_labels(filled(row, self.columns.label, origin), self.columns.label, self.marks, origin)
-        if self.columns.steps:
-            text, ids = self._from_steps(row, len(labels), origin)
-        else:
-            text, ids = self._from_text(filled(row, self.columns.text, origin), origin)
+        read = self._labelled(row, origin)
+        if read is None:
+            self.tally["unusable"] += 1
+            return [None]
+        labels, text, ids = read
         positions = self.writer.positions(ids)
         self._refuse_mismatch(text, len(positions), len(labels), origin)
         probe = Probe(
@@ -117,11 +129,58 @@ class StepRows:
         fitted = fit_steps(whole, self.limit, self.overlong)
         return [None] if fitted is None else [Kept.of(fitted, fitted is not whole)]
 
+    def _labelled(self, row: Row, origin: Origin) -> tuple[list[tuple[float, ...]], str, list[int]] | None:
+        """The labels, the text and its tokens; None for a row in which nothing is judged."""
+        columns = self.columns
+        value = filled(row, columns.label, origin)
+        if is_rated(value) and not columns.steps:
+            return self._from_ratings(row, value, origin)
+        if not (columns.steps or columns.text):
+            raise Refusal.at(
+                origin,
+                f"{columns.label} has no steps with ratings, as PRM800K has them, and there is no column of steps",
+                "set data.steps_key or data.text_key",
+            )
+        text = filled(row, columns.text, origin) if columns.text else None
+        if isinstance(text, str) and isinstance(value, str) and SHEPHERD in text and not value.lstrip().startswith("["):
+            pieces, verdicts = shepherd(text, value, (columns.text, columns.label), origin)
+            self.tally["Math-Shepherd"] += 1
+            return self._parsed(verdicts, origin), *self._from_text(self.marks.placeholder.join(pieces), origin)
+        labels = parse_labels(value, columns.label, self.marks, origin)
+        if columns.steps:
+            return labels, *self._from_steps(row, len(labels), origin)
+        return labels, *self._from_text(text, origin)
+
+    def _from_ratings(
+        self, row: Row, label: dict[str, Any], origin: Origin
+    ) -> tuple[list[tuple[float, ...]], str, list[int]] | None:
+        key = self.columns.prompt or self.finder.prompt()
+        solution = rated(filled(row, key, origin), label, (key, self.columns.label), origin)
+        if not solution.steps:
+            return None
+        self.tally["PRM800K"] += 1
+        self.tally["others"] += solution.others
+        return self._parsed(solution.verdicts, origin), *self._written(solution.problem, solution.steps, origin)
+
+    def _parsed(self, verdicts: list[int], origin: Origin) -> list[tuple[float, ...]]:
+        return parse_labels(verdicts, self.columns.label, self.marks, origin)
+
     def found(self) -> str:
         columns = self.columns
-        parts = columns.text or f"{columns.prompt}, {columns.steps}"
+        parts = columns.text or ", ".join(key for key in (columns.prompt, columns.steps) if key)
         kind = "texts with a placeholder after each step" if columns.text else "prompts with a list of steps"
-        return f"{kind} ({parts}; verdicts from {columns.label})"
+        how = ""
+        if self.tally["Math-Shepherd"]:
+            how = (
+                f", where it says + or - for {SHEPHERD!r} (Math-Shepherd), which is written {self.marks.placeholder!r}"
+            )
+        if self.tally["PRM800K"]:
+            kind = "rated solutions of PRM800K"
+            others = self.tally["others"]
+            how = f": 1 and 0 are good, -1 is bad; {others:,} completions that were not gone on from are left out"
+        left = f"; {self.unusable:,} rows dropped, in which no step is rated" if self.unusable else ""
+        unread = self.finder.unread(columns.label, columns.text, columns.prompt, columns.steps)
+        return f"{kind} ({parts}; verdicts from {columns.label}{how}{left}){unread}"
 
     def _from_text(self, value: Any, origin: Origin) -> tuple[str, list[int]]:
         turns = as_turns(value, self.columns.text, origin)
@@ -138,6 +197,9 @@ class StepRows:
         if len(steps) != labels:
             raise Refusal.at(origin, f"has {len(steps)} steps and {labels} labels", "give each step its label")
         prompt = as_turns(filled(row, self.columns.prompt, origin), self.columns.prompt, origin)
+        return self._written(prompt, steps, origin)
+
+    def _written(self, prompt: Turns, steps: list[str], origin: Origin) -> tuple[str, list[int]]:
         answer = self.writer.marked(steps)
         if self.encoding.templated or isinstance(prompt, list):
             return self._chat([*as_chat(prompt), {"role": "assistant", "content": answer}], origin)

@@ -1,16 +1,110 @@
-"""Arguments of a chat template, such as `enable_thinking`: `data.template_arguments`."""
+"""The chat template of a run: the tokenizer's own or one that `data.template` names, with its arguments."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import Problem, refuse_all
+from jinja2 import TemplateError
+
+from lockstep.data.chat import encode_spans, render_chat, special_ids
+from lockstep.data.encoding import last_trained
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.recipe.schema import Data
+from lockstep.types import Origin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+KEY = "data.template"
+# Tokens that a template of ours writes; the last one ends a turn.
+TOKENS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> PreTrainedTokenizerBase:
+    """The tokenizer with the template and the arguments of `data`: wherever a chat is rendered, they hold."""
+    if is_named(data):
+        tokenizer.chat_template = template_text(data.template)
+        _refuse_missing_tokens(tokenizer, data.template)
+        end_of_turn(tokenizer, data)
+    return with_arguments(tokenizer, data.template_arguments)
+
+
+def is_named(data: Data) -> bool:
+    """Whether the template is another than the tokenizer's own."""
+    return data.template not in ("auto", "none")
+
+
+def template_text(name: str) -> str:
+    """A template of ours, or the file of one."""
+    if name in TOKENS:
+        return (resources.files("lockstep") / "data" / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    try:
+        text = Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise Refusal.at(f"{KEY} {name}", f"cannot be read: {why}", "give the path of a chat template") from error
+    if not text.strip():
+        raise Refusal.at(f"{KEY} {name}", "is empty", "give the path of a chat template")
+    return text
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
+    """The token that the template of `data` ends an answer with, tried on a chat. None where it need not end with one.
+
+    A run that generates must stop at it, also where the model's own end is another.
+    """
+    if not is_named(data):
+        return None
+    origin = Origin(f"{KEY} {data.template}, tried on a chat of one question:", 0)
+    chat = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]
+    try:
+        example, _ = encode_spans(tokenizer, render_chat(tokenizer, chat, origin), origin)
+    except Refusal as refusal:
+        raise Refusal.at(f"{KEY} {data.template}", refusal.problems[0].why, "mend the template") from refusal
+    except TemplateError as error:
+        raise Refusal.at(f"{KEY} {data.template}", f"is no chat template: {error}", "mend it") from error
+    last = last_trained(example)
+    if last in special_ids(tokenizer):
+        return last
+    if data.require_end:
+        raise Refusal.at(
+            f"{KEY} {data.template}",
+            f"ends an answer with {tokenizer.decode([last])!r}, which is no end token of the tokenizer: the model "
+            "would not learn to stop",
+            _ends_with(tokenizer) + ", or set data.require_end=false",
+        )
+    return None
+
+
+def _refuse_missing_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """A mark that is several tokens here would be spelt out letter by letter, and end nothing."""
+    special = special_ids(tokenizer)
+    missing = [
+        token
+        for token in TOKENS.get(name, ())
+        if len(ids := tokenizer(token, add_special_tokens=False)["input_ids"]) != 1 or ids[0] not in special
+    ]
+    if missing:
+        raise Refusal.at(
+            f"{KEY} {name}",
+            f"writes {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} no special token of the "
+            "tokenizer",
+            f"use a template whose marks it has; a file of your own can work with any: {_ends_with(tokenizer)}",
+        )
+
+
+def _ends_with(tokenizer: PreTrainedTokenizerBase) -> str:
+    token = tokenizer.eos_token
+    return f"end the assistant's turn with {token}" if token else "end the assistant's turn with a special token"
 
 
 def with_arguments(
@@ -18,7 +112,7 @@ def with_arguments(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer, whose template has the arguments set at its beginning: wherever it is rendered, they hold.
 
-    For the run alone: an export has the tokenizer of the model's own folder.
+    For the run alone: an export has the template without them.
     """
     if not arguments:
         return tokenizer

@@ -173,7 +173,10 @@ def _written(settings: Model, out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(out, over=True) as aside:
             yield aside
-            load_tokenizer(settings.path).save_pretrained(aside)
+            tokenizer, template = load_tokenizer(settings.path), aside / "chat_template.jinja"
+            if template.is_file():  # the run's, which takes the place of the model's own
+                tokenizer.chat_template = template.read_text(encoding="utf-8")
+            tokenizer.save_pretrained(aside)
             # Weights are written for their owner alone; an exported model is as open as the other files.
             mode = (aside / "tokenizer_config.json").stat().st_mode
             for file in aside.iterdir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
 from lockstep.errors import Problem
@@ -155,17 +156,23 @@ def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
                 )
 
 
+TEMPLATES = ("auto", "none", "chatml", "llama3", "qwen")
+
+
 def _prompt_format_problems(data: Data) -> Iterator[Problem]:
+    if data.template not in TEMPLATES and not data.template.endswith(".jinja"):
+        near = difflib.get_close_matches(data.template, TEMPLATES, n=1)
+        yield Problem(
+            "data.template",
+            f"{data.template!r} is no template",
+            (f"did you mean {near[0]}? " if near else "") + f"{', '.join(TEMPLATES)}, or the path of a .jinja file",
+        )
     for name in data.template_arguments:
         if not name.isidentifier():
             yield Problem(f"data.template_arguments.{name}", "is no name that a template could read", "letters and _")
     if data.template == "none" and data.template_arguments:
         yield Problem("data.template_arguments", "no chat template is used", "set data.template=auto")
-    if data.prompt_format is None:
-        return
-    if data.template != "none":
-        yield Problem("data.prompt_format", "the chat template writes the prompts", "set data.template=none")
-    if data.prompt_format.count("{}") != 1:
+    if data.prompt_format is not None and data.prompt_format.count("{}") != 1:
         yield Problem("data.prompt_format", f"{data.prompt_format!r} has no one place for the prompt", "write {} once")
 
 

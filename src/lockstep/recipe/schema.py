@@ -256,8 +256,8 @@ class Data(Section):
     messages_key: str | None = Field(None, description="Column of the chat. Default `messages` or `conversations`.")
     prompt_key: str | None = Field(
         None,
-        description="Column of the prompt; dots reach into nested columns (`extra_info.question`). Online: a text or a "
-        "chat, in rows that need not be of the RL schema; default `prompt` of that schema.",
+        description="Column of the prompt, a text or a chat; dots reach into nested columns (`extra_info.question`). "
+        "Default: by the names that rows of other projects have, and `data show` says which.",
     )
     response_key: str | None = Field(None, description="Column of the response; dots as in `prompt_key`.")
     text_key: str | None = Field(None, description="Column of plain text. Default `text`.")
@@ -269,16 +269,18 @@ class Data(Section):
         "`score_rejected`.",
     )
     responses_key: str | None = Field(
-        None, description="Column of a list of responses to rank (`rm`). Default `responses`."
+        None, description="Column of a list of responses to rank. Default `responses` or `completions`."
     )
     scores_key: str | None = Field(
         None,
-        description="Column of their scores, higher is better. Default `scores`; without: best first.",
+        description="Column of their scores, higher is better. Default `scores`, or what responses that are objects "
+        "hold (`overall_score`, `score`, `rating`, `reward`); without: best first.",
     )
     label_key: str | None = Field(
         None,
         description="Column of the verdict (`kto`) or of the verdicts on the steps (`prm`). Default `label`, `labels`. "
-        "Online: of the ground truth; default `reward_model.ground_truth`, and none where `prompt_key` is set.",
+        "Online: of the ground truth; default `reward_model.ground_truth`, or `ground_truth`, `answer` (of which what "
+        "follows its `####` or stands in its `\\boxed{}`), `solution`; none where `prompt_key` is set.",
     )
     steps_key: str | None = Field(None, description="Column of a list of steps (`prm`). Default `completions`.")
     system: str | None = Field(
@@ -286,10 +288,11 @@ class Data(Section):
         description="System message put before rows that have none.",
         effect=Effect("blocks", "prompts begin with another text"),
     )
-    template: Literal["auto", "none"] = Field(
+    template: str = Field(
         "auto",
-        description="`auto` renders prompts with the tokenizer's chat template where it has one; "
-        "`none` joins prompt and response as they are.",
+        description="`auto` renders prompts with the tokenizer's chat template where it has one; `none` joins prompt "
+        "and response as they are; `chatml`, `llama3`, `qwen` (ChatML with tools) or the path of a `.jinja` file is a "
+        "template in place of the tokenizer's. The export has it too.",
         effect=Effect("blocks", "prompts are written in another form"),
     )
     template_arguments: dict[str, bool | int | float | str] = Field(
@@ -299,7 +302,8 @@ class Data(Section):
     )
     prompt_format: str | None = Field(
         None,
-        description="With `template: none`: the text around a prompt, in which `{}` stands for it.",
+        description="The text around a prompt, in which `{}` stands for it; with a chat template inside the user's "
+        "message.",
         effect=Effect("blocks", "prompts are written in another form"),
     )
     require_end: bool = Field(

@@ -11,30 +11,14 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from lockstep.data.truths import last_boxed
 from lockstep.errors import Refusal
 
-# An opening box, an escaped character (which opens and closes nothing), or a brace.
-_TOKEN = re.compile(r"\\f?boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"([-+]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(\.\d+)?|(\d+)/0*([1-9]\d*)|\\frac\{(\d+)\}\{0*([1-9]\d*)\})")
 # A longer answer is compared by its letters alone when votes are counted.
 _LONGEST_VOTE = 1000
 # What math-verify raises when two things have no comparison (a matrix with an interval ...): they are not equal.
 _NOT_COMPARABLE = (TypeError, ValueError, AttributeError, NotImplementedError, ArithmeticError, KeyError, IndexError)
-
-
-def last_boxed(text: str) -> str | None:
-    r"""What stands in the `\boxed{...}` that closes last, braces within it being paired. None without one."""
-    found = None
-    starts: list[int | None] = []
-    for token in _TOKEN.finditer(text):
-        if token.group() == "{":
-            starts.append(None)
-        elif token.group() == "}":
-            start = starts.pop() if starts else None
-            found = found if start is None else text[start : token.start()].strip()
-        elif token.group().endswith("{") and token.group() != r"\{":
-            starts.append(token.end())
-    return found or None
 
 
 def boxed_example(ground_truth: str) -> str:

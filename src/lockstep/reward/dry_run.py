@@ -119,6 +119,8 @@ def _judged(name: str, source: str, trials: Sequence[_Trial], *, say_source: boo
         apart = apart or bool(better)
     if shown is None:
         return f"{where}: no rows to try", []
+    if name != "rule" and not any(trial.question.ground_truth for trial in trials):
+        return f"{where}: empty answer {shown[1]:g}; no ground truth to try a right one with", []
     line = f"{where}: right answer {shown[0]:g}, empty answer {shown[1]:g}"
     if apart or name == "format":
         return line, []
@@ -129,6 +131,8 @@ def _upside_down(source: str, by_part: Sequence[Sequence[_Trial]], weights: Mapp
     """A warning of rows whose empty answer earns more than every answer that may be right."""
     worse: list[tuple[Question, str, float, float]] = []
     for row in zip(*by_part, strict=True):
+        if row and not row[0].question.ground_truth:
+            continue  # nothing that was tried is a right answer
         scored = [trial.scores(name) for trial, name in zip(row, weights, strict=True)]
         parts = list(zip(scored, weights.values(), strict=True))
         empty = sum(weight * score for (score, _), weight in parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from lockstep.data.prompts import check_prompt, prompt_ids, with_system
+from lockstep.data.prompts import check_prompt, prompt_ids, with_format, with_system
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.schema import Data, Recipe
 from lockstep.rollout.collect import Judge
@@ -42,5 +42,5 @@ def encode_questions(
     """`data` says whether a chat template writes the prompts; without it one does."""
     for question in questions:
         check_prompt(tokenizer, question, data)
-    asked = [with_system(question, system) for question in questions]
+    asked = [with_format(with_system(question, system), data) for question in questions]
     return [Prompt(question, prompt_ids(tokenizer, question, data)) for question in asked]

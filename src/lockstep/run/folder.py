@@ -37,6 +37,11 @@ class RunFolder:
         return {last: self.earlier_recipe(last) for last in sorted(int(match[1]) for match in found if match)}
 
     @property
+    def template(self) -> Path:
+        """The chat template of a run that has another than its model's."""
+        return self.path / "chat_template.jinja"
+
+    @property
     def env(self) -> Path:
         return self.path / "env.json"
 

@@ -145,7 +145,7 @@ class Checkpointer:
             end_tokens=run.prepared.end_tokens,
             planned=run.prepared.batches.steps,
             kind=kind_of(run.recipe),
-            files=files_of(run.recipe, position.carried),
+            files=files_of(run.recipe, position.carried, run.folder),
             carried=dict(position.carried),
         )
 

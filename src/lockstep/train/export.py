@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from lockstep.data.template import is_named, template_text
 from lockstep.methods import METHODS
 from lockstep.model.export import export_checkpoint
 from lockstep.recipe import Recipe
@@ -21,10 +22,10 @@ def kind_of(recipe: Recipe) -> str:
     return "policy" if method is None else method.model
 
 
-def files_of(recipe: Recipe, carried: Mapping[str, float]) -> dict[str, str]:
+def files_of(recipe: Recipe, carried: Mapping[str, float], run: RunFolder) -> dict[str, str]:
     """What whoever uses the model must know beside it: `State.files`."""
     method = METHODS.get(recipe.method)
-    files = method.files(recipe) if method else {}
+    files = {**(method.files(recipe) if method else {}), **_template(recipe, run)}
     if kind_of(recipe) == "value" and carried.get("score_std"):
         files[STATS] = json.dumps({"mean": carried["score_mean"], "std": carried["score_std"]})
     return files
@@ -42,9 +43,18 @@ def write_export(
     """The checkpoint as what its method makes, with a card of what its run did; returns what to say of it."""
     state, said = found.state, [f"exported the model to {out}"]
     if not state.kind:  # an earlier version saved it
-        state.kind, state.files = kind_of(recipe), files_of(recipe, state.carried)
+        state.kind, state.files = kind_of(recipe), files_of(recipe, state.carried, run)
     card = card_files(run, state.step, adapter=adapter)
     export_checkpoint(recipe.model, found, out, adapter=adapter, replace=replace, files=card)
     if state.kind == "value" and STATS not in state.files:
         said.append("its scores are not normalised: there were no validation rows (data.val) to take mean and std from")
     return said
+
+
+def _template(recipe: Recipe, run: RunFolder) -> dict[str, str]:
+    """The chat template that the run was trained with, where it is not the model's own."""
+    if not is_named(recipe.data):
+        return {}
+    kept = run.template
+    text = kept.read_text(encoding="utf-8") if kept.is_file() else template_text(recipe.data.template)
+    return {kept.name: text}

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
+from lockstep.data.columns import ColumnFinder
 from lockstep.data.dataset import Dataset, open_sources, rows_taken
 from lockstep.data.own_reader import OwnReader
-from lockstep.data.prompts import RL_SCHEMA, PromptSet, QuestionColumns, load_prompts, read_questions
+from lockstep.data.prompts import PromptSet, find_question_columns, load_prompts, read_questions
 from lockstep.data.read import read_rows
 from lockstep.data.stored import sequences
-from lockstep.data.template import with_arguments
+from lockstep.data.template import end_of_turn, with_template
 from lockstep.data.updates import row_sizes, sequence_counts
 from lockstep.device.base import Device
 from lockstep.doctor.judge_packages import unfit_packages
@@ -30,6 +31,7 @@ from lockstep.parallel.mesh import grid_of, refuse_offload
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.rows import ENGINES
+from lockstep.reward.reads import read_by_rewards
 from lockstep.reward.rules import rule_for, rule_named
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.positions import refuse_moving_positions
@@ -120,7 +122,8 @@ class PreparedOnline(Checked):
 
     @property
     def end_tokens(self) -> list[int]:
-        return sorted(self.recipe.rollout.stop_ids)
+        end = end_of_turn(self.tokenizer, self.recipe.data)
+        return sorted({*self.recipe.rollout.stop_ids, *([] if end is None else [end])})
 
     @property
     def fingerprints(self) -> dict[str, Any]:
@@ -326,7 +329,7 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
         collect(lambda: refuse_absent(recipe.rollout, device))
         collect(lambda: refuse_shared_device(recipe.rollout, device))
     collect.problems += unfit_packages(device.name, Machine())
-    tokenizer = collect(lambda: with_arguments(load_tokenizer(recipe.model.path), recipe.data.template_arguments))
+    tokenizer = collect(lambda: with_template(load_tokenizer(recipe.model.path), recipe.data))
     config = collect(lambda: load_config(recipe.model.path))
     questions = collect(lambda: _questions(recipe))
     if tokenizer is None or config is None:
@@ -373,7 +376,8 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
 def _read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> PromptSet:
     opened = open_sources(recipe.data.taken, recipe.data)
     with console.task("Encoding prompts", sum(map(rows_taken, recipe.data.taken, opened))) as task:
-        return load_prompts(recipe.data.taken, recipe.data, tokenizer, limit, task.advance, opened)
+        asked = read_by_rewards(recipe.reward)
+        return load_prompts(recipe.data.taken, recipe.data, tokenizer, limit, task.advance, opened, asked=asked)
 
 
 def row_limit(recipe: Recipe, config: Any) -> int:
@@ -402,15 +406,15 @@ def _questions(recipe: Recipe) -> list[Question]:
         return []
     paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions
     online, reader = recipe.method in ONLINE, OwnReader.of(recipe.data)
-    questions = [
-        question
-        for path in paths
-        for question in read_questions(
-            read_rows(path, reader=reader),
-            recipe.val.question_rows,
-            QuestionColumns.of(recipe.data, path) if online else RL_SCHEMA,
-        )
-    ]
+    questions: list[Question] = []
+    for path in paths:
+        rows = read_rows(path, reader=reader)
+        columns = None
+        if online:
+            # Asked as the prompts of the run are, whose settings they share.
+            finder = ColumnFinder(Source(path=path), recipe.data, rows.columns)
+            columns = find_question_columns(finder, read_by_rewards(recipe.reward))
+        questions += read_questions(rows, recipe.val.question_rows, columns)
     if recipe.method not in ONLINE:
         # An online run judges them by its own rewards, which are checked when these are opened.
         for source, rule in recipe.val.rules.items():

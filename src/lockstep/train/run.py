@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.data.template import is_named, template_text
 from lockstep.device.base import Device
 from lockstep.model.fingerprint import model_fingerprint
 from lockstep.model.resolve import model_folder
@@ -102,6 +103,8 @@ class Run:
         self, step: int, switches: dict[str, str], fused: dict[str, list[str]], code: dict[str, Any]
     ) -> None:
         self.folder.write_recipe(dump_recipe(self.recipe), step)
+        if is_named(self.recipe.data):
+            self.folder.template.write_text(template_text(self.recipe.data.template), encoding="utf-8")
         self.folder.write_env(
             {
                 "device": self.device.facts(),
@@ -133,7 +136,8 @@ class Run:
         for number, what in ((counts.dropped, "dropped"), (counts.truncated, "truncated")):
             if number:
                 self.console.warn(
-                    f"{number:,} rows over the limit were {what} (data.overlong={self.recipe.data.overlong})"
+                    f"{number:,} rows were {what}: over the limit (data.overlong={self.recipe.data.overlong}), or as "
+                    "the data line says"
                 )
 
     # -- a step

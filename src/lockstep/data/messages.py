@@ -1,0 +1,163 @@
+"""Chats as projects publish them, in one form: messages of role and content, with the calls of tools apart.
+
+ShareGPT's `from` and `value`, its names of roles, contents that are null or lists of text parts, calls whose arguments
+are JSON in a string: templates know none of these, and would drop them or write them down wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.errors import Refusal
+from lockstep.types import Message, Origin
+
+# Names of other projects for the roles that templates know. A call of a tool is a turn of the assistant.
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
+}
+KNOWN = ("system", "developer", "user", "assistant", "tool")
+# Kinds of a part that is text; everything else (image_url, input_audio, video ...) is none.
+TEXT_PARTS = ("text", "input_text", "output_text")
+# Text trained without them would be an answer to something that the model never sees.
+NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
+_CALLS = "tool_calls"
+
+
+def is_message(turn: Any) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("role", turn.get("from")), str)
+
+
+def as_messages(turns: Sequence[Any], origin: Origin) -> list[Message]:
+    """Messages of any of the forms in the one that templates know; `is_message` must hold of each."""
+    return [_message(turn, number, origin) for number, turn in enumerate(turns, 1)]
+
+
+def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
+    if len(turn) == 2 and turn.get("role") in KNOWN and isinstance(turn.get("content"), str):
+        return turn  # most are in this form already
+    # Columns of a table give every message the keys of all of them.
+    said = {key: value for key, value in turn.items() if value is not None}
+    written = said.pop("from", None) if "role" not in said else said["role"]
+    role = ROLES.get(str(written), str(written))
+    if "role" not in said and role not in KNOWN:
+        names = ", ".join(sorted({*ROLES, *KNOWN}))
+        raise Refusal.at(origin, f"message {number} is from {written!r}, which is no known role", f"known are {names}")
+    where = f"message {number} ({role})"
+    refuse_not_text(said, where, origin)
+    content = _content(said.pop("content", said.pop("value", None)), where, origin)
+    calls = [
+        *_list_of(said.pop(_CALLS, None), where, origin),
+        *([said.pop("function_call")] if "function_call" in said else []),
+    ]
+    if written == "function_call":
+        calls, content = _written_calls(content, where, origin), ""
+    found: Message = {**said, "role": role, "content": content}
+    if calls:
+        found[_CALLS] = [_call(call, f"call {i} of {where}", origin) for i, call in enumerate(calls, 1)]
+        found["content"] = "" if content is None else content
+    return found
+
+
+def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
+    """Of a row or a message that has pictures or sound under a key of their own."""
+    for key in NOT_TEXT:
+        if holder.get(key):
+            raise Refusal.at(
+                origin, f"{where} holds something in {key}, and text alone is trained here", "remove the row"
+            )
+
+
+def _content(content: Any, where: str, origin: Origin) -> Any:
+    """The text of a content, also of one in parts; what is neither is left for the check of messages."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else "text" if isinstance(part, str) else None
+        text = part.get("text") if isinstance(part, dict) else part
+        if kind not in TEXT_PARTS or not isinstance(text, str):
+            what = repr(kind) if kind else "no known type"
+            raise Refusal.at(
+                origin, f"{where} holds a part of type {what}, and text alone is trained here", "remove the row"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _list_of(value: Any, where: str, origin: Origin) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise Refusal.at(origin, f"{_CALLS} of {where} is {type(value).__name__}, not a list", "mend or remove the row")
+    return value
+
+
+def _written_calls(content: Any, where: str, origin: Origin) -> list[Any]:
+    """The calls that a message from `function_call` has as JSON: one, or a list of them."""
+    value = _parsed(content, f"{where}, from 'function_call',", origin)
+    return value if isinstance(value, list) else [value]
+
+
+def _call(call: Any, where: str, origin: Origin) -> dict[str, Any]:
+    inner = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
+        raise Refusal.at(origin, f"{where} names no function", 'write it as {"name": ..., "arguments": {...}}')
+    arguments = inner.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, f"the arguments of {where}", origin) if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise Refusal.at(origin, f"the arguments of {where} are no object", "mend or remove the row")
+    outer = {key: value for key, value in call.items() if key in ("id", "type") and value is not None}
+    return {"type": "function", **outer, "function": {"name": inner["name"], "arguments": _of_row(arguments, origin)}}
+
+
+def as_tools(value: Any, key: str, origin: Origin) -> list[dict[str, Any]]:
+    """The tools of a row, as a list or as JSON of one, in the form that templates know; empty without any."""
+    if isinstance(value, str):
+        value = _parsed(value, key, origin) if value.strip() else None
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise Refusal.at(origin, f"{key} is {type(value).__name__}, not a list of tools", "mend or remove the row")
+    return [_tool(tool, f"tool {number} of {key}", origin) for number, tool in enumerate(value, 1)]
+
+
+def _tool(tool: Any, where: str, origin: Origin) -> dict[str, Any]:
+    if isinstance(tool, str):
+        tool = _parsed(tool, where, origin)
+    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
+        raise Refusal.at(origin, f"{where} has no name", 'write it as {"name": ..., "parameters": {...}}')
+    whole = tool if "function" in tool else {"type": "function", "function": tool}
+    found: dict[str, Any] = _of_row(whole, origin)
+    return found
+
+
+def _of_row(value: Any, origin: Origin) -> Any:
+    """Without the nulls that a table puts where another row has a key; in text files a null was written down."""
+    return _without_nulls(value) if origin.file.startswith("hub:") or origin.file.endswith(".parquet") else value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _parsed(text: Any, what: str, origin: Origin) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise Refusal.at(origin, f"{what} should be JSON: {error}", "mend or remove the row") from error

@@ -1,0 +1,380 @@
+"""Rows as their projects publish them, read by `data show` and trained; what is dropped or no text is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from conftest import run, write_jsonl
+from published_rows import EVERY, REWARD, WEATHER, Published, bot, share, user
+
+# One of each kind of method; the others train the same way, once they are read.
+DAILY = ("openai_tools", "ultrafeedback", "math_shepherd", "plain_prompts")
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "1000")
+    return tmp_path
+
+
+def write(case: Published, model: Path) -> Path:
+    write_jsonl(Path(f"{case.name}.jsonl"), case.rows)
+    Path("reward.py").write_text(REWARD)
+    path = Path("recipe.yaml")
+    path.write_text(yaml.safe_dump(case.recipe(f"{case.name}.jsonl", str(model), "runs")))
+    return path
+
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
+def test_data_show_reads_it_and_says_how(case: Published, tiny_folder: Path, capsys: Any) -> None:
+    assert run("data", "show", write(case, tiny_folder), "--rows", 1) == 0
+    told = capsys.readouterr()
+    assert re.findall(r"\[\[(.*?)\]\]", told.out, re.DOTALL) == case.trained
+    assert case.holds in told.out
+    assert case.said in " ".join((told.out + told.err).split())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.name in DAILY else pytest.mark.slow, id=case.name) for case in EVERY],
+)
+def test_it_trains(case: Published, tiny_folder: Path) -> None:
+    assert run("train", write(case, tiny_folder)) == 0
+    lines = [json.loads(line) for line in Path("runs", case.name, "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["step"]] == [1, 2]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+CALLS = [{"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}]
+TOOL_CHAT = [user("Rome?"), {"role": "assistant", "content": None, "tool_calls": CALLS}]
+# A template that knows the roles of user and assistant, and nothing else.
+DEAF = (
+    "{% for m in messages %}{% if m['role'] in ('user', 'assistant') %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "said"),
+    [
+        (
+            {"messages": [user("Rome?"), bot("19")], "tools": [WEATHER]},
+            "auto",
+            "the chat template drops the tools: 'get_weather'",
+        ),
+        (
+            {"messages": TOOL_CHAT},
+            "chatml",
+            "the chat template drops the call of 'get_weather' from what is trained of assistant turn 1",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "Be brief."}, user("a"), bot("b")]},
+            "deaf.jinja",
+            "the chat template drops message 1 (system): 'Be brief.'",
+        ),
+        (
+            # The same words elsewhere are not the system message.
+            {"messages": [{"role": "system", "content": "Be brief."}, user("Say: Be brief."), bot("b")]},
+            "deaf.jinja",
+            "the chat template drops message 1 (system): 'Be brief.'",
+        ),
+        (
+            {"messages": [user("a"), bot("b"), {"role": "tool", "content": "19"}, bot("c")]},
+            "deaf.jinja",
+            "the chat template drops message 3 (tool): '19'",
+        ),
+        (
+            {"messages": [user("a"), bot("b") | {"reasoning_content": "Because."}]},
+            "auto",
+            "the chat template drops the reasoning_content from what is trained of assistant turn 1",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [PICTURE, {"type": "text", "text": "?"}]}, bot("b")]},
+            "auto",
+            "message 1 (user) holds a part of type 'image_url', and text alone is trained here",
+        ),
+        ({"prompt": "a", "response": "b", "images": ["x.png"]}, "auto", "the row holds something in images, and text"),
+        ({"text": "<image> a", "image": "x.png"}, "auto", "the row holds something in image, and text alone"),
+        ({"messages": [user("a") | {"images": ["x"]}, bot("b")]}, "auto", "message 1 (user) holds something in images"),
+        ({"conversations": [share("human", "a"), share("narrator", "b")]}, "auto", "message 2 is from 'narrator'"),
+        (
+            {"messages": [user("a"), bot("b") | {"tool_calls": [{"id": "1"}]}]},
+            "auto",
+            "call 1 of message 2 (assistant)",
+        ),
+        (
+            {"messages": [user("a"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{city"}]}]},
+            "qwen",
+            "the arguments of call 1 of message 2 (assistant) should be JSON",
+        ),
+        ({"messages": TOOL_CHAT, "tools": "[{"}, "qwen", "tools should be JSON"),
+        ({"messages": [user("a"), {"role": "assistant", "content": None}]}, "auto", "message 2 (assistant) is empty"),
+        ({"messages": [user("a"), bot("b") | {"weight": 0.5}]}, "auto", "message 2 has a weight of 0.5"),
+        ({"messages": [user("a"), bot("b") | {"weight": 0}]}, "auto", "no token of the row is trained"),
+        (
+            {"system": "x", "messages": [{"role": "system", "content": "y"}, user("a"), bot("b")]},
+            "auto",
+            "has a system message in system, and another in its chat",
+        ),
+        ({"instruction": "a", "history": ["b"], "output": "c"}, "auto", "history must be a list of [question, answer]"),
+    ],
+)
+def test_what_would_be_lost_is_refused_by_row_and_part(
+    row: dict[str, Any], template: str, said: str, tiny_folder: Path, capsys: Any
+) -> None:
+    Path("deaf.jinja").write_text(DEAF)
+    case = Published("bad", "sft", [row], [], "", {"template": template})
+    assert run("data", "show", write(case, tiny_folder)) != 0
+    told = capsys.readouterr()
+    assert f"bad.jsonl line 1 {said}" in " ".join((told.out + told.err).split())
+
+
+def test_a_prompt_that_loses_its_tools_is_refused(tiny_folder: Path, capsys: Any) -> None:
+    row = {"prompt": [user("Rome?")], "tools": [WEATHER], "ground_truth": "19", "data_source": "x"}
+    more = {"reward": {"function": "reward.py:length"}}
+    assert run("data", "show", write(Published("bad", "grpo", [row], [], "", {}, more), tiny_folder)) != 0
+    told = capsys.readouterr()
+    assert "bad.jsonl line 1 the chat template drops the tools" in " ".join(told.err.split())
+
+
+def test_nulls_of_a_table_are_no_arguments(tmp_path: Path, tiny_folder: Path, capsys: Any) -> None:
+    """A parquet column gives every call the arguments of all of them; in a text file a null was written down."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def chat(**arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"messages": [user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+    case = Published("nulls", "sft", [chat(x="1", y=None)], [], "", {"template": "qwen"})
+    assert run("data", "show", write(case, tiny_folder)) == 0
+    assert '"arguments": {"x": "1", "y": null}' in capsys.readouterr().out
+    pq.write_table(pa.Table.from_pylist([chat(x="1"), chat(y="2")]), "nulls.parquet")
+    assert run("data", "show", "recipe.yaml", "data.train=nulls.parquet") == 0
+    shown = capsys.readouterr().out
+    assert '"arguments": {"x": "1"}' in shown
+    assert '"arguments": {"y": "2"}' in shown
+
+
+def test_a_call_that_is_written_but_not_trained_is_refused(tiny_folder: Path, capsys: Any) -> None:
+    markers = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\\n{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] }}<|im_end|>{% endgeneration %}{{ m['tool_calls'] | tojson if m['tool_calls'] }}\\n{% else %}"
+        "{{ m['content'] }}<|im_end|>\\n{% endif %}{% endfor %}"
+    )
+    Path("markers.jinja").write_text(markers)
+    case = Published("bad", "sft", [{"messages": TOOL_CHAT}], [], "", {"template": "markers.jinja"})
+    assert run("data", "show", write(case, tiny_folder)) != 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "drops the call of 'get_weather' from what is trained of assistant turn 1" in told
+
+
+def test_a_system_column_beside_whole_chats(tiny_folder: Path, capsys: Any) -> None:
+    """Before the prompt that the responses begin with, and before the one that a column names."""
+    pair = {"chosen": [user("a?"), bot("b")], "rejected": [user("a?"), bot("c")], "system": "Be brief."}
+    for row in (pair, {"prompt": "a?", **pair}):
+        assert run("data", "show", write(Published("pairs", "dpo", [row], [], ""), tiny_folder)) == 0
+        shown = capsys.readouterr().out
+        assert shown.count("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na?<|im_end|>") == 2
+        assert "system message from system" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("worked", "value", "source"),
+    [
+        ("2+2=4\n#### 4", "4", "openai/gsm8k"),
+        ("so\n#### -1,234.5 ", "-1234.5", "openai/gsm8k"),
+        ("#### red, green", "red, green", "openai/gsm8k"),
+        # A heading of markdown is no answer.
+        ("#### Step 1\nAdd them.\nIt is 4", "#### Step 1\nAdd them.\nIt is 4", ""),
+        ("It is $\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}", "lighteval/MATH"),
+        (" 42 ", "42", ""),
+        ("####", "####", ""),
+    ],
+)
+def test_the_end_of_a_worked_answer(worked: str, value: str, source: str) -> None:
+    from lockstep.data.truths import Truth, final_answer
+
+    assert final_answer(worked) == Truth(value, source)
+
+
+def test_what_some_chats_alone_have_may_be_missing_from_the_others(tiny_folder: Path, capsys: Any) -> None:
+    """In lines of one file and in files read together; another column that is missing is still refused."""
+    chat = {"messages": [user("Rome?"), bot("19")]}
+    with_tools = chat | {"tools": [WEATHER]}
+    case = Published("some", "sft", [chat, with_tools, chat], [], "", {"template": "qwen"})
+    assert run("data", "show", write(case, tiny_folder), "--rows", 3) == 0
+    assert capsys.readouterr().out.count("<tools>") == 1
+    Path("many").mkdir()
+    write_jsonl(Path("many/a.jsonl"), [chat, chat])
+    write_jsonl(Path("many/b.jsonl"), [with_tools])
+    assert run("data", "show", "recipe.yaml", "data.train=many", "--rows", 3) == 0
+    assert capsys.readouterr().out.count("<tools>") == 1
+    write_jsonl(Path("some.jsonl"), [with_tools, chat | {"tools": "[]"}, with_tools])
+    assert run("data", "show", "recipe.yaml") != 0
+    assert "column 'tools' is a string here and a list in line 1" in capsys.readouterr().err
+    write_jsonl(Path("some.jsonl"), [chat, chat | {"other": 1}, chat])
+    assert run("data", "show", "recipe.yaml") != 0
+    assert "has the extra column 'other'" in capsys.readouterr().err
+
+
+# -- templates ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_named_template_trains_a_tokenizer_without_one_and_is_exported(tiny_folder: Path, tmp_path: Path) -> None:
+    """Its end token, which is not the model's own, ends the answers of the exported model."""
+    import shutil
+
+    from transformers import AutoTokenizer, GenerationConfig
+
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_folder, bare)
+    (bare / "chat_template.jinja").unlink()
+    (bare / "generation_config.json").write_text('{"eos_token_id": 258}')
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps({**config, "eos_token_id": 258}))
+    assert AutoTokenizer.from_pretrained(bare).chat_template is None
+    case = Published("named", "sft", [{"messages": [user("a"), bot("b")]}], [], "", {"template": "chatml"})
+    assert run("train", write(case, bare)) == 0
+    export = Path("runs/named/export")
+    exported = AutoTokenizer.from_pretrained(export)
+    assert exported.apply_chat_template([user("a")], tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ends = GenerationConfig.from_pretrained(export).eos_token_id
+    assert exported.convert_tokens_to_ids("<|im_end|>") in (ends if isinstance(ends, list) else [ends])
+    assert Path("runs/named/chat_template.jinja").is_file()
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "llama3",
+            "data.template llama3 writes <|begin_of_text|>, <|start_header_id|>, <|end_header_id|>, <|eot_id|>",
+        ),
+        ("missing.jinja", "data.template missing.jinja cannot be read"),
+        ("endless.jinja", r"data.template endless.jinja ends an answer with '5', which is no end token"),
+        ("broken.jinja", "data.template broken.jinja "),
+        ("silent.jinja", "data.template silent.jinja the chat template drops or changes assistant turn 1"),
+        ("chatlm", "data.template 'chatlm' is no template"),
+    ],
+)
+def test_a_template_that_cannot_work_is_refused_before_any_row(
+    template: str, said: str, tiny_folder: Path, capsys: Any
+) -> None:
+    Path("endless.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    Path("broken.jinja").write_text("{% for m in messages %}{{ m['content'] }}")
+    Path("silent.jinja").write_text("{% for m in messages %}{{ m['role'] }}<|im_end|>{% endfor %}")
+    case = Published("rows", "sft", [{"messages": [user("a"), bot("b")]}], [], "", {"template": template})
+    assert run("data", "show", write(case, tiny_folder)) != 0
+    told = capsys.readouterr()
+    assert said in " ".join((told.out + told.err).split())
+
+
+def test_llama3_renders_what_its_tokenizers_know() -> None:
+    """Token by token, in a tokenizer with the marks of Llama 3."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from lockstep.data.chat import encode_spans, render_chat
+    from lockstep.data.messages import as_messages
+    from lockstep.data.template import TOKENS, end_of_turn, with_template
+    from lockstep.model.tiny import byte_vocabulary
+    from lockstep.recipe.schema import Data
+    from lockstep.types import Origin
+
+    core = Tokenizer(models.BPE(byte_vocabulary(), []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<|begin_of_text|>", extra_special_tokens=list(TOKENS["llama3"])
+    )
+    data, origin = Data(train="x", template="llama3"), Origin("x", 0)
+    with_template(tokenizer, data)
+    chat = as_messages([*TOOL_CHAT, {"role": "tool", "content": "19"}, bot("19 degrees")], origin)
+    spans = render_chat(tokenizer, chat, origin, [{"type": "function", "function": WEATHER}])
+    assert [spans.text[start:end] for start, end in spans.trained] == [
+        '{"name": "get_weather", "parameters": {"city": "Rome"}}<|eot_id|>',
+        "19 degrees<|eot_id|>",
+    ]
+    assert spans.text.startswith("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n")
+    assert "<|start_header_id|>ipython<|end_header_id|>\n\n19<|eot_id|>" in spans.text
+    example, _ = encode_spans(tokenizer, spans, origin)
+    assert list(example.ids).count(tokenizer.convert_tokens_to_ids("<|eot_id|>")) == 5
+    assert end_of_turn(tokenizer, data) == tokenizer.convert_tokens_to_ids("<|eot_id|>")
+
+
+# -- what is asked of a row --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "asked"),
+    [
+        ("return len(solution_str)", set()),
+        ("return float(ground_truth in solution_str)", {"ground_truth"}),
+        ("return float(data_source == 'a' and ground_truth in solution_str)", {"ground_truth", "data_source"}),
+        ("return judge(**locals())", {"ground_truth", "data_source"}),
+    ],
+)
+def test_rows_are_asked_for_what_the_function_reads(body: str, asked: set[str]) -> None:
+    from lockstep.recipe.online import Reward
+    from lockstep.reward.reads import read_by_rewards
+
+    head = "def f(data_source, solution_str, ground_truth, extra_info):\n    "
+    Path("f.py").write_text(head + body)
+    assert read_by_rewards(Reward(function="f.py:f")) == asked
+    assert read_by_rewards(Reward(function="f.py:f", weights={"rule": 1, "function": 1})) == {
+        "ground_truth",
+        "data_source",
+    }
+    Path("g.py").write_text("def f(solution_str, **more):\n    return more['ground_truth'] == solution_str")
+    assert read_by_rewards(Reward(function="g.py:f")) == {"ground_truth", "data_source"}
+    Path("g.py").write_text("def f(solution_str, **more):\n    return len(solution_str)")
+    assert read_by_rewards(Reward(function="g.py:f")) == set()
+    assert read_by_rewards(Reward(remote="http://localhost:1")) == set()
+    assert read_by_rewards(Reward()) == {"ground_truth", "data_source"}
+    assert read_by_rewards(Reward(weights={"rule": 0})) == set()
+
+
+@pytest.mark.parametrize(
+    ("row", "reward", "said"),
+    [
+        ({"prompt": "a"}, {}, "cannot tell which columns hold the ground truth, which the rewards read"),
+        ({"prompt": "a", "data_source": "x"}, {"function": "reads.py:f"}, "hold the ground truth, which the rewards"),
+        (
+            {"prompt": "a", "reward_model": {"style": "rule"}},
+            {},
+            "bad.jsonl line 1 has no 'reward_model.ground_truth'",
+        ),
+        ({"prompt": "a", "reward_model": {"ground_truth": "1"}}, {}, "bad.jsonl line 1 has no 'data_source'"),
+        ({"prompt": "a", "answer": " "}, {"function": "reads.py:f"}, "bad.jsonl line 1 answer is empty"),
+        ({"text": "a"}, {"function": "reward.py:length"}, "cannot tell which columns hold the prompts"),
+    ],
+)
+def test_what_a_reward_reads_is_asked_for(
+    row: dict[str, Any], reward: dict[str, Any], said: str, tiny_folder: Path, capsys: Any
+) -> None:
+    Path("reads.py").write_text(
+        "def f(data_source, solution_str, ground_truth, extra_info):\n    return float(ground_truth in solution_str)"
+    )
+    case = Published("bad", "grpo", [row], [], "", {}, {"reward": reward})
+    assert run("data", "show", write(case, tiny_folder)) != 0
+    told = capsys.readouterr()
+    assert said in " ".join((told.out + told.err).split())
+
+
+def test_a_schema_without_ground_truths_is_read_where_nothing_reads_them(tiny_folder: Path, capsys: Any) -> None:
+    rows = [{"prompt": [user("a")], "reward_model": {"style": "model", "ground_truth": None}}]
+    case = Published("bare", "grpo", rows, [], "", {}, {"reward": {"function": "reward.py:length"}})
+    assert run("data", "show", write(case, tiny_folder)) == 0
+    assert "bare.jsonl, no ground truth" in capsys.readouterr().out
