@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
@@ -32,6 +31,7 @@ from lockstep.errors import Refusal
 from lockstep.functions import given, located, own_function
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe.schema import Data
+from lockstep.run.output import write
 from lockstep.types import Origin, Row
 
 KEY, TIME, MEMORY = "data.reader", "data.reader_limit", "data.reader_memory_gb"
@@ -68,9 +68,8 @@ def read_own(path: str, reader: OwnReader) -> RowSet:
     try:
         return _row_set(path, reader, _in_process(path, reader))
     except Disturbed as first:
-        print(
-            f"{first.problems[0].where}: {first.problems[0].why}; it is started once more", file=sys.stderr, flush=True
-        )
+        (problem,) = first.problems
+        write(f"{problem.where}: {problem.why}; it is started once more", error=True)
     return _row_set(path, reader, _in_process(path, reader))
 
 
