@@ -237,6 +237,11 @@ def test_runs_are_laid_over_each_other(page: Page) -> None:
     told = page.at_step("critic/score/mean", 1)
     assert told["long"] == pytest.approx(reward(int(told["step"])))
     assert told["short"] == pytest.approx(min(told["step"], 40) / 40)
+    # What a log scale cannot show is said.
+    page.click("#log")
+    page.until(
+        "document.querySelector('[data-metric=\"critic/score/mean\"] .odd-note').innerText.includes('0 or less')"
+    )
     # What is no number is said, and marked in the chart.
     page.open("#run=short")
     page.wait_for_chart("actor/entropy")

@@ -17,7 +17,7 @@ from lockstep.view.curves import Curves, smoothed, thinned
 from lockstep.view.files import Missing, open_inside
 from lockstep.view.lines import BLOCK, first_of_step, last_line, line_at, lines_from, parsed, step_of, whole_end
 from lockstep.view.recipes import flat, recipe_of
-from lockstep.view.runs import find_runs, held_locks, summary
+from lockstep.view.runs import Shelf, find_runs, held_locks, summary
 from lockstep.view.samples import PAGE, Filter, in_all_steps, of_step, whole
 from view_runs import metric_line, sample, write_run
 
@@ -340,6 +340,19 @@ def test_runs_are_found_and_links_out_are_not_followed(tmp_path: Path) -> None:
         "running": False,
         "report": False,
     }
+
+
+def test_the_list_follows_files_that_change(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3, {"train/loss": float})
+    shelf = Shelf(tmp_path)
+    assert [one["step"] for one in shelf.listed()["runs"]] == [3]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(metric_line(4, {"train/loss": 0.5}))
+    (run / "recipe.yaml").write_text("method: dpo\n")
+    (told,) = shelf.listed()["runs"]
+    assert (told["step"], told["value"], told["method"]) == (4, 0.5, "dpo")
+    write_run(tmp_path / "later", 1, {})
+    assert [one["run"] for one in shelf.listed()["runs"]] == ["later", "run"]
 
 
 def test_files_outside_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
