@@ -145,6 +145,17 @@ def test_a_long_response_is_cut_in_a_list_and_whole_alone(tmp_path: Path) -> Non
             whole(file, told["offset"] + 5)
 
 
+def test_damaged_lines_at_the_ends_hide_no_step(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text("what\n" + "".join(json.dumps(sample(step)) + "\n" for step in (4, 5)) + "{\n[]\n")
+    with path.open("rb") as file:
+        told = of_step(file, Filter(), None, None)
+        assert (told["first"], told["last"], told["step"], told["before"]) == (4, 5, 5, 4)
+        assert [one["step"] for one in told["samples"]] == [5]
+        everything = in_all_steps(file, Filter(), 0)["samples"]
+        assert [one.get("step") for one in everything] == [None, 4, 5, None, None], "and they are told of"
+
+
 def test_a_line_without_end_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"step": 1}')
