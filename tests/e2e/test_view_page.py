@@ -61,6 +61,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"critic/score/mean": lambda step: step / 40, "actor/entropy": lambda step: odd.get(step, 1.0)},
         lr=3e-4,
     )
+    extremes = {"huge": lambda step: 1.7e308 * (-1) ** step, "tiny": lambda step: 5e-324, "zero": lambda step: 0.0}
+    write_run(
+        root / "extremes",
+        12,
+        {**extremes, "large": lambda step: 1e17 + 16 * step, "__proto__": float, "constructor": float},
+    )
     write_run(root / HOSTILE.replace("/", "|"), 2, {"critic/score/mean": float}, method=HOSTILE.replace("/", "|")[:20])
     return root
 
@@ -176,7 +182,7 @@ class Page:
 def test_lists_the_runs_and_draws_the_chosen_one(page: Page) -> None:
     page.wait_for_chart()
     names = page.tell("[...document.querySelectorAll('button[data-run]')].map((one) => one.dataset.run)")
-    assert names == [HOSTILE.replace("/", "|"), "long", "short"]
+    assert names == [HOSTILE.replace("/", "|"), "extremes", "long", "short"]
     assert "step 5,000 of 5,000" in page.text("button[data-run=long]")
     assert page.text("h1") == "long"
     assert page.tell("window.hacked") is None
@@ -237,6 +243,11 @@ def test_runs_are_laid_over_each_other(page: Page) -> None:
     told = page.at_step("critic/score/mean", 1)
     assert told["long"] == pytest.approx(reward(int(told["step"])))
     assert told["short"] == pytest.approx(min(told["step"], 40) / 40)
+    # What a log scale cannot show is said.
+    page.click("#log")
+    page.until(
+        "document.querySelector('[data-metric=\"critic/score/mean\"] .odd-note').innerText.includes('0 or less')"
+    )
     # What is no number is said, and marked in the chart.
     page.open("#run=short")
     page.wait_for_chart("actor/entropy")
@@ -245,6 +256,16 @@ def test_runs_are_laid_over_each_other(page: Page) -> None:
     assert page.tell("document.querySelectorAll('[data-metric=\"actor/entropy\"] path.odd').length") == 2
     path = "document.querySelector('[data-metric=\"actor/entropy\"] path.curve').getAttribute('d')"
     assert page.tell(f"{path}.split('M').length - 1") == 2, "no line over the gap"
+
+
+def test_the_largest_and_smallest_numbers_are_drawn(page: Page) -> None:
+    page.open("#run=extremes")
+    page.until("document.querySelectorAll('path.curve').length === 6")
+    assert page.at_step("huge", 4)["extremes"] == 1.7e308
+    page.tell("document.getElementById('log').click()")
+    page.browser.settle()
+    assert "NaN" not in page.tell("[...document.querySelectorAll('svg.chart')].map((one) => one.outerHTML).join()")
+    assert "0 or less" in page.text("[data-metric=zero] .odd-note")
 
 
 def test_curves_grow_while_a_run_is_going(page: Page, runs: Path) -> None:

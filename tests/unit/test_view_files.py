@@ -17,7 +17,7 @@ from lockstep.view.curves import Curves, smoothed, thinned
 from lockstep.view.files import Missing, open_inside
 from lockstep.view.lines import BLOCK, first_of_step, last_line, line_at, lines_from, parsed, step_of, whole_end
 from lockstep.view.recipes import flat, recipe_of
-from lockstep.view.runs import find_runs, held_locks, summary
+from lockstep.view.runs import Shelf, find_runs, held_locks, summary
 from lockstep.view.samples import PAGE, Filter, in_all_steps, of_step, whole
 from view_runs import metric_line, sample, write_run
 
@@ -143,6 +143,17 @@ def test_a_long_response_is_cut_in_a_list_and_whole_alone(tmp_path: Path) -> Non
         assert whole(file, told["offset"])["response"] == long
         with pytest.raises(Missing, match="no response begins there"):
             whole(file, told["offset"] + 5)
+
+
+def test_damaged_lines_at_the_ends_hide_no_step(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text("what\n" + "".join(json.dumps(sample(step)) + "\n" for step in (4, 5)) + "{\n[]\n")
+    with path.open("rb") as file:
+        told = of_step(file, Filter(), None, None)
+        assert (told["first"], told["last"], told["step"], told["before"]) == (4, 5, 5, 4)
+        assert [one["step"] for one in told["samples"]] == [5]
+        everything = in_all_steps(file, Filter(), 0)["samples"]
+        assert [one.get("step") for one in everything] == [None, 4, 5, None, None], "and they are told of"
 
 
 def test_a_line_without_end_is_not_there(tmp_path: Path) -> None:
@@ -340,6 +351,19 @@ def test_runs_are_found_and_links_out_are_not_followed(tmp_path: Path) -> None:
         "running": False,
         "report": False,
     }
+
+
+def test_the_list_follows_files_that_change(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3, {"train/loss": float})
+    shelf = Shelf(tmp_path)
+    assert [one["step"] for one in shelf.listed()["runs"]] == [3]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(metric_line(4, {"train/loss": 0.5}))
+    (run / "recipe.yaml").write_text("method: dpo\n")
+    (told,) = shelf.listed()["runs"]
+    assert (told["step"], told["value"], told["method"]) == (4, 0.5, "dpo")
+    write_run(tmp_path / "later", 1, {})
+    assert [one["run"] for one in shelf.listed()["runs"]] == ["later", "run"]
 
 
 def test_files_outside_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:

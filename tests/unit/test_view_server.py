@@ -6,6 +6,7 @@ import fnmatch
 import http.client
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import pytest
 
@@ -205,6 +206,22 @@ def test_the_command_starts_without_what_is_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "transformers", "pydantic", "numpy", "asyncio"}
     assert not heavy & {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    write_run(tmp_path / "one", 2, {"train/loss": float})
+    command = [sys.executable, "-m", "lockstep", "view", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"1 run in {tmp_path}\n"
+        parts = urlsplit(process.stdout.readline().strip())
+        connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=HANG)
+        connection.request("GET", f"{parts.path}api/runs")
+        assert [run["run"] for run in json.loads(connection.getresponse().read())["runs"]] == ["one"]
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=HANG)
+    assert (process.returncode, error) == (0, "")
 
 
 def test_the_folder_and_the_port_are_checked_first(tmp_path: Path, server: PageServer) -> None:

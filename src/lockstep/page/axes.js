@@ -40,12 +40,10 @@ function clip(id, box) {
 function valueScale(span, log, [bottom, top], wanted = 5) {
   const known = span ?? (log ? [0.1, 1] : [0, 1]);
   const flat = known[0] === known[1];
-  const range =
-    log && !flat
-      ? [known[0] * 0.92, known[1] * 1.08]
-      : log
-        ? [known[0] / 2, known[0] * 2]
-        : padded(known, flat ? 0.5 : 0.06);
+  const [down, up] = flat ? [0.5, 2] : [0.92, 1.08];
+  const range = log
+    ? [Math.max(Number.MIN_VALUE, known[0] * down), Math.min(Number.MAX_VALUE, known[1] * up)]
+    : padded(known, flat ? 0.5 : 0.06);
   const y = (log ? logarithmic : linear)(range, [bottom, top]);
   return { y, marked: log ? logTicks(range) : ticks(range, wanted) };
 }

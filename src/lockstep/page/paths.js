@@ -1,8 +1,10 @@
 // From values to places on the screen, and to the path data of lines and areas.
 
+/** In halves: the difference of the largest numbers there are is no number. */
 function linear([low, high], [from, to]) {
-  const scale = (value) => from + ((value - low) / (high - low || 1)) * (to - from);
-  scale.invert = (place) => low + ((place - from) / (to - from)) * (high - low);
+  const half = high / 2 - low / 2;
+  const scale = (value) => from + ((value / 2 - low / 2) / (half || 0.5)) * (to - from);
+  scale.invert = (place) => low + ((place - from) / (to - from)) * half * 2;
   return scale;
 }
 
@@ -12,8 +14,8 @@ function logarithmic([low, high], range) {
 }
 
 function padded([low, high], part) {
-  const room = (high - low) * part || Math.abs(high) * part || 1;
-  return [low - room, high + room];
+  const room = (high / 2 - low / 2) * (2 * part) || Math.abs(high) * part || 1;
+  return [Math.max(-Number.MAX_VALUE, low - room), Math.min(Number.MAX_VALUE, high + room)];
 }
 
 /** Path data of a line; a missing value breaks it, a lonely point becomes a dot. */

@@ -99,18 +99,22 @@ function columnsOf(steps, x, from, to, width) {
 
 /** Round numbers that cover a range. */
 function ticks([low, high], wanted) {
-  const rough = (high - low) / wanted;
+  const rough = high / wanted - low / wanted;
   if (!(rough > 0)) return [low];
   const unit = 10 ** Math.floor(Math.log10(rough));
   const size = unit * ([1, 2, 5].find((factor) => factor * unit >= rough) ?? 10);
+  // A range of the smallest numbers there are has no room for marks.
+  if (!(size > 0)) return [low];
+  const first = Math.ceil(low / size - 1e-9);
   const found = [];
-  for (let i = Math.ceil(low / size - 1e-9); i * size <= high + 1e-9 * size; i++) found.push(i * size);
+  // Counted: among the largest whole numbers one more is the same number.
+  for (let n = 0; n <= 4 * wanted && first + n <= high / size + 1e-9; n++) found.push((first + n) * size);
   return found;
 }
 
 /** Powers of ten, and 2 and 5 times them where there are few. */
 function logTicks([low, high]) {
-  const decades = Math.log10(high / low);
+  const decades = Math.log10(high) - Math.log10(low);
   if (decades < 0.7) return ticks([low, high], 4);
   const factors = decades < 3 ? [1, 2, 5] : [1];
   const stride = Math.max(1, Math.ceil(decades / 8));

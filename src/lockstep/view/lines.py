@@ -7,11 +7,13 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, BinaryIO, NamedTuple
 
 BLOCK = 1 << 16
 LONGEST_LINE = 1 << 25
 """Bytes of a line that are parsed: 32 MB. A longer one is told of, not shown."""
+MOST_DAMAGED = 50
 
 _STEP = re.compile(rb'\{"step": (-?\d{1,18})[,}]')
 
@@ -79,6 +81,21 @@ def step_of(content: bytes | None) -> int | None:
         return int(found[1])
     step = (parsed(content) or {}).get("step")
     return step if isinstance(step, int) else None
+
+
+def edge_steps(file: BinaryIO) -> tuple[int | None, int | None]:
+    """The first and the last step of a file; damaged lines at its ends are passed over, some of them."""
+    first = (step_of(line.content) for line in islice(lines_from(file, 0), MOST_DAMAGED))
+    return next((step for step in first if step is not None), None), _last_step(file)
+
+
+def _last_step(file: BinaryIO) -> int | None:
+    line = last_line(file)
+    for _ in range(MOST_DAMAGED):
+        if line is None or (step := step_of(line.content)) is not None:
+            return None if line is None else step
+        line = line_before(file, line.start)
+    return None
 
 
 def first_of_step(file: BinaryIO, step: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ def recipe_of(root: Path, run: Path) -> dict[str, Any]:
     return told
 
 
-@lru_cache(64)
 def loaded(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_LOADER)

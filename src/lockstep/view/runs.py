@@ -16,7 +16,12 @@ from lockstep.view.recipes import MOST_BYTES, loaded
 
 DEEPEST = 3
 MOST_RUNS = 2_000
+MOST_FOLDERS = 5_000
 LOOK_AGAIN_SECONDS = 1.0
+
+
+Known = dict[Path, tuple[tuple[tuple[int, int, int], ...], dict[str, Any]]]
+"""What was read of a run, and of which state of its files."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,15 @@ def find_runs(root: Path) -> FoundRuns:
     runs: dict[str, Path] = {}
     left_out: list[str] = []
 
+    looked = 0
+
     def look(folder: Path, depth: int) -> None:
+        nonlocal looked
+        looked += 1
+        if looked > MOST_FOLDERS:
+            if looked == MOST_FOLDERS + 1:
+                left_out.append(f"what is beyond the first {MOST_FOLDERS:,} folders")
+            return
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError:
@@ -65,17 +78,29 @@ def _is_run(folder: Path) -> bool:
     return os.path.isfile(own.recipe) or os.path.isfile(own.metrics)
 
 
-def summary(root: Path, name: str, path: Path, locks: frozenset[tuple[int, int]]) -> dict[str, Any]:
-    """A run in the list: method, model, how far it is, whether a process works in it, and its first figures."""
+def summary(
+    root: Path, name: str, path: Path, locks: frozenset[tuple[int, int]], known: Known | None = None
+) -> dict[str, Any]:
+    """A run in the list: method, model, how far it is, whether a process works in it, and its first figure. `known` is
+    what was read before of files that may not have changed."""
     folder = RunFolder(path)
-    told: dict[str, Any] = {
+    files = [folder.recipe, folder.metrics]
+    signs = tuple(_sign(file) for file in files)
+    known = {} if known is None else known
+    if path not in known or known[path][0] != signs:
+        known[path] = (signs, _read(root, folder))
+    return {
         "run": name,
         "running": _held(root, folder, locks),
-        "written": max((_written(file) for file in (folder.metrics, folder.recipe)), default=0.0),
-        "samples": folder.samples.is_file(),
-        "report": (path / "report.html").is_file(),
-        "problem": None,
+        "written": max(sign[0] / 1e9 for sign in signs),
+        "samples": os.path.isfile(folder.samples),
+        "report": os.path.isfile(path / "report.html"),
+        **known[path][1],
     }
+
+
+def _read(root: Path, folder: RunFolder) -> dict[str, Any]:
+    told: dict[str, Any] = {"problem": None}
     try:
         if folder.recipe.is_file():
             told |= _from_recipe(loaded(read_small(root, folder.recipe, MOST_BYTES)))
@@ -88,11 +113,13 @@ def summary(root: Path, name: str, path: Path, locks: frozenset[tuple[int, int]]
     return told
 
 
-def _written(file: Path) -> float:
+def _sign(file: Path) -> tuple[int, int, int]:
+    """Another one whenever the file was written."""
     try:
-        return file.stat().st_mtime
+        facts = file.stat()
     except OSError:
-        return 0.0
+        return 0, 0, 0
+    return facts.st_mtime_ns, facts.st_size, facts.st_ino
 
 
 def _from_recipe(recipe: Any) -> dict[str, Any]:
@@ -143,6 +170,7 @@ class Shelf:
         self.root = Path(os.path.realpath(root))
         self._found: FoundRuns | None = None
         self._looked = 0.0
+        self._known: Known = {}
 
     def found(self) -> FoundRuns:
         """As they are now."""
@@ -160,5 +188,5 @@ class Shelf:
 
     def listed(self) -> dict[str, Any]:
         found, locks = self.found(), held_locks()
-        runs = [summary(self.root, name, path, locks) for name, path in found.runs.items()]
+        runs = [summary(self.root, name, path, locks, self._known) for name, path in found.runs.items()]
         return {"folder": str(self.root), "runs": runs, "left_out": list(found.left_out), "first": first_metrics()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from lockstep.view.files import Missing
-from lockstep.view.lines import first_of_step, last_line, line_at, line_before, lines_from, parsed, step_of, whole_end
+from lockstep.view.lines import edge_steps, first_of_step, line_at, line_before, lines_from, parsed, step_of, whole_end
 
 SCAN_SECONDS = 0.3
 """How long one request searches before it answers with what it found."""
@@ -64,8 +64,7 @@ def _texts(sample: dict[str, Any]) -> list[str]:
 
 def of_step(file: BinaryIO, wanted: Filter, step: int | None, start: int | None) -> dict[str, Any]:
     """Responses of `step`, or of the last one where it is None, and the steps before and after it that have any."""
-    last = last_line(file)
-    at = step if step is not None else (step_of(last.content) if last else None)
+    at = step if step is not None else edge_steps(file)[1]
     if at is None:
         return {**in_all_steps(file, wanted, 0), "step": None, "before": None, "after": None}
     first, behind = first_of_step(file, at), first_of_step(file, at + 1)
@@ -84,8 +83,7 @@ def in_all_steps(file: BinaryIO, wanted: Filter, start: int) -> dict[str, Any]:
 
 def _found(file: BinaryIO, wanted: Filter, at: int, end: int) -> dict[str, Any]:
     """Responses from the byte `at` on. `next` is where the search goes on, null at the end."""
-    edges = (line_at(file, 0), last_line(file))
-    first, last = (step_of(edge.content) if edge else None for edge in edges)
+    first, last = edge_steps(file)
     deadline = time.monotonic() + SCAN_SECONDS
     samples: list[dict[str, Any]] = []
     more = False

@@ -25,7 +25,8 @@ function drawMetric(root, name, curves, domain, settings) {
   const box = { left: EDGE.left, right: width - EDGE.right, top: EDGE.top, bottom: height - EDGE.bottom };
   const spread = domain[0] === domain[1] ? padded(domain, 0.02) : domain;
   const x = linear(spread, [box.left, box.right]);
-  const { y, marked } = valueScale(spanOf(curves, settings.log), settings.log, [box.bottom, box.top], 4);
+  const wanted = height > 250 ? 7 : 4;
+  const { y, marked } = valueScale(spanOf(curves, settings.log), settings.log, [box.bottom, box.top], wanted);
   const id = `clip-${(charts += 1)}`;
   const picture = svg("svg", {
     class: "chart",

@@ -151,12 +151,13 @@ function makeCurves(root) {
       card.domain = domain;
       latest.replaceChildren(...latestOf(card.curves));
       latest.classList.toggle("several", card.curves.length > 1);
-      note.textContent = oddNote(card.curves);
-      note.hidden = note.textContent === "";
       card.draw();
     };
     card.draw = () => {
       if (card.curves === null || card.domain === null) return;
+      const remarks = [oddNote(card.curves), settings.log ? logNote(card.curves) : ""];
+      note.textContent = remarks.filter((text) => text !== "").join("; ");
+      note.hidden = note.textContent === "";
       const height = CHART_HEIGHT[card.large ? "large" : "small"];
       card.drawing = drawMetric(plot, name, card.curves, card.domain, { log: settings.log, height });
       followPointer(
@@ -321,6 +322,11 @@ function latestOf(curves) {
       show(value),
     );
   });
+}
+
+function logNote(curves) {
+  const some = curves.some((curve) => curve.values.some((value) => value <= 0));
+  return some ? "values of 0 or less are not on a log scale" : "";
 }
 
 function oddNote(curves) {

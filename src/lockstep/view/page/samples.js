@@ -144,7 +144,8 @@ function makeSamples(root) {
     asking = new AbortController();
     shown = [];
     place.next = null;
-    await goOn();
+    if (infoOf(state.run)?.samples) await goOn();
+    else nothing();
   }
 
   /** Asks on until some more responses are found, or all of them are. */
@@ -179,7 +180,7 @@ function makeSamples(root) {
   }
 
   function noSamples() {
-    if (infoOf(state.run)?.samples) return "samples.jsonl cannot be shown.";
+    if (infoOf(state.run)?.samples) return "The responses of this run cannot be shown.";
     return "This run stored no responses (log.samples; offline methods have none).";
   }
 

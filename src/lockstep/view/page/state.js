@@ -43,11 +43,17 @@ function infoOf(run) {
   return state.listed?.runs.find((one) => one.run === run) ?? null;
 }
 
+/** The one that was written last, which is what a reader who names none comes for. */
+function newestRun() {
+  const newest = (best, one) => (best === null || one.written > best.written ? one : best);
+  return state.listed.runs.reduce(newest, null)?.run ?? null;
+}
+
 function readAddress() {
   const told = new URLSearchParams(location.hash.slice(1));
   const known = (run) => infoOf(run) !== null;
   const run = told.get("run");
-  state.run = run !== null && known(run) ? run : (state.listed.runs[0]?.run ?? null);
+  state.run = run !== null && known(run) ? run : newestRun();
   state.beside = told
     .getAll("with")
     .filter(known)
