@@ -83,5 +83,7 @@ def _asked(request: urllib.request.Request) -> int | str:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
+    except urllib.error.URLError as error:
+        return first_line(error.reason) if isinstance(error.reason, Exception) else str(error.reason)
     except (OSError, ValueError) as error:
         return first_line(error)
