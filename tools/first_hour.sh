@@ -15,7 +15,8 @@ say() { printf '\n== %s\n' "$*"; }
 parts() { python "$here/first_hour.py" "$@"; }
 # A server in the background, and the link in what it prints.
 start() { "$@" >server.log 2>&1 & server=$!; link=$(parts link server.log "$server") || { cat server.log; exit 1; }; }
-stop() { kill -INT "$server"; wait "$server" || true; server=; }
+# TERM and not INT, which a shell has its background commands ignore.
+stop() { kill "$server"; wait "$server" || true; server=; }
 
 say "1. what is here: lockstep --version, doctor, recipes"
 lockstep --version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from conftest import write_jsonl
 from hang import HANG
 from lockstep.cli import main
 from lockstep.model.tiny import write_tiny
+from lockstep.recipe.load import builtin_names, load_recipe
 
 SUMS = {"2+3?": "#### 5", "7+6?": "#### 13", "4+4?": "#### 8", "9+1?": "#### 10"}
 VERBS = ("train", "plan", "recipes", "tiny", "generate", "eval", "sample", "pairs", "export", "import-gguf", "data")
@@ -105,6 +107,27 @@ def narrow(text: str, *long_words: object) -> bool:
 
 
 # -- without a model ---------------------------------------------------------------------------------------------------
+
+
+def test_the_version_by_every_door(command: Callable[..., Done]) -> None:
+    import lockstep as package
+
+    assert command("--version").out == f"lockstep {package.__version__}\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep.cli", "--version"], capture_output=True, text=True, check=True, timeout=HANG
+    )
+    assert done.stdout == f"lockstep {package.__version__}\n"
+
+
+def test_the_list_of_recipes_fits_and_those_of_one_data_set_agree_on_its_folder(command: Callable[..., Done]) -> None:
+    listed = command("recipes").out
+    assert narrow(listed)
+    assert len(re.findall(r"^[a-z]+-[a-z0-9-]+  ", listed, re.MULTILINE)) == len(builtin_names())
+    for name in (one for one in builtin_names() if "gsm8k" in one):
+        recipe = load_recipe(name)
+        assert [source.path for source in recipe.data.train] == ["data/gsm8k/train.parquet"]
+        assert recipe.val.questions == "data/gsm8k/test.parquet"
+        assert "lockstep data gsm8k data/gsm8k " in command("recipes", name).out
 
 
 def test_help_lists_the_verbs_and_imports_nothing_heavy() -> None:

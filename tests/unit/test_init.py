@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lockstep.cli import main
-from lockstep.commands.init import Choice, needs_teacher, rewarded, write_recipe
+from lockstep.commands.init import Wishes, needs_teacher, rewarded, write_recipe
 from lockstep.errors import Refusal
 from lockstep.recipe.load import load_recipe
 from lockstep.recipe.methods import OFFLINE, ONLINE
@@ -18,8 +18,8 @@ from lockstep.recipe.methods import OFFLINE, ONLINE
 OFF = re.compile(r"^( *)#(\w+:)", re.MULTILINE)
 
 
-def choice(method: str, *, more: bool) -> Choice:
-    return Choice(
+def wishes(method: str, *, more: bool) -> Wishes:
+    return Wishes(
         method,
         "my-model",
         "rows: 1.jsonl",  # a name that YAML would read as something else
@@ -33,7 +33,7 @@ def choice(method: str, *, more: bool) -> Choice:
 @pytest.mark.parametrize("method", [*OFFLINE, *ONLINE])
 def test_every_method_gets_a_recipe_that_passes(tmp_path: Path, method: str, more: bool) -> None:
     file = tmp_path / "my recipe.yaml"
-    write_recipe(file, choice(method, more=more))
+    write_recipe(file, wishes(method, more=more))
     text = file.read_text(encoding="utf-8")
     recipe = load_recipe(str(file))
     assert (recipe.method, recipe.model.path, recipe.run.name) == (method, "my-model", "my-recipe")
@@ -50,7 +50,7 @@ def test_every_method_gets_a_recipe_that_passes(tmp_path: Path, method: str, mor
 
 
 def test_every_key_has_its_meaning_above_it(tmp_path: Path) -> None:
-    write_recipe(tmp_path / "r.yaml", choice("ppo", more=True))
+    write_recipe(tmp_path / "r.yaml", wishes("ppo", more=True))
     lines = (tmp_path / "r.yaml").read_text(encoding="utf-8").splitlines()
     keys = [number for number, line in enumerate(lines) if re.match(r" *#?\w+: \S", line)]
     assert len(keys) > 15
@@ -62,19 +62,19 @@ def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("mine")
     with pytest.raises(Refusal, match="exists, and is not overwritten"):
-        write_recipe(file, choice("sft", more=False))
+        write_recipe(file, wishes("sft", more=False))
     assert file.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     ("chosen", "where"),
     [
-        (Choice("stf", "m", "d"), "did you mean sft"),
-        (Choice("distill", "m", "d"), "needs a teacher"),
-        (Choice("sft", "m", "d", reward="r.py:f"), "reads no reward"),
+        (Wishes("stf", "m", "d"), "did you mean sft"),
+        (Wishes("distill", "m", "d"), "needs a teacher"),
+        (Wishes("sft", "m", "d", reward="r.py:f"), "reads no reward"),
     ],
 )
-def test_what_cannot_be_is_refused_and_leaves_no_file(tmp_path: Path, chosen: Choice, where: str) -> None:
+def test_what_cannot_be_is_refused_and_leaves_no_file(tmp_path: Path, chosen: Wishes, where: str) -> None:
     with pytest.raises(Refusal, match=where):
         write_recipe(tmp_path / "r.yaml", chosen)
     assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
+from pydantic import BaseModel
 
 from lockstep.errors import Problem, Refusal, refuse_all, unwritten
 from lockstep.recipe.load import checked_recipe, described_keys, value_text
@@ -34,7 +35,7 @@ WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Choice:
+class Wishes:
     """What was chosen; `reward` is a function of the user's, `teacher` a model folder."""
 
     method: str
@@ -57,7 +58,14 @@ class Key(NamedTuple):
 def needs_teacher(method: str) -> bool:
     if method in ONLINE:
         return not rewarded(method)
-    return "distill" in OFFLINE[method].sections
+    # One of its own groups of keys has a place for it.
+    return any("teacher" in _group(name).model_fields for name in OFFLINE[method].sections)
+
+
+def _group(name: str) -> type[BaseModel]:
+    group: Any = Recipe.model_fields[name].annotation
+    assert issubclass(group, BaseModel)
+    return group
 
 
 def check_method(method: str) -> str:
@@ -78,7 +86,7 @@ def asked(
     val: str | None,
     reward: str | None,
     teacher: str | None,
-) -> Choice:
+) -> Wishes:
     """What was given, and on a terminal what the user answers to the rest."""
     _refuse_taken(file)
     if not sys.stdin.isatty():
@@ -101,7 +109,7 @@ def asked(
         reward = _ask("your reward function, as file.py:name (nothing: a rule)", "") or None
     if teacher is None and needs_teacher(method) and sys.stdin.isatty():
         teacher = _ask("teacher: the folder of a model")
-    return Choice(method, model, train, val, reward, teacher)
+    return Wishes(method, model, train, val, reward, teacher)
 
 
 def _ask(question: str, usual: str | None = None) -> str:
@@ -119,25 +127,25 @@ def _refuse_taken(file: Path) -> None:
         raise Refusal.at(file, "exists, and is not overwritten", "name another file: lockstep init FILE.yaml")
 
 
-def write_recipe(file: Path, choice: Choice) -> list[str]:
+def write_recipe(file: Path, wishes: Wishes) -> list[str]:
     """Write the recipe, which is checked first, to a new file; returns lines that say what comes next."""
-    check_method(choice.method)
-    if choice.teacher is None and needs_teacher(choice.method):
-        raise Refusal.at("--teacher", f"method {choice.method} needs a teacher", "the folder of a model")
-    if choice.reward is not None and not rewarded(choice.method):
-        raise Refusal.at("--reward", f"method {choice.method} reads no reward", "leave it out")
-    keys = _keys(choice, _run_name(file))
+    check_method(wishes.method)
+    if wishes.teacher is None and needs_teacher(wishes.method):
+        raise Refusal.at("--teacher", f"method {wishes.method} needs a teacher", "the folder of a model")
+    if wishes.reward is not None and not rewarded(wishes.method):
+        raise Refusal.at("--reward", f"method {wishes.method} reads no reward", "leave it out")
+    keys = _keys(wishes, _run_name(file))
     checked_recipe(_values(keys))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as opened:
-            opened.write(_text(choice, keys))
+            opened.write(_text(wishes, keys))
     except FileExistsError:
         _refuse_taken(file)
         raise
     except OSError as error:
         raise unwritten(file, error) from error
-    return _next(file, choice)
+    return _next(file, wishes)
 
 
 def _run_name(file: Path) -> str:
@@ -148,22 +156,22 @@ def _run_name(file: Path) -> str:
     return kept.lstrip("._-") or "run"
 
 
-def _keys(choice: Choice, name: str) -> list[Key]:
-    online = choice.method in ONLINE
+def _keys(wishes: Wishes, name: str) -> list[Key]:
+    online = wishes.method in ONLINE
     # The method's own values, so that the recipe says what would hold without it.
-    own = Recipe.model_validate({**method_defaults(choice.method), "model": {"path": "x"}, "data": {"train": "x"}})
+    own = Recipe.model_validate({**method_defaults(wishes.method), "model": {"path": "x"}, "data": {"train": "x"}})
     keys = [
-        Key("method", choice.method),
+        Key("method", wishes.method),
         Key("run.name", name),
         Key("run.steps", 200) if online else Key("run.epochs", 1, more="Or `steps: N`."),
-        Key("model.path", choice.model),
+        Key("model.path", wishes.model),
         Key("model.dtype", "fp32", more="`bf16` on most accelerators."),
         Key("model.lora", {"rank": 16}, off=True, more="With a learning rate ten times as high or more."),
-        Key("data.train", choice.train),
+        Key("data.train", wishes.train),
     ]
     if not online:
         keys += [
-            Key("data.val", choice.val or "val.jsonl", off=choice.val is None),
+            Key("data.val", wishes.val or "val.jsonl", off=wishes.val is None),
             Key("data.max_tokens", 1024, off=True, more="With `overlong: drop` or `truncate_right`."),
             Key("batch.rows_per_update", own.batch.rows_per_update),
         ]
@@ -175,12 +183,12 @@ def _keys(choice: Choice, name: str) -> list[Key]:
         Key("optim.schedule", own.optim.schedule),
         Key("optim.warmup", 0.03),
     ]
-    keys += _of_method(choice, own)
-    keys.append(Key("val.every", 50, off=choice.val is None))
+    keys += _of_method(wishes, own)
+    keys.append(Key("val.every", 50, off=wishes.val is None))
     if online:
         keys += [
-            Key("val.questions", choice.val or "val.parquet", off=choice.val is None),
-            Key("val.max_new_tokens", own.rollout.max_tokens, off=choice.val is None),
+            Key("val.questions", wishes.val or "val.parquet", off=wishes.val is None),
+            Key("val.max_new_tokens", own.rollout.max_tokens, off=wishes.val is None),
         ]
     keys += [
         Key("checkpoint.every", 50),
@@ -189,26 +197,26 @@ def _keys(choice: Choice, name: str) -> list[Key]:
     return keys
 
 
-def _of_method(choice: Choice, own: Recipe) -> list[Key]:
+def _of_method(wishes: Wishes, own: Recipe) -> list[Key]:
     """Keys of the groups that only some methods read."""
-    if choice.method in OFFLINE:
-        sections = OFFLINE[choice.method].sections
+    if wishes.method in OFFLINE:
+        sections = OFFLINE[wishes.method].sections
         found = [Key("preference.beta", own.preference.beta)] if "preference" in sections else []
-        if "distill" in sections:
+        if needs_teacher(wishes.method):
             found += [
-                Key("distill.teacher", choice.teacher),
+                Key("distill.teacher", wishes.teacher),
                 Key("distill.temperature", own.distill.temperature),
                 Key("distill.coefficient", own.distill.coefficient),
             ]
         return found
     found = [Key(f"rollout.{name}", getattr(own.rollout, name)) for name in ("n", "max_tokens", "temperature")]
-    if rewarded(choice.method):
+    if rewarded(wishes.method):
         found += [
-            Key("reward.function", choice.reward or "reward.py:score", off=choice.reward is None),
+            Key("reward.function", wishes.reward or "reward.py:score", off=wishes.reward is None),
             Key("reward.rules", {"my/source": "math"}, off=True),
         ]
-    if needs_teacher(choice.method):
-        found.append(Key("algorithm.kl.reference", choice.teacher))
+    if needs_teacher(wishes.method):
+        found.append(Key("algorithm.kl.reference", wishes.teacher))
     elif own.algorithm.kl.where != "none":
         found.append(Key("algorithm.kl.coefficient", own.algorithm.kl.coefficient))
     if estimator_row(own.algorithm.advantage).critic:
@@ -228,11 +236,11 @@ def _values(keys: Sequence[Key]) -> dict[str, Any]:
     return values
 
 
-def _text(choice: Choice, keys: Sequence[Key]) -> str:
+def _text(wishes: Wishes, keys: Sequence[Key]) -> str:
     meanings = described_keys()
     lines = [
-        f"# {choice.method}: {TASKS[choice.method]}." if choice.method in TASKS else f"# {choice.method}.",
-        f"# `lockstep recipes {choice.method}` prints what the method sets; keys here replace it.",
+        f"# {wishes.method}: {TASKS[wishes.method]}." if wishes.method in TASKS else f"# {wishes.method}.",
+        f"# `lockstep recipes {wishes.method}` prints what the method sets; keys here replace it.",
         "# Lines with `#` before a key are off: take the mark away to use them.",
     ]
     # A group without a value would be no group.
@@ -255,9 +263,9 @@ def _text(choice: Choice, keys: Sequence[Key]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _next(file: Path, choice: Choice) -> list[str]:
-    named = [("model.path", choice.model), ("data.train", choice.train), ("validation rows", choice.val)]
-    named += [("teacher", choice.teacher), ("reward", (choice.reward or "").rpartition(":")[0] or None)]
+def _next(file: Path, wishes: Wishes) -> list[str]:
+    named = [("model.path", wishes.model), ("data.train", wishes.train), ("validation rows", wishes.val)]
+    named += [("teacher", wishes.teacher), ("reward", (wishes.reward or "").rpartition(":")[0] or None)]
     absent = [f"{what} {path}" for what, path in named if path and _looks_local(path) and not Path(path).exists()]
     lines = [f"wrote {file}"]
     lines += [f"not there yet: {one}" for one in absent]

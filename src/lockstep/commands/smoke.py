@@ -82,9 +82,10 @@ class Smoke:
         if lora is not None and lora["adapter"] is not None:
             self.said.append(("model.lora", "a new adapter of rank 4"))
             lora.update(adapter=None, rank=lora["rank"] or 4)
-        if local_folder(self.given.model.path) is None and "prm" in values:
+        judging = values.get("prm")
+        if judging and local_folder(self.given.model.path) is None:
             # The tiny model's tokens are bytes.
-            values["prm"].update(placeholder="@", tokens=["+", "-"])
+            judging.update(placeholder="@", tokens=["+", "-"])
         self._beside("preference", "reference", lambda: str(model))
         self._beside("critic", "path", lambda: str(model))
         self._beside("distill", "teacher", self._teacher)
