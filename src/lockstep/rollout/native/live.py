@@ -148,8 +148,10 @@ class LiveEngine:
     def _alike(self, samples: Sequence[LiveSample]) -> Runner | None:
         """The runner with recorded passes for these, where there can be one."""
         engine = self.engine
+        if not engine.device.graph_capture:
+            return None
         ways = {_way(sample) for sample in samples}
-        if not engine.device.graph_capture or len(ways) != 1 or None in ways:
+        if len(ways) != 1 or None in ways:
             return None
         (way,) = ways
         assert way is not None
