@@ -31,7 +31,7 @@ from lockstep.run.caches import cache_home
 from lockstep.run.files import ASIDE
 
 FORMAT = 1
-_MAGIC = b"lockstep rows, encoded\n"
+_MAGIC = b"lockstep rows, encoded.\n"  # with the checksum a multiple of eight, so that what follows is aligned
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
 # Keys that say which rows are read, when and how often, or how: none of them changes what a row becomes.
 _NOT_ASKED = {
