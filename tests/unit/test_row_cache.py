@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from conftest import chat_rows, write_jsonl
-from hang import HANG
+from hang import HANG, wait_until
 from lockstep.data import cache, parts, read
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.dataset import Dataset, LoadedRows, load_rows
@@ -462,10 +462,7 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     process = forked(run)
     process.join(HANG)
     assert process.exitcode == -signal.SIGKILL
-    end = time.monotonic() + HANG
-    while any(running(path.name) for path in tmp_path.iterdir()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: not any(running(path.name) for path in tmp_path.iterdir()))
 
 
 def running(pid: str) -> bool:

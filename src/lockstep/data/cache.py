@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1
-_MAGIC = b"lockstep rows, encoded\n"
+_MAGIC = b"lockstep rows, encoded.\n"  # with the checksum a multiple of eight, so that what follows is aligned
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
 # Keys that say which rows are read, when and how often, or how: none of them changes what a row becomes.
 _NOT_ASKED = {

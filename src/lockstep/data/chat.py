@@ -196,7 +196,7 @@ def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], train
     for ended, token in enumerate(ids):
         if token in facts.special and trained[ended]:
             after = ended + 1
-            while after < len(ids) and trained[after] and facts.blank(ids[after]):
+            while after < len(ids) and trained[after] and facts.blank(tokenizer, ids[after]):
                 trained[after] = 0
                 after += 1
 

@@ -5,7 +5,6 @@ Of a call on one row's text, transformers' own work takes as long as a quarter o
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -57,14 +56,16 @@ class TokenFacts:
     """What is asked of a tokenizer's vocabulary for every row."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._decode = lru_cache(maxsize=4096)(lambda token: tokenizer.decode([token]))
         added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special = frozenset(added | set(tokenizer.all_special_ids))
         self.size = len(tokenizer)
+        self._blank: dict[int, bool] = {}
 
-    def blank(self, token: int) -> bool:
+    def blank(self, tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
         """Whether nothing is seen of the token."""
-        return not self._decode(token).strip()
+        if token not in self._blank:
+            self._blank[token] = not tokenizer.decode([token]).strip()
+        return self._blank[token]
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedTokenizerBase, TokenFacts] = WeakKeyDictionary()
