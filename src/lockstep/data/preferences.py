@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from lockstep.errors import Refusal
 from lockstep.types import Example, Origin, Probe, Ranking, Row
 
 Read = Literal["response", "score"]
+_BY = "by "
 SCORES_OF_PAIR = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
 
 
@@ -97,13 +99,21 @@ class RankingRows:
     ):
         self.columns, self.limit, self.overlong = find_ranking_columns(finder), limit, finder.data.overlong
         self.read, self.several, self.finder = read, several, finder
-        self.alike = self.unusable = self.passed_over = 0
-        self.scored_by = ""
+        self.tally: Counter[str] = Counter()
         self.encode = ResponseEncoder(Encoding(tokenizer, finder.data, learned=read == "response"))
 
     @property
     def split_rows(self) -> int:
         return self.encode.split_rows
+
+    @property
+    def unusable(self) -> int:
+        return self.tally["all equal"]
+
+    @property
+    def scored_by(self) -> str:
+        """Where the scores of listed responses stand; empty where their order says it all."""
+        return next((key.removeprefix(_BY) for key in self.tally if key.startswith(_BY)), "")
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Ranking] | None]:
         columns = self.columns
@@ -128,15 +138,16 @@ class RankingRows:
         columns = self.columns
         if not columns.responses:
             return pair_of(row, columns, origin)
-        scored, self.scored_by = listed_responses(row, columns, origin)
+        scored, scored_by = listed_responses(row, columns, origin)
         names, responses = scored.names, scored.responses
-        if self.scored_by:
-            self.alike += scored.alike if len(responses) > 1 else 0
+        if scored_by:
+            self.tally[_BY + scored_by] += 1
+            self.tally["alike"] += scored.alike if len(responses) > 1 else 0
             if len(responses) < 2:
-                self.unusable += 1
+                self.tally["all equal"] += 1
                 return None
             if not self.several and len(responses) > 2:
-                self.passed_over += len(responses) - 2
+                self.tally["passed over"] += len(responses) - 2
                 return [names[0], names[-1]], [responses[0], responses[-1]]
         elif len(responses) > 2 and not self.several:
             raise Refusal.at(
@@ -147,10 +158,12 @@ class RankingRows:
         return names, responses
 
     def _told_of_scores(self) -> str:
-        best = f"; the best against the worst, {self.passed_over:,} others left out" if self.passed_over else ""
-        alike = f"; {self.alike:,} responses left out, whose score another has too" if self.alike else ""
-        equal = f"; {self.unusable:,} rows dropped, whose scores are all equal" if self.unusable else ""
-        return best + alike + equal
+        told = {
+            "passed over": "the best against the worst, {:,} others left out",
+            "alike": "{:,} responses left out, whose score another has too",
+            "all equal": "{:,} rows dropped, whose scores are all equal",
+        }
+        return "".join(f"; {said.format(self.tally[key])}" for key, said in told.items() if self.tally[key])
 
     def found(self) -> str:
         return self._found() + self.finder.unread(*self.columns.names)

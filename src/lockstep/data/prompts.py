@@ -173,21 +173,21 @@ class PromptRows:
     ):
         self.tokenizer, self.limit, self.data = tokenizer, limit, finder.data
         self.columns = find_question_columns(finder, asked)
-        self.kinds: Counter[str] = Counter()
+        self.tally: Counter[str] = Counter()
         """Rows by the data set whose way of writing a worked answer they have."""
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
         question, truth = _question(row, origin, self.columns)
-        self.kinds[truth.source] += 1
+        self.tally[truth.source] += 1
         check_prompt(self.tokenizer, question, self.data)
         asked = with_format(with_system(question, self.data.system), self.data)
         return [fit_prompt(asked, self.tokenizer, self.limit, self.data.overlong, self.data)]
 
     def found(self) -> str:
-        several = len(self.kinds) > 1
+        several = len(self.tally) > 1
         how = "".join(
             f", {_WORKED[kind]}" + (f" in {count:,} rows" if several else "") + (f" (as {kind})" if kind else "")
-            for kind, count in sorted(self.kinds.items())
+            for kind, count in sorted(self.tally.items())
             if kind or several
         )
         return f"prompts ({self.columns.told()}{how})"
