@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Read = Literal["response", "score"]
-# Of the tally: rows whose responses are ordered by scores that stand there.
-BY = "by "
+_BY = "by "
 SCORES_OF_PAIR = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
 
 
@@ -110,12 +109,12 @@ class RankingRows:
 
     @property
     def unusable(self) -> int:
-        return self.tally["unusable"]
+        return self.tally["all equal"]
 
     @property
-    def _scored_by(self) -> str:
-        """Where the scores of a list stand; empty where its order says it all."""
-        return next((key.removeprefix(BY) for key, _ in self.tally.most_common() if key.startswith(BY)), "")
+    def scored_by(self) -> str:
+        """Where the scores of listed responses stand; empty where their order says it all."""
+        return next((key.removeprefix(_BY) for key in self.tally if key.startswith(_BY)), "")
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Ranking] | None]:
         columns = self.columns
@@ -140,13 +139,13 @@ class RankingRows:
         columns = self.columns
         if not columns.responses:
             return pair_of(row, columns, origin)
-        scored, by = listed_responses(row, columns, origin)
+        scored, scored_by = listed_responses(row, columns, origin)
         names, responses = scored.names, scored.responses
-        if by:
-            self.tally[BY + by] += 1
+        if scored_by:
+            self.tally[_BY + scored_by] += 1
             self.tally["alike"] += scored.alike if len(responses) > 1 else 0
             if len(responses) < 2:
-                self.tally["unusable"] += 1
+                self.tally["all equal"] += 1
                 return None
             if not self.several and len(responses) > 2:
                 self.tally["passed over"] += len(responses) - 2
@@ -160,11 +159,12 @@ class RankingRows:
         return names, responses
 
     def _told_of_scores(self) -> str:
-        others, alike = self.tally["passed over"], self.tally["alike"]
-        best = f"; the best against the worst, {others:,} others left out" if others else ""
-        same = f"; {alike:,} responses left out, whose score another has too" if alike else ""
-        equal = f"; {self.unusable:,} rows dropped, whose scores are all equal" if self.unusable else ""
-        return best + same + equal
+        told = {
+            "passed over": "the best against the worst, {:,} others left out",
+            "alike": "{:,} responses left out, whose score another has too",
+            "all equal": "{:,} rows dropped, whose scores are all equal",
+        }
+        return "".join(f"; {said.format(self.tally[key])}" for key, said in told.items() if self.tally[key])
 
     def found(self) -> str:
         return self._found() + self.finder.unread(*self.columns.names)

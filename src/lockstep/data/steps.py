@@ -116,7 +116,7 @@ class StepRows:
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Steps] | None]:
         read = self._labelled(row, origin)
         if read is None:
-            self.tally["unusable"] += 1
+            self.tally["unrated"] += 1
             return [None]
         labels, text, ids = read
         positions = self.writer.positions(ids)
@@ -144,7 +144,7 @@ class StepRows:
         text = filled(row, columns.text, origin) if columns.text else None
         if isinstance(text, str) and isinstance(value, str) and SHEPHERD in text and not value.lstrip().startswith("["):
             pieces, verdicts = shepherd(text, value, (columns.text, columns.label), origin)
-            self.tally["Math-Shepherd"] += 1
+            self.tally["shepherd"] += 1
             return self._parsed(verdicts, origin), *self._from_text(self.marks.placeholder.join(pieces), origin)
         labels = parse_labels(value, columns.label, self.marks, origin)
         if columns.steps:
@@ -158,26 +158,30 @@ class StepRows:
         solution = rated(filled(row, key, origin), label, (key, self.columns.label), origin)
         if not solution.steps:
             return None
-        self.tally["PRM800K"] += 1
+        self.tally["rated"] += 1
         self.tally["others"] += solution.others
         return self._parsed(solution.verdicts, origin), *self._written(solution.problem, solution.steps, origin)
 
     def _parsed(self, verdicts: list[int], origin: Origin) -> list[tuple[float, ...]]:
         return parse_labels(verdicts, self.columns.label, self.marks, origin)
 
+    @property
+    def unusable(self) -> int:
+        return self.tally["unrated"]
+
     def found(self) -> str:
         columns = self.columns
         parts = columns.text or ", ".join(key for key in (columns.prompt, columns.steps) if key)
         kind = "texts with a placeholder after each step" if columns.text else "prompts with a list of steps"
         how = ""
-        if self.tally["Math-Shepherd"]:
+        if self.tally["shepherd"]:
             how = (
                 f", where it says + or - for {SHEPHERD!r} (Math-Shepherd), which is written {self.marks.placeholder!r}"
             )
-        if self.tally["PRM800K"]:
+        if self.tally["rated"]:
             kind = "rated solutions of PRM800K"
-            others = self.tally["others"]
-            how = f": 1 and 0 are good, -1 is bad; {others:,} completions that were not gone on from are left out"
+            others = f"{self.tally['others']:,} completions that were not gone on from are left out"
+            how = f": 1 and 0 are good, -1 is bad; {others}"
         left = f"; {self.unusable:,} rows dropped, in which no step is rated" if self.unusable else ""
         unread = self.finder.unread(columns.label, columns.text, columns.prompt, columns.steps)
         return f"{kind} ({parts}; verdicts from {columns.label}{how}{left}){unread}"
