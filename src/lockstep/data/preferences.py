@@ -173,7 +173,7 @@ class RankingRows:
         columns = self.columns
         prompt = (columns.prompt or "the prompt is what the responses begin with") + columns.beside.told()
         if columns.responses:
-            order = f"by {self._scored_by}" if self._scored_by else "best first"
+            order = f"by {self.scored_by}" if self.scored_by else "best first"
             return f"rankings ({prompt}, {columns.responses}; {order}{self._told_of_scores()})"
         margin = columns.margin or " - ".join(columns.scores_of_pair or ())
         if self.read == "score":

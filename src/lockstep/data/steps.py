@@ -109,10 +109,6 @@ class StepRows:
         if finder.data.system and self.columns.text:
             raise Refusal.at("data.system", "rows of text with placeholders have no place for it", "remove it")
 
-    @property
-    def unusable(self) -> int:
-        return self.tally["unusable"]
-
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Steps] | None]:
         read = self._labelled(row, origin)
         if read is None:
