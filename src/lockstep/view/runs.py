@@ -20,7 +20,7 @@ MOST_FOLDERS = 5_000
 LOOK_AGAIN_SECONDS = 1.0
 
 
-RememberedRuns = dict[Path, tuple[tuple[tuple[int, int, int], ...], dict[str, Any]]]
+ReadBefore = dict[Path, tuple[tuple[tuple[int, int, int], ...], dict[str, Any]]]
 """What was read of a run, and of which state of its files."""
 
 
@@ -79,7 +79,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def summary(
-    root: Path, name: str, path: Path, locks: frozenset[tuple[int, int]], known: RememberedRuns | None = None
+    root: Path, name: str, path: Path, locks: frozenset[tuple[int, int]], known: ReadBefore | None = None
 ) -> dict[str, Any]:
     """A run in the list: method, model, how far it is, whether a process works in it, and its first figure. `known` is
     what was read before of files that may not have changed."""
@@ -170,7 +170,7 @@ class Shelf:
         self.root = Path(os.path.realpath(root))
         self._found: FoundRuns | None = None
         self._looked = 0.0
-        self._known: RememberedRuns = {}
+        self._known: ReadBefore = {}
 
     def found(self) -> FoundRuns:
         """As they are now."""
