@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -13,7 +12,7 @@ from lockstep.data.cache import RowCache, cache_folder
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.mix import Mixture
 from lockstep.data.own_reader import OwnReader
-from lockstep.data.parts import RowPart, RowWork, Tallied, read_parts, worth_keeping
+from lockstep.data.parts import RowPart, RowWork, read_parts, set_tally, tally_of, worth_keeping
 from lockstep.data.read import RowSet, read_rows
 from lockstep.data.stored import Joined, OriginOf, Store, sequences
 from lockstep.errors import Problem, Refusal, refuse_all
@@ -132,8 +131,8 @@ class Dataset(LoadedRows[ItemT]):
 class RowReader(Protocol[T]):
     """The rows of one source as items, within the limit: a row may give several, and None is one that is dropped.
 
-    What becomes of a row depends on that row alone: rows are read in parts, in several processes, or found encoded. A
-    reader that counts something for `found` has a `tally` (`data/parts.py`).
+    What becomes of a row depends on that row alone: rows are read in parts, in several processes, or found encoded.
+    What it counts for `found` are attributes of its own, whole numbers or Counters (`tally_of` in `data/parts.py`).
     """
 
     @property
@@ -179,7 +178,7 @@ def load_rows(
     problems: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):
         reader = open_rows(ColumnFinder(source, data, rows.columns), tokenizer, limit)
-        count = rows_taken(source, rows)
+        count, counted = rows_taken(source, rows), tally_of(reader)
         kept = RowCache.of(open_rows, source, data, rows, tokenizer, limit) if worth_keeping(count) else None
         parts = read_parts(RowWork(rows, reader, type(loaded.counts), kept), count, advance)
         problems += [problem for part in parts for problem in part.problems]
@@ -187,8 +186,7 @@ def load_rows(
             continue
         origin_of = rows.origins()
         loaded.sources.append(Joined([loaded.take(part, origin_of) for part in parts]))
-        if isinstance(reader, Tallied):
-            reader.tally = sum((Counter(part.about["tally"]) for part in parts), Counter())
+        set_tally(reader, counted, parts)
         first = f"the first {count:,} of " if count < len(rows) else ""
         loaded.notes.append(f"{source.path}: {first}{len(rows):,} rows as {reader.found()}")
         if rows.ignored:

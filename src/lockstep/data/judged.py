@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +61,7 @@ class JudgedRows:
     def __init__(self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int):
         self.columns, self.limit, self.overlong = find_judged_columns(finder), limit, finder.data.overlong
         self.encode = ResponseEncoder(Encoding(tokenizer, finder.data))
-        self.tally: Counter[str] = Counter()
+        self.desirable = self.undesirable = 0
 
     @property
     def split_rows(self) -> int:
@@ -81,7 +80,8 @@ class JudgedRows:
             prompt, response = _answered(row, columns, origin)
             examples = self.encode(*divide(prompt, [response], names, origin), origin)
         kept = [self._kept(*parts) for parts in zip(examples, names, verdicts, strict=True)]
-        self.tally.update("desirable" if entry.item.desirable else "undesirable" for entry in kept if entry is not None)
+        self.desirable += sum(entry is not None and entry.item.desirable for entry in kept)
+        self.undesirable += sum(entry is not None and not entry.item.desirable for entry in kept)
         return kept
 
     def _kept(self, whole: Example, name: str, desirable: bool) -> Kept[Judged] | None:
@@ -92,7 +92,7 @@ class JudgedRows:
 
     def found(self) -> str:
         columns = self.columns
-        verdicts = f"{self.tally['desirable']:,} desirable, {self.tally['undesirable']:,} undesirable"
+        verdicts = f"{self.desirable:,} desirable, {self.undesirable:,} undesirable"
         if isinstance(columns, RankingColumns):
             prompt = columns.prompt or "the prompt is what the responses begin with"
             return f"pairs ({prompt}, {pair_names(columns)}), each split into a good and a bad response: {verdicts}"

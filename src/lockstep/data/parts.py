@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from lockstep.data.cache import RowCache
 from lockstep.data.parallel import in_processes, processes_here
@@ -26,11 +27,21 @@ PART_ROWS = 1024
 Span = tuple[int, int]
 
 
-@runtime_checkable
-class Tallied(Protocol):
-    """A reader that counts something on the way, which it tells in `found`."""
+def tally_of(reader: RowReader[Any]) -> dict[str, Any]:
+    """What a reader has counted so far, to be told in `found`: those of its attributes that are whole numbers or
+    Counters."""
+    return {name: copy(value) for name, value in vars(reader).items() if type(value) in (int, Counter)}
 
-    tally: Counter[str]
+
+def set_tally(reader: RowReader[Any], before: Mapping[str, Any], parts: Sequence[RowPart]) -> None:
+    """Let a reader have counted, besides what it had `before`, what was counted of all parts, wherever that was."""
+    for name in {name for part in parts for name in part.about["tally"]}:
+        found = [part.about["tally"][name] for part in parts if name in part.about["tally"]]
+        counters = isinstance(found[0], dict)
+        total = before.get(name, Counter() if counters else 0)
+        for one in found:
+            total = total + (Counter(one) if counters else one)
+        setattr(reader, name, total)
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class RowWork:
         counts, ends, problems = self.new_counts(), set[int](), list[Problem]()
         items: list[Any] = []
         numbers: list[int] = []
-        split, tally = self.reader.split_rows, self._tally()
+        split, before = self.reader.split_rows, tally_of(self.reader)
         for number in range(*span):
             try:
                 for kept in self.reader(self.rows[number], self.rows.origin(number)):
@@ -75,15 +86,13 @@ class RowWork:
                     numbers.append(number)
             except Refusal as refusal:
                 problems += refusal.problems
-        tally = self._tally() - tally
+        after = tally_of(self.reader)
+        tally = {name: now - before.get(name, type(now)()) for name, now in after.items() if now != before.get(name)}
         about = {"counts": vars(counts), "split": self.reader.split_rows - split, "tally": tally, "ends": sorted(ends)}
         if problems:
             return RowPart(problems=problems)
         data = stored(items, numbers, about, self.rows.origin)
         return RowPart(data=data, items=() if data is not None else items, about=about)
-
-    def _tally(self) -> Counter[str]:
-        return Counter(self.reader.tally) if isinstance(self.reader, Tallied) else Counter()
 
 
 def worth_keeping(rows: int) -> bool:
