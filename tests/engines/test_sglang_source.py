@@ -140,6 +140,7 @@ def test_flags_of_the_command_line_exist(device: str, rank: int | None) -> None:
     # What `facts` and `sleep` read of the server.
     assert {"enable_deterministic_inference", "quantization", "speculative_algorithm", "dtype"} <= set(known)
     assert {"context_length", "enable_memory_saver", "enable_weights_cpu_backup"} <= set(known)
+    assert {"tp_size", "dp_size", "pp_size"} <= set(known)
     assert known["sampling_mask_max_tokens"] == MASK_LIMIT
 
 
@@ -156,3 +157,13 @@ def test_a_load_from_disk_needs_no_session_and_others_do() -> None:
     bodies = {node.name: ast.unparse(node) for node in updater.body if isinstance(node, ast.FunctionDef)}
     assert "self._session" not in bodies["update_weights_from_disk"]
     assert "self._session is None" in bodies["update_weights_from_tensor"]
+    assert "self._session is None" in bodies["update_weights_from_distributed"]
+    assert "already open" in bodies["begin_weight_update"]
+
+
+def test_a_group_is_joined_by_the_rank_of_tensor_parallelism_and_its_absence_is_told() -> None:
+    updater = classes("srt/model_executor/model_runner_components/weight_updater.py")["WeightUpdater"]
+    bodies = {node.name: ast.unparse(node) for node in updater.body if isinstance(node, ast.FunctionDef)}
+    assert "rank = rank_offset + self.tp_rank" in bodies["init_weights_update_group"]
+    # What tells a server that was started again.
+    assert "call `init_weights_update_group` first" in bodies["receive_weights_from_distributed"]
