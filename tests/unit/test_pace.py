@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.data.prepare.arithmetic import write_arithmetic
 from lockstep.device import pace, threads
 from lockstep.device.cpu import Cpu
 from lockstep.device.threads import quota
 from lockstep.kernels.wide_products import prepare_products
+from lockstep.model.load import load_config
+from lockstep.recipe.load import checked_recipe
+from lockstep.run.progress import Console
+from lockstep.train.prepare import prepare, prepare_online
 
 
 def test_the_ratio_is_of_the_best_rounds_and_the_first_does_not_count() -> None:
@@ -144,3 +149,29 @@ def test_without_a_quota_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delitem(sys.modules, "torch")
     threads.follow_quota()
     assert threads.THREADS not in os.environ
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_a_run_is_told_before_it_starts(
+    method: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[torch.dtype, int, int]] = []
+
+    def slowed_by(self: Cpu, dtype: torch.dtype, inner: int, outer: int) -> list[str]:
+        asked.append((dtype, inner, outer))
+        return ["bf16 takes 9.9 times as long"]
+
+    monkeypatch.setattr(Cpu, "slowed_by", slowed_by)
+    write_arithmetic(tmp_path, train_rows=8, val_rows=2)
+    online = method == "grpo"
+    values = {
+        "method": method,
+        "device": "cpu",
+        "run": {"steps": 1},
+        "model": {"path": str(tiny_folder), "dtype": "bf16"},
+        "data": {"train": str(tmp_path / ("train.parquet" if online else "sft_train.parquet"))},
+    }
+    (prepare_online if online else prepare)(checked_recipe(values), Cpu(), 1, Console.open())
+    assert "warning: bf16 takes 9.9 times as long" in capsys.readouterr().out
+    config = load_config(str(tiny_folder))
+    assert asked == [(torch.bfloat16, config.hidden_size, config.intermediate_size)]

@@ -347,11 +347,13 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
 def _warn_slow(recipe: Recipe, config: Any, device: Device, console: Console) -> None:
     """Of matrices as the model has them; a square where its configuration does not tell of another."""
     text = config.get_text_config()
-    outer = getattr(text, "intermediate_size", None)
+    inner, outer = getattr(text, "hidden_size", None), getattr(text, "intermediate_size", None)
+    if not isinstance(inner, int):
+        return
     dtype = DTYPES[recipe.model.dtype]
     # As they will run: where the host has no bf16 they are other ones.
     prepare_products(dtype)
-    for said in device.slowed_by(dtype, text.hidden_size, outer if isinstance(outer, int) else text.hidden_size):
+    for said in device.slowed_by(dtype, inner, outer if isinstance(outer, int) else inner):
         console.warn(said)
 
 
