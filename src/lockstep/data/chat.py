@@ -129,7 +129,8 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], or
         if message["role"] != "assistant":
             continue
         before = render_prompt(tokenizer, messages[:i], origin, tools, open_turn=True)
-        after = render_prompt(tokenizer, messages[: i + 1], origin, tools, open_turn=False)
+        last = i + 1 == len(messages)
+        after = text if last else render_prompt(tokenizer, messages[: i + 1], origin, tools, open_turn=False)
         if not (text.startswith(after) and after.startswith(before)):
             raise Refusal.at(
                 origin,

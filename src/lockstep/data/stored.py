@@ -230,14 +230,15 @@ def _prompt_columns(items: Sequence[Prompt]) -> Arrays | None:
 
 
 def _said(question: Question) -> list[Any]:
-    return [question.data_source, question.prompt, question.ground_truth, question.extra_info]
+    tools = list(question.tools)
+    return [question.data_source, question.prompt, question.ground_truth, question.extra_info, tools]
 
 
 def _prompt(arrays: Arrays, index: int, examples: list[Example]) -> Prompt:
     begin, end = arrays["question_starts"][index : index + 2]
-    source, prompt, truth, extra = json.loads(arrays["questions"][begin:end].tobytes())
+    source, prompt, truth, extra, tools = json.loads(arrays["questions"][begin:end].tobytes())
     (asked,) = examples
-    return Prompt(Question(source, prompt, truth, asked.origin, extra), list(asked.ids))
+    return Prompt(Question(source, prompt, truth, asked.origin, extra, tools or ()), list(asked.ids))
 
 
 def _prompt_sequence(item: Prompt) -> Sequence[Example]:
