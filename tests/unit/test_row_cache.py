@@ -9,6 +9,7 @@ import multiprocessing as mp
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -184,6 +185,36 @@ def test_dropped_and_truncated_rows_are_counted_alike(tokenizer: Any, source: Pa
         off, cold, warm = (load(source, tokenizer, folder, **keys) for folder in ("off", *[tmp_path / "kept"] * 2))
         assert said(off) == said(cold) == said(warm)
         assert off.counts.dropped if overlong == "drop" else off.counts.truncated
+
+
+class Counting(SupervisedRows):
+    """Says that every row was split, and counts in ways of its own."""
+
+    def __init__(self, *given: Any, step: Any = frozenset({1})):
+        super().__init__(*given)
+        self.step, self.odd, self.ends = max(step), 0, Counter[str]()
+
+    @property
+    def split_rows(self) -> int:
+        return self.odd * 2
+
+    def __call__(self, row: Any, origin: Any) -> Any:
+        self.odd += self.step
+        self.ends[str(origin)[-1]] += 1
+        return super().__call__(row, origin)
+
+    def found(self) -> str:
+        return f"{self.odd} rows, lines that end in 1: {self.ends['1']}"
+
+
+def test_what_a_reader_counts_is_kept_with_its_rows(tokenizer: Any, source: Path, tmp_path: Path) -> None:
+    data = Data(train=str(source), cache=str(tmp_path / "kept"))
+    for reader, each in ((Counting, 1), (partial(Counting, step=frozenset({3})), 3)):
+        for _ in range(2):
+            found = load_rows(Dataset, reader, data.train, data, tokenizer, 500)
+            assert found.notes[0].endswith(f" as {each * ROWS} rows, lines that end in 1: 2")  # 1 and 11
+            assert found.counts.split == 2 * each * ROWS
+    assert len(list(tmp_path.glob("kept/*/*.rows"))) == 2 * PARTS
 
 
 def test_rows_that_cannot_be_kept_exactly_stay_objects(tokenizer: Any) -> None:

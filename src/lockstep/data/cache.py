@@ -200,18 +200,24 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | No
     }
 
 
-def _named(open_rows: Callable[..., Any]) -> list[Any] | None:
+def _named(open_rows: Callable[..., Any]) -> str | None:
     """A reader's class and the arguments it was given beforehand; None where they are not plain values."""
     given: list[Any] = []
     while isinstance(open_rows, partial):
         given.append([list(open_rows.args), open_rows.keywords])
         open_rows = open_rows.func
-    named = [open_rows.__module__, open_rows.__qualname__, given]
+    if "<" in open_rows.__qualname__:
+        return None  # a class inside a function is told apart by nothing
     try:
-        json.dumps(named)
+        return json.dumps([open_rows.__module__, open_rows.__qualname__, given], sort_keys=True, default=_listed)
     except TypeError:
         return None
-    return None if "<" in open_rows.__qualname__ else named  # a function inside another is told apart by nothing
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    raise TypeError(f"{type(value).__name__} is no plain value")
 
 
 @cache
