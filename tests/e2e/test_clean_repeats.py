@@ -42,7 +42,7 @@ QUICK = {
     "ppo-padded-one-by-one",
 }
 # All steps of these, each of which builds on the one before.
-QUICK_CHAINED = {"sft-padded-by-two", "grpo-other-rounding", "ppo-padded-one-by-one"}
+QUICK_CHAINED = {"sft-padded-by-two", "grpo-other-rounding"}
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,7 @@ def letters(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_lives_but_does_not_come_is_named_with_its_place(online_file: Path, tmp_path: Path) -> None:
     """After the first step rank 1 takes long to judge its responses, and rank 0 waits for them."""
     go, output, metrics = tmp_path / "go", tmp_path / "output", tmp_path / "runs" / "run" / "metrics.jsonl"

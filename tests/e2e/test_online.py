@@ -345,7 +345,7 @@ OVER_THE_STEP = (
 
 
 @pytest.mark.torchrun
-@pytest.mark.parametrize("method", ["grpo", "ppo", pytest.param("remax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "remax"))])
 def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_path: Path, method: str) -> None:
     n = "rollout.n=3" if method == "grpo" else "rollout.n=1"
     words = [f"method={method}", n, "log.samples=99", "reward.workers=2"]

@@ -69,6 +69,7 @@ def test_staleness_0_is_the_synchronous_loop_bit_for_bit(
     assert all(metrics["async/staleness_max"] == 0 for _, metrics in facts(beside))
 
 
+@pytest.mark.slow
 def test_staleness_stays_within_its_bound_and_is_recorded(online_file: Path, tmp_path: Path) -> None:
     train(online_file, "run.steps=5", "rollout.max_staleness=2", "log.samples=100", "tape=true")
     run = tmp_path / "runs" / "run"
@@ -106,7 +107,8 @@ def test_a_run_goes_on_from_its_checkpoint(online_file: Path, tmp_path: Path) ->
     assert [told[step]["training/epoch"] for step in (1, 2, 3, 4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("interrupted", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
 def test_a_run_that_is_ended_leaves_no_worker(online_file: Path, tmp_path: Path, how: str) -> None:
     run = tmp_path / "runs" / "run"
     words = ["train", online_file, "run.steps=1000", "rollout.max_staleness=1", "run.export=false"]

@@ -140,10 +140,10 @@ def together(processes: int, recipe_file: Path, words: list[str]) -> None:
         ("dpo", 2, []),
         pytest.param(*("dpo", 2, ["model.lora.rank=4", "optim.lr=3e-3"]), marks=pytest.mark.slow),
         pytest.param(*("kto", 2, []), marks=pytest.mark.slow),  # in three processes below
-        ("rm", 2, []),
+        pytest.param(*("rm", 2, []), marks=pytest.mark.slow),
         ("distill", 2, []),
-        ("dpo", 2, ["preference.precompute=true"]),
-        ("distill", 2, ["distill.top_k=6"]),
+        pytest.param(*("dpo", 2, ["preference.precompute=true"]), marks=pytest.mark.slow),
+        pytest.param(*("distill", 2, ["distill.top_k=6"]), marks=pytest.mark.slow),
         # Fewer rows than processes: somebody's share is empty.
         ("kto", 3, ["batch.rows_per_update=2"]),
         ("rm", 2, ["batch.rows_per_update=1", "rm.ranking=plackett_luce"]),

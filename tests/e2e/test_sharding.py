@@ -138,6 +138,7 @@ def test_a_damaged_slice_is_passed_over_aloud(alone: Path, four: Path, tmp_path:
     assert "after step 3" in done.stdout
 
 
+@pytest.mark.slow
 def test_everything_on_the_host_changes_no_number(alone: Path, tmp_path: Path, tiny_folder: Path) -> None:
     """Weights, gradients and optimizer of two ranks; then of a policy and a critic, and the weights of a reference."""
     done = torchrun("train", alone, "run.name=host", *COMMON, "parallel.offload=all")

@@ -25,7 +25,7 @@ def weights(folder: Path, step: int = 6) -> Mapping[str, torch.Tensor]:
     return stored(folder, step)
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_processes_train_what_one_does(recipe_file: Path, tmp_path: Path, lora: bool) -> None:
     # eps above the gradients' noise: Adam's first steps would blow a rounding difference up to a whole step.
     common = ["optim.eps=1e-4", "val.every=3", *(["model.lora.rank=4"] if lora else [])]
@@ -42,6 +42,7 @@ def test_two_processes_train_what_one_does(recipe_file: Path, tmp_path: Path, lo
     assert two.stdout.count("saved ") == one.stdout.count("saved ")
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_those_of_one_process(recipe_file: Path, tmp_path: Path) -> None:
     """Before any training step and after; each process answers its share with the gathered model."""
     rows: list[dict[str, object]] = [
@@ -76,6 +77,7 @@ def test_an_update_with_fewer_rows_than_ranks(recipe_file: Path, tmp_path: Path)
     assert close(weights(tmp_path / "runs" / "two"), weights(tmp_path / "runs" / "one"))
 
 
+@pytest.mark.slow
 def test_a_run_changes_its_number_of_processes(recipe_file: Path, tmp_path: Path) -> None:
     common = ["optim.eps=1e-4", "optim.schedule=constant"]
     assert lockstep("train", recipe_file, "run.name=one", *common).returncode == 0

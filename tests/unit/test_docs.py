@@ -122,7 +122,13 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", runnable, ids=name)
+# Its plug-ins are trained one after the other.
+LONG = ("docs/extending.md",)
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=name(p), marks=pytest.mark.slow if name(p) in LONG else ()) for p in runnable]
+)
 def test_marked_commands_run(page: Path, tmp_path: Path, embedded: Path, tiny_folder: Path) -> None:
     shutil.copytree(embedded if name(page) in OF_ITS_SIZE else tiny_folder, tmp_path / "model")
     printed = ""

@@ -92,6 +92,7 @@ def scored(policy: Policy, prompt: list[int], response: list[int]) -> torch.Tens
         return policy(micro_batch([row], packed=True, pad_id=0)).logprobs_K
 
 
+@pytest.mark.slow
 def test_a_response_goes_on_under_new_weights_and_every_token_names_its_own(worker: WorkerEngine) -> None:
     policy, old, new = worker.policy, next(VERSIONS), next(VERSIONS)
     short, long = Request([5, 6, 7], 1, 1, max_tokens=4), Request([8, 9], 2, 8)
@@ -171,6 +172,7 @@ BY_COLLECTIVE = pytest.mark.parametrize("worker", ["gloo"], indirect=True)
 
 
 @BY_COLLECTIVE
+@pytest.mark.slow
 def test_weights_come_through_a_collective_and_are_probed(
     worker: WorkerEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +213,7 @@ def test_a_killed_worker_ends_the_run_with_a_message_and_leaves_nobody(worker: W
     assert living(worker) == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_not_waited_for(worker: WorkerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     long = Request([8, 9], 5, 8)
     worker.hand_over(next(VERSIONS), [long], SAMPLING)

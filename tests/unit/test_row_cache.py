@@ -89,9 +89,15 @@ METHODS: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
 }
 
 
+def parts_of(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Rows are read, and kept, so many at a time."""
+    for module in (parts, cache):
+        monkeypatch.setattr(module, "PART_ROWS", rows)
+
+
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_ROWS", 3)
+    parts_of(monkeypatch, 3)
     monkeypatch.setattr(parts, "processes_here", lambda tasks: min(2, tasks))
 
 
@@ -289,7 +295,7 @@ def test_a_known_file_is_not_parsed_again_until_a_row_is_asked_for(
         assert said(load(path, tokenizer, tmp_path / "kept")) == was
     assert str(cold[blank][0][0].origin) == f"{blank} line 2"
     monkeypatch.undo()
-    monkeypatch.setattr(parts, "PART_ROWS", 3)
+    parts_of(monkeypatch, 3)
     rows = read_rows(str(source), cache=tmp_path / "kept")
     assert rows[4] == chat_rows(ROWS)[4]
     assert list(rows) == chat_rows(ROWS)
@@ -443,7 +449,7 @@ def test_few_rows_are_not_kept_and_off_keeps_none(
     assert not (tmp_path / "home").exists()
     load(source, tokenizer, "on")
     assert len(list(tmp_path.glob("home/rows/*/*.rows"))) == PARTS
-    monkeypatch.setattr(parts, "PART_ROWS", ROWS + 1)
+    parts_of(monkeypatch, ROWS + 1)
     load(source, tokenizer, tmp_path / "few")
     assert not (tmp_path / "few").exists()
     assert not (tmp_path / "off").exists()

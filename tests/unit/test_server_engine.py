@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -286,7 +287,7 @@ def test_weights_that_did_not_change_are_not_pushed(policy: Policy, embedded: Pa
         move(policy)
         sync(engine, 1)
         assert pushes(server) == before + 1
-        assert not list(Path("/dev/shm").glob("lockstep-weights-*"))
+        assert not list(Path("/dev/shm").glob(f"lockstep-weights-{os.getpid()}-*"))
 
 
 def test_an_adapter_is_pushed_alone(embedded: Path, tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1
+# Rows of an entry: about a second's work.
+PART_ROWS = 1024
 _MAGIC = b"lockstep rows, encoded.\n"  # with the checksum a multiple of eight, so that what follows is aligned
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
 # Keys that say which rows are read, when and how often, or how: none of them changes what a row becomes.
@@ -123,6 +125,11 @@ class RowCache:
 
     def _name(self, span: tuple[int, int]) -> str:
         return f"{self._key} {span}"
+
+
+def worth_keeping(rows: int) -> bool:
+    """Fewer are encoded as fast as they are found."""
+    return rows >= PART_ROWS
 
 
 def keep(path: Path, name: str, data: bytes) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from lockstep.data.cache import RowCache, cache_folder
+from lockstep.data.cache import RowCache, cache_folder, worth_keeping
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.mix import Mixture
 from lockstep.data.own_reader import OwnReader
-from lockstep.data.parts import RowPart, RowWork, Tallied, read_parts, worth_keeping
+from lockstep.data.parts import RowPart, RowWork, Tallied, read_parts
 from lockstep.data.read import RowSet, read_rows
 from lockstep.data.stored import Joined, OriginOf, Store, sequences
 from lockstep.errors import Problem, Refusal, refuse_all

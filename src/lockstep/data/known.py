@@ -11,8 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from lockstep.data.cache import code_digest, keep, kept
-from lockstep.data.parts import worth_keeping
+from lockstep.data.cache import code_digest, keep, kept, worth_keeping
 from lockstep.data.rowset import ColumnKinds, FileInfo, RowFile, origin_at
 from lockstep.types import Origin, Row
 

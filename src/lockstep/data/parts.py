@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from lockstep.data.cache import RowCache
+from lockstep.data.cache import PART_ROWS, RowCache
 from lockstep.data.parallel import in_processes, processes_here
 from lockstep.data.rowset import RowSet
 from lockstep.data.stored import Store, stored
@@ -21,8 +21,6 @@ from lockstep.errors import Problem, Refusal
 if TYPE_CHECKING:
     from lockstep.data.dataset import RowCounts, RowReader
 
-# Rows of a part: about a second's work.
-PART_ROWS = 1024
 Span = tuple[int, int]
 
 
@@ -84,11 +82,6 @@ class RowWork:
 
     def _tally(self) -> Counter[str]:
         return Counter(self.reader.tally) if isinstance(self.reader, Tallied) else Counter()
-
-
-def worth_keeping(rows: int) -> bool:
-    """Fewer are encoded as fast as they are found."""
-    return rows >= PART_ROWS
 
 
 def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> list[RowPart]:
