@@ -116,7 +116,7 @@ def _question(row: Row, origin: Origin, columns: QuestionColumns) -> tuple[Quest
     extra = row.get("extra_info")
     if not isinstance(extra, dict):
         extra = {"answer": str(row[columns.truth])} if truth.source else {}
-    tools = columns.beside.tools_of(row, origin)
+    tools = columns.beside.tools_of(row, origin) or ()
     named = str(source or truth.source or columns.source)
     return Question(named, as_chat(turns), truth.value, origin, extra, tools), truth
 

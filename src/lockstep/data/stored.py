@@ -238,7 +238,7 @@ def _prompt(arrays: Arrays, index: int, examples: list[Example]) -> Prompt:
     begin, end = arrays["question_starts"][index : index + 2]
     source, prompt, truth, extra, tools = json.loads(arrays["questions"][begin:end].tobytes())
     (asked,) = examples
-    return Prompt(Question(source, prompt, truth, asked.origin, extra, tools), list(asked.ids))
+    return Prompt(Question(source, prompt, truth, asked.origin, extra, tools or ()), list(asked.ids))
 
 
 def _prompt_sequence(item: Prompt) -> Sequence[Example]:
