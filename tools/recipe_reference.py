@@ -17,10 +17,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lockstep.errors import Refusal
+from lockstep.recipe.data import Source
 from lockstep.recipe.facts import facts_of
 from lockstep.recipe.load import builtin_names, load_recipe, sections_of
 from lockstep.recipe.named import FUNCTION_PATH, Named
-from lockstep.recipe.schema import Recipe, Source
+from lockstep.recipe.schema import Recipe
 from lockstep.run.progress import print_problems
 
 WORDS = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from lockstep.commands.arguments import ModelArgument, Overrides, RecipeArgument
+from lockstep.commands.data import data_app
 from lockstep.parallel.slurm import adopt_slurm
 from lockstep.run.output import never_fail_to_encode, write
 
@@ -20,27 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="Make and look at data.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
-
-
-def _recipe_names(incomplete: str) -> list[str]:
-    """For the shell's completion: built-in recipes, and the folders and YAML files that begin so."""
-    from glob import escape, glob
-
-    built_in = [file.stem for file in (Path(__file__).parent / "recipes").glob("*.yaml")]
-    paths = [name for end in ("*/", "*.yaml", "*.yml") for name in glob(escape(incomplete) + end)]
-    return sorted([*(name for name in built_in if name.startswith(incomplete)), *paths])
-
-
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE", help="A YAML file, or the name of a built-in recipe.", autocompletion=_recipe_names
-    ),
-]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a run folder.")]
 
 
 def _version(asked: bool) -> None:
@@ -573,56 +555,6 @@ def import_gguf(
         write(line)
 
 
-@data_app.command()
-def arithmetic(
-    folder: Path,
-    train_rows: int = 2000,
-    val_rows: int = 200,
-    difficulty: Annotated[int, typer.Option(help="1: one-digit sums, and harder upwards.")] = 1,
-    seed: int = 0,
-) -> None:
-    """Write generated arithmetic rows (RL and SFT schema) to FOLDER."""
-    from lockstep.data.prepare.arithmetic import write_arithmetic
-
-    counts = write_arithmetic(folder, train_rows=train_rows, val_rows=val_rows, difficulty=difficulty, seed=seed)
-    _echo_counts(folder, counts)
-
-
-@data_app.command()
-def preferences(folder: Path, train_rows: int = 2000, val_rows: int = 200, seed: int = 0) -> None:
-    """Write generated preference pairs, judged steps and prompts to FOLDER."""
-    from lockstep.data.prepare.preferences import write_preferences
-
-    _echo_counts(folder, write_preferences(folder, train_rows=train_rows, val_rows=val_rows, seed=seed))
-
-
-@data_app.command()
-def gsm8k(
-    folder: Annotated[Path, typer.Argument(metavar="OUT")],
-    source: Annotated[Path | None, typer.Option("--from", help="Folder with train.jsonl and test.jsonl.")] = None,
-) -> None:
-    """Write GSM8K as RL rows to OUT, from the raw files or the hub."""
-    from lockstep.data.prepare.gsm8k import write_gsm8k
-
-    _echo_counts(folder, write_gsm8k(folder, source=source))
-
-
-@data_app.command()
-def show(
-    recipe: RecipeArgument,
-    overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=1, help="How many rows.")] = 3,
-) -> None:
-    """Print rows of RECIPE as tokens, the trained ones coloured, and the token counts."""
-    from lockstep.recipe import load_recipe
-
-    checked = load_recipe(recipe, overrides or [])
-
-    from lockstep.commands.show import show_rows
-
-    show_rows(checked, rows)
-
-
 def _pair(words: str, option: str, form: str) -> tuple[str, str]:
     left, sign, right = words.rpartition("=")
     if not (left and sign and right):
@@ -639,11 +571,6 @@ def _bar(words: str) -> tuple[str, float]:
     if not 0 <= number < float("inf"):
         raise typer.BadParameter(f"{percent!r} is not a percentage such as 2 or 0.5", param_hint="--bar")
     return name, number
-
-
-def _echo_counts(folder: Path, counts: dict[str, int]) -> None:
-    for name, count in counts.items():
-        write(f"{folder / name}: {count:,} rows")
 
 
 def main() -> None:

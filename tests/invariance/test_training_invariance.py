@@ -95,7 +95,7 @@ def gradients(tiny_folder: Path, kernel: str, packed: bool, micro: int, chunk: i
 def encoded(tokenizer) -> list:
     from conftest import chat_rows
     from lockstep.data.examples import Encoder, SupervisedColumns
-    from lockstep.recipe.schema import Data
+    from lockstep.recipe.data import Data
     from lockstep.types import Origin
 
     encoder = Encoder(tokenizer, SupervisedColumns("messages", messages="messages"), Data(train=["unused"]))

@@ -291,7 +291,7 @@ def test_llama3_renders_what_its_tokenizers_know() -> None:
     from lockstep.data.messages import as_messages
     from lockstep.data.template import TOKENS, end_of_turn, with_template
     from lockstep.model.tiny import byte_vocabulary
-    from lockstep.recipe.schema import Data
+    from lockstep.recipe.data import Data
     from lockstep.types import Origin
 
     core = Tokenizer(models.BPE(byte_vocabulary(), []))

@@ -33,8 +33,9 @@ from lockstep.kernels.truncate import Truncation
 from lockstep.model.export import export_model
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.weights import restore_weights, trained_weights
+from lockstep.recipe.data import Data
 from lockstep.recipe.rollout import RolloutSettings
-from lockstep.recipe.schema import Data, Model
+from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.ending import end_ids
 from lockstep.rollout.native.engine import NativeEngine

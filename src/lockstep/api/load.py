@@ -18,7 +18,8 @@ from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.parallel.world import World
-from lockstep.recipe.schema import Data, Lora, Model, Optim
+from lockstep.recipe.data import Data
+from lockstep.recipe.schema import Lora, Model, Optim
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
 

@@ -15,7 +15,7 @@ from lockstep.data.parts import RowPart, RowWork, Tallied, read_parts
 from lockstep.data.read import RowSet, read_rows
 from lockstep.data.stored import Joined, OriginOf, Store, sequences
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.recipe.schema import Data, Source
+from lockstep.recipe.data import Data, Source
 from lockstep.types import Example, Item, Origin, Row
 
 if TYPE_CHECKING:

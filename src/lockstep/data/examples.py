@@ -15,7 +15,7 @@ from lockstep.data.encoding import Encoding, as_chat, last_trained, written
 from lockstep.data.fit import fit
 from lockstep.data.messages import refuse_not_text
 from lockstep.errors import Refusal
-from lockstep.recipe.schema import Data
+from lockstep.recipe.data import Data
 from lockstep.types import Example, Origin, Row
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from lockstep.data.tokens import token_ids
 from lockstep.data.truths import GSM8K, MARK, MATH, Truth, final_answer
 from lockstep.data.vanished import refuse_vanished
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.recipe.schema import Data, Source
+from lockstep.recipe.data import Data, Source
 from lockstep.types import Message, Origin, Prompt, Question, Row
 
 if TYPE_CHECKING:

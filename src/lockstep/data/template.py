@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from lockstep.data.chat import encode_spans, render_chat, special_ids
 from lockstep.data.encoding import last_trained
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.recipe.schema import Data
+from lockstep.recipe.data import Data
 from lockstep.types import Origin
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lockstep.data.prompts import check_prompt, prompt_ids, with_format, with_system
+from lockstep.recipe.data import Data
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.schema import Data, Recipe
+from lockstep.recipe.schema import Recipe
 from lockstep.rollout.collect import Judge
 from lockstep.types import Prompt, Question
 

@@ -1,0 +1,27 @@
+"""Arguments that several verbs take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def recipe_names(incomplete: str) -> list[str]:
+    """For the shell's completion: built-in recipes, and the folders and YAML files that begin so."""
+    from glob import escape, glob
+
+    built_in = [file.stem for file in (Path(__file__).parents[1] / "recipes").glob("*.yaml")]
+    paths = [name for end in ("*/", "*.yaml", "*.yml") for name in glob(escape(incomplete) + end)]
+    return sorted([*(name for name in built_in if name.startswith(incomplete)), *paths])
+
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A YAML file, or the name of a built-in recipe.", autocompletion=recipe_names
+    ),
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a run folder.")]

@@ -1,0 +1,68 @@
+"""`lockstep data ...`: make rows, and look at them. As all verbs, each imports what it needs when it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.commands.arguments import Overrides, RecipeArgument
+from lockstep.run.output import write
+
+data_app = typer.Typer(help="Make and look at data.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@data_app.command()
+def arithmetic(
+    folder: Path,
+    train_rows: int = 2000,
+    val_rows: int = 200,
+    difficulty: Annotated[int, typer.Option(help="1: one-digit sums, and harder upwards.")] = 1,
+    seed: int = 0,
+) -> None:
+    """Write generated arithmetic rows (RL and SFT schema) to FOLDER."""
+    from lockstep.data.prepare.arithmetic import write_arithmetic
+
+    counts = write_arithmetic(folder, train_rows=train_rows, val_rows=val_rows, difficulty=difficulty, seed=seed)
+    _echo_counts(folder, counts)
+
+
+@data_app.command()
+def preferences(folder: Path, train_rows: int = 2000, val_rows: int = 200, seed: int = 0) -> None:
+    """Write generated preference pairs, judged steps and prompts to FOLDER."""
+    from lockstep.data.prepare.preferences import write_preferences
+
+    _echo_counts(folder, write_preferences(folder, train_rows=train_rows, val_rows=val_rows, seed=seed))
+
+
+@data_app.command()
+def gsm8k(
+    folder: Annotated[Path, typer.Argument(metavar="OUT")],
+    source: Annotated[Path | None, typer.Option("--from", help="Folder with train.jsonl and test.jsonl.")] = None,
+) -> None:
+    """Write GSM8K as RL rows to OUT, from the raw files or the hub."""
+    from lockstep.data.prepare.gsm8k import write_gsm8k
+
+    _echo_counts(folder, write_gsm8k(folder, source=source))
+
+
+@data_app.command()
+def show(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows.")] = 3,
+) -> None:
+    """Print rows of RECIPE as tokens, the trained ones coloured, and the token counts."""
+    from lockstep.recipe import load_recipe
+
+    checked = load_recipe(recipe, overrides or [])
+
+    from lockstep.commands.show import show_rows
+
+    show_rows(checked, rows)
+
+
+def _echo_counts(folder: Path, counts: dict[str, int]) -> None:
+    for name, count in counts.items():
+        write(f"{folder / name}: {count:,} rows")
