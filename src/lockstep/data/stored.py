@@ -57,7 +57,25 @@ def from_bytes(data: Any) -> tuple[Arrays, dict[str, Any]]:
     return arrays, header["about"]
 
 
-class Store(Sequence[T]):
+class _Items(Sequence[T]):
+    """A sequence that is asked for one item at a time, counted from its beginning."""
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"item {index} of {len(self)}")
+        return self._at(index % len(self))
+
+    def _at(self, index: int) -> T:
+        raise NotImplementedError
+
+
+class Store(_Items[T]):
     """Items over their arrays; `about` is what was said about them."""
 
     def __init__(self, data: Any, origin_of: OriginOf):
@@ -70,16 +88,7 @@ class Store(Sequence[T]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-    def __getitem__(self, index: int | slice) -> T | list[T]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"item {index} of {len(self)}")
-        index %= len(self)
+    def _at(self, index: int) -> T:
         origin = self._origin_of(int(self._rows[index]))
         sequences = range(int(self._sequences[index]), int(self._sequences[index + 1]))
         item: T = self._kind.build(self._arrays, index, [self._sequence(number, origin) for number in sequences])
@@ -255,7 +264,7 @@ _KINDS: dict[str, _ItemKind[Any]] = {
 }
 
 
-class Joined(Sequence[T]):
+class Joined(_Items[T]):
     """Several sequences as one."""
 
     def __init__(self, parts: Sequence[Sequence[T]]):
@@ -265,16 +274,7 @@ class Joined(Sequence[T]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-    def __getitem__(self, index: int | slice) -> T | list[T]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"item {index} of {len(self)}")
-        index %= len(self)
+    def _at(self, index: int) -> T:
         which = bisect_right(self._ends, index)
         part = self.parts[which]
         return part[index - self._ends[which] + len(part)]
