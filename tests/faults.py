@@ -24,7 +24,8 @@ L0, L1, L2 = (f"model.layers.{i}" for i in range(3))
 
 @dataclass(frozen=True)
 class Fault:
-    """`says` must stand in what the replay says of the place. Where `ranks` is over 1, as many processes replay."""
+    """`says` must stand in what the replay says of the place. Where `ranks` is over 1, as many processes replay.
+    `steps` are replayed: by default the second, where moments are not 0 and the policy is no longer its reference."""
 
     name: str
     recipe: str
@@ -34,6 +35,7 @@ class Fault:
     rank: int = 0
     says: str = ""
     ranks: int = 1
+    steps: tuple[int, ...] = (2,)
 
 
 def _module(name: str, inject: Inject, module: str, recipe: str = "sft") -> Fault:
@@ -307,7 +309,7 @@ def name_it(run: Path, fault: Fault) -> Named | None:
         modules.other_arithmetic(scene)
         fault.inject(scene)
 
-    found = replay_with(run, inject, OTHER_BATCHES)
+    found = replay_with(run, inject, OTHER_BATCHES, steps=fault.steps)
     return None if found is None else named_by(fault, found)
 
 

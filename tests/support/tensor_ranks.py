@@ -124,13 +124,15 @@ def generated(policy: Policy, device: Device) -> list[Completion]:
     return sorted(made, key=lambda one: (one.request, one.sample))
 
 
-def check_engine(config: PreTrainedConfig, device: Device, where: torch.device, group: TensorGroup) -> None:
-    """The same tokens, by half of the heads each."""
+def check_engine(
+    config: PreTrainedConfig, device: Device, where: torch.device, group: TensorGroup, whole_on: Device | None = None
+) -> None:
+    """The same tokens, by its part of the heads each."""
     whole = build_miniature(config, device.attention, where, group.size).policy
     model = build_miniature(config, device.attention, where, group.size).model
     divide(model, inner_decoder(model), styles_of(model, group.size), group)
     parts = Policy(model, device.attention).eval()
-    for ours, theirs in zip(generated(parts, device), generated(whole, device), strict=True):
+    for ours, theirs in zip(generated(parts, device), generated(whole, whole_on or device), strict=True):
         assert ours.ids == theirs.ids
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-3)
     heads = whole.decoder.cached_shape()[1]
@@ -172,4 +174,5 @@ if __name__ == "__main__":
         assert every.tensor is not None
         check_models(every.tensor, sys.argv[1:])
         check_that_faults_show(every.tensor)
-        check_engine(MODELS["qwen3"], Uneven(here.rank), CPU, every.tensor)
+        # Room for a few blocks of one head is none for blocks of all heads.
+        check_engine(MODELS["qwen3"], Uneven(here.rank), CPU, every.tensor, whole_on=Cpu())
