@@ -31,6 +31,7 @@ QUICK = {
     "a target left out",
     "weights lost after the update",
     "KL coefficient",
+    "mask one token early",
     "weights changed before the next step",
 }
 # In a bf16 replay of a tape in fp32, which is how a finer run judges a coarser one.

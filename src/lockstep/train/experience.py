@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -100,8 +101,13 @@ class Experience:
 
     def everyone(self) -> list[Rollout]:
         """All responses of the step, on every rank: for a tape and for a replay."""
-        shares = self.world.gather(list(zip(self.numbers, self.rollouts, strict=True)))
-        return [rollout for _, rollout in sorted(dict(pair for share in shares for pair in share).items())]
+        return [rollout for rollout, _ in self.everything()]
+
+    def everything(self) -> list[tuple[Rollout, Example]]:
+        """All responses and what is trained of them, on every rank."""
+        pairs = zip(self.rollouts, self.examples, strict=True)
+        shares = self.world.gather(list(zip(self.numbers, pairs, strict=True)))
+        return [pair for _, pair in sorted(dict(one for share in shares for one in share).items(), key=itemgetter(0))]
 
     def with_own(self, own: Mapping[int, Rollout]) -> Experience:
         """The same step where other responses are here, by their numbers."""

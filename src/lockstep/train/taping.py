@@ -13,7 +13,7 @@ from lockstep.run.environment import describe_environment
 from lockstep.tape.record import Recorder, Taped, TapeRecorder
 from lockstep.train.advantages import Advantages
 from lockstep.train.annotate import Annotated
-from lockstep.train.experience import Experience, example_of
+from lockstep.train.experience import Experience
 from lockstep.train.models import Models
 from lockstep.train.rollouts import Rollouts
 from lockstep.train.run import Run
@@ -65,10 +65,11 @@ def record_rollouts(
     """Online: what a step learns from, before its first update. A step that is recorded is whole on every rank."""
     if not tape.on:
         return
-    every = experience.everyone()
+    every = experience.everything()
     judged_S = experience.scores_S if rollouts.judged_S is None else rollouts.judged_S
-    tape.rollouts(every if rollouts.generated is None else rollouts.generated, judged_S, experience.baseline_S)
-    tape.examples([example_of(rollout) for rollout in every])
+    generated = [rollout for rollout, _ in every] if rollouts.generated is None else rollouts.generated
+    tape.rollouts(generated, judged_S, experience.baseline_S)
+    tape.examples([example for _, example in every])
     numbers = {**vars(known), **vars(advantages)}
     tape.vectors(
         {
