@@ -37,7 +37,7 @@ def kl_coefficient(value: float) -> Inject:
 
 def kl_estimator(name: str) -> Inject:
     def inject(scene: Scene) -> None:
-        patched(scene, "lockstep.train.policy_loss", "divergence", lambda own, _, p, q: own(name, p, q))
+        patched(scene, "lockstep.train.policy_loss", "divergence", lambda own, _, *rest: own(name, *rest))
 
     return inject
 
