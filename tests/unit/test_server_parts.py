@@ -15,7 +15,8 @@ from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.server.dialect import ServerStart, WantedSample
-from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine
+from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.line import Lines, ServerLine
 from lockstep.rollout.server.probe import Bounds, ProbeResult, calibrated, repeat_noise, why_refused
 from lockstep.rollout.server.process import refuse_absent
 from lockstep.rollout.server.vllm import PLUGIN, Vllm
@@ -119,7 +120,7 @@ def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_request_leaves_nothing_to_the_servers_defaults() -> None:
     sampling = Sampling(max_tokens=9, temperature=0.7, top_p=0.9, top_k=4, min_p=0.1, stop_ids=(5, 6), seed=1)
     path, body = Vllm().ask(WantedSample([1, 2], sampling, 7, 42))
-    assert path == "/inference/v1/generate"
+    assert path == "/lockstep/samples"
     assert body["token_ids"] == [1, 2]
     asked = body["sampling_params"]
     assert asked == {

@@ -25,7 +25,8 @@ from lockstep.errors import Refusal
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.rows import ENGINES
 from lockstep.rollout.server.dialect import Announced, Dialect, GroupMeeting
-from lockstep.rollout.server.line import ServerFailed, ServerLine
+from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.line import ServerLine
 from lockstep.rollout.server.plugin.lockstep_group import RUN, bit_sum, joined, left
 
 KEY = "rollout.hand_over"

@@ -123,6 +123,8 @@ class Dialect(Protocol):
     """As `rollout.engine` says it."""
     package: str
     """The module that the server's Python must have."""
+    samples_together: bool
+    """Whether the route of `ask` takes many samples in one request (`together.py`)."""
     bucket_bytes: int | None
     """The most that `receive` takes at once; None where it takes one tensor after another by itself."""
 

@@ -17,10 +17,10 @@ from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.ending import why_ended
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample
+from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Back, Done, Lost
 from lockstep.rollout.server.handover import WeightHandOver
 from lockstep.rollout.server.life import ServerLife, named_servers
-from lockstep.rollout.server.line import ServerFailed
 from lockstep.rollout.server.process import dialect_of
 from lockstep.rollout.server.weights import fingerprint
 from lockstep.types import Completion, Request, Sampling

@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample
-from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine
+from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.line import Lines, ServerLine
 from lockstep.rollout.server.process import ServerProcess
 
 # Of one sample, on servers that are lost under it.
@@ -114,14 +115,12 @@ class Fleet:
                 task.cancel()
 
     async def _one(self, number: int, wanted: WantedSample, heard: queue.SimpleQueue[ServerEvent]) -> None:
-        path, body = self.dialect.ask(wanted)
         why = ""
         for _ in range(TRIES):
             server = await self._least_busy()
             server.busy += 1
             try:
-                said = await server.line.asked("POST", path, body, self._answer_limit)
-                answer = self.dialect.read(said, wanted)
+                answer = await self.sampled(server, wanted)
             except ServerFailed as error:
                 if not error.lost:
                     heard.put(error)
@@ -143,6 +142,15 @@ class Fleet:
             heard.put(Done(number, answer))
             return
         heard.put(ServerFailed(f"a response was asked for {TRIES} times in vain, the last time: {why}"))
+
+    async def sampled(self, server: Server, wanted: WantedSample) -> Answer:
+        """Ask one server, once."""
+        path, body = self.dialect.ask(wanted)
+        if self.dialect.samples_together:
+            said = await server.line.sampled(path, body, self._answer_limit)
+        else:
+            said = await server.line.asked("POST", path, body, self._answer_limit)
+        return self.dialect.read(said, wanted)
 
     async def _least_busy(self) -> Server:
         while True:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.rollout.server.collective import WeightLink, Weights, by_collective
+from lockstep.rollout.server.dialect import Answer, WantedSample
+from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Server
 from lockstep.rollout.server.life import POLL_SECONDS, ServerLife
-from lockstep.rollout.server.line import ServerFailed
 from lockstep.rollout.server.probe import (
     MOST,
     Bounds,
@@ -209,18 +211,18 @@ class WeightHandOver:
 
     def _probe(self, server: Server, sampling: Sampling | None = None) -> ProbeResult:
         asked = probe_requests(self.policy, self.adapter, sampling)
-        lines, limit = self.life.lines, self.settings.server.answer_limit
-        begun = []
-        for wanted in asked:
-            path, body = self.dialect.ask(wanted)
-            begun.append(lines.start(server.line.asked("POST", path, body, limit)))
-        answers = [self.dialect.read(one.result(), wanted) for one, wanted in zip(begun, asked, strict=True)]
+        # Begun together, so that they go together.
+        begun = self.life.lines.start(self._sampled(server, asked))
+        answers = begun.result()
         for answer in answers:
             if answer.version is not None and answer.version != self.fleet.version:
                 raise ServerFailed(
                     f"{server.line.address}: the probe was answered by weights of version {answer.version}"
                 )
         return probed(self.policy, self.device.torch_device(self.world.local_rank), asked, answers)
+
+    async def _sampled(self, server: Server, asked: Sequence[WantedSample]) -> list[Answer]:
+        return list(await asyncio.gather(*(self.fleet.sampled(server, wanted) for wanted in asked)))
 
     def _refuse_probe(self, server: Server, why: str | None) -> None:
         if why is not None:

@@ -23,7 +23,8 @@ from lockstep.rollout.server.dialect import (
     ServerStart,
     WantedSample,
 )
-from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS, ServerFailed
+from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS
 from lockstep.types import Sampling
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -34,6 +35,7 @@ _TAGS: dict[MemoryPart, str] = {"weights": "weights", "cache": "kv_cache"}
 class Sglang:
     name = "sglang"
     package = "sglang"
+    samples_together = False
     bucket_bytes = 256 * 2**20
 
     def install(self, device: str) -> str:
