@@ -35,11 +35,11 @@ def policy(embedded: Path) -> Policy:
 
 def generated(path: str, body: Any) -> bool:
     """A response of a step, not one of the probe, which has a temperature of its own."""
-    return path == GENERATE and body["sampling_params"]["temperature"] != 0.7
+    return path == GENERATE and body is not None and body["sampling_params"]["temperature"] != 0.7
 
 
 def probing(path: str, body: Any) -> bool:
-    return path == GENERATE and body["sampling_params"]["temperature"] == 0.7
+    return path == GENERATE and body is not None and body["sampling_params"]["temperature"] == 0.7
 
 
 def refused(url: str | list[str], policy: Policy, embedded: Path, tmp_path: Path, **values: Any) -> str:

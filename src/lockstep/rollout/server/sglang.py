@@ -18,6 +18,7 @@ from lockstep.rollout.server.dialect import (
     Ended,
     GroupMeeting,
     MemoryPart,
+    Placed,
     PushedWeights,
     ServerFacts,
     ServerStart,
@@ -36,6 +37,7 @@ class Sglang:
     name = "sglang"
     package = "sglang"
     samples_together = False
+    opens_memory = False
     bucket_bytes = 256 * 2**20
 
     def install(self, device: str) -> str:
@@ -150,6 +152,9 @@ class Sglang:
             {"model_path": str(folder), "load_format": "safetensors", "flush_cache": True},
         )
         _succeeded(line, said, "message")
+
+    def take(self, line: Channel, placed: Placed) -> str | None:
+        raise ServerFailed("SGLang is not asked to open a run's memory: it takes Python objects for that")
 
     def end(self, line: Channel, version: str) -> None:
         said = line.post(

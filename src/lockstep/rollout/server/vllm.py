@@ -17,6 +17,7 @@ from lockstep.rollout.server.dialect import (
     Ended,
     GroupMeeting,
     MemoryPart,
+    Placed,
     PushedWeights,
     ServerFacts,
     ServerStart,
@@ -38,6 +39,7 @@ class Vllm:
     name = "vllm"
     package = "vllm"
     samples_together = True
+    opens_memory = True
     bucket_bytes = None
 
     def install(self, device: str) -> str:
@@ -137,6 +139,13 @@ class Vllm:
 
     def push(self, line: Channel, weights: PushedWeights) -> None:
         _call(line, "lockstep_load", files=[str(file) for file in weights.files], names=list(weights.names))
+
+    def take(self, line: Channel, placed: Placed) -> str | None:
+        said = _call(line, "lockstep_take", **asdict(placed))
+        unopened = [worker["unopened"] for worker in said if "unopened" in worker]
+        if unopened and len(unopened) < len(said):
+            raise ServerFailed(f"{line.address}: only some of its workers opened the weights: {unopened[0]}")
+        return str(unopened[0]) if unopened else None
 
     def end(self, line: Channel, version: str) -> None:
         _call(line, "lockstep_version", version=version)
