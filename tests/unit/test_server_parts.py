@@ -148,7 +148,9 @@ def test_an_adapter_has_room_and_is_named() -> None:
 
 def test_the_plugin_needs_nothing_of_lockstep() -> None:
     """It is imported by a Python that has torch and safetensors alone (vLLM is imported when a method is called)."""
-    code = "import sys, lockstep_vllm; assert not [m for m in sys.modules if m.split('.')[0] == 'lockstep']"
+    names = ", ".join(file.stem for file in sorted(PLUGIN.glob("lockstep_*.py")))
+    assert names == "lockstep_group, lockstep_samples, lockstep_scheduler, lockstep_shared, lockstep_vllm"
+    code = f"import sys, {names}; assert not [m for m in sys.modules if m.split('.')[0] == 'lockstep']"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(PLUGIN)}, check=True)
 
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from lockstep_scheduler import SAMPLE  # type: ignore[import-not-found]
+from lockstep_scheduler import LOGPROBS, SAMPLE  # type: ignore[import-not-found]
 
 PATH = "/lockstep/samples"
 _LINES = "application/x-ndjson"
@@ -92,9 +92,11 @@ async def _generated(
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     # Told of once; log-probs as plain lists; nobody else has these settings, so that they need not be copied.
-    how = SamplingParams(
-        **sampling_params, output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True, skip_clone=True
-    )
+    kind = RequestOutputKind.FINAL_ONLY
+    how = SamplingParams(**sampling_params, output_kind=kind, flat_logprobs=True, skip_clone=True)
+    if how.stop:
+        # Texts are looked for where the tokens are told: they must come as they are drawn.
+        name = f"text-{name}"
     final = None
     adapter = _adapter(state.openai_serving_models, model)
     async for told in state.engine_client.generate(tokens_input(token_ids), how, name, lora_request=adapter):
@@ -104,7 +106,7 @@ async def _generated(
     (made,) = final.outputs
     return {
         "token_ids": list(made.token_ids),
-        "logprobs": _logprobs(made.logprobs, made.token_ids),
+        "logprobs": _logprobs(final),
         "finish_reason": made.finish_reason,
         "stop_reason": made.stop_reason,
         # Versions that know of it tell which weights drew which tokens.
@@ -112,11 +114,15 @@ async def _generated(
     }
 
 
-def _logprobs(flat: Any, token_ids: Any) -> list[float]:
-    """Of the sampled token, which stands first at each position."""
-    found = [flat.token_ids[start] for start in flat.start_indices]
-    if found != list(token_ids):
-        raise RuntimeError("log-probs of other tokens than the sampled ones")
+def _logprobs(final: Any) -> list[float]:
+    (made,) = final.outputs
+    said = (final.kv_transfer_params or {}).get(LOGPROBS)
+    if said is not None:
+        return list(memoryview(said).cast("d"))
+    # The sampled token stands first at each position.
+    flat = made.logprobs
+    if [flat.token_ids[start] for start in flat.start_indices] != list(made.token_ids):
+        raise RuntimeError("vLLM gave log-probs of other tokens than the sampled ones")
     return [flat.logprobs[start] for start in flat.start_indices]
 
 
