@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from lockstep.device.cpu import Cpu
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.server.memory import SharedMemory, Unopened, by_memory
-from lockstep.rollout.server.plugin.lockstep_shared import opened
+from lockstep.rollout.server.plugin.lockstep_shared import _from_json, _to_json, opened
 from lockstep.rollout.server.sglang import Sglang
 from lockstep.rollout.server.vllm import Vllm
 
@@ -19,7 +20,7 @@ from lockstep.rollout.server.vllm import Vllm
 class Graphics(Cpu):
     """Says of itself what a CUDA device does."""
 
-    memory_shared_by = "cuda"
+    shares_memory = True
     visible_variable = "SEEN_DEVICES"
 
 
@@ -30,6 +31,33 @@ def test_what_is_opened_is_what_was_placed(tmp_path: Path) -> None:
     assert list(placed.sums) == [int(tensor.view(torch.int32).sum(dtype=torch.int64)) for _, tensor in weights]
     for (_, tensor), place, shape in zip(weights, placed.places, placed.shapes, strict=True):
         assert torch.equal(opened(dict(place), torch.float32, shape), tensor)
+
+
+def test_what_torch_says_of_a_devices_memory_goes_through_json_and_back() -> None:
+    """The kinds of things that its processes tell each other of a tensor there; nothing is unpickled."""
+    said = (
+        torch.Tensor,
+        torch.Size([3, 5]),
+        (5, 1),
+        7,
+        torch.storage.TypedStorage,
+        torch.bfloat16,
+        0,
+        b"\x00\xffhandle",
+        1024,
+        512,
+        False,
+        b"counter",
+        3,
+        b"event",
+        True,
+    )
+    assert tuple(_from_json(each) for each in json.loads(json.dumps([_to_json(each) for each in said]))) == said
+    with pytest.raises(RuntimeError, match="what is not known here"):
+        _to_json(object)
+    place = {"device": "x", "rebuild": "reduce_tensor", "said": [0] * 15}
+    with pytest.raises(ValueError, match="has no reduce_tensor"):
+        opened(place, torch.float32, [1])
 
 
 @pytest.mark.parametrize(

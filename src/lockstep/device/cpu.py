@@ -28,7 +28,6 @@ class Cpu(Device):
     attention = "sdpa"
     generates_beside = True
     meets_itself = True
-    memory_shared_by = "file"
 
     def unavailable(self) -> str | None:
         return None

@@ -58,7 +58,7 @@ class Cuda(Accelerator):
     lean_layers = True
     graph_capture = True
     generates_beside = True
-    memory_shared_by = "cuda"
+    shares_memory = True
     ray_resource = "GPU"
     paged_attention = "triton"
     sampler = "triton"

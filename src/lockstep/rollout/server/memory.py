@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from lockstep.device.base import Device
 from lockstep.recipe.rollout import RolloutSettings
@@ -15,7 +14,7 @@ from lockstep.recipe.rows import ENGINES
 from lockstep.rollout.server.collective import first_visible
 from lockstep.rollout.server.dialect import Dialect, Placed
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.plugin.lockstep_shared import Place, cuda_place, host_places
+from lockstep.rollout.server.plugin.lockstep_shared import TensorPlace, device_place, host_places
 from lockstep.rollout.server.weights import fingerprint
 
 KEY = "rollout.hand_over"
@@ -33,32 +32,32 @@ class SharedMemory:
     """Where the weights of a run are. A tensor's place is asked for once, and holds as long as the tensor lives."""
 
     device: Device
-    _places: dict[str, tuple[int, Place]] = field(default_factory=dict)
+    _places: dict[str, tuple[int, TensorPlace]] = field(default_factory=dict)
 
     def placed(self, weights: Weights, dtype: torch.dtype, folder: Path) -> Placed:
-        """`folder` is for devices whose memory others see as a file."""
+        """`folder` is for weights in the host's memory, which others see as a file."""
         for name, tensor in weights:
             if why := _unsharable(tensor, dtype):
                 raise Unopened(f"{name} {why}")
         tensors = [tensor for _, tensor in weights]
         sums = list(fingerprint(weights))
-        if self.device.memory_shared_by == "cuda":
-            places = [self._cuda(name, tensor) for name, tensor in weights]
-        elif self.device.memory_shared_by == "file":
+        if all(tensor.device.type == "cpu" for tensor in tensors):
             places = host_places(folder / "weights.bin", tensors, dtype)
+        elif self.device.shares_memory:
+            places = [self._device(name, tensor) for name, tensor in weights]
         else:
-            raise Unopened(f"no other process opens the memory of a {self.device.name} device")
+            raise Unopened(f"no other process opens the memory of a device of {self.device.name}")
         # What is still on its way to these tensors.
         self.device.synchronise()
         shapes = [list(tensor.shape) for tensor in tensors]
         return Placed([name for name, _ in weights], shapes, sums, str(dtype).removeprefix("torch."), places)
 
-    def _cuda(self, name: str, tensor: torch.Tensor) -> Place:
+    def _device(self, name: str, tensor: torch.Tensor) -> TensorPlace:
         address = tensor.data_ptr()
         known = self._places.get(name)
         if known is None or known[0] != address:
             try:
-                self._places[name] = known = address, cuda_place(tensor)
+                self._places[name] = known = address, device_place(tensor)
             except RuntimeError as error:
                 raise Unopened(f"{name} cannot be shared: {error}") from error
         return known[1]
@@ -66,6 +65,8 @@ class SharedMemory:
 
 def _unsharable(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
     """A tensor that would have to be copied first: the device may have no room for that."""
+    from torch.distributed.tensor import DTensor
+
     if isinstance(tensor, DTensor):
         return "is divided among processes"
     if tensor.dtype != dtype:
@@ -83,4 +84,4 @@ def by_memory(settings: RolloutSettings, dialect: Dialect, device: Device, proce
     server = settings.server
     there = server.devices is None or server.devices == [first_visible(device)]
     alone = settings.url is None and processes == 1 and server.tensor_parallel == 1 and there
-    return dialect.opens_memory and device.memory_shared_by == "cuda" and alone
+    return dialect.opens_memory and device.shares_memory and alone

@@ -1,5 +1,5 @@
 """Weights by the memory that they are in, both ends of it: a run says where each tensor is, and the workers of a server
-on the same machine open it there. On a CUDA device nothing is copied but into the server's own weights.
+on the same machine open it there. In a device's memory nothing is copied but into the server's own weights.
 
 A run imports it from lockstep, a server from this folder, where lockstep need not be: it imports torch alone.
 """
@@ -12,32 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.multiprocessing import reductions
 
-Place = dict[str, Any]
+TensorPlace = dict[str, Any]
 """Where a tensor is, in what JSON can say."""
+# Among what torch says of a tensor in a device's memory: the number of the device, as its own process counts.
+_DEVICE = 6
+_CLASSES = {kind.__name__: kind for kind in (torch.Tensor, torch.storage.TypedStorage)}
 
 
 # -- the run's end
 
 
-def cuda_place(tensor: torch.Tensor) -> Place:
-    """Of a tensor in a CUDA device's memory. To be asked for once as long as the tensor lives: each time torch counts
-    one more process that may have it."""
-    _, said = reduce_tensor(tensor.detach())
-    offset, handle, size, start = said[3], said[7], said[8], said[9]
-    counter, counted, event, wait = said[11:15]
-    return {
-        "cuda": str(torch.cuda.get_device_properties(tensor.device).uuid),
-        "offset": offset,
-        "handle": _text(handle),
-        "storage": [size, start],
-        "counter": [_text(counter), counted],
-        "event": [_text(event), wait],
-    }
+def device_place(tensor: torch.Tensor) -> TensorPlace:
+    """Of a tensor in a device's memory, as torch's own processes tell each other. To be asked for once as long as the
+    tensor lives: each time torch counts one more process that may have it."""
+    rebuild, said = reductions.reduce_tensor(tensor.detach())
+    properties = torch.get_device_module(tensor.device.type).get_device_properties(tensor.device)
+    return {"device": str(properties.uuid), "rebuild": rebuild.__name__, "said": [_to_json(each) for each in said]}
 
 
-def host_places(file: Path, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[Place]:
+def host_places(file: Path, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[TensorPlace]:
     """Of tensors that are copied into one file, which both sides map into their memory."""
     starts = [0]
     for tensor in tensors:
@@ -52,36 +47,25 @@ def host_places(file: Path, tensors: Sequence[torch.Tensor], dtype: torch.dtype)
 # -- the server's end
 
 
-def opened(place: Place, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+def opened(place: TensorPlace, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """The tensor itself, in the memory where it is."""
     if "file" in place:
         whole = torch.from_file(place["file"], shared=True, size=place["size"], dtype=torch.uint8)
         return _part(whole, place["start"], dtype, shape)
-    size = torch.Size(shape)
-    (stored, start), (counter, counted), (event, wait) = place["storage"], place["counter"], place["event"]
-    found: torch.Tensor = rebuild_cuda_tensor(
-        torch.Tensor,
-        size,
-        torch.empty(size, device="meta").stride(),
-        place["offset"],
-        torch.storage.TypedStorage,
-        dtype,
-        _index_of(place["cuda"]),
-        _bytes(place["handle"]),
-        stored,
-        start,
-        False,
-        _bytes(counter),
-        counted,
-        _bytes(event),
-        wait,
-    )
+    rebuild, said = place["rebuild"], [_from_json(each) for each in place["said"]]
+    if not (rebuild.startswith("rebuild_") and rebuild.endswith("_tensor") and hasattr(reductions, rebuild)):
+        raise ValueError(f"this torch ({torch.__version__}) has no {rebuild}")
+    said[_DEVICE] = _index_of(place["device"])
+    found: torch.Tensor = getattr(reductions, rebuild)(*said)
+    if (found.shape, found.dtype) != (torch.Size(shape), dtype):
+        raise ValueError(f"a tensor of {found.dtype} {list(found.shape)} in the place of one of {dtype} {list(shape)}")
     return found
 
 
 def _index_of(uuid: str) -> int:
-    for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+    devices = torch.get_device_module()
+    for index in range(devices.device_count()):
+        if str(devices.get_device_properties(index).uuid) == uuid:
             return index
     raise ValueError(f"the server does not see the run's device {uuid}")
 
@@ -91,9 +75,29 @@ def _part(whole: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[i
     return whole[start : start + size.numel() * dtype.itemsize].view(dtype).view(size)
 
 
-def _text(said: bytes | None) -> str | None:
-    return None if said is None else b64encode(said).decode()
+# -- both
 
 
-def _bytes(said: str | None) -> bytes | None:
-    return None if said is None else b64decode(said)
+def _to_json(said: Any) -> Any:
+    if said is None or isinstance(said, bool | int):
+        return said
+    if isinstance(said, tuple):
+        return {"tuple": list(said)}
+    if isinstance(said, bytes):
+        return {"bytes": b64encode(said).decode()}
+    if isinstance(said, torch.dtype):
+        return {"dtype": str(said).removeprefix("torch.")}
+    if isinstance(said, type) and _CLASSES.get(said.__name__) is said:
+        return {"class": said.__name__}
+    raise RuntimeError(f"torch {torch.__version__} says of a tensor's place what is not known here: {said!r}")
+
+
+def _from_json(said: Any) -> Any:
+    if not isinstance(said, dict):
+        return said
+    ((kind, value),) = said.items()
+    if kind == "tuple":
+        return tuple(value)
+    if kind == "bytes":
+        return b64decode(value)
+    return getattr(torch, value) if kind == "dtype" else _CLASSES[value]
