@@ -87,8 +87,9 @@ def _to_json(said: Any) -> Any:
         return {"bytes": b64encode(said).decode()}
     if isinstance(said, torch.dtype):
         return {"dtype": str(said).removeprefix("torch.")}
-    if isinstance(said, type) and _CLASSES.get(said.__name__) is said:
-        return {"class": said.__name__}
+    for name, kind in _CLASSES.items():
+        if said is kind:
+            return {"class": name}
     raise RuntimeError(f"torch {torch.__version__} says of a tensor's place what is not known here: {said!r}")
 
 
