@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from lockstep.rollout.server.process import ServerProcess
 
 # Of one sample, on servers that are lost under it.
 TRIES = 6
-# Samples under way at one server: it queues them itself, and a socket each is enough.
+# Samples under way at one server that has a socket for each. Where many go in one request the server queues them itself.
 AT_ONCE = 1024
 _HEALTH_SECONDS, _HEALTH_PAUSE = 30.0, 1.0
 _LISTEN_SECONDS = 1.0
@@ -154,7 +155,8 @@ class Fleet:
 
     async def _least_busy(self) -> Server:
         while True:
-            free = [server for server in self.servers if server.up and server.busy < AT_ONCE]
+            most = sys.maxsize if self.dialect.samples_together else AT_ONCE
+            free = [server for server in self.servers if server.up and server.busy < most]
             if free:
                 return min(free, key=lambda server: server.busy)
             await asyncio.sleep(0.02)
