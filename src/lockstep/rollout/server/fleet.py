@@ -17,7 +17,7 @@ from lockstep.rollout.server.process import ServerProcess
 
 # Of one sample, on servers that are lost under it.
 TRIES = 6
-# Samples under way at one server that has a socket for each. Where many go in one request the server queues them itself.
+# Samples under way at one server that has a socket for each. Where many go in one request the server queues them.
 AT_ONCE = 1024
 _HEALTH_SECONDS, _HEALTH_PAUSE = 30.0, 1.0
 _LISTEN_SECONDS = 1.0
