@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = json.loads(self.rfile.read(length)) if length else None
         if self.path == SAMPLES:
-            self._samples(body["samples"])
+            self._samples([{**one, "token_ids": body["prompts"][one["token_ids"]]} for one in body["samples"]])
         else:
             self._reply("POST", body)
 

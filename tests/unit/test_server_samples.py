@@ -31,9 +31,10 @@ def test_both_ends_name_the_same_route() -> None:
 # -- the run's end
 
 
-async def asked(post: Any, bodies: list[str]) -> list[Any]:
+async def asked(post: Any, prompts: list[bytes]) -> list[Any]:
     together = Together(post)
-    waits = [asyncio.ensure_future(together.ask("http://one", {"body": body}, 60.0)) for body in bodies]
+    bodies = [{"token_ids": list(prompt), "seed": seed} for seed, prompt in enumerate(prompts)]
+    waits = [asyncio.ensure_future(together.ask("http://one", body, 60.0)) for body in bodies]
     return await asyncio.gather(*waits, return_exceptions=True)
 
 
@@ -46,8 +47,9 @@ def test_samples_of_one_moment_go_in_one_request_and_each_has_its_own_answer() -
         for start in range(0, len(whole), 7):  # wherever the network cuts it
             piece(whole[start : start + 7])
 
-    first, second, third = asyncio.run(asked(post, ["a", "b", "c"]))
-    assert sent == [("http://one", {"samples": [{"body": "a"}, {"body": "b"}, {"body": "c"}]}, 60.0)]
+    first, second, third = asyncio.run(asked(post, [b"hi", b"a", b"hi"]))
+    samples = [{"token_ids": 0, "seed": 0}, {"token_ids": 1, "seed": 1}, {"token_ids": 0, "seed": 2}]
+    assert sent == [("http://one", {"prompts": [(104, 105), (97,)], "samples": samples}, 60.0)]
     assert (first, third) == ("a", "c")
     assert isinstance(second, ServerFailed)
     assert (str(second), second.lost, second.status) == ("answered 400: no", False, 400)
@@ -62,7 +64,7 @@ def test_what_was_answered_before_the_server_was_lost_is_kept() -> None:
         piece(line(1, answer="b"))
 
     for post, why in ((cut, "Connection reset by peer"), (ended, "its answer ended before every sample had one")):
-        first, second = asyncio.run(asked(post, ["a", "b"]))
+        first, second = asyncio.run(asked(post, [b"a", b"b"]))
         assert second == "b"
         assert isinstance(first, ServerFailed)
         assert (str(first), first.lost) == (why, True)
@@ -81,7 +83,7 @@ def test_when_nobody_waits_any_more_the_request_is_dropped() -> None:
                 dropped.set()
 
         together = Together(post)
-        waits = [asyncio.ensure_future(together.ask("http://one", {}, 60.0)) for _ in range(3)]
+        waits = [asyncio.ensure_future(together.ask("http://one", {"token_ids": []}, 60.0)) for _ in range(3)]
         await begun.wait()
         answered = await waits[0]
         waits[1].cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.reward.exchange import TooLong, short
@@ -62,7 +62,7 @@ class Together:
         lines = _Lines(asked)
         failed = ServerFailed("its answer ended before every sample had one", lost=True)
         try:
-            await self._post(address, {"samples": [one.body for one in asked]}, seconds, lines.take)
+            await self._post(address, _one_request([one.body for one in asked]), seconds, lines.take)
         except ServerFailed as error:
             failed = error
         except Exception as error:  # noqa: BLE001 - whoever waits must hear that there is no answer
@@ -70,6 +70,13 @@ class Together:
         for one in asked:
             if not one.answer.done():
                 one.answer.set_exception(ServerFailed(str(failed), lost=failed.lost, status=failed.status))
+
+
+def _one_request(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Samples of one prompt have its tokens once: `token_ids` is the prompt's number."""
+    numbers: dict[tuple[int, ...], int] = {}
+    told = [{**sample, "token_ids": numbers.setdefault(tuple(sample["token_ids"]), len(numbers))} for sample in samples]
+    return {"prompts": list(numbers), "samples": told}
 
 
 class _Lines:

@@ -25,9 +25,9 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class SampleRoute:
-    """ASGI middleware. POST takes `{"samples": [{model, token_ids, sampling_params}, ...]}` and answers a line of JSON
-    for each, in the order in which they finish: `{number, answer}`, or `{number, status, error}`. GET says that the
-    route is there."""
+    """ASGI middleware. POST takes `{"prompts": [[id, ...], ...], "samples": [{model, token_ids, sampling_params}]}`,
+    with the number of a prompt as `token_ids`. It answers a line of JSON for each sample, in the order in which they
+    finish: `{number, answer}`, or `{number, status, error}`. GET says that the route is there."""
 
     def __init__(self, app: Any):
         self._app = app
@@ -43,8 +43,9 @@ class SampleRoute:
 
 async def _samples(state: Any, receive: Receive, send: Send) -> None:
     try:
-        wanted = json.loads(await _body(receive))["samples"]
-    except (ValueError, KeyError, TypeError) as error:
+        said = json.loads(await _body(receive))
+        wanted = [{**sample, "token_ids": said["prompts"][sample["token_ids"]]} for sample in said["samples"]]
+    except (ValueError, LookupError, TypeError) as error:
         await _answer(send, {"error": f"no list of samples: {error!r}"}, status=400)
         return
     # None: whoever asked has gone.
@@ -78,10 +79,8 @@ async def _sample(
 ) -> None:
     try:
         said: dict[str, Any] = {"answer": await _generated(state, name, **wanted)}
-    except (ValueError, TypeError, LookupError) as error:
-        said = {"status": 400, "error": f"{type(error).__name__}: {error}"[:2000]}
-    except Exception as error:  # noqa: BLE001 - told to the run, which asks again
-        said = {"status": 500, "error": f"{type(error).__name__}: {error}"[:2000]}
+    except Exception as error:  # noqa: BLE001 - told to the run: it ends, or asks again
+        said = {"status": 400 if _is_of_the_request(error) else 500, "error": f"{type(error).__name__}: {error}"[:2000]}
     finished.put_nowait({"number": number, **said})
 
 
@@ -112,6 +111,15 @@ async def _generated(
         # Versions that know of it tell which weights drew which tokens.
         "versions": [span.version for span in getattr(made, "weight_versions", None) or ()] or None,
     }
+
+
+def _is_of_the_request(error: Exception) -> bool:
+    """Asking again would give the same. Newer versions have a class above all of these, older ones ValueErrors."""
+    from vllm import exceptions
+
+    names = ("VLLMClientError", "VLLMValidationError", "VLLMNotFoundError")
+    kinds = [getattr(exceptions, name) for name in names if hasattr(exceptions, name)]
+    return isinstance(error, (ValueError, TypeError, LookupError, *kinds))
 
 
 def _logprobs(final: Any) -> list[float]:
