@@ -5,9 +5,16 @@
     python bench/server_engine.py --shape half-billion --prompt-tokens 256 --own --python ... -- rollout.max_tokens=256
 
 The same recipe runs twice, from the same weights on the same prompts (rows of the RL schema); only `rollout.engine`
-differs. The medians leave out the first step, which warms up. Words behind `--` go to both recipes:
-`-- batch.prompts=64 rollout.n=8 rollout.max_tokens=400`. Without a MODEL, weights and prompts are random. `--own` times
-vLLM's own `generate` on the same prompts, in the server's Python. `--pushes` hands weights over, and trains nothing.
+differs (`--sides vllm` leaves the built-in engine out). The medians leave out the first step, which warms up. Words
+behind `--` go to both recipes: `-- batch.prompts=64 rollout.n=8 rollout.max_tokens=400`. Without a MODEL, weights and
+prompts are random.
+
+Parts of it, each alone where `--steps 0` leaves the recipe out:
+
+--pushes N   hands changed weights over, and says how long each part of it took
+--samples N  generates the responses of a step through the server, of the same server as the pushes
+--own        vLLM's own `generate` of the same prompts in the server's Python, with and without seeds and log-probs
+             (in the same process; `--env VLLM_ENABLE_V1_MULTIPROCESSING=1` has its engine in one of its own)
 """
 
 from __future__ import annotations
@@ -18,8 +25,11 @@ import os
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -31,10 +41,12 @@ from lockstep.device.select import select
 from lockstep.model.load import DTYPES, load_policy, load_tokenizer
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
+from lockstep.recipe.schema import Recipe
 from lockstep.rollout.place import RunPlace
-from lockstep.rollout.server.engine import open_engine
+from lockstep.rollout.server.engine import ServerEngine, open_engine
 from lockstep.run.metrics import read_metrics
 from lockstep.train.start import run_recipe
+from lockstep.types import Request, Sampling
 from random_lengths import write_questions, write_random_lengths
 from shapes import SHAPES, write_model
 
@@ -59,16 +71,19 @@ def main() -> None:
     args = _arguments()
     if args.shape:
         _write_random(args)
-    results: dict[str, dict[str, float]] = {}
-    if args.pushes:
-        results["pushes"] = _pushes(args)
-        print("pushes", json.dumps(results["pushes"], indent=2), flush=True)
-    for engine in () if args.pushes else ("native", args.engine):
-        results[engine] = _run(args, engine)
-        print(engine, json.dumps(results[engine], indent=2), flush=True)
+    results: dict[str, Any] = {}
+
+    def done(name: str, said: Any) -> None:
+        results[name] = said
+        print(name, json.dumps(said, indent=2), flush=True)
+
+    if args.pushes or args.samples:
+        for name, said in _served(args):
+            done(name, said)
+    for engine in args.sides or ("native", args.engine) if args.steps else ():
+        done(engine, _run(args, engine))
     if args.own:
-        results["generate"] = _own(args)
-        print("its own generate", json.dumps(results["generate"], indent=2), flush=True)
+        done("generate", _own(args))
     if args.out:
         facts = {"torch": torch.__version__, "transformers": transformers.__version__, **select(args.device).facts()}
         said = {"command": sys.argv[1:], "versions": facts, "results": results}
@@ -86,35 +101,75 @@ def _write_random(args: argparse.Namespace) -> None:
     write_questions(args.prompts, args.rows, args.prompt_tokens, args.prompt_tokens, seed=0)
 
 
-def _pushes(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a hand-over with its probe, without a trainer beside it: the first is pushed twice, and left out."""
-    device, folder = select(args.device), Path(mkdtemp(prefix="bench-pushes-"))
+def _served(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Hand-overs and samples of one server, without a trainer beside it."""
+    device, folder = select(args.device), Path(mkdtemp(prefix="bench-served-"))
     recipe = load_recipe(str(_recipe(args, args.engine, folder)), args.words)
     policy = load_policy(recipe.model, device.torch_device(0), device.attention, 0, frozen=True)
     tokenizer = load_tokenizer(str(args.model))
+    begun = time.perf_counter()
     engine = open_engine(policy, device, recipe.rollout, tokenizer, RunPlace(World(), str(args.model), folder))
-    seconds = []
     try:
-        for number in range(args.pushes + 1):
-            with torch.no_grad():
-                for weight in policy.parameters():
-                    weight.mul_(1.0 + 2.0**-6)
-            engine.updates = number
-            engine.sync(policy.stored.named_parameters())
-            seconds.append(engine.sync_seconds)
-            print(f"push {number}: {engine.sync_seconds:.2f} s, {engine.told()}", flush=True)
+        print(f"the server started in {time.perf_counter() - begun:.0f} s", flush=True)
+        yield "pushes", _pushes(args, engine)
+        if args.samples:
+            yield "samples", _samples(args, engine, recipe)
     finally:
         engine.close()
-    size = sum(weight.numel() * weight.element_size() for weight in policy.parameters())
-    return {"timing_s/sync": statistics.median(seconds[1:]), "gib": size / 2**30}
 
 
-def _own(args: argparse.Namespace) -> dict[str, float]:
-    """Of the prompts of one step, as the recipe has them."""
-    recipe = load_recipe(str(_recipe(args, "native", Path(mkdtemp(prefix="bench-own-")))), args.words)
+def _pushes(args: argparse.Namespace, engine: ServerEngine) -> dict[str, Any]:
+    """Seconds of a hand-over with its probe, and of its parts: the first is pushed twice, and left out."""
+    told: list[dict[str, float]] = []
+    for number in range(args.pushes + 1):
+        with torch.no_grad():
+            for weight in engine.policy.parameters():
+                weight.mul_(1.0 + 2.0**-6)
+        engine.updates = number
+        engine.sync(engine.policy.stored.named_parameters())
+        told.append({"timing_s/sync": engine.sync_seconds, **engine.sync_parts})
+        print(f"push {number}: {_brief(told[-1])}, {engine.told()}", flush=True)
+    size = sum(weight.numel() * weight.element_size() for weight in engine.policy.parameters())
+    kept = told[1:] or told
+    medians = {part: statistics.median(one.get(part, 0.0) for one in kept) for part in kept[-1]}
+    return {**medians, "gib": size / 2**30, "way": engine.handover.way}
+
+
+def _samples(args: argparse.Namespace, engine: ServerEngine, recipe: Recipe) -> dict[str, float]:
+    """The responses of one step, as long as they may be: the first time warms up."""
+    how = recipe.rollout
+    requests = [Request(ids, number, how.n) for number, ids in enumerate(_prompts(args, recipe))]
+    seconds, processor = [], []
+    for number in range(args.samples + 1):
+        begun, spent = time.perf_counter(), time.process_time()
+        made = list(engine.generate(requests, Sampling(max_tokens=how.max_tokens, seed=number)))
+        seconds.append(time.perf_counter() - begun)
+        processor.append(time.process_time() - spent)
+        tokens = sum(len(one.ids) for one in made)
+        print(f"samples {number}: {seconds[-1]:.3f} s, {tokens / seconds[-1]:,.0f} tokens/s", flush=True)
+    median = statistics.median(seconds[1:])
+    return {
+        "timing_s/gen": median,
+        "tokens": tokens,
+        "tokens/s": tokens / median,
+        "processor seconds of the run": statistics.median(processor[1:]),
+    }
+
+
+def _brief(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{part} {value:.3f}" for part, value in seconds.items())
+
+
+def _prompts(args: argparse.Namespace, recipe: Recipe) -> list[list[int]]:
+    """Of one step, as the recipe has them."""
     prompts = load_prompts(recipe.data.train, recipe.data, load_tokenizer(str(args.model)), 10**6)
-    ids = [list(prompt.ids) for prompt in prompts.items[: recipe.batch.prompts]]
-    asked = {"n": recipe.rollout.n, "tokens": recipe.rollout.max_tokens, "prompts": ids, "dtype": args.dtype}
+    return [list(prompt.ids) for prompt in prompts.items[: recipe.batch.prompts]]
+
+
+def _own(args: argparse.Namespace) -> dict[str, Any]:
+    recipe = load_recipe(str(_recipe(args, "native", Path(mkdtemp(prefix="bench-own-")))), args.words)
+    rollout, ids = recipe.rollout, _prompts(args, recipe)
+    asked = {"n": rollout.n, "tokens": rollout.max_tokens, "prompts": ids, "dtype": args.dtype}
     env = {**os.environ, **dict(args.env)}
     command = [args.python or sys.executable, str(HERE / "vllm_side.py"), str(args.model)]
     said = subprocess.run(command, input=json.dumps(asked), text=True, stdout=subprocess.PIPE, env=env, check=True)
@@ -133,7 +188,7 @@ def _recipe(args: argparse.Namespace, engine: str, folder: Path) -> Path:
     said = {
         "method": "grpo",
         "device": args.device,
-        "run": {"name": "run", "folder": str(folder), "steps": args.steps, "export": False},
+        "run": {"name": "run", "folder": str(folder), "steps": args.steps or 1, "export": False},
         "model": {"path": str(args.model), "dtype": args.dtype},
         "data": {"train": str(args.prompts)},
         "rollout": {"engine": engine, **(_server(args) if engine == args.engine else {})},
@@ -158,7 +213,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--own", action="store_true", help="vLLM's own generate too")
-    parser.add_argument("--pushes", type=int, default=0, help="only so many hand-overs of changed weights")
+    parser.add_argument("--pushes", type=int, default=0, help="hand-overs of changed weights")
+    parser.add_argument("--samples", type=int, default=0, help="generations of a step through the server")
+    parser.add_argument("--sides", nargs="*", help="engines that the recipe runs with")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="fp32")

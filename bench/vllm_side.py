@@ -1,6 +1,7 @@
 """vLLM's `generate` as a side of our benchmarks, in this process, where vLLM is importable.
 
-As a program it times one call, of what it is told on its standard input (`server_engine.py --own`).
+As a program it times calls of what it is told on its standard input (`server_engine.py --own`): with and without a seed
+for each prompt, with and without log-probabilities, which are those of the sampled distribution.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -34,7 +36,16 @@ class Vllm:
     `dummy` draws weights at random from the configuration alone.
     """
 
-    def __init__(self, folder: str, dtype: str, rows: int, longest: int, share: float = 0.45, dummy: bool = False):
+    def __init__(
+        self,
+        folder: str,
+        dtype: str,
+        rows: int,
+        longest: int,
+        share: float = 0.45,
+        dummy: bool = False,
+        logprobs_mode: str = "raw_logprobs",
+    ):
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import vllm
@@ -51,26 +62,41 @@ class Vllm:
             max_num_seqs=rows,
             cudagraph_capture_sizes=sorted({*sizes, rows}),
             disable_log_stats=True,
+            logprobs_mode=logprobs_mode,
         )
         self.about = f"vLLM {vllm.__version__}, at most {rows} at once, graphs up to {rows}, its defaults otherwise"
 
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, tokens: int, end: int | None) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        tokens: int,
+        end: int | None,
+        *,
+        seeds: bool = False,
+        logprobs: bool = True,
+    ) -> list[list[int]]:
         from vllm import SamplingParams
 
-        how: Any = SamplingParams(
-            n=n,
-            temperature=1.0,
-            max_tokens=tokens,
-            ignore_eos=end is None,
-            stop_token_ids=None if end is None else [end],
-            logprobs=0,
-            detokenize=False,
-        )
+        def how(seed: int | None) -> Any:
+            return SamplingParams(
+                n=n,
+                temperature=1.0,
+                max_tokens=tokens,
+                ignore_eos=end is None,
+                stop_token_ids=None if end is None else [end],
+                seed=seed,
+                logprobs=0 if logprobs else None,
+                detokenize=False,
+            )
+
         asked: Any = [{"prompt_token_ids": list(ids)} for ids in prompts]
-        made = self.llm.generate(asked, how, use_tqdm=False)
+        # The samples of a prompt have the seeds that follow its own.
+        every: Any = [how(1000 * number) for number in range(len(prompts))] if seeds else how(None)
+        made = self.llm.generate(asked, every, use_tqdm=False)
         found = [list(one.token_ids) for request in made for one in request.outputs]
         without = [one for request in made for one in request.outputs if one.logprobs is None]
-        if without:
+        if logprobs and without:
             raise SystemExit("vLLM gave no log-probabilities")
         return found
 
@@ -79,12 +105,19 @@ def main() -> None:
     asked = json.load(sys.stdin)
     prompts, n, tokens = asked["prompts"], asked["n"], asked["tokens"]
     longest = max(map(len, prompts)) + tokens
-    side = Vllm(sys.argv[1], asked["dtype"], len(prompts) * n, longest)
-    side.generate(prompts[:1], n, tokens, None)
-    begun = time.perf_counter()
-    made = side.generate(prompts, n, tokens, None)
-    seconds = time.perf_counter() - begun
-    print(json.dumps({"timing_s/gen": seconds, "tokens": sum(map(len, made))}))
+    side = Vllm(sys.argv[1], asked["dtype"], len(prompts) * n, longest, logprobs_mode="processed_logprobs")
+    told: dict[str, Any] = {"engine in this process": os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"}
+    for seeds, logprobs in ((False, True), (True, True), (False, False), (True, False)):
+        seconds = []
+        for _ in range(asked.get("times", 3) + 1):
+            begun = time.perf_counter()
+            made = side.generate(prompts, n, tokens, None, seeds=seeds, logprobs=logprobs)
+            seconds.append(time.perf_counter() - begun)
+        median, count = statistics.median(seconds[1:]), sum(map(len, made))
+        name = f"{'seeds' if seeds else 'no seeds'}, {'log-probs' if logprobs else 'no log-probs'}"
+        told[name] = {"timing_s/gen": median, "tokens": count, "tokens/s": count / median}
+        print(name, told[name], file=sys.stderr, flush=True)
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

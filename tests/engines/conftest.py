@@ -41,7 +41,8 @@ class RealServer:
         )
 
     def wait(self) -> None:
-        from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine
+        from lockstep.rollout.server.failed import ServerFailed
+        from lockstep.rollout.server.line import Lines, ServerLine
         from lockstep.rollout.server.vllm import Vllm
 
         lines, given_up = Lines(), time.monotonic() + HANG

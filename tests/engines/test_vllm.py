@@ -26,6 +26,7 @@ from engine_session import (
     sync,
 )
 from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy
 from lockstep.recipe.rollout import RolloutSettings
@@ -98,6 +99,15 @@ def test_a_stop_text_ends_a_response(server, embedded: Path, tmp_path: Path) -> 
     assert_same_tokens(cut, run(native(policy, embedded), requests(1), how))
     assert cut[0].stop == "string"
     assert len(cut[0].ids) < len(whole[0].ids)
+
+
+def test_what_the_server_refuses_ends_the_run(server, embedded: Path, tmp_path: Path) -> None:
+    """It is not taken for a server that is lost, which would be asked again."""
+    with opened(server.url, load(embedded), embedded, tmp_path) as engine:
+        sync(engine)
+        with pytest.raises(Refusal, match=r"answered 400: .*temperature must be non-negative"):
+            run(engine, requests(1), replace(SAMPLED, temperature=-1.0))
+        assert len(run(engine, requests(1), SAMPLED)) == 3
 
 
 def test_ten_pushes_are_each_proven(server, embedded: Path, tmp_path: Path) -> None:

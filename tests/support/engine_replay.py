@@ -12,7 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from lockstep.rollout.server.line import Lines
+from lockstep.rollout.server.line import Lines, ServerLine
+from lockstep.rollout.server.vllm import SAMPLES
 
 DATA = Path(__file__).parents[1] / "data" / "engines"
 _VERSION = re.compile(r"\b([0-9a-f]{8})-(\d+)\b")
@@ -30,8 +31,8 @@ def plain(value: Any) -> str:
 
 @contextmanager
 def recorded(kept: list[dict[str, Any]]) -> Iterator[None]:
-    """Every request of this process to a serving engine, and its answer."""
-    exchange = Lines.exchange
+    """Every request of this process to a serving engine, and its answer; of samples that go together, each."""
+    exchange, sampled = Lines.exchange, ServerLine.sampled
 
     async def keeping(self: Lines, method: str, address: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
         answer = await exchange(self, method, address, body, seconds)
@@ -39,11 +40,16 @@ def recorded(kept: list[dict[str, Any]]) -> Iterator[None]:
         kept.append(json.loads(plain({"method": method, "path": path, "body": body, "answer": answer})))
         return answer
 
-    Lines.exchange = keeping  # type: ignore[method-assign]
+    async def keeping_samples(self: ServerLine, path: str, body: Mapping[str, Any], seconds: float) -> Any:
+        answer = await sampled(self, path, body, seconds)
+        kept.append(json.loads(plain({"method": "POST", "path": path, "body": body, "answer": answer})))
+        return answer
+
+    Lines.exchange, ServerLine.sampled = keeping, keeping_samples  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Lines.exchange = exchange  # type: ignore[method-assign]
+        Lines.exchange, ServerLine.sampled = exchange, sampled  # type: ignore[method-assign]
 
 
 class Replay(ThreadingHTTPServer):
@@ -93,7 +99,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
-        self._reply("POST", json.loads(self.rfile.read(length)) if length else None)
+        body = json.loads(self.rfile.read(length)) if length else None
+        if self.path == SAMPLES:
+            self._samples([{**one, "token_ids": body["prompts"][one["token_ids"]]} for one in body["samples"]])
+        else:
+            self._reply("POST", body)
 
     def do_GET(self) -> None:
         self._reply("GET", None)
@@ -109,6 +119,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    def _samples(self, wanted: list[Any]) -> None:
+        """A line for each, the last one first: which is finished first is nobody's to know."""
+        self.send_response(200)
+        self.end_headers()
+        for number, body in reversed(list(enumerate(wanted))):
+            answered = self.server.answer("POST", self.path, body)
+            if answered is None:
+                self.connection.close()
+                return
+            status, said = answered
+            line = {"answer": said} if status == 200 else {"status": status, "error": said}
+            self.wfile.write(json.dumps({"number": number, **line}).encode() + b"\n")
 
     def log_message(self, *words: object) -> None:
         """Quiet."""

@@ -378,7 +378,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "datasets": ("data/read.py",),
     "gguf": ("model/gguf.py",),
     "ray": ("parallel/ray_*.py",),
-    "vllm": ("rollout/server/plugin/lockstep_vllm.py",),
+    "vllm": ("rollout/server/plugin/lockstep_vllm.py", "rollout/server/plugin/lockstep_samples.py"),
     "sglang": ("rollout/server/plugin/*.py",),
     "torch_npu": ("device/npu.py", "kernels/npu_*.py"),
     "math_verify": ("reward/*.py",),

@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.commands.plan_engines import engine_lines
 from lockstep.device.cpu import Cpu
+from lockstep.device.cuda import Cuda
 from lockstep.device.npu import Npu
 from lockstep.doctor.engines import packages_in
 from lockstep.doctor.machine import Machine
@@ -50,9 +51,11 @@ def test_settings_of_the_device_are_shown_with_their_reasons(online_file: Path) 
 
 
 def test_the_way_of_the_weights_is_told(online_file: Path) -> None:
-    by = {way: ("rollout.engine=vllm", f"rollout.hand_over={way}") for way in ("auto", "files", "collective")}
+    by = {way: ("rollout.engine=vllm", f"rollout.hand_over={way}") for way in ("auto", "files", "collective", "memory")}
     told = {way: dict(engine_lines(planned(online_file, *words), Cpu()))["engine weights"] for way, words in by.items()}
-    assert told == {"auto": "through files", "files": "through files", "collective": "by gloo"}
+    files, memory = "through files", "opened in the run's memory"
+    assert told == {"auto": files, "files": files, "collective": "by gloo", "memory": memory}
+    assert dict(engine_lines(planned(online_file, *by["auto"]), Cuda()))["engine weights"] == f"{memory}, else {files}"
     assert "engine weights" not in dict(engine_lines(planned(online_file), Cpu()))
 
 
@@ -60,7 +63,8 @@ def test_the_way_of_the_weights_is_told(online_file: Path) -> None:
     ("words", "why"),
     [
         (("hand_over=files",), "says how weights reach a server or a process beside training, and there is none"),
-        (("engine=vllm", "hand_over=memory"), "a server does not share memory with the run"),
+        (("engine=sglang", "hand_over=memory"), "sglang does not open the run's memory"),
+        (("engine=vllm", "hand_over=memory", "lora"), "an adapter reaches a server as a folder of files"),
         (("max_staleness=1", "hand_over=files"), "the process beside training takes no files"),
         (("engine=vllm", "hand_over=collective", "lora"), "an adapter reaches a server as a folder of files"),
     ],

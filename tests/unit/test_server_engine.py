@@ -18,7 +18,7 @@ from lockstep.model.policy import Policy
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
 
-GENERATE = "/inference/v1/generate"
+GENERATE = "/lockstep/samples"
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,11 @@ def policy(embedded: Path) -> Policy:
 
 def generated(path: str, body: Any) -> bool:
     """A response of a step, not one of the probe, which has a temperature of its own."""
-    return path == GENERATE and body["sampling_params"]["temperature"] != 0.7
+    return path == GENERATE and body is not None and body["sampling_params"]["temperature"] != 0.7
 
 
 def probing(path: str, body: Any) -> bool:
-    return path == GENERATE and body["sampling_params"]["temperature"] == 0.7
+    return path == GENERATE and body is not None and body["sampling_params"]["temperature"] == 0.7
 
 
 def refused(url: str | list[str], policy: Policy, embedded: Path, tmp_path: Path, **values: Any) -> str:
@@ -69,10 +69,7 @@ def test_a_session_as_it_was_recorded(policy: Policy, embedded: Path, tmp_path: 
 
 
 def off(answer: Any, by: float) -> Any:
-    for choice in answer["choices"]:
-        for entry in choice["logprobs"]["content"]:
-            entry["logprob"] += by
-    return answer
+    return {**answer, "logprobs": [logprob + by for logprob in answer["logprobs"]]}
 
 
 def test_log_probs_that_are_off_end_the_run(policy: Policy, embedded: Path, tmp_path: Path) -> None:
@@ -97,10 +94,7 @@ def test_raw_log_probs_are_refused_by_the_probe(policy: Policy, embedded: Path, 
 
     def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
         if probing(path, body):
-            made = answer["choices"][0]
-            raw = raw_scores(first, body["token_ids"], made["token_ids"])
-            for entry, score in zip(made["logprobs"]["content"], raw, strict=True):
-                entry["logprob"] = score
+            answer["logprobs"] = raw_scores(first, body["token_ids"], answer["token_ids"])
         return 200, answer
 
     with replaying("vllm", fault) as server:
@@ -176,8 +170,7 @@ def test_a_server_that_came_back_with_other_weights_is_found_out(
     def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
         if generated(path, body) and not changed:
             changed.append(number)
-            for span in answer["choices"][0]["weight_versions"]:
-                span["version"] = "default"
+            answer["versions"] = ["default"]
         return 200, answer
 
     with replaying("vllm", fault) as server, opened(server.address, policy, embedded, tmp_path) as engine:
@@ -214,7 +207,7 @@ def test_an_aborted_response_is_asked_again(policy: Policy, embedded: Path, tmp_
     def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
         if generated(path, body) and not aborted:
             aborted.append(number)
-            answer["choices"][0]["finish_reason"] = "abort"
+            answer["finish_reason"] = "abort"
         return 200, answer
 
     with replaying("vllm", fault) as server, opened(server.address, policy, embedded, tmp_path) as engine:
@@ -226,17 +219,17 @@ def test_an_aborted_response_is_asked_again(policy: Policy, embedded: Path, tmp_
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda choice: choice.update(token_ids=choice["token_ids"][:-1]), "tokens and"),
-        (lambda choice: choice.update(finish_reason="stop", stop_reason=None, token_ids=[1] * 12), "not asked for"),
-        (lambda choice: choice.pop("logprobs"), "of another form than vLLM's"),
+        (lambda answer: answer.update(token_ids=answer["token_ids"][:-1]), "tokens and"),
+        (lambda answer: answer.update(finish_reason="stop", stop_reason=None, token_ids=[1] * 12), "not asked for"),
+        (lambda answer: answer.pop("logprobs"), "of another form than asked for"),
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_for_ends_the_run(
     policy: Policy, embedded: Path, tmp_path: Path, change: Callable[[dict], Any], why: str
 ) -> None:
     def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
-        if generated(path, body) and len(answer["choices"][0]["token_ids"]) == 12:
-            change(answer["choices"][0])
+        if generated(path, body) and len(answer["token_ids"]) == 12:
+            change(answer)
         return 200, answer
 
     with replaying("vllm", fault) as server:
@@ -245,21 +238,18 @@ def test_an_answer_that_is_not_what_was_asked_for_ends_the_run(
 
 def test_a_request_that_the_server_refuses_ends_the_run(policy: Policy, embedded: Path, tmp_path: Path) -> None:
     def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
-        return (
-            (400, {"error": {"message": "temperature must be in [0, 2]"}}) if generated(path, body) else (200, answer)
-        )
+        return (400, "ValueError: temperature must be in [0, 2]") if generated(path, body) else (200, answer)
 
     with replaying("vllm", fault) as server:
         told = refused(server.address, policy, embedded, tmp_path)
-    assert f"{GENERATE}: answered 400 Bad Request: temperature must be in [0, 2]" in told
+    assert f"{GENERATE}: answered 400: ValueError: temperature must be in [0, 2]" in told
 
 
 def test_a_response_that_the_servers_context_cut_ends_the_run(policy: Policy, embedded: Path, tmp_path: Path) -> None:
     def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
-        choice = answer["choices"][0] if path == GENERATE else {}
-        if generated(path, body) and choice["finish_reason"] == "length":
-            choice["token_ids"].pop()
-            choice["logprobs"]["content"].pop()
+        if generated(path, body) and answer["finish_reason"] == "length":
+            answer["token_ids"].pop()
+            answer["logprobs"].pop()
         return 200, answer
 
     with replaying("vllm", fault) as server:

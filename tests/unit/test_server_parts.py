@@ -15,7 +15,8 @@ from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.server.dialect import ServerStart, WantedSample
-from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine
+from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.line import Lines, ServerLine
 from lockstep.rollout.server.probe import Bounds, ProbeResult, calibrated, repeat_noise, why_refused
 from lockstep.rollout.server.process import refuse_absent
 from lockstep.rollout.server.vllm import PLUGIN, Vllm
@@ -119,7 +120,7 @@ def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_request_leaves_nothing_to_the_servers_defaults() -> None:
     sampling = Sampling(max_tokens=9, temperature=0.7, top_p=0.9, top_k=4, min_p=0.1, stop_ids=(5, 6), seed=1)
     path, body = Vllm().ask(WantedSample([1, 2], sampling, 7, 42))
-    assert path == "/inference/v1/generate"
+    assert path == "/lockstep/samples"
     assert body["token_ids"] == [1, 2]
     asked = body["sampling_params"]
     assert asked == {
@@ -147,7 +148,9 @@ def test_an_adapter_has_room_and_is_named() -> None:
 
 def test_the_plugin_needs_nothing_of_lockstep() -> None:
     """It is imported by a Python that has torch and safetensors alone (vLLM is imported when a method is called)."""
-    code = "import sys, lockstep_vllm; assert not [m for m in sys.modules if m.split('.')[0] == 'lockstep']"
+    names = ", ".join(file.stem for file in sorted(PLUGIN.glob("lockstep_*.py")))
+    assert names == "lockstep_group, lockstep_samples, lockstep_scheduler, lockstep_shared, lockstep_vllm"
+    code = f"import sys, {names}; assert not [m for m in sys.modules if m.split('.')[0] == 'lockstep']"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(PLUGIN)}, check=True)
 
 

@@ -28,7 +28,7 @@ from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server import probe
 from lockstep.rollout.server.dialect import Answer, PushedWeights, ServerStart, WantedSample
 from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.line import ServerFailed
+from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.sglang import Sglang
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 from sglang_server import Server, parser, serving

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.server import collective
 from lockstep.rollout.server.collective import WeightLink, own_address, refuse_shared_device
 from lockstep.rollout.server.dialect import Announced, Channel, GroupMeeting
-from lockstep.rollout.server.line import ServerFailed
+from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.plugin.lockstep_group import bit_sum
 from lockstep.rollout.server.process import _without_rank
 from lockstep.rollout.server.vllm import PLUGIN
@@ -248,7 +247,3 @@ def test_a_server_does_not_take_itself_for_a_rank_of_the_run() -> None:
     of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
     kept = {"RANK_TABLE_FILE": "x", "PATH": "/bin"}
     assert _without_rank({**dict.fromkeys(of_a_rank, "1"), **kept}) == kept
-
-
-def test_the_plugin_folder_holds_what_it_imports() -> None:
-    assert {file.name for file in Path(PLUGIN).glob("*.py")} == {"__init__.py", "lockstep_group.py", "lockstep_vllm.py"}

@@ -10,6 +10,8 @@ from lockstep.doctor.machine import Machine
 from lockstep.recipe import Recipe
 from lockstep.recipe.rows import ENGINES
 from lockstep.rollout.server.collective import by_collective
+from lockstep.rollout.server.memory import by_memory
+from lockstep.rollout.server.process import dialect_of
 
 
 def engine_lines(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
@@ -28,13 +30,24 @@ def engine_lines(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
     else:
         lines.append(("engine", f"{own.name} ({own.found})"))
     if ENGINES[own.name].served:
-        lines.append(("engine weights", f"by {device.collective}" if by_collective(rollout) else "through files"))
+        lines.append(("engine weights", _way(recipe, device)))
     others = [engine for engine in here.values() if engine.name != own.name]
     lines += [
         ("other engines", f"{engine.name} ({engine.found})" if engine.found else f"not {engine.name}: {engine.missing}")
         for engine in others
     ]
     return lines
+
+
+def _way(recipe: Recipe, device: Device) -> str:
+    """How weights reach the server, where the run is one process."""
+    rollout, files = recipe.rollout, "through files"
+    if by_collective(rollout):
+        return f"by {device.collective}"
+    if by_memory(rollout, dialect_of(rollout), device, 1, adapter=recipe.model.lora is not None):
+        opened = "opened in the run's memory"
+        return opened if rollout.hand_over == "memory" else f"{opened}, else {files}"
+    return files
 
 
 def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:

@@ -56,6 +56,8 @@ class Device(ABC):
     """Whether a second process may generate on it while the run trains on it."""
     meets_itself: ClassVar[bool] = False
     """Whether its collective joins two processes that are on one device."""
+    shares_memory: ClassVar[bool] = False
+    """Whether another process of this machine opens a tensor where it is, in the device's own memory."""
     prefill_tokens: ClassVar[int] = 8192
     """Prompt tokens that the engine gives to one forward pass, where the recipe does not say and memory allows."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}

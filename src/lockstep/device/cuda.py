@@ -58,6 +58,7 @@ class Cuda(Accelerator):
     lean_layers = True
     graph_capture = True
     generates_beside = True
+    shares_memory = True
     ray_resource = "GPU"
     paged_attention = "triton"
     sampler = "triton"

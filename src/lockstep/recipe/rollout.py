@@ -132,9 +132,10 @@ class RolloutSettings(Section):
     hand_over: Literal["auto", "memory", "files", "collective"] = Field(
         "auto",
         description="How weights reach who generates: by a `collective` of the devices (on a CPU: of the processes), "
-        "with `max_staleness` also through shared `memory` of the host, to a serving engine also through `files`. "
-        "`auto` is the collective where the process beside the run has a device of its own, memory where not, and "
-        "files for a server.",
+        "with `max_staleness` also through shared `memory` of the host, to a serving engine also through `files`; vLLM "
+        "on the run's own machine opens the `memory` that they are in. `auto` is the collective where the process "
+        "beside the run has a device of its own, memory where not; for a server memory where the run started it on its "
+        "own device and the device can be shared so, else files.",
         effect=Effect("harmless", "the same weights by another way; a probe shows that they are"),
         resumable=True,
     )

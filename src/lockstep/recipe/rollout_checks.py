@@ -63,11 +63,11 @@ def _hand_over_problems(recipe: Recipe) -> Iterator[Problem]:
     if not served and rollout.max_staleness is None:
         why = "says how weights reach a server or a process beside training, and there is none"
         yield Problem(key, why, "remove it, or set rollout.engine to a serving engine, or rollout.max_staleness")
-    elif served and way == "memory":
-        yield Problem(key, "a server does not share memory with the run", "use files (in /dev/shm), or collective")
+    elif served and way == "memory" and rollout.engine != "vllm":
+        yield Problem(key, f"{rollout.engine} does not open the run's memory", "use files (in /dev/shm), or collective")
     elif not served and way == "files":
         yield Problem(key, "the process beside training takes no files", "use memory, or collective")
-    elif served and way == "collective" and recipe.model.lora is not None:
+    elif served and way in ("collective", "memory") and recipe.model.lora is not None:
         yield Problem(key, "an adapter reaches a server as a folder of files", "use files")
 
 

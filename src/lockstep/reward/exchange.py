@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -92,12 +93,21 @@ async def post(client: Any, address: str, body: bytes, seconds: float) -> HttpAn
     return await exchanged(client, "POST", address, body, seconds, MOST_BYTES)
 
 
-async def exchanged(client: Any, method: str, address: str, body: bytes, seconds: float, most: int) -> HttpAnswer:
-    """The answer to a request, of at most `most` bytes, within `seconds`."""
+async def exchanged(
+    client: Any,
+    method: str,
+    address: str,
+    body: bytes,
+    seconds: float,
+    most: int,
+    piece: Callable[[bytes], None] | None = None,
+) -> HttpAnswer:
+    """The answer to a request, of at most `most` bytes, within `seconds`. `piece` is given each part of a successful
+    answer as it comes, in the place of its body."""
     heard: list[HttpAnswer] = []
     cause: Exception
     try:
-        await asyncio.wait_for(_exchange(client, method, address, body, heard, most), seconds)
+        await asyncio.wait_for(_exchange(client, method, address, body, heard, most, piece), seconds)
     except TooLong:
         raise
     except asyncio.TimeoutError as error:
@@ -112,7 +122,15 @@ async def exchanged(client: Any, method: str, address: str, body: bytes, seconds
     raise Trouble(why) from cause
 
 
-async def _exchange(client: Any, method: str, address: str, body: bytes, heard: list[HttpAnswer], most: int) -> None:
+async def _exchange(
+    client: Any,
+    method: str,
+    address: str,
+    body: bytes,
+    heard: list[HttpAnswer],
+    most: int,
+    given: Callable[[bytes], None] | None,
+) -> None:
     # What an endpoint asks to remember would go along with the requests of other batches.
     client.cookies.clear()
     request = client.build_request(method, address, content=body, headers=_HEADERS, extensions={"heard": heard})
@@ -122,6 +140,9 @@ async def _exchange(client: Any, method: str, address: str, body: bytes, heard: 
         pieces: list[bytes] = []
         size = 0
         async for piece in response.aiter_raw():
+            if given is not None and answer.success:
+                given(piece)
+                continue
             pieces.append(piece)
             size += len(piece)
             if not answer.success:

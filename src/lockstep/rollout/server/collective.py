@@ -25,7 +25,8 @@ from lockstep.errors import Refusal
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.rows import ENGINES
 from lockstep.rollout.server.dialect import Announced, Dialect, GroupMeeting
-from lockstep.rollout.server.line import ServerFailed, ServerLine
+from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.line import ServerLine
 from lockstep.rollout.server.plugin.lockstep_group import RUN, bit_sum, joined, left
 
 KEY = "rollout.hand_over"
@@ -190,7 +191,7 @@ def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
     servers only the collective itself can tell."""
     if not by_collective(settings) or settings.url is not None or device.meets_itself:
         return
-    own = _first_visible(device)
+    own = first_visible(device)
     theirs = settings.server.devices
     if theirs is None or own in theirs:
         raise Refusal.at(
@@ -201,7 +202,7 @@ def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
         )
 
 
-def _first_visible(device: Device) -> int | None:
+def first_visible(device: Device) -> int | None:
     """The number of rank 0's device on this machine; None where it goes by another name."""
     seen = os.environ.get(device.visible_variable or "", "")
     first = seen.partition(",")[0].strip()

@@ -84,6 +84,20 @@ class Announced:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """Tensors in memory that the server can open, under the names of the Hugging Face checkpoint."""
+
+    names: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    sums: Sequence[int]
+    """Of the bits of each tensor (`plugin/lockstep_group.py`)."""
+    dtype: str
+    """As torch says it."""
+    places: Sequence[Mapping[str, Any]]
+    """Where each is (`plugin/lockstep_shared.py`)."""
+
+
+@dataclass(frozen=True)
 class ServerStart:
     """A server that is to be started."""
 
@@ -123,6 +137,10 @@ class Dialect(Protocol):
     """As `rollout.engine` says it."""
     package: str
     """The module that the server's Python must have."""
+    samples_together: bool
+    """Whether the route of `ask` takes many samples in one request (`together.py`)."""
+    opens_memory: bool
+    """Whether it has `take`."""
     bucket_bytes: int | None
     """The most that `receive` takes at once; None where it takes one tensor after another by itself."""
 
@@ -168,6 +186,10 @@ class Dialect(Protocol):
 
     def version(self, line: Channel) -> str:
         """The version of the weights that it has; after a start something that no run says."""
+
+    def take(self, line: Channel, placed: Placed) -> str | None:
+        """In the place of `push`: take the weights from the memory that they are in, on the server's own machine. Why
+        they cannot be opened, where nothing was touched; None where all is done."""
 
     # -- weights by a collective, in the place of `push`: join once, then begin, receive, finish
 

@@ -17,10 +17,10 @@ from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.ending import why_ended
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample
+from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Back, Done, Lost
 from lockstep.rollout.server.handover import WeightHandOver
 from lockstep.rollout.server.life import ServerLife, named_servers
-from lockstep.rollout.server.line import ServerFailed
 from lockstep.rollout.server.process import dialect_of
 from lockstep.rollout.server.weights import fingerprint
 from lockstep.types import Completion, Request, Sampling
@@ -52,6 +52,8 @@ class ServerEngine:
         """Updates that the weights have seen which the next `sync` hands over; set by whoever counts them."""
         self.sync_seconds = 0.0
         """Of the last push, the probe included."""
+        self.sync_parts: dict[str, float] = {}
+        """Of its parts."""
         self._drawn_by = 0
         self._pushed: tuple[int, ...] | None = None
         self.life = ServerLife(dialect, policy, settings, place)
@@ -78,6 +80,7 @@ class ServerEngine:
 
         def handed() -> tuple[str, int]:
             now = fingerprint(every)
+            compared = time.monotonic() - begun
             slept = any(server.asleep for server in self.fleet.servers)
             if now != self._pushed or slept or not self.fleet.up():
                 self.handover.updates = self.updates
@@ -85,6 +88,7 @@ class ServerEngine:
                 self._pushed = now
                 self._drawn_by = self.updates
                 self.sync_seconds = time.monotonic() - begun
+                self.sync_parts = {"compare": compared, **self.handover.seconds}
             return self.fleet.version, self._drawn_by
 
         self.fleet.version, self._drawn_by = self._on_main(handed)
@@ -98,6 +102,7 @@ class ServerEngine:
             "version": ", ".join(dict.fromkeys(self.life.engines.values())) or None,
             "servers": len(self.fleet.servers),
             "started": self.settings.url is None,
+            "hand_over": self.handover.way,
         }
         bounds, probed = self.handover.bounds, self.handover.probed
         if bounds is not None and probed:

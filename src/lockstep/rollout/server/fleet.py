@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample
-from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine
+from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.line import Lines, ServerLine
 from lockstep.rollout.server.process import ServerProcess
 
 # Of one sample, on servers that are lost under it.
 TRIES = 6
-# Samples under way at one server: it queues them itself, and a socket each is enough.
+# Samples under way at one server that has a socket for each. Where many go in one request the server queues them.
 AT_ONCE = 1024
 _HEALTH_SECONDS, _HEALTH_PAUSE = 30.0, 1.0
 _LISTEN_SECONDS = 1.0
@@ -114,14 +116,12 @@ class Fleet:
                 task.cancel()
 
     async def _one(self, number: int, wanted: WantedSample, heard: queue.SimpleQueue[ServerEvent]) -> None:
-        path, body = self.dialect.ask(wanted)
         why = ""
         for _ in range(TRIES):
             server = await self._least_busy()
             server.busy += 1
             try:
-                said = await server.line.asked("POST", path, body, self._answer_limit)
-                answer = self.dialect.read(said, wanted)
+                answer = await self.sampled(server, wanted)
             except ServerFailed as error:
                 if not error.lost:
                     heard.put(error)
@@ -144,9 +144,19 @@ class Fleet:
             return
         heard.put(ServerFailed(f"a response was asked for {TRIES} times in vain, the last time: {why}"))
 
+    async def sampled(self, server: Server, wanted: WantedSample) -> Answer:
+        """Ask one server, once."""
+        path, body = self.dialect.ask(wanted)
+        if self.dialect.samples_together:
+            said = await server.line.sampled(path, body, self._answer_limit)
+        else:
+            said = await server.line.asked("POST", path, body, self._answer_limit)
+        return self.dialect.read(said, wanted)
+
     async def _least_busy(self) -> Server:
         while True:
-            free = [server for server in self.servers if server.up and server.busy < AT_ONCE]
+            most = sys.maxsize if self.dialect.samples_together else AT_ONCE
+            free = [server for server in self.servers if server.up and server.busy < most]
             if free:
                 return min(free, key=lambda server: server.busy)
             await asyncio.sleep(0.02)

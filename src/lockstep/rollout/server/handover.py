@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.rollout.server.collective import WeightLink, Weights, by_collective
+from lockstep.rollout.server.dialect import Answer, Placed, WantedSample
+from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Server
 from lockstep.rollout.server.life import POLL_SECONDS, ServerLife
-from lockstep.rollout.server.line import ServerFailed
+from lockstep.rollout.server.memory import REMEDY as MEMORY_REMEDY
+from lockstep.rollout.server.memory import SharedMemory, Unopened, by_memory
 from lockstep.rollout.server.probe import (
     MOST,
     Bounds,
@@ -44,6 +50,13 @@ class WeightHandOver:
         """The last probe of each server, by its address."""
         self.bounds: Bounds | None = None
         """Of the probes, from the first two pushes."""
+        self.by_memory = by_memory(
+            self.settings, self.dialect, device, self.world.size, adapter=life.lora_rank is not None
+        )
+        """Whether the server opens the run's own memory."""
+        self.seconds: dict[str, float] = {}
+        """Of each part of the last hand-over."""
+        self._memory = SharedMemory(device)
         self._run, self._noise = secrets.token_hex(4), 0.0
         self._links: dict[str, WeightLink] = {}
 
@@ -52,10 +65,16 @@ class WeightHandOver:
         """The name under which a server has the adapter of now, in a LoRA run."""
         return None if self.life.lora_rank is None else f"lockstep-{self.fleet.version}"
 
+    @property
+    def way(self) -> str:
+        """As `rollout.hand_over` would say it."""
+        return "collective" if by_collective(self.settings) else "memory" if self.by_memory else "files"
+
     # -- to whom
 
     def to_all(self, weights: Weights) -> None:
         """To every server that can be reached, and to one at least."""
+        self.seconds.clear()
         self._next_version()
         reached = []
         for server in self.fleet.servers:
@@ -145,16 +164,24 @@ class WeightHandOver:
         server.up = False
         with self._prepared(server, weights) as push:
             if server.asleep:
-                dialect.wake(line, "weights")
-            dialect.pause(line)
-            push()
+                with self._timed("wake"):
+                    dialect.wake(line, "weights")
+            with self._timed("pause"):
+                dialect.pause(line)
+            with self._timed("push"):
+                push()
             if server.asleep:
-                dialect.wake(line, "cache")
+                with self._timed("wake"):
+                    dialect.wake(line, "cache")
                 server.asleep = False
-            dialect.flush(line)
-            dialect.end(line, version)
-            dialect.resume(line)
-        found = dialect.version(line)
+            with self._timed("flush"):
+                dialect.flush(line)
+            with self._timed("version"):
+                dialect.end(line, version)
+            with self._timed("resume"):
+                dialect.resume(line)
+        with self._timed("version"):
+            found = dialect.version(line)
         if found != version:
             raise ServerFailed(
                 f"{line.address}: it was given weights of version {version} and says that it has {found}"
@@ -164,15 +191,56 @@ class WeightHandOver:
     def _prepared(self, server: Server, weights: Weights) -> Iterator[Callable[[], None]]:
         """What pushes once the server stands still: all that can be done before has been done."""
         if by_collective(self.settings):
-            yield partial(self._linked(server).give, weights, self.dtype)
+            with self._timed("prepare"):
+                link = self._linked(server)
+            yield partial(link.give, weights, self.dtype)
             return
-        with travelling(self.settings.server.folder) as folder:
-            if self.adapter is None:
-                pushed = written_weights(folder, weights, self.dtype)
-                yield partial(self.dialect.push, server.line, pushed)
-            else:
-                write_adapter(folder, self.policy.model)
-                yield partial(self.dialect.load_adapter, server.line, self.adapter, folder)
+        with self._folder() as folder:
+            with self._timed("prepare"):
+                push = self._by_files(folder, server, weights)
+            yield push
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        with ExitStack() as stack:
+            folder = stack.enter_context(travelling(self.settings.server.folder))
+            yield folder
+            with self._timed("remove"):
+                stack.close()
+
+    def _by_files(self, folder: Path, server: Server, weights: Weights) -> Callable[[], None]:
+        """Also for what has no other way."""
+        if self.adapter is not None:
+            write_adapter(folder, self.policy.model)
+            return partial(self.dialect.load_adapter, server.line, self.adapter, folder)
+        if self.by_memory:
+            try:
+                placed = self._memory.placed(weights, self.dtype, folder)
+                return partial(self._take, folder, server, weights, placed)
+            except Unopened as error:
+                self._give_memory_up(str(error))
+        return partial(self.dialect.push, server.line, written_weights(folder, weights, self.dtype))
+
+    def _take(self, folder: Path, server: Server, weights: Weights, placed: Placed) -> None:
+        unopened = self.dialect.take(server.line, placed)
+        if unopened is not None:
+            self._give_memory_up(f"the server does not open the run's memory: {unopened}")
+            self._by_files(folder, server, weights)()
+
+    def _give_memory_up(self, why: str) -> None:
+        """Files lead there as well; but one who asked for memory is to know."""
+        if self.settings.hand_over == "memory":
+            raise ServerFailed(f"{why}: {MEMORY_REMEDY}")
+        warnings.warn(f"weights go to {self.dialect.name} through files, which takes longer: {why}", stacklevel=2)
+        self.by_memory = False
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - begun
 
     # -- groups of a collective
 
@@ -209,18 +277,19 @@ class WeightHandOver:
 
     def _probe(self, server: Server, sampling: Sampling | None = None) -> ProbeResult:
         asked = probe_requests(self.policy, self.adapter, sampling)
-        lines, limit = self.life.lines, self.settings.server.answer_limit
-        begun = []
-        for wanted in asked:
-            path, body = self.dialect.ask(wanted)
-            begun.append(lines.start(server.line.asked("POST", path, body, limit)))
-        answers = [self.dialect.read(one.result(), wanted) for one, wanted in zip(begun, asked, strict=True)]
+        with self._timed("probe"):
+            # Begun together, so that they go together.
+            answers = self.life.lines.start(self._sampled(server, asked)).result()
         for answer in answers:
             if answer.version is not None and answer.version != self.fleet.version:
                 raise ServerFailed(
                     f"{server.line.address}: the probe was answered by weights of version {answer.version}"
                 )
-        return probed(self.policy, self.device.torch_device(self.world.local_rank), asked, answers)
+        with self._timed("score"):
+            return probed(self.policy, self.device.torch_device(self.world.local_rank), asked, answers)
+
+    async def _sampled(self, server: Server, asked: Sequence[WantedSample]) -> list[Answer]:
+        return list(await asyncio.gather(*(self.fleet.sampled(server, wanted) for wanted in asked)))
 
     def _refuse_probe(self, server: Server, why: str | None) -> None:
         if why is not None:

@@ -15,8 +15,9 @@ from lockstep.model.policy import Policy
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server.dialect import Channel, Dialect, ServerFacts
+from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Fleet, Server
-from lockstep.rollout.server.line import Lines, ServerFailed, ServerLine, is_address
+from lockstep.rollout.server.line import Lines, ServerLine, is_address
 from lockstep.rollout.server.process import refuse_absent, start_server
 
 T = TypeVar("T")

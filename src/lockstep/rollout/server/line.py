@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,23 +13,15 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from lockstep.reward.exchange import HttpAnswer, TooLong, Trouble, exchanged, open_client, short
+from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.together import MOST_BYTES, Together
 
 T = TypeVar("T")
-# A response of 100,000 tokens with its log-probs takes some 10 MB.
-MOST_BYTES = 256 * 2**20
 # For a verb that only turns a switch.
 SWITCH_SECONDS = 120.0
 # For a word of goodbye, which nobody needs an answer to.
 LEAVE_SECONDS = 10.0
 _JOIN_SECONDS = 30.0
-
-
-class ServerFailed(Exception):
-    """A server did not do what it was asked. `lost`: it may be gone or broken, and another one could."""
-
-    def __init__(self, why: str, *, lost: bool = False, status: int | None = None):
-        super().__init__(why)
-        self.lost, self.status = lost, status
 
 
 class Lines:
@@ -40,6 +32,7 @@ class Lines:
         self._ready = threading.Event()
         self._over: asyncio.Event | None = None
         self._client: Any = None
+        self.together = Together(self._post_for_lines)
         self._thread = threading.Thread(target=self._serve, name="rollout-server", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -50,15 +43,7 @@ class Lines:
 
     async def exchange(self, method: str, address: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
         """The JSON of a successful answer; None of an empty one."""
-        data = b"" if body is None else json.dumps(body).encode()
-        try:
-            answer = await exchanged(self._client, method, address, data, seconds, MOST_BYTES)
-        except Trouble as error:
-            raise ServerFailed(str(error), lost=True) from error
-        except TooLong as error:
-            raise ServerFailed(f"its answer is longer than {MOST_BYTES // 2**20} MiB") from error
-        if not answer.success:
-            raise ServerFailed(_told(answer), lost=answer.status >= 500, status=answer.status)
+        answer = await self._exchanged(method, address, body, seconds)
         if not answer.body.strip():
             return None
         try:
@@ -66,6 +51,31 @@ class Lines:
         except ValueError:
             # Some routes answer with a sentence.
             return answer.body.decode(errors="replace")
+
+    async def _post_for_lines(
+        self, address: str, body: Mapping[str, Any], seconds: float, piece: Callable[[bytes], None]
+    ) -> None:
+        await self._exchanged("POST", address, body, seconds, piece)
+
+    async def _exchanged(
+        self,
+        method: str,
+        address: str,
+        body: Mapping[str, Any] | None,
+        seconds: float,
+        piece: Callable[[bytes], None] | None = None,
+    ) -> HttpAnswer:
+        """A successful answer."""
+        data = b"" if body is None else json.dumps(body).encode()
+        try:
+            answer = await exchanged(self._client, method, address, data, seconds, MOST_BYTES, piece)
+        except Trouble as error:
+            raise ServerFailed(str(error), lost=True) from error
+        except TooLong as error:
+            raise ServerFailed(f"its answer is longer than {MOST_BYTES // 2**20} MiB") from error
+        if not answer.success:
+            raise ServerFailed(_told(answer), lost=answer.status >= 500, status=answer.status)
+        return answer
 
     def close(self) -> None:
         if self._over is not None:
@@ -106,8 +116,15 @@ class ServerLine:
         return self.lines.start(self.asked("POST", path, body, seconds or self.seconds)).result()
 
     async def asked(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
+        return await self._told(path, self.lines.exchange(method, self.address + path, body, seconds))
+
+    async def sampled(self, path: str, body: Mapping[str, Any], seconds: float) -> Any:
+        """One sample, by a route that takes many."""
+        return await self._told(path, self.lines.together.ask(self.address + path, body, seconds))
+
+    async def _told(self, path: str, work: Awaitable[T]) -> T:
         try:
-            return await self.lines.exchange(method, self.address + path, body, seconds)
+            return await work
         except ServerFailed as error:
             told = f"{self.address}{path.partition('?')[0]}: {error}"
             raise ServerFailed(told, lost=error.lost, status=error.status) from error

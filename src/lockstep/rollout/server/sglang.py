@@ -18,12 +18,14 @@ from lockstep.rollout.server.dialect import (
     Ended,
     GroupMeeting,
     MemoryPart,
+    Placed,
     PushedWeights,
     ServerFacts,
     ServerStart,
     WantedSample,
 )
-from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS, ServerFailed
+from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS
 from lockstep.types import Sampling
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -34,6 +36,8 @@ _TAGS: dict[MemoryPart, str] = {"weights": "weights", "cache": "kv_cache"}
 class Sglang:
     name = "sglang"
     package = "sglang"
+    samples_together = False
+    opens_memory = False
     bucket_bytes = 256 * 2**20
 
     def install(self, device: str) -> str:
@@ -148,6 +152,9 @@ class Sglang:
             {"model_path": str(folder), "load_format": "safetensors", "flush_cache": True},
         )
         _succeeded(line, said, "message")
+
+    def take(self, line: Channel, placed: Placed) -> str | None:
+        raise ServerFailed("SGLang is not asked to open a run's memory: it takes Python objects for that")
 
     def end(self, line: Channel, version: str) -> None:
         said = line.post(

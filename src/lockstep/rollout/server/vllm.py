@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,25 +17,29 @@ from lockstep.rollout.server.dialect import (
     Ended,
     GroupMeeting,
     MemoryPart,
+    Placed,
     PushedWeights,
     ServerFacts,
     ServerStart,
     WantedSample,
 )
-from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS, ServerFailed
+from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS
 
 PLUGIN = Path(__file__).parent / "plugin"
 MODEL = "lockstep"
+SAMPLES = "/lockstep/samples"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # The ranks that vLLM makes room for.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _NOT_FOUND = 404
-_LOOK_SECONDS = 300.0
 
 
 class Vllm:
     name = "vllm"
     package = "vllm"
+    samples_together = True
+    opens_memory = True
     bucket_bytes = None
 
     def install(self, device: str) -> str:
@@ -46,11 +49,12 @@ class Vllm:
 
     def command(self, start: ServerStart) -> list[str]:
         # Not the console script: it asks for a distribution called vllm, which the builds for other devices are not.
-        flags = self.flags(start.lora_rank, scale_out=_scales_out(start.python))
+        flags = self.flags(start.lora_rank)
         said = [start.python, "-m", "vllm.entrypoints.openai.api_server", *flags]
         said += ["--model", start.model, "--host", start.host, "--port", str(start.port)]
         said += ["--dtype", _DTYPES[start.dtype], "--tensor-parallel-size", str(start.tensor_parallel)]
-        said += ["--disable-uvicorn-access-log"]
+        # Numbers about each token, which nobody reads.
+        said += ["--disable-uvicorn-access-log", "--disable-log-stats"]
         if start.device == "cpu":
             # A prompt in two pieces takes the noise of a seeded sample back by a step, which a CPU's generator cannot:
             # vLLM 0.32 dies of it.
@@ -59,15 +63,13 @@ class Vllm:
             said += ["--enable-sleep-mode"]
         return [*said, *serving_on(start.device, self.name).words, *start.args]
 
-    def flags(self, lora_rank: int | None = None, *, scale_out: bool = True) -> list[str]:
-        """What a server must be started with, whoever starts it. `scale_out`: tokens in, tokens out is behind a flag of
-        its own, which versions up to 0.26 do not know."""
+    def flags(self, lora_rank: int | None = None) -> list[str]:
+        """What a server must be started with, whoever starts it."""
         said = ["--served-model-name", MODEL, "--logprobs-mode", "processed_logprobs"]
-        if scale_out:
-            said += ["--enable-scale-out"]
         # Sampling defaults of the model's folder must not act.
         said += ["--generation-config", "vllm"]
         said += ["--worker-extension-cls", "lockstep_vllm.WeightExtension"]
+        said += ["--middleware", "lockstep_samples.SampleRoute", "--scheduler-cls", "lockstep_scheduler.scheduler"]
         if lora_rank is not None:
             room = next((rank for rank in _LORA_RANKS if rank >= lora_rank), lora_rank)
             said += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)]
@@ -111,21 +113,21 @@ class Vllm:
         if sampling.stop_strings:
             said["stop"] = list(sampling.stop_strings)
         model = wanted.adapter or MODEL
-        return "/inference/v1/generate", {"model": model, "token_ids": list(wanted.ids), "sampling_params": said}
+        return SAMPLES, {"model": model, "token_ids": list(wanted.ids), "sampling_params": said}
 
     def read(self, answered: Any, wanted: WantedSample) -> Answer:
         try:
-            (choice,) = answered["choices"]
-            ids = list(choice["token_ids"])
-            content = choice["logprobs"]["content"] or []
-            logprobs = [float(entry["logprob"]) for entry in content]
-            reason, stop = choice["finish_reason"], choice.get("stop_reason")
-            spans = choice.get("weight_versions")
+            ids = list(answered["token_ids"])
+            logprobs = [float(each) for each in answered["logprobs"]]
+            reason, stop = answered["finish_reason"], answered["stop_reason"]
+            versions = [str(each) for each in answered["versions"] or ()]
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerFailed(f"an answer of another form than vLLM's: {error!r}") from error
+            raise ServerFailed(f"an answer of another form than asked for: {error!r}") from error
         if len(ids) != len(logprobs):
             raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
-        return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), _one_version(spans))
+        # All tokens of a response are of the same weights: a push ends the responses before it.
+        version = " and ".join(dict.fromkeys(versions)) or None
+        return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), version)
 
     # -- weights
 
@@ -137,6 +139,13 @@ class Vllm:
 
     def push(self, line: Channel, weights: PushedWeights) -> None:
         _call(line, "lockstep_load", files=[str(file) for file in weights.files], names=list(weights.names))
+
+    def take(self, line: Channel, placed: Placed) -> str | None:
+        said = _call(line, "lockstep_take", **asdict(placed))
+        unopened = [worker["unopened"] for worker in said if "unopened" in worker]
+        if unopened and len(unopened) < len(said):
+            raise ServerFailed(f"{line.address}: only some of its workers opened the weights: {unopened[0]}")
+        return str(unopened[0]) if unopened else None
 
     def end(self, line: Channel, version: str) -> None:
         _call(line, "lockstep_version", version=version)
@@ -203,6 +212,7 @@ class Vllm:
     def facts(self, line: Channel) -> ServerFacts:
         try:
             said = _call(line, "lockstep_facts")[0]
+            line.get(SAMPLES)
         except ServerFailed as error:
             if error.lost and error.status is None:
                 raise
@@ -227,14 +237,6 @@ def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wante
     raise ServerFailed(f"a response ended for a reason that was not asked for: {reason} ({stop})")
 
 
-def _one_version(spans: Any) -> str | None:
-    """All tokens of a response are of the same weights: a push waits for the responses before it."""
-    if not spans:
-        return None
-    versions = [str(span["version"]) for span in spans]
-    return versions[0] if len(set(versions)) == 1 else " and ".join(versions)
-
-
 @contextmanager
 def _unless_unknown() -> Iterator[None]:
     """Older versions have no route for the version: the workers alone tell it then."""
@@ -243,15 +245,6 @@ def _unless_unknown() -> Iterator[None]:
     except ServerFailed as error:
         if error.status != _NOT_FOUND:
             raise
-
-
-def _scales_out(python: str) -> bool:
-    """Whether the vLLM of that Python has the flag: its folder tells, since importing it takes half a minute."""
-    look = "import importlib.util, os; print(os.path.dirname(importlib.util.find_spec('vllm').origin))"
-    found = subprocess.run([python, "-c", look], capture_output=True, text=True, timeout=_LOOK_SECONDS, check=True)
-    # 0.26 has the routes without the flag.
-    parsers = (Path(found.stdout.strip()) / "entrypoints").rglob("cli_args.py")
-    return any("enable_scale_out" in parser.read_text(encoding="utf-8") for parser in parsers)
 
 
 def _call(line: Channel, method: str, *, limit: float | None = None, **told: Any) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""What lockstep adds to vLLM's workers (`--worker-extension-cls lockstep_vllm.WeightExtension`): weights from files, or
-by a collective of the run and all workers.
+"""What lockstep adds to vLLM's workers (`--worker-extension-cls lockstep_vllm.WeightExtension`): weights from files, by
+a collective of the run and all workers, or from the memory that they are in.
 
-Runs in the server's Python, which need not have lockstep: it imports torch, safetensors, vLLM and the file beside it
+Runs in the server's Python, which need not have lockstep: it imports torch, safetensors, vLLM and the files beside it
 alone. Each method is called by `/collective_rpc`, takes one JSON text and answers with a dict; what goes wrong is told
 under `error`.
 """
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lockstep_group import Arriving, left, met  # type: ignore[import-not-found]
+from lockstep_group import Arriving, bit_sum, left, met  # type: ignore[import-not-found]
+from lockstep_shared import opened  # type: ignore[import-not-found]
 from safetensors import safe_open
 
 # What vLLM's own name for fresh weights would be taken for another run's.
@@ -65,6 +66,27 @@ class WeightExtension:
         return {"loaded": len(found)}
 
     @_told
+    def lockstep_take(
+        self, names: list[str], shapes: list[list[int]], sums: list[int], dtype: str, places: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Take all weights of the model from where the run has them. `unopened`, with why, where nothing was touched:
+        they can come by another way."""
+        try:
+            tensors = _opened(self, names, shapes, dtype, places)
+            # On this machine's memory nothing is lost on the way; the sums tell that it is the memory that was meant.
+            wrong = _other_sums(names, tensors, sums)
+            if wrong:
+                raise ValueError(f"{len(wrong)} tensors are not what the run has, such as {wrong[:5]}")
+        except Exception as error:  # noqa: BLE001 - told to the run, which takes another way
+            _close(self)
+            return {"unopened": f"{type(error).__name__}: {error}"[:2000]}
+        _load(self, iter(zip(names, tensors, strict=True)))
+        if self.device.type != "cpu":  # type: ignore[attr-defined]
+            # The run may change them when it has the answer.
+            torch.accelerator.synchronize(self.device)  # type: ignore[attr-defined]
+        return {"loaded": len(names)}
+
+    @_told
     def lockstep_join(
         self, address: str, port: int, name: str, backend: str, size: int, seconds: float
     ) -> dict[str, Any]:
@@ -107,6 +129,29 @@ def _load(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     loaded = _recorded(model, lambda: worker.reload_weights(weights_iterator=weights))
     _refuse_left_out(model, loaded)
     _repack_heads(model)
+
+
+def _opened(
+    worker: Any, names: list[str], shapes: list[list[int]], dtype: str, places: list[dict[str, Any]]
+) -> list[torch.Tensor]:
+    """A tensor that stays where it was is opened once: the run trains the same memory from push to push."""
+    before = getattr(worker, "_lockstep_opened", {})
+    now = {}
+    for name, shape, place in zip(names, shapes, places, strict=True):
+        key = json.dumps([name, shape, dtype, place])
+        now[key] = before[key] if key in before else opened(place, getattr(torch, dtype), shape)
+    # A file of one push is gone after it.
+    worker._lockstep_opened = {} if any("file" in place for place in places) else now
+    return list(now.values())
+
+
+def _close(worker: Any) -> None:
+    worker._lockstep_opened = {}
+
+
+def _other_sums(names: list[str], tensors: list[torch.Tensor], sums: list[int]) -> list[str]:
+    found = torch.stack([bit_sum(tensor) for tensor in tensors]).tolist()
+    return [name for name, one, other in zip(names, found, sums, strict=True) if one != other]
 
 
 def _leave(worker: Any) -> None:
