@@ -31,6 +31,7 @@ from lockstep.rollout.server.engine import ServerEngine
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.sglang import Sglang
 from lockstep.types import Completion, Example, Origin, Request, Sampling
+from sglang_schema import FORMS
 from sglang_server import Server, parser, serving
 
 FLAGS = ("--enable-deterministic-inference", "--dtype", "float32")
@@ -353,6 +354,19 @@ def test_weights_by_a_collective_go_in_buckets_and_are_proven(
         with pytest.raises(Refusal, match="does not generate with the weights"):
             engine.sync(policy.stored.named_parameters())
     assert not server.engine.groups, "destroyed with the engine"
+
+
+def test_a_release_without_sessions_for_weights_is_refused_for_a_collective_with_the_way_that_it_has(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As 0.5.17 is: it has the routes of the group, and none that begins or ends an update.
+    for path in ("/begin_weight_update", "/end_weight_update"):
+        monkeypatch.delitem(FORMS, path)
+    with serving(folder, *FLAGS) as server:
+        refused = pytest.raises(Refusal, match=r"no /begin_weight_update.*rollout\.hand_over=files")
+        with refused, engine_at(policy, folder, server, hand_over="collective"):
+            pass
+        assert "/update_weights_from_distributed" not in [path for path, _ in server.engine.asked]
 
 
 def test_a_tensor_that_the_server_leaves_as_it_was_is_found_by_the_probe(policy: Policy, folder: Path) -> None:

@@ -29,7 +29,7 @@ from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS
 from lockstep.types import Sampling
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_BAD_REQUEST = 400
+_BAD_REQUEST, _NOT_FOUND = 400, 404
 _TAGS: dict[MemoryPart, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
@@ -195,6 +195,10 @@ class Sglang:
         try:
             _succeeded(line, line.post("/begin_weight_update", {}), "message")
         except ServerFailed as error:
+            if error.status == _NOT_FOUND:
+                # Of releases before it, as 0.5.17: they load without what 0.5.23 does before and after.
+                why = "this SGLang has no /begin_weight_update, which a collective needs"
+                raise ServerFailed(f"{line.address}: {why}: take 0.5.23, or set rollout.hand_over=files") from error
             # A push that was given up in the middle has left it open.
             if error.status != _BAD_REQUEST or "already open" not in str(error):
                 raise
