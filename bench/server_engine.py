@@ -95,7 +95,7 @@ def _write_random(args: argparse.Namespace) -> None:
     args.model, args.prompts = folder / "model", folder / "prompts.jsonl"
     device = str(select(args.device).torch_device(0))
     if args.shape in SHAPES:
-        write_model(args.model, args.shape, device)
+        write_model(args.model, args.shape, device, args.init)
     else:
         write_random_lengths(args.model, args.shape, None, DTYPES[args.dtype], device=device)
     write_questions(args.prompts, args.rows, args.prompt_tokens, args.prompt_tokens, seed=0)
@@ -210,6 +210,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("prompts", type=Path, nargs="?")
     parser.add_argument("--shape", choices=("tiny", "half-billion", *SHAPES))
+    parser.add_argument("--init", type=float, default=0.02, help="spread of random weights: 0.01 for 7B, whose own is noise")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--own", action="store_true", help="vLLM's own generate too")

@@ -88,12 +88,14 @@ SHAPES = {
 }
 
 
-def write_model(folder: Path, name: str, device: str = "cpu") -> None:
+def write_model(folder: Path, name: str, device: str = "cpu", spread: float = 0.02) -> None:
     """Random weights are drawn on `device`: billions of them take long on a processor."""
     write_tiny(folder)
     torch.manual_seed(0)
+    config = SHAPES[name].config()
+    config.initializer_range = spread
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(SHAPES[name].config(), dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
 
 
