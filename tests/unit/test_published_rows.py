@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from conftest import run, write_jsonl
-from published_rows import EVERY, REWARD, WEATHER, Published, bot, share, user
+from published_rows import CALL, EVERY, REWARD, WEATHER, Published, bot, share, user
 
 # One of each kind of method; the others train the same way, once they are read.
 DAILY = ("openai_tools", "ultrafeedback", "math_shepherd", "plain_prompts")
@@ -61,6 +61,14 @@ DEAF = (
     "{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As reasoning models have it: of earlier turns the thoughts are cut off, and the model begins with its thoughts.
+FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS = DEAF.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+TWO = [user("a"), bot("b"), user("c"), bot("d")]
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
@@ -121,6 +129,33 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         ({"messages": [user("a"), {"role": "assistant", "content": None}]}, "auto", "message 2 (assistant) is empty"),
         ({"messages": [user("a"), bot("b") | {"weight": 0.5}]}, "auto", "message 2 has a weight of 0.5"),
         ({"messages": [user("a"), bot("b") | {"weight": 0}]}, "auto", "no token of the row is trained"),
+        ({"messages": [user("a"), bot("b") | {"train": "yes"}]}, "auto", "message 2 has a train of 'yes'"),
+        ({"messages": [user("a") | {"train": True}, bot("b")]}, "auto", "message 1 (user) is to be trained (train)"),
+        (
+            {"messages": [user("a"), bot("b") | {"train": True, "weight": 0}]},
+            "auto",
+            "weight and train of message 2 say different things",
+        ),
+        (
+            {
+                "messages": [
+                    user("a"),
+                    bot("b") | {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]},
+                ]
+            },
+            "auto",
+            "message 2 says with train_detail which part of it is trained",
+        ),
+        ({"messages": [user("a"), {"role": "robot", "content": "b"}]}, "auto", "the chat has no assistant turn"),
+        (
+            {"messages": [user("a"), bot("b")]},
+            "thinks.jinja",
+            "the chat template opens the assistant's turn with '<think>\\n' when the model speaks, and message 2 is",
+        ),
+        # Without a template there is no place for more than a prompt and a response.
+        ({"prompt": [user("a")], "completion": [bot("b")]}, "none", "the row is a chat (messages, a system message or"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "none", "the row is a chat (messages, a system message or"),
+        ({"prompt": "a", "completion": "b", "tools": [WEATHER]}, "none", "the row is a chat (messages, a system"),
         (
             {"system": "x", "messages": [{"role": "system", "content": "y"}, user("a"), bot("b")]},
             "auto",
@@ -133,10 +168,57 @@ def test_what_would_be_lost_is_refused_by_row_and_part(
     row: dict[str, Any], template: str, said: str, tiny_folder: Path, capsys: Any
 ) -> None:
     Path("deaf.jinja").write_text(DEAF)
+    Path("thinks.jinja").write_text(THINKS)
     case = Published("bad", "sft", [row], [], "", {"template": template})
     assert run("data", "show", write(case, tiny_folder)) != 0
     told = capsys.readouterr()
     assert f"bad.jsonl line 1 {said}" in " ".join((told.out + told.err).split())
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "trained"),
+    [
+        # Which turns are trained, as axolotl and ms-swift say it.
+        ({"messages": [TWO[0], TWO[1] | {"train": False}, *TWO[2:]]}, "auto", ["d<|im_end|>"]),
+        ({"messages": [TWO[0], TWO[1] | {"training": 0}, *TWO[2:]]}, "auto", ["d<|im_end|>"]),
+        ({"messages": [*TWO[:3], TWO[3] | {"loss": False}]}, "auto", ["b<|im_end|>"]),
+        (
+            {"messages": [user("a") | {"train": False, "loss": None}, bot("b") | {"train": True}]},
+            "auto",
+            ["b<|im_end|>"],
+        ),
+        # A turn that is not trained may be shortened.
+        (
+            {"messages": [user("a"), bot("<think>b</think>c") | {"weight": 0}, user("d"), bot("<think>e</think>f")]},
+            "forgets.jinja",
+            ["<think>e</think>f<|im_end|>"],
+        ),
+        # What the model is given to begin with is not trained.
+        ({"messages": [user("a"), bot("<think>\nb</think>c")]}, "thinks.jinja", ["b</think>c<|im_end|>"]),
+        # A tool may answer nothing, and a system message may be empty.
+        (
+            {"messages": [{"role": "system", "content": ""}, *TOOL_CHAT, {"role": "tool", "content": ""}, bot("c")]},
+            "qwen",
+            [CALL, "c<|im_end|>"],
+        ),
+        ({"messages": [{"role": "User", "content": "a"}, {"role": "AI", "content": "b"}]}, "auto", ["b<|im_end|>"]),
+        ({"messages": [share("human", "a") | {"role": None}, share("gpt", "b")]}, "auto", ["b<|im_end|>"]),
+    ],
+)
+def test_which_turns_are_trained(
+    row: dict[str, Any], template: str, trained: list[str], tiny_folder: Path, capsys: Any
+) -> None:
+    Path("forgets.jinja").write_text(FORGETS)
+    Path("thinks.jinja").write_text(THINKS)
+    case = Published("turns", "sft", [row], [], "", {"template": template})
+    assert run("data", "show", write(case, tiny_folder)) == 0
+    assert re.findall(r"\[\[(.*?)\]\]", capsys.readouterr().out, re.DOTALL) == trained
+
+
+def test_a_later_turn_of_a_response_may_be_left_untrained(tiny_folder: Path, capsys: Any) -> None:
+    pair = {"prompt": [user("a")], "chosen": [*TWO[1:3], TWO[3] | {"weight": 0}], "rejected": [bot("e")]}
+    assert run("data", "show", write(Published("pairs", "dpo", [pair], [], ""), tiny_folder)) == 0
+    assert re.findall(r"\[\[(.*?)\]\]", capsys.readouterr().out, re.DOTALL) == ["b<|im_end|>", "e<|im_end|>"]
 
 
 def test_a_prompt_that_loses_its_tools_is_refused(tiny_folder: Path, capsys: Any) -> None:
@@ -145,6 +227,16 @@ def test_a_prompt_that_loses_its_tools_is_refused(tiny_folder: Path, capsys: Any
     assert run("data", "show", write(Published("bad", "grpo", [row], [], "", {}, more), tiny_folder)) != 0
     told = capsys.readouterr()
     assert "bad.jsonl line 1 the chat template drops the tools" in " ".join(told.err.split())
+    assert run("data", "show", "recipe.yaml", "data.template=none") != 0
+    assert "bad.jsonl line 1 the prompt has tools, and data.template is none" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_chats_are_refused_without_a_template(tiny_folder: Path, capsys: Any) -> None:
+    case = Published("chats", "sft", [{"messages": [user("a"), bot("b")]}], [], "", {"template": "none"})
+    assert run("data", "show", write(case, tiny_folder)) != 0
+    assert "data.template is none, and rows are chats (messages)" in " ".join(capsys.readouterr().err.split())
 
 
 def test_nulls_of_a_table_are_no_arguments(tmp_path: Path, tiny_folder: Path, capsys: Any) -> None:

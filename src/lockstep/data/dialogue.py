@@ -105,7 +105,7 @@ def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
 
 def _shared_turns(chats: Sequence[list[Message]], names: Sequence[str], origin: Origin) -> Any:
     shortest = min(len(chat) for chat in chats)
-    cut = _common(chats)
+    cut = common_length(chats)
     if cut == shortest:
         short = names[[len(chat) for chat in chats].index(shortest)]
         raise Refusal.at(
@@ -117,7 +117,7 @@ def _shared_turns(chats: Sequence[list[Message]], names: Sequence[str], origin: 
 
 
 def _shared_text(texts: Sequence[str], names: Sequence[str], origin: Origin) -> Any:
-    common = texts[0][: _common(texts)]
+    common = texts[0][: common_length(texts)]
     if ANSWER_MARK in common:
         cut = common.rindex(ANSWER_MARK) + len(ANSWER_MARK)
     else:
@@ -129,7 +129,7 @@ def _shared_text(texts: Sequence[str], names: Sequence[str], origin: Origin) -> 
     return common[:cut], rests
 
 
-def _common(sequences: Sequence[Any]) -> int:
+def common_length(sequences: Sequence[Any]) -> int:
     """How long the beginning is that all share."""
     first, shortest = sequences[0], min(map(len, sequences))
     return bisect_left(range(1, shortest + 1), True, key=lambda n: any(s[:n] != first[:n] for s in sequences))

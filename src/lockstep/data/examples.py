@@ -97,6 +97,12 @@ class Encoder:
             raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
         if data.prompt_format is not None and columns.shape != "prompt_response":
             raise Refusal.at("data.prompt_format", f"rows of shape {columns.shape} have no prompt apart", "remove it")
+        if columns.shape == "messages" and data.template == "none":
+            raise Refusal.at(
+                "data.template",
+                f"is none, and rows are chats ({columns.messages})",
+                "set it to auto, or use data.prompt_key and data.response_key",
+            )
         if columns.shape == "messages" and not tokenizer.chat_template:
             raise Refusal.at(
                 "data.shape",

@@ -12,7 +12,7 @@ from lockstep.data.beside import NOTHING, Beside
 from lockstep.data.chat import refuse_no_content, render_prompt
 from lockstep.data.columns import CHATS, PROMPTS, ColumnFinder, filled, lookup
 from lockstep.data.dataset import Kept, LoadedRows, RowCounts, load_rows
-from lockstep.data.encoding import as_chat, formatted, written
+from lockstep.data.encoding import after_system, as_chat, formatted, written
 from lockstep.data.fit import kept_span
 from lockstep.data.read import RowSet
 from lockstep.data.tokens import token_ids
@@ -20,7 +20,7 @@ from lockstep.data.truths import GSM8K, MARK, MATH, Truth, final_answer
 from lockstep.data.vanished import refuse_vanished
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.data import Data, Source
-from lockstep.types import Message, Origin, Prompt, Question, Row
+from lockstep.types import Origin, Prompt, Question, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -217,10 +217,9 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
     if data is not None and data.template == "none":
         if data.system is not None:
             raise Refusal.at("data.system", "prompts without a chat template have no place for it", "remove it")
-        if len(question.prompt) != 1:
-            raise Refusal.at(
-                question.origin, "the prompt is a chat of several turns, and data.template is none", "set it to auto"
-            )
+        if len(question.prompt) != 1 or question.tools:
+            what = "has tools" if question.tools else "is a chat of several turns"
+            raise Refusal.at(question.origin, f"the prompt {what}, and data.template is none", "set it to auto")
     elif not tokenizer.chat_template:
         raise Refusal.at(
             question.origin,
@@ -232,7 +231,7 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
             question.origin, "the prompt ends with the assistant, who would answer itself", "mend or remove the row"
         )
     for number, message in enumerate(question.prompt, 1):
-        refuse_no_content(message, number, question.origin, "mend or remove the row")
+        refuse_no_content(message, number, question.origin)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> list[int]:
@@ -264,10 +263,7 @@ def fit_prompt(
 
 
 def with_system(question: Question, system: str | None) -> Question:
-    if system is None or any(message["role"] == "system" for message in question.prompt):
-        return question
-    opening: list[Message] = [{"role": "system", "content": system}]
-    return replace(question, prompt=opening + question.prompt)
+    return replace(question, prompt=after_system(question.prompt, system))
 
 
 def with_format(question: Question, data: Data | None) -> Question:
