@@ -173,7 +173,8 @@ def _tool(tool: Any, where: str, origin: Origin) -> dict[str, Any]:
 
 def _of_row(value: Any, origin: Origin) -> Any:
     """Without the nulls that a table puts where another row has a key; in text files a null was written down."""
-    return _without_nulls(value) if origin.file.startswith("hub:") or origin.file.endswith(".parquet") else value
+    table = origin.file.startswith("hub:") or origin.file.lower().endswith((".parquet", ".arrow"))
+    return _without_nulls(value) if table else value
 
 
 def _without_nulls(value: Any) -> Any:
