@@ -344,8 +344,25 @@ ONLINE = [
         [],
         "prompts (problem; ground truth from solution, in its last \\boxed{} (as lighteval/MATH))",
         {"system": "Put it in \\boxed{}."},
-        {"reward": {"rules": {"lighteval/MATH": "math"}}},
+        {"algorithm": {"advantage": "grpo"}},
         holds="lighteval/MATH, answer \\frac{1}{2}\n<|im_start|>system\nPut it in \\boxed{}.<|im_end|>",
+    ),
+    Published(
+        "math_500_prompts",
+        "grpo",
+        [
+            {
+                "problem": "A half?",
+                "solution": "It is $\\boxed{\\frac{1}{2}}$.",
+                "answer": "\\frac{1}{2}",
+                "subject": "Algebra",
+                "level": 2,
+                "unique_id": "test/algebra/1.json",
+            }
+        ],
+        [],
+        "ground truth from answer, whole, beside a solution with \\boxed{} (as HuggingFaceH4/MATH-500))",
+        holds="HuggingFaceH4/MATH-500, answer \\frac{1}{2}\n<|im_start|>user",
     ),
     Published(
         "plain_prompts",

@@ -465,6 +465,13 @@ def test_what_a_reward_reads_is_asked_for(
     assert said in " ".join((told.out + told.err).split())
 
 
+def test_ground_truths_that_are_no_text_are_told_as_json(tiny_folder: Path, capsys: Any) -> None:
+    rows = [{"prompt": "a", "data_source": "x", "reward_model": {"ground_truth": {"target": ["\u00e9", "b"]}}}]
+    case = Published("listed", "grpo", rows, [], "", {}, {"reward": {"function": "reward.py:length"}})
+    assert run("data", "show", write(case, tiny_folder)) == 0
+    assert 'x, answer {"target": ["\u00e9", "b"]}\n' in capsys.readouterr().out
+
+
 def test_a_schema_without_ground_truths_is_read_where_nothing_reads_them(tiny_folder: Path, capsys: Any) -> None:
     rows = [{"prompt": [user("a")], "reward_model": {"style": "model", "ground_truth": None}}]
     case = Published("bare", "grpo", rows, [], "", {}, {"reward": {"function": "reward.py:length"}})

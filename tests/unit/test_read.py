@@ -157,7 +157,7 @@ def test_pattern(tmp_path: Path) -> None:
     (tmp_path / "deep" / "er").mkdir(parents=True)
     write(tmp_path / "deep" / "train-1.jsonl", b'{"x": 1}\n')
     write(tmp_path / "deep" / "er" / "train-2.jsonl", b'{"x": 2}\n')
-    write(tmp_path / "deep" / "test-0.jsonl", b'{"x": 0}\n')
+    write(tmp_path / "deep" / "tail-0.jsonl", b'{"x": 0}\n')
     assert [row["x"] for row in read_rows("deep/train-*.jsonl", base=tmp_path)] == [1]
     assert [row["x"] for row in read_rows("**/train-*.jsonl", base=tmp_path)] == [2, 1]
     assert [row["x"] for row in read_rows(str(tmp_path / "deep/t*.jsonl"))] == [0, 1]

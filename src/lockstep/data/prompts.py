@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from lockstep.data.encoding import after_system, as_chat, formatted, written
 from lockstep.data.fit import kept_span
 from lockstep.data.read import RowSet
 from lockstep.data.tokens import token_ids
-from lockstep.data.truths import GSM8K, MARK, MATH, Truth, final_answer
+from lockstep.data.truths import GSM8K, MARK, MATH, MATH_500, Truth, answer_beside
 from lockstep.data.vanished import refuse_vanished
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.data import Data, Source
@@ -132,7 +133,10 @@ def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
         if "ground_truth" in columns.asked:
             raise
         return Truth("")
-    return final_answer(value) if columns.worked and isinstance(value, str) else Truth(str(value))
+    if columns.worked and isinstance(value, str):
+        return answer_beside(value, row.get("solution") if columns.truth != "solution" else None)
+    # Lists and objects reach a reward as JSON, which it can read, as all that is text.
+    return Truth(json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value))
 
 
 class PromptCounts(RowCounts):
@@ -195,7 +199,12 @@ class PromptRows:
         return f"prompts ({self.columns.told()}{how})"
 
 
-_WORKED = {"": "whole", GSM8K: f"after its {MARK}", MATH: r"in its last \boxed{}"}
+_WORKED = {
+    "": "whole",
+    GSM8K: f"after its {MARK}",
+    MATH: r"in its last \boxed{}",
+    MATH_500: r"whole, beside a solution with \boxed{}",
+}
 
 
 def load_prompts(

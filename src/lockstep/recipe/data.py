@@ -18,7 +18,8 @@ def _as_sources(value: Any) -> Any:
 
 class Source(Section):
     path: str = Field(
-        description="parquet, arrow, jsonl, json or csv file, a folder or glob of them, or `hub:name[:config[:split]]`.",
+        description="parquet, arrow, jsonl, json or csv file, a folder or glob of them, or "
+        "`hub:name[:config[:split]]`.",
         resumable=True,
     )
     weight: float | None = Field(
