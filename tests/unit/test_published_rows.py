@@ -215,6 +215,32 @@ def test_which_turns_are_trained(
     assert re.findall(r"\[\[(.*?)\]\]", capsys.readouterr().out, re.DOTALL) == trained
 
 
+@pytest.mark.parametrize(
+    ("method", "plain", "marked"),
+    [
+        ("sft", {"prompt": "a", "response": "b"}, {"prompt": "a<|im_end|>", "response": "b"}),
+        ("sft", {"messages": TWO}, {"messages": [*TWO[:3], bot("<|endoftext|>")]}),
+        (
+            "dpo",
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"prompt": "a", "chosen": "b", "rejected": "<|im_end|>"},
+        ),
+        ("grpo", {"question": "a", "answer": "#### 1"}, {"question": "<|im_start|>", "answer": "#### 1"}),
+    ],
+)
+def test_special_tokens_in_the_text_of_rows_are_counted(
+    method: str, plain: dict[str, Any], marked: dict[str, Any], tiny_folder: Path, capsys: Any
+) -> None:
+    case = Published("marks", method, [plain, marked, marked], [], "")
+    said = "2 rows hold special tokens of the tokenizer in their text, which are read as such and may end a turn"
+    assert run("data", "show", write(case, tiny_folder)) == 0
+    told = capsys.readouterr()
+    assert f"{said}; the first is marks.jsonl line 2" in " ".join((told.out + told.err).split())
+    assert run("data", "show", "recipe.yaml", "data.max_rows=1") == 0
+    told = capsys.readouterr()
+    assert "special tokens" not in told.out + told.err
+
+
 def test_a_later_turn_of_a_response_may_be_left_untrained(tiny_folder: Path, capsys: Any) -> None:
     pair = {"prompt": [user("a")], "chosen": [*TWO[1:3], TWO[3] | {"weight": 0}], "rejected": [bot("e")]}
     assert run("data", "show", write(Published("pairs", "dpo", [pair], [], ""), tiny_folder)) == 0

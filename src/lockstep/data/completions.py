@@ -20,6 +20,7 @@ from lockstep.data.chat import (
 from lockstep.data.dialogue import Turns
 from lockstep.data.encoding import Encoding, as_chat, written
 from lockstep.data.fit import prompt_length
+from lockstep.data.special_text import SpecialText
 from lockstep.data.vanished import lost_beside, refuse_vanished
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
@@ -30,7 +31,8 @@ class ResponseEncoder:
 
     def __init__(self, encoding: Encoding):
         self.encoding = encoding
-        self.split_rows = 0
+        self.split_rows = self.special_rows = 0
+        self.special_text = SpecialText(encoding.tokenizer)
 
     def __call__(self, prompt: Turns, responses: Sequence[Turns], origin: Origin, tools: Tools = ()) -> list[Example]:
         texts = all(isinstance(turns, str) for turns in (prompt, *responses))
@@ -39,6 +41,7 @@ class ResponseEncoder:
         else:
             prompt = written(prompt, self.encoding.prompt_format, origin)
             examples = self._rendered(prompt, responses, origin, tools)
+            self.special_rows += self.special_text.inside([prompt, *responses])
         return [self.encoding.checked(example) for example in examples]
 
     def _joined(self, prompt: Turns, responses: Sequence[Turns], origin: Origin) -> list[Example]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+from lockstep.data import special_text
 from lockstep.data.cache import RowCache, cache_folder, worth_keeping
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.mix import Mixture
@@ -141,6 +142,11 @@ class RowReader(Protocol[T]):
     def split_rows(self) -> int: ...
 
     @property
+    def special_rows(self) -> int:
+        """Rows with special tokens in their text (`data/special_text.py`)."""
+        ...
+
+    @property
     def unusable(self) -> int:
         """Rows that were dropped for what they hold, not for their length; `found` says why."""
         ...
@@ -200,6 +206,10 @@ def load_rows(
         loaded.notes.append(f"{source.path}: {first}{len(rows):,} rows as {found}")
         if reader.unusable and not loaded.sources[-1]:
             problems.append(Problem(source.path, f"all rows were dropped: read as {found}", "give other rows"))
+        special = [about for part in parts if (about := part.about["special"])]
+        if special:
+            said = special_text.told(sum(count for count, _ in special), origin_of(special[0][1]))
+            loaded.notes.append(f"{source.path}: {said}")
         if rows.ignored:
             loaded.notes.append(f"{source.path}: not read: {', '.join(rows.ignored)}")
         if kept is not None and kept.failure:

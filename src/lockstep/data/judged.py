@@ -78,6 +78,10 @@ class JudgedRows:
     def split_rows(self) -> int:
         return self.encode.split_rows
 
+    @property
+    def special_rows(self) -> int:
+        return self.encode.special_rows
+
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Judged] | None]:
         columns = self.columns
         if isinstance(columns, RankingColumns):

@@ -60,10 +60,14 @@ class RowWork:
         counts, ends, problems = self.new_counts(), set[int](), list[Problem]()
         items: list[Any] = []
         numbers: list[int] = []
-        split, tally = self.reader.split_rows, self._tally()
+        split, special, tally = self.reader.split_rows, self.reader.special_rows, self._tally()
+        first_special = -1
         for number in range(*span):
             try:
-                for kept in self.reader(self.rows[number], self.rows.origin(number)):
+                found = self.reader(self.rows[number], self.rows.origin(number))
+                if first_special < 0 and self.reader.special_rows > special:
+                    first_special = number
+                for kept in found:
                     if kept is None:
                         counts.dropped += 1
                         continue
@@ -74,7 +78,13 @@ class RowWork:
             except Refusal as refusal:
                 problems += refusal.problems
         tally = self._tally() - tally
-        about = {"counts": vars(counts), "split": self.reader.split_rows - split, "tally": tally, "ends": sorted(ends)}
+        about = {
+            "counts": vars(counts),
+            "split": self.reader.split_rows - split,
+            "special": (self.reader.special_rows - special, first_special) if first_special >= 0 else None,
+            "tally": tally,
+            "ends": sorted(ends),
+        }
         if problems:
             return RowPart(problems=problems)
         data = stored(items, numbers, about, self.rows.origin)

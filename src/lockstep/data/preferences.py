@@ -108,6 +108,10 @@ class RankingRows:
         return self.encode.split_rows
 
     @property
+    def special_rows(self) -> int:
+        return self.encode.special_rows
+
+    @property
     def unusable(self) -> int:
         return self.tally["all equal"]
 

@@ -16,6 +16,7 @@ from lockstep.data.dataset import Kept, LoadedRows, RowCounts, load_rows
 from lockstep.data.encoding import after_system, as_chat, formatted, written
 from lockstep.data.fit import kept_span
 from lockstep.data.read import RowSet
+from lockstep.data.special_text import SpecialText
 from lockstep.data.tokens import token_ids
 from lockstep.data.truths import GSM8K, MARK, MATH, MATH_500, Truth, answer_beside
 from lockstep.data.vanished import refuse_vanished
@@ -167,7 +168,7 @@ class PromptSet(LoadedRows[Prompt]):
 class PromptRows:
     """The rows of one source as prompts. `asked` is what the rewards read of a row."""
 
-    split_rows = unusable = 0
+    split_rows = unusable = special_rows = 0
 
     def __init__(
         self,
@@ -178,6 +179,7 @@ class PromptRows:
         asked: frozenset[str] = ASKED,
     ):
         self.tokenizer, self.limit, self.data = tokenizer, limit, finder.data
+        self.special_text = SpecialText(tokenizer)
         self.columns = find_question_columns(finder, asked)
         self.tally: Counter[str] = Counter()
         """Rows by the data set whose way of writing a worked answer they have."""
@@ -186,6 +188,8 @@ class PromptRows:
         question, truth = _question(row, origin, self.columns)
         self.tally[truth.source] += 1
         check_prompt(self.tokenizer, question, self.data)
+        if self.data.template != "none":
+            self.special_rows += self.special_text.inside([question.prompt])
         asked = with_format(with_system(question, self.data.system), self.data)
         return [fit_prompt(asked, self.tokenizer, self.limit, self.data.overlong, self.data)]
 
