@@ -327,7 +327,7 @@ def test_the_end_of_a_worked_answer(worked: str, value: str, source: str) -> Non
 
 
 def test_what_some_chats_alone_have_may_be_missing_from_the_others(tiny_folder: Path, capsys: Any) -> None:
-    """In lines of one file and in files read together; another column that is missing is still refused."""
+    """In lines of one file and in files read together; a row of another form is still refused."""
     chat = {"messages": [user("Rome?"), bot("19")]}
     with_tools = chat | {"tools": [WEATHER]}
     case = Published("some", "sft", [chat, with_tools, chat], [], "", {"template": "qwen"})
@@ -341,9 +341,22 @@ def test_what_some_chats_alone_have_may_be_missing_from_the_others(tiny_folder: 
     write_jsonl(Path("some.jsonl"), [with_tools, chat | {"tools": "[]"}, with_tools])
     assert run("data", "show", "recipe.yaml") != 0
     assert "column 'tools' is a string here and a list in line 1" in capsys.readouterr().err
-    write_jsonl(Path("some.jsonl"), [chat, chat | {"other": 1}, chat])
+    write_jsonl(Path("some.jsonl"), [chat, chat | {"other": 1, "id": "a"}, chat | {"id": "b"}])
+    assert run("data", "show", "recipe.yaml") == 0
+    told = capsys.readouterr()
+    assert "messages (messages); not read: other (in 1 rows), id (in 2 rows)" in " ".join((told.out + told.err).split())
+    write_jsonl(Path("some.jsonl"), [chat, chat | {"text": "a"}, chat])
     assert run("data", "show", "recipe.yaml") != 0
-    assert "has the extra column 'other'" in capsys.readouterr().err
+    assert "has the extra column 'text'" in capsys.readouterr().err
+
+
+def test_every_name_that_is_looked_for_tells_the_form_of_a_row() -> None:
+    from lockstep.data import columns, examples, judged, preferences, prompts, steps
+    from lockstep.data.rowset import OPTIONAL, TELLING
+
+    pairs = {name for pair in (*examples.PAIR_COLUMNS, *preferences.SCORES_OF_PAIR) for name in pair}
+    looked_for = {*columns.PROMPTS, *columns.CHATS, *examples.TEXT_COLUMNS, *judged.RESPONSES, *prompts.TRUTHS}
+    assert pairs | looked_for | {*steps.LABELS, *steps.TEXTS} <= TELLING | OPTIONAL
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------

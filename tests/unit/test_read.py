@@ -568,14 +568,14 @@ def test_csv_refusals(tmp_path: Path, content: bytes, line: int, why: str) -> No
 @pytest.mark.parametrize(("name", "unit"), [("a.jsonl", "line"), ("a.json", "row")])
 @pytest.mark.parametrize("odd", [0, 2, 4])
 def test_odd_row_is_named_wherever_it_stands(tmp_path: Path, name: str, unit: str, odd: int) -> None:
-    rows: list[dict[str, Any]] = [{"q": "a", "a": "b"} for _ in range(5)]
+    rows: list[dict[str, Any]] = [{"q": "a", "answer": "b"} for _ in range(5)]
     rows[odd] = {"q": ["a"], "label": 1}
     write(tmp_path / name, jsonl(rows) if unit == "line" else json.dumps(rows))
     first = 1 if unit == "line" else 0
     norm = first + (1 if odd == 0 else 0)
     assert the_problem(name, tmp_path) == Problem(
         f"{name} {unit} {odd + first}",
-        f"has the extra column 'label'; lacks the column 'a', which {unit} {norm} has; "
+        f"has the extra column 'label'; lacks the column 'answer', which {unit} {norm} has; "
         f"column 'q' is a list here and a string in {unit} {norm}",
         "every row needs the same columns and kinds; null is allowed anywhere",
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,7 +14,7 @@ from lockstep.types import Origin, Row
 
 # Names that users of other trainers know, looked for in this order.
 PROMPTS = ("prompt", "question", "instruction", "input", "query", "problem")
-CHATS = ("messages", "conversations")
+CHATS = ("messages", "conversations", "conversation")
 
 _LISTED = 20
 
@@ -26,6 +26,8 @@ class ColumnFinder:
     source: Source
     data: Data
     available: Sequence[str]
+    partly: Mapping[str, int] = field(default_factory=dict)
+    """Those that only some rows have, and how many do."""
 
     def setting(self, key: str) -> str:
         """The source's own setting, else the recipe's; empty when neither is given."""
@@ -57,7 +59,8 @@ class ColumnFinder:
         """The columns that no part of an item comes from, for the line that says what was found."""
         tops = {key if key in self.available else key.split(".")[0] for key in used}
         left = [column for column in self.available if column not in tops]
-        return f"; not read: {', '.join(left)}" if left else ""
+        told = (name + (f" (in {self.partly[name]:,} rows)" if name in self.partly else "") for name in left)
+        return f"; not read: {', '.join(told)}" if left else ""
 
     def unknown(self, what: str, remedy: str) -> Refusal:
         return Refusal.at(

@@ -190,7 +190,7 @@ def load_rows(
     loaded = kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):
-        reader = open_rows(ColumnFinder(source, data, rows.columns), tokenizer, limit)
+        reader = open_rows(ColumnFinder(source, data, rows.columns, rows.partly), tokenizer, limit)
         count = rows_taken(source, rows)
         kept = RowCache.of(open_rows, source, data, rows, tokenizer, limit) if worth_keeping(count) else None
         parts = read_parts(RowWork(rows, reader, type(loaded.counts), kept), count, advance)

@@ -178,7 +178,7 @@ class PromptRows:
         *,
         asked: frozenset[str] = ASKED,
     ):
-        self.tokenizer, self.limit, self.data = tokenizer, limit, finder.data
+        self.tokenizer, self.limit, self.data, self.finder = tokenizer, limit, finder.data, finder
         self.special_text = SpecialText(tokenizer)
         self.columns = find_question_columns(finder, asked)
         self.tally: Counter[str] = Counter()
@@ -200,7 +200,9 @@ class PromptRows:
             for kind, count in sorted(self.tally.items())
             if kind or several
         )
-        return f"prompts ({self.columns.told()}{how})"
+        columns = self.columns
+        read = (columns.prompt, columns.truth, *columns.beside.columns, "data_source", "reward_model", "extra_info")
+        return f"prompts ({columns.told()}{how}){self.finder.unread(*read)}"
 
 
 _WORKED = {

@@ -21,6 +21,7 @@ from lockstep.data.formats import parse, read_arrow, read_parquet
 from lockstep.data.known import KnownFiles
 from lockstep.data.own_reader import OwnReader, read_own
 from lockstep.data.rowset import (
+    TELLING,
     ArrowFile,
     FileInfo,
     LineOrigin,
@@ -33,6 +34,7 @@ from lockstep.data.rowset import (
     group_rows,
     kind_of_arrow,
     merged,
+    partly_there,
 )
 from lockstep.errors import Refusal, missing_extra
 from lockstep.run.files import checksum
@@ -131,8 +133,13 @@ def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> Ro
             problems.add(file.name, "has no rows")
         return None
     groups = group_rows(parsed.rows)
-    found = TextFile(FileInfo(file.name, len(parsed.rows), size, sha256), merged(groups), parsed.rows, parsed.lines)
-    for number, why in disagreements(groups, lambda number: str(found.origin(number)).removeprefix(f"{file.name} ")):
+    info = FileInfo(file.name, len(parsed.rows), size, sha256)
+    found = TextFile(info, merged(groups), parsed.rows, parsed.lines, partly_there(groups))
+
+    def place(number: int) -> str:
+        return str(found.origin(number)).removeprefix(f"{file.name} ")
+
+    for number, why in disagreements(groups, place, TELLING):
         remedy = "every row needs the same columns and kinds; null is allowed anywhere"
         problems.add(found.origin(number), why, remedy)
     if problems.count == before and not groups[0].shape:

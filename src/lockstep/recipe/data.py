@@ -92,7 +92,7 @@ class Data(Section):
         description="`messages`: a chat, every assistant turn is trained; `prompt_response`: the response is trained; "
         "`text`: every token is trained; `auto` looks at the columns and says what it found.",
     )
-    messages_key: str | None = Field(None, description="Column of the chat. Default `messages` or `conversations`.")
+    messages_key: str | None = Field(None, description="Column of the chat. Default `messages`, `conversations` or `conversation`.")
     prompt_key: str | None = Field(
         None,
         description="Column of the prompt, a text or a chat; dots reach into nested columns (`extra_info.question`). "
