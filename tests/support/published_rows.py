@@ -342,7 +342,7 @@ ONLINE = [
         "grpo",
         [{"problem": "A half?", "level": "Level 1", "type": "Algebra", "solution": "It is $\\boxed{\\frac{1}{2}}$."}],
         [],
-        "prompts (problem; ground truth from solution, in its last \\boxed{} (as lighteval/MATH)); not read: level, type",
+        "problem; ground truth from solution, in its last \\boxed{} (as lighteval/MATH)); not read: level, type",
         {"system": "Put it in \\boxed{}."},
         {"algorithm": {"advantage": "grpo"}},
         holds="lighteval/MATH, answer \\frac{1}{2}\n<|im_start|>system\nPut it in \\boxed{}.<|im_end|>",

@@ -241,6 +241,38 @@ def test_special_tokens_in_the_text_of_rows_are_counted(
     assert "special tokens" not in told.out + told.err
 
 
+def test_bad_rows_can_be_dropped_and_are_named(tiny_folder: Path, capsys: Any) -> None:
+    good, bad = {"conversations": [share("human", "a"), share("gpt", "b")]}, {"conversations": [share("gpt", "b")]}
+    case = Published("rows", "sft", [good, bad, good, {"conversations": None}], [], "", {"bad_rows": "drop"})
+    assert run("data", "show", write(case, tiny_folder), "--rows", 4) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "2 kept, 2 dropped, 0 truncated" in told
+    assert (
+        "rows.jsonl: 2 bad rows dropped (data.bad_rows): rows.jsonl line 2: empty prompt: the chat starts with the "
+        "assistant; rows.jsonl line 4: conversations is empty"
+    ) in told
+    assert run("plan", "recipe.yaml", "data.bad_rows=error") != 0
+    assert "2 problems" in capsys.readouterr().err
+    # Neither a setting that fits no row nor the length of one is a row's fault.
+    assert run("data", "show", "recipe.yaml", "data.max_tokens=5") != 0
+    assert "rows.jsonl line 1 has 23 tokens, over data.max_tokens=5" in " ".join(capsys.readouterr().err.split())
+    write_jsonl(Path("rows.jsonl"), [bad])
+    assert run("data", "show", "recipe.yaml") != 0
+    assert "all rows were dropped: 1 bad rows dropped (data.bad_rows): rows.jsonl line 1: empty prompt" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_what_was_counted_of_a_dropped_row_does_not_count(tiny_folder: Path, capsys: Any) -> None:
+    rows = [{"question": "a", "answer": "#### 1"}, {"question": [user("a"), bot("b")], "answer": "\\boxed{1}"}]
+    rows[0]["question"] = [user("a")]
+    case = Published("rows", "grpo", rows, [], "", {"bad_rows": "drop"})
+    assert run("data", "show", write(case, tiny_folder)) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "1 bad rows dropped" in told
+    assert "ground truth from answer, after its #### (as openai/gsm8k))" in told
+
+
 def test_a_later_turn_of_a_response_may_be_left_untrained(tiny_folder: Path, capsys: Any) -> None:
     pair = {"prompt": [user("a")], "chosen": [*TWO[1:3], TWO[3] | {"weight": 0}], "rejected": [bot("e")]}
     assert run("data", "show", write(Published("pairs", "dpo", [pair], [], ""), tiny_folder)) == 0

@@ -12,7 +12,7 @@ from lockstep.data.cache import RowCache, cache_folder, worth_keeping
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.mix import Mixture
 from lockstep.data.own_reader import OwnReader
-from lockstep.data.parts import RowPart, RowWork, Tallied, read_parts
+from lockstep.data.parts import NAMED, RowPart, RowWork, Tallied, read_parts
 from lockstep.data.read import RowSet, read_rows
 from lockstep.data.stored import Joined, OriginOf, Store, sequences
 from lockstep.errors import Problem, Refusal, refuse_all
@@ -193,7 +193,8 @@ def load_rows(
         reader = open_rows(ColumnFinder(source, data, rows.columns, rows.partly), tokenizer, limit)
         count = rows_taken(source, rows)
         kept = RowCache.of(open_rows, source, data, rows, tokenizer, limit) if worth_keeping(count) else None
-        parts = read_parts(RowWork(rows, reader, type(loaded.counts), kept), count, advance)
+        work = RowWork(rows, reader, type(loaded.counts), kept, data.bad_rows == "drop")
+        parts = read_parts(work, count, advance)
         problems += [problem for part in parts for problem in part.problems]
         if problems:
             continue
@@ -204,14 +205,12 @@ def load_rows(
         first = f"the first {count:,} of " if count < len(rows) else ""
         found = reader.found()
         loaded.notes.append(f"{source.path}: {first}{len(rows):,} rows as {found}")
-        if reader.unusable and not loaded.sources[-1]:
-            problems.append(Problem(source.path, f"all rows were dropped: read as {found}", "give other rows"))
-        special = [about for part in parts if (about := part.about["special"])]
-        if special:
-            said = special_text.told(sum(count for count, _ in special), origin_of(special[0][1]))
-            loaded.notes.append(f"{source.path}: {said}")
-        if rows.ignored:
-            loaded.notes.append(f"{source.path}: not read: {', '.join(rows.ignored)}")
+        bad = bad_rows(parts, origin_of)
+        if (bad or reader.unusable) and not loaded.sources[-1]:
+            why = f"all rows were dropped: {bad}" if bad else f"all rows were dropped: read as {found}"
+            problems.append(Problem(source.path, why, "give other rows"))
+        left_out = [f"not read: {', '.join(rows.ignored)}"] if rows.ignored else []
+        loaded.notes += [f"{source.path}: {note}" for note in (bad, special_rows(parts, origin_of), *left_out) if note]
         if kept is not None and kept.failure:
             loaded.notes.append(kept.failure)
     refuse_all(problems, "rows")
@@ -221,6 +220,20 @@ def load_rows(
                 source.path, f"all {loaded.WHAT} are over {limit} tokens and were dropped", f"raise {loaded.LIMIT}"
             )
     return loaded
+
+
+def bad_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
+    """What was left out with `data.bad_rows: drop`; empty where nothing was."""
+    count = sum(part.about["refused"][0] for part in parts)
+    first = [one for part in parts for one in part.about["refused"][1]][:NAMED]
+    named = "; ".join(f"{origin_of(number)}: {why}" for number, why in first)
+    return f"{count:,} bad rows dropped (data.bad_rows): {named}" if count else ""
+
+
+def special_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
+    """How many rows hold special tokens in their text; empty where none does."""
+    found = [about for part in parts if (about := part.about["special"])]
+    return special_text.told(sum(count for count, _ in found), origin_of(found[0][1])) if found else ""
 
 
 class Loader(Generic[T]):

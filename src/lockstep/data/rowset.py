@@ -3,8 +3,9 @@
 Files must have their columns in common, and for each column the kind of its values; rows of one file those columns that
 say of what form a row is, while others (an id, a remark) may be missing from some, which is told. Kinds are JSON's
 (string, number, boolean, list, object), also for Arrow columns, so that a parquet file and a jsonl file can be
-compared. Null agrees with every kind; integers and floats are one kind. What belongs to some chats alone, such as tools, may be
-missing. Only the top level is compared: what a column must hold inside is the business of whoever reads that column.
+compared. Null agrees with every kind; integers and floats are one kind. What belongs to some chats alone, such as
+tools, may be missing. Only the top level is compared: what a column must hold inside is the business of whoever reads
+that column.
 """
 
 from __future__ import annotations
