@@ -228,6 +228,19 @@ PREFERENCES = [
         "chosen/rejected pairs (the prompt is what the responses begin with, chosen, rejected)",
     ),
     Published(
+        "helpful_harmless",
+        "dpo",
+        [
+            {
+                "chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Help?\n\nAssistant: Gladly.",
+                "rejected": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Help?\n\nAssistant: No.",
+            }
+        ],
+        ["Gladly.<|im_end|>", "No.<|im_end|>"],
+        "what the responses begin with, 1 dialogues of Human and Assistant read as chats, chosen, rejected)",
+        holds="<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nHelp?<|im_end|>",
+    ),
+    Published(
         "sharegpt_pairs",
         "dpo",
         [{"conversations": [share("human", "a?")], "chosen": share("gpt", "b"), "rejected": share("gpt", "c")}],

@@ -148,6 +148,11 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         ),
         ({"messages": [user("a"), {"role": "robot", "content": "b"}]}, "auto", "the chat has no assistant turn"),
         (
+            {"prompt": str([user("a")]), "response": "b"},
+            "auto",
+            "prompt looks like a chat as Python shows it, and is no",
+        ),
+        (
             {"messages": [user("a"), bot("b")]},
             "thinks.jinja",
             "the chat template opens the assistant's turn with '<think>\\n' when the model speaks, and message 2 is",
@@ -203,6 +208,11 @@ def test_what_would_be_lost_is_refused_by_row_and_part(
         ),
         ({"messages": [{"role": "User", "content": "a"}, {"role": "AI", "content": "b"}]}, "auto", ["b<|im_end|>"]),
         ({"messages": [share("human", "a") | {"role": None}, share("gpt", "b")]}, "auto", ["b<|im_end|>"]),
+        # Chats written as text, as a column of csv has them; other text in brackets is text.
+        ({"messages": json.dumps([user("a"), bot("b")])}, "auto", ["b<|im_end|>"]),
+        ({"prompt": json.dumps([user("a")], indent=1), "completion": "[{b}]"}, "auto", ["[{b}]<|im_end|>"]),
+        ({"prompt": "a", "completion": '[{"from": "b", "to": "c"}]'}, "auto", ['[{"from": "b", "to": "c"}]<|im_end|>']),
+        ({"prompt": "a", "completion": "[{'value': 1}]"}, "auto", ["[{'value': 1}]<|im_end|>"]),
     ],
 )
 def test_which_turns_are_trained(

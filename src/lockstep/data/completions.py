@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 from lockstep.data.chat import (
@@ -17,13 +18,16 @@ from lockstep.data.chat import (
     render_prompt,
     says,
 )
-from lockstep.data.dialogue import Turns
+from lockstep.data.dialogue import Turns, spoken
 from lockstep.data.encoding import Encoding, as_chat, written
 from lockstep.data.fit import prompt_length
 from lockstep.data.special_text import SpecialText
 from lockstep.data.vanished import lost_beside, refuse_vanished
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
+
+DIALOGUES = "dialogues"
+"""In the tally of a reader: prompts that were read as `as_chats` does."""
 
 
 class ResponseEncoder:
@@ -43,6 +47,14 @@ class ResponseEncoder:
             examples = self._rendered(prompt, responses, origin, tools)
             self.special_rows += self.special_text.inside([prompt, *responses])
         return [self.encoding.checked(example) for example in examples]
+
+    def as_chats(self, prompt: Turns, responses: list[Turns], tally: Counter[str]) -> tuple[Turns, list[Turns]]:
+        """A dialogue written as one text becomes a chat where a template will write it; it is counted."""
+        chat = spoken(prompt, responses) if self.encoding.templated else None
+        if chat is None:
+            return prompt, responses
+        tally[DIALOGUES] += 1
+        return chat
 
     def _joined(self, prompt: Turns, responses: Sequence[Turns], origin: Origin) -> list[Example]:
         return [self.encoding.joined(str(prompt), str(response), origin) for response in responses]

@@ -123,7 +123,11 @@ class Encoder:
             beside, key = self.columns.beside, self.columns.messages
             messages = as_turns(filled(row, key, origin), key, origin)
             if isinstance(messages, str):
-                raise Refusal.at(origin, f"{key} is text, not a list of messages", "set data.text_key, if it is meant")
+                raise Refusal.at(
+                    origin,
+                    f"{key} is text, not a list of messages",
+                    "set data.text_key, if it is meant, or write it as JSON",
+                )
             example = self._chat(beside.chat(messages, row, origin), origin, beside.tools_of(row, origin))
         else:
             example = self._pair(row, origin)

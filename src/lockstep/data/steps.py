@@ -229,7 +229,7 @@ class StepRows:
             raise Refusal.at(
                 origin,
                 f"has {held} placeholders {placeholder!r} and {labels} labels",
-                "give each placeholder its label",
+                "give each placeholder its label, or set prm.placeholder to a text that no step holds",
             )
 
 
