@@ -210,6 +210,7 @@ def test_what_would_be_lost_is_refused_by_row_and_part(
         ({"messages": [share("human", "a") | {"role": None}, share("gpt", "b")]}, "auto", ["b<|im_end|>"]),
         # Chats written as text, as a column of csv has them; other text in brackets is text.
         ({"messages": json.dumps([user("a"), bot("b")])}, "auto", ["b<|im_end|>"]),
+        ({"messages": [user("a"), bot("") | {"tool_calls": json.dumps(CALLS)}]}, "qwen", [CALL]),
         ({"prompt": json.dumps([user("a")], indent=1), "completion": "[{b}]"}, "auto", ["[{b}]<|im_end|>"]),
         ({"prompt": "a", "completion": '[{"from": "b", "to": "c"}]'}, "auto", ['[{"from": "b", "to": "c"}]<|im_end|>']),
         ({"prompt": "a", "completion": "[{'value': 1}]"}, "auto", ["[{'value': 1}]<|im_end|>"]),

@@ -554,6 +554,7 @@ def test_gzip_damage(tmp_path: Path) -> None:
         (b'q,a\n1,2\n"3"x,4\n', 3, "invalid csv: ',' expected after '\"'"),
         (b"q,q\n1,2\n", 1, "the header names 'q' twice"),
         (b"p,,q\n0,1,2\n", 1, "the header has a column without a name"),
+        (b"p;q\n0;1\n", 1, "the header is one column, 'p;q'"),
     ],
 )
 def test_csv_refusals(tmp_path: Path, content: bytes, line: int, why: str) -> None:

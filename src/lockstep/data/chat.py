@@ -231,14 +231,18 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 
 
 def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: bytearray) -> None:
-    """Templates put a line break after the end token; the model stops before it, so it is not trained."""
+    """Templates put a line break after the end token; the model stops before it, so it is not trained.
+
+    One after a special token within a turn is the model's own.
+    """
     facts = token_facts(tokenizer)
     for ended, token in enumerate(ids):
         if token in facts.special and trained[ended]:
             after = ended + 1
             while after < len(ids) and trained[after] and facts.blank(tokenizer, ids[after]):
-                trained[after] = 0
                 after += 1
+            if after == len(ids) or not trained[after]:
+                trained[ended + 1 : after] = bytes(after - ended - 1)
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

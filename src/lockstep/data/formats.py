@@ -152,6 +152,10 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
     line, header = first
     if header[0] == "" and header.count("") == 1 and len(header) > 1:
         header[0] = _INDEX  # of a table that pandas wrote
+    if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
+        why = f"the header is one column, {header[0]!r}"
+        problems.add(LineOrigin(name, line), why, "separate the columns with commas")
+        return parsed
     twice = sorted({column for column in header if header.count(column) > 1})
     if twice or "" in header:
         what = f"names {', '.join(map(repr, twice))} twice" if twice else "has a column without a name"

@@ -121,6 +121,8 @@ def _content(content: Any, where: str, origin: Origin) -> Any:
 
 
 def _list_of(value: Any, where: str, origin: Origin) -> list[Any]:
+    if isinstance(value, str):
+        value = _parsed(value, f"{_CALLS} of {where}", origin) if value.strip() else None
     if value is None:
         return []
     if not isinstance(value, list):
