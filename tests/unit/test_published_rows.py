@@ -532,6 +532,7 @@ def test_rows_are_asked_for_what_the_function_reads(body: str, asked: set[str]) 
         ),
         ({"prompt": "a", "reward_model": {"ground_truth": "1"}}, {}, "bad.jsonl line 1 has no 'data_source'"),
         ({"prompt": "a", "answer": " "}, {"function": "reads.py:f"}, "bad.jsonl line 1 answer is empty"),
+        ({"prompt": "a", "answer": float("nan")}, {"function": "reads.py:f"}, "bad.jsonl line 1 answer is empty"),
         ({"text": "a"}, {"function": "reward.py:length"}, "cannot tell which columns hold the prompts"),
     ],
 )

@@ -14,7 +14,7 @@ from lockstep.data.chat import refuse_no_content, render_prompt
 from lockstep.data.columns import CHATS, PROMPTS, ColumnFinder, filled, lookup
 from lockstep.data.dataset import Kept, LoadedRows, RowCounts, load_rows
 from lockstep.data.encoding import after_system, as_chat, formatted, written
-from lockstep.data.fit import TooLong, kept_span
+from lockstep.data.fit import Overlong, kept_span
 from lockstep.data.read import RowSet
 from lockstep.data.special_text import SpecialText
 from lockstep.data.tokens import token_ids
@@ -128,8 +128,9 @@ def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
         return Truth("")
     try:
         value = lookup(row, columns.truth, origin)
-        if value is None or not str(value).strip():
-            raise Refusal.at(origin, f"{columns.truth} is empty")
+        # What is not a number is how tables write that there is nothing.
+        if value is None or not str(value).strip() or value != value:
+            raise Refusal.at(origin, f"{columns.truth} is empty", "remove the row or fill it in")
     except Refusal:
         if "ground_truth" in columns.asked:
             raise
@@ -265,7 +266,7 @@ def fit_prompt(
     ids = prompt_ids(tokenizer, question, data)
     if not ids:
         raise Refusal.at(question.origin, "the prompt has no tokens", "mend or remove the row")
-    over = TooLong.at(
+    over = Overlong.at(
         question.origin,
         f"the prompt has {len(ids)} tokens, over the limit of {limit}",
         "raise data.max_prompt_tokens, or set data.overlong to drop or truncate_left",
