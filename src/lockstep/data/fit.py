@@ -13,7 +13,7 @@ ExampleT = TypeVar("ExampleT", bound=Example)
 _DROP = "raise data.max_tokens or drop the row"
 
 
-class Overlong(Refusal):
+class OverLimit(Refusal):
     """A row over the limit, which is `data.overlong`'s business alone."""
 
 
@@ -28,8 +28,8 @@ def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | 
     return slice(tokens - limit, tokens) if overlong == "truncate_left" else slice(0, limit)
 
 
-def too_long(origin: Origin, what: str, limit: int) -> Overlong:
-    return Overlong.at(
+def too_long(origin: Origin, what: str, limit: int) -> OverLimit:
+    return OverLimit.at(
         origin,
         f"{what} tokens, over data.max_tokens={limit}",
         "raise data.max_tokens, or set data.overlong to drop, truncate_left or truncate_right",

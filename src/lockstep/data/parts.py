@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lockstep.data.cache import PART_ROWS, RowCache
-from lockstep.data.fit import Overlong
+from lockstep.data.fit import OverLimit
 from lockstep.data.parallel import in_processes, processes_here
 from lockstep.data.rowset import RowSet
 from lockstep.data.stored import Store, stored
@@ -105,7 +105,7 @@ class RowWork:
 
     def _is_bad(self, number: int, refusal: Refusal) -> bool:
         """Whether the row is at fault, neither a setting nor the row's length."""
-        return refusal.problems[0].where == str(self.rows.origin(number)) and not isinstance(refusal, Overlong)
+        return refusal.problems[0].where == str(self.rows.origin(number)) and not isinstance(refusal, OverLimit)
 
     def _restore(self, tally: Counter[str]) -> None:
         if isinstance(self.reader, Tallied):

@@ -14,7 +14,7 @@ from lockstep.data.chat import refuse_no_content, render_prompt
 from lockstep.data.columns import CHATS, PROMPTS, ColumnFinder, filled, lookup
 from lockstep.data.dataset import Kept, LoadedRows, RowCounts, load_rows
 from lockstep.data.encoding import after_system, as_chat, formatted, written
-from lockstep.data.fit import Overlong, kept_span
+from lockstep.data.fit import OverLimit, kept_span
 from lockstep.data.read import RowSet
 from lockstep.data.special_text import SpecialText
 from lockstep.data.tokens import token_ids
@@ -266,7 +266,7 @@ def fit_prompt(
     ids = prompt_ids(tokenizer, question, data)
     if not ids:
         raise Refusal.at(question.origin, "the prompt has no tokens", "mend or remove the row")
-    over = Overlong.at(
+    over = OverLimit.at(
         question.origin,
         f"the prompt has {len(ids)} tokens, over the limit of {limit}",
         "raise data.max_prompt_tokens, or set data.overlong to drop or truncate_left",
