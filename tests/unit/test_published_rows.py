@@ -263,7 +263,9 @@ def test_bad_rows_can_be_dropped_and_are_named(tiny_folder: Path, capsys: Any) -
         "assistant; rows.jsonl line 4: conversations is empty"
     ) in told
     assert run("plan", "recipe.yaml", "data.bad_rows=error") != 0
-    assert "2 problems" in capsys.readouterr().err
+    told = " ".join(capsys.readouterr().err.split())
+    assert "2 problems" in told
+    assert told.count("; data.bad_rows=drop leaves such rows out") == 1
     # Neither a setting that fits no row nor the length of one is a row's fault.
     assert run("data", "show", "recipe.yaml", "data.max_tokens=5") != 0
     assert "rows.jsonl line 1 has 23 tokens, over data.max_tokens=5" in " ".join(capsys.readouterr().err.split())

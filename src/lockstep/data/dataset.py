@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from lockstep.data import special_text
@@ -189,6 +189,7 @@ def load_rows(
     weights = [source.weight for source in sources if source.weight is not None]
     loaded = kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []
+    all_dropped: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):
         reader = open_rows(ColumnFinder(source, data, rows.columns, rows.partly), tokenizer, limit)
         count = rows_taken(source, rows)
@@ -208,18 +209,26 @@ def load_rows(
         bad = bad_rows(parts, origin_of)
         if (bad or reader.unusable) and not loaded.sources[-1]:
             why = f"all rows were dropped: {bad}" if bad else f"all rows were dropped: read as {found}"
-            problems.append(Problem(source.path, why, "give other rows"))
+            all_dropped.append(Problem(source.path, why, "give other rows"))
         left_out = [f"not read: {', '.join(rows.ignored)}"] if rows.ignored else []
         loaded.notes += [f"{source.path}: {note}" for note in (bad, special_rows(parts, origin_of), *left_out) if note]
         if kept is not None and kept.failure:
             loaded.notes.append(kept.failure)
-    refuse_all(problems, "rows")
+    refuse_all(_with_a_way_out(problems) + all_dropped, "rows")
     for source, items in zip(sources, loaded.sources, strict=True):
         if not items:
             raise Refusal.at(
                 source.path, f"all {loaded.WHAT} are over {limit} tokens and were dropped", f"raise {loaded.LIMIT}"
             )
     return loaded
+
+
+def _with_a_way_out(problems: Sequence[Problem]) -> list[Problem]:
+    """The first of them also says how to go on without such rows, where it is a row that has to be mended."""
+    first, rest = problems[:1], problems[1:]
+    way = "data.bad_rows=drop leaves such rows out"
+    told = [replace(one, remedy=f"{one.remedy}; {way}") for one in first if one.remedy and "data." not in one.remedy]
+    return [*(told or first), *rest]
 
 
 def bad_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
