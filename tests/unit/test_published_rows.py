@@ -329,6 +329,39 @@ def test_nulls_of_a_table_are_no_arguments(tmp_path: Path, tiny_folder: Path, ca
     assert '"arguments": {"y": "2"}' in shown
 
 
+CALLING = DEAF.replace(
+    "{{ m['content'] }}", "{{ m['content'] }}{% for call in m['tool_calls'] or [] %}CALL{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        ("{{ call['function']['name'] + call['function']['arguments'] }}", 'get_weather{"city": "Rome"}'),
+        ("{{ call['function']['name'] }} {{ call['function']['arguments'] }}", 'get_weather {"city": "Rome"}'),
+        ("{{ call['function'] | tojson }}", '{"name": "get_weather", "arguments": {"city": "Rome"}}'),
+        (
+            "{{ call['function']['name'] }}{% for k, v in call['function']['arguments'].items() %} {{ k }}={{ v }}{% endfor %}",
+            "get_weather city=Rome",
+        ),
+        ("{{ 1 // 0 }}", "the chat template refuses this chat: integer division or modulo by zero"),
+    ],
+)
+def test_arguments_are_given_as_the_template_takes_them(
+    call: str, written: str, tiny_folder: Path, capsys: Any
+) -> None:
+    """As an object or as JSON of one, and never written as Python shows an object."""
+    Path("calling.jinja").write_text(CALLING.replace("CALL", call))
+    for arguments in ('{"city": "Rome"}', {"city": "Rome"}):
+        calls = [{"type": "function", "function": {"name": "get_weather", "arguments": arguments}}]
+        rows = [{"messages": [user("Rome?"), bot("") | {"tool_calls": calls}]}]
+        case = Published("calls", "sft", rows, [], "", {"template": "calling.jinja"})
+        code = run("data", "show", write(case, tiny_folder))
+        told = capsys.readouterr()
+        assert (code == 0) == ("refuses" not in written)
+        assert (written if code else f"[[{written}<|im_end|>]]") in " ".join((told.out + told.err).split())
+
+
 def test_a_call_that_is_written_but_not_trained_is_refused(tiny_folder: Path, capsys: Any) -> None:
     markers = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\\n{% if m['role'] == 'assistant' %}{% generation %}"

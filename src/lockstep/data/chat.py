@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
 
+from lockstep.data.call_arguments import as_written
 from lockstep.data.dialogue import common_length
 from lockstep.data.tokens import token_facts, token_ids, token_ids_and_offsets
 from lockstep.data.vanished import lost_beside, refuse_vanished
@@ -54,7 +54,8 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools = ()
 ) -> Spans:
     """A checked chat in the tokenizer's template; each assistant turn that is trained must be there, whole."""
-    spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, messages, origin, tools)
+    told = as_written(tokenizer, messages)
+    spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, told, origin, tools)
     turns = [(number, turn) for number, turn in enumerate(_assistants(messages), 1) if is_trained(turn)]
     for (start, end), (number, turn) in zip(spans.trained, turns, strict=True):
         if not says(spans.text, start, end, turn):
@@ -126,7 +127,7 @@ def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    except TemplateError as error:
+    except Exception as error:  # a template is a program, and may fail in any way
         raise _refused(error, origin) from error
     turns = _assistants(messages)
     if len(spans[0]) != len(turns):
@@ -187,13 +188,16 @@ def render_prompt(
     """The chat as text; with `open_turn` it ends where the assistant begins to speak."""
     try:
         return tokenizer.apply_chat_template(
-            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=open_turn
+            as_written(tokenizer, messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=open_turn,
         )
-    except TemplateError as error:
+    except Exception as error:  # a template is a program, and may fail in any way
         raise _refused(error, origin) from error
 
 
-def _refused(error: TemplateError, origin: Origin) -> Refusal:
+def _refused(error: Exception, origin: Origin) -> Refusal:
     why = f"the chat template refuses this chat: {error}"
     return Refusal.at(origin, why, "mend or remove the row, or use another template (data.template)")
 

@@ -9,8 +9,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import TemplateError
-
 from lockstep.data.chat import encode_spans, render_chat, render_prompt, special_ids
 from lockstep.data.dialogue import common_length
 from lockstep.data.encoding import last_trained
@@ -70,8 +68,6 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
         example, _ = encode_spans(tokenizer, render_chat(tokenizer, _answered(tokenizer, origin), origin), origin)
     except Refusal as refusal:
         raise Refusal.at(f"{KEY} {data.template}", refusal.problems[0].why, "mend the template") from refusal
-    except TemplateError as error:
-        raise Refusal.at(f"{KEY} {data.template}", f"is no chat template: {error}", "mend it") from error
     last = last_trained(example)
     if last in special_ids(tokenizer):
         return last
