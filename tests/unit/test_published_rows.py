@@ -341,7 +341,8 @@ CALLING = DEAF.replace(
         ("{{ call['function']['name'] }} {{ call['function']['arguments'] }}", 'get_weather {"city": "Rome"}'),
         ("{{ call['function'] | tojson }}", '{"name": "get_weather", "arguments": {"city": "Rome"}}'),
         (
-            "{{ call['function']['name'] }}{% for k, v in call['function']['arguments'].items() %} {{ k }}={{ v }}{% endfor %}",
+            "{% set f = call['function'] %}{{ f['name'] }}"
+            "{% for k, v in f['arguments'].items() %} {{ k }}={{ v }}{% endfor %}",
             "get_weather city=Rome",
         ),
         ("{{ 1 // 0 }}", "the chat template refuses this chat: integer division or modulo by zero"),
