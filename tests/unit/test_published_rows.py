@@ -207,6 +207,7 @@ def test_what_would_be_lost_is_refused_by_row_and_part(
             [CALL, "c<|im_end|>"],
         ),
         ({"messages": [{"role": "User", "content": "a"}, {"role": "AI", "content": "b"}]}, "auto", ["b<|im_end|>"]),
+        ({"system": "x", "messages": [{"role": "system", "content": ""}, *TWO[:2]]}, "auto", ["b<|im_end|>"]),
         ({"messages": [share("human", "a") | {"role": None}, share("gpt", "b")]}, "auto", ["b<|im_end|>"]),
         # Chats written as text, as a column of csv has them; other text in brackets is text.
         ({"messages": json.dumps([user("a"), bot("b")])}, "auto", ["b<|im_end|>"]),

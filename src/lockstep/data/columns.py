@@ -111,7 +111,9 @@ def _missing(row: Row, key: str, reached: str, value: Any, origin: Origin) -> Re
     else:
         held = f"{inside} is {'null' if value is None else 'a ' + type(value).__name__}, with nothing inside"
     near = _nearest(row, key)
-    return Refusal.at(origin, f"has no {key!r}: {held}", f"did you mean {near!r}?" if near else "")
+    return Refusal.at(
+        origin, f"has no {key!r}: {held}", f"did you mean {near!r}?" if near else "mend or remove the row"
+    )
 
 
 def _listed(keys: list[str]) -> str:
