@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Refusal(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     @classmethod
-    def at(cls, where: object, why: str, remedy: str = "") -> Refusal:
+    def at(cls, where: object, why: str, remedy: str = "") -> Self:
         """Of one problem; `where` is shown as text."""
         return cls([Problem(str(where), why, remedy)])
 

@@ -228,6 +228,19 @@ PREFERENCES = [
         "chosen/rejected pairs (the prompt is what the responses begin with, chosen, rejected)",
     ),
     Published(
+        "helpful_harmless",
+        "dpo",
+        [
+            {
+                "chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Help?\n\nAssistant: Gladly.",
+                "rejected": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Help?\n\nAssistant: No.",
+            }
+        ],
+        ["Gladly.<|im_end|>", "No.<|im_end|>"],
+        "what the responses begin with, 1 dialogues of Human and Assistant read as chats, chosen, rejected)",
+        holds="<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nHelp?<|im_end|>",
+    ),
+    Published(
         "sharegpt_pairs",
         "dpo",
         [{"conversations": [share("human", "a?")], "chosen": share("gpt", "b"), "rejected": share("gpt", "c")}],
@@ -342,10 +355,27 @@ ONLINE = [
         "grpo",
         [{"problem": "A half?", "level": "Level 1", "type": "Algebra", "solution": "It is $\\boxed{\\frac{1}{2}}$."}],
         [],
-        "prompts (problem; ground truth from solution, in its last \\boxed{} (as lighteval/MATH))",
+        "problem; ground truth from solution, in its last \\boxed{} (as lighteval/MATH)); not read: level, type",
         {"system": "Put it in \\boxed{}."},
-        {"reward": {"rules": {"lighteval/MATH": "math"}}},
+        {"algorithm": {"advantage": "grpo"}},
         holds="lighteval/MATH, answer \\frac{1}{2}\n<|im_start|>system\nPut it in \\boxed{}.<|im_end|>",
+    ),
+    Published(
+        "math_500_prompts",
+        "grpo",
+        [
+            {
+                "problem": "A half?",
+                "solution": "It is $\\boxed{\\frac{1}{2}}$.",
+                "answer": "\\frac{1}{2}",
+                "subject": "Algebra",
+                "level": 2,
+                "unique_id": "test/algebra/1.json",
+            }
+        ],
+        [],
+        "ground truth from answer, whole, beside a solution with \\boxed{} (as HuggingFaceH4/MATH-500))",
+        holds="HuggingFaceH4/MATH-500, answer \\frac{1}{2}\n<|im_start|>user",
     ),
     Published(
         "plain_prompts",

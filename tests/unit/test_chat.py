@@ -127,6 +127,18 @@ def test_a_template_without_an_end_token_is_refused(tokenizer):
     assert trained_text(tokenizer, example) == ["#### 2\n", "#### 4\n"]
 
 
+def test_space_after_a_special_token_within_a_turn_is_trained(tokenizer):
+    """Reasoning models' marks may be special tokens; what follows the turn's last one is the template's."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "<think>\n\n</think>\n\n2"}]
+    example = encode(tokenizer)({"messages": [*turns, *turns]}, ORIGIN)
+    assert trained_text(tokenizer, example) == ["<think>\n\n</think>\n\n2<|im_end|>"] * 2
+
+
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from conftest import run, write_jsonl
-from published_rows import EVERY, REWARD, WEATHER, Published, bot, share, user
+from published_rows import CALL, EVERY, REWARD, WEATHER, Published, bot, share, user
 
 # One of each kind of method; the others train the same way, once they are read.
 DAILY = ("openai_tools", "ultrafeedback", "math_shepherd", "plain_prompts")
@@ -61,6 +61,14 @@ DEAF = (
     "{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As reasoning models have it: of earlier turns the thoughts are cut off, and the model begins with its thoughts.
+FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS = DEAF.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+TWO = [user("a"), bot("b"), user("c"), bot("d")]
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
@@ -121,6 +129,38 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         ({"messages": [user("a"), {"role": "assistant", "content": None}]}, "auto", "message 2 (assistant) is empty"),
         ({"messages": [user("a"), bot("b") | {"weight": 0.5}]}, "auto", "message 2 has a weight of 0.5"),
         ({"messages": [user("a"), bot("b") | {"weight": 0}]}, "auto", "no token of the row is trained"),
+        ({"messages": [user("a"), bot("b") | {"train": "yes"}]}, "auto", "message 2 has a train of 'yes'"),
+        ({"messages": [user("a") | {"train": True}, bot("b")]}, "auto", "message 1 (user) is to be trained (train)"),
+        (
+            {"messages": [user("a"), bot("b") | {"train": True, "weight": 0}]},
+            "auto",
+            "weight and train of message 2 say different things",
+        ),
+        (
+            {
+                "messages": [
+                    user("a"),
+                    bot("b") | {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]},
+                ]
+            },
+            "auto",
+            "message 2 says with train_detail which part of it is trained",
+        ),
+        ({"messages": [user("a"), {"role": "robot", "content": "b"}]}, "auto", "the chat has no assistant turn"),
+        (
+            {"prompt": str([user("a")]), "response": "b"},
+            "auto",
+            "prompt looks like a chat as Python shows it, and is no",
+        ),
+        (
+            {"messages": [user("a"), bot("b")]},
+            "thinks.jinja",
+            "the chat template opens the assistant's turn with '<think>\\n' when the model speaks, and message 2 is",
+        ),
+        # Without a template there is no place for more than a prompt and a response.
+        ({"prompt": [user("a")], "completion": [bot("b")]}, "none", "the row is a chat (messages, a system message or"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "none", "the row is a chat (messages, a system message or"),
+        ({"prompt": "a", "completion": "b", "tools": [WEATHER]}, "none", "the row is a chat (messages, a system"),
         (
             {"system": "x", "messages": [{"role": "system", "content": "y"}, user("a"), bot("b")]},
             "auto",
@@ -133,10 +173,124 @@ def test_what_would_be_lost_is_refused_by_row_and_part(
     row: dict[str, Any], template: str, said: str, tiny_folder: Path, capsys: Any
 ) -> None:
     Path("deaf.jinja").write_text(DEAF)
+    Path("thinks.jinja").write_text(THINKS)
     case = Published("bad", "sft", [row], [], "", {"template": template})
     assert run("data", "show", write(case, tiny_folder)) != 0
     told = capsys.readouterr()
     assert f"bad.jsonl line 1 {said}" in " ".join((told.out + told.err).split())
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "trained"),
+    [
+        # Which turns are trained, as axolotl and ms-swift say it.
+        ({"messages": [TWO[0], TWO[1] | {"train": False}, *TWO[2:]]}, "auto", ["d<|im_end|>"]),
+        ({"messages": [TWO[0], TWO[1] | {"training": 0}, *TWO[2:]]}, "auto", ["d<|im_end|>"]),
+        ({"messages": [*TWO[:3], TWO[3] | {"loss": False}]}, "auto", ["b<|im_end|>"]),
+        (
+            {"messages": [user("a") | {"train": False, "loss": None}, bot("b") | {"train": True}]},
+            "auto",
+            ["b<|im_end|>"],
+        ),
+        # A turn that is not trained may be shortened.
+        (
+            {"messages": [user("a"), bot("<think>b</think>c") | {"weight": 0}, user("d"), bot("<think>e</think>f")]},
+            "forgets.jinja",
+            ["<think>e</think>f<|im_end|>"],
+        ),
+        # What the model is given to begin with is not trained.
+        ({"messages": [user("a"), bot("<think>\nb</think>c")]}, "thinks.jinja", ["b</think>c<|im_end|>"]),
+        # A tool may answer nothing, and a system message may be empty.
+        (
+            {"messages": [{"role": "system", "content": ""}, *TOOL_CHAT, {"role": "tool", "content": ""}, bot("c")]},
+            "qwen",
+            [CALL, "c<|im_end|>"],
+        ),
+        ({"messages": [{"role": "User", "content": "a"}, {"role": "AI", "content": "b"}]}, "auto", ["b<|im_end|>"]),
+        ({"system": "x", "messages": [{"role": "system", "content": ""}, *TWO[:2]]}, "auto", ["b<|im_end|>"]),
+        ({"messages": [share("human", "a") | {"role": None}, share("gpt", "b")]}, "auto", ["b<|im_end|>"]),
+        # Chats written as text, as a column of csv has them; other text in brackets is text.
+        ({"messages": json.dumps([user("a"), bot("b")])}, "auto", ["b<|im_end|>"]),
+        ({"messages": [user("a"), bot("") | {"tool_calls": json.dumps(CALLS)}]}, "qwen", [CALL]),
+        ({"prompt": json.dumps([user("a")], indent=1), "completion": "[{b}]"}, "auto", ["[{b}]<|im_end|>"]),
+        ({"prompt": "a", "completion": '[{"from": "b", "to": "c"}]'}, "auto", ['[{"from": "b", "to": "c"}]<|im_end|>']),
+        ({"prompt": "a", "completion": "[{'value': 1}]"}, "auto", ["[{'value': 1}]<|im_end|>"]),
+    ],
+)
+def test_which_turns_are_trained(
+    row: dict[str, Any], template: str, trained: list[str], tiny_folder: Path, capsys: Any
+) -> None:
+    Path("forgets.jinja").write_text(FORGETS)
+    Path("thinks.jinja").write_text(THINKS)
+    case = Published("turns", "sft", [row], [], "", {"template": template})
+    assert run("data", "show", write(case, tiny_folder)) == 0
+    assert re.findall(r"\[\[(.*?)\]\]", capsys.readouterr().out, re.DOTALL) == trained
+
+
+@pytest.mark.parametrize(
+    ("method", "plain", "marked"),
+    [
+        ("sft", {"prompt": "a", "response": "b"}, {"prompt": "a<|im_end|>", "response": "b"}),
+        ("sft", {"messages": TWO}, {"messages": [*TWO[:3], bot("<|endoftext|>")]}),
+        (
+            "dpo",
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"prompt": "a", "chosen": "b", "rejected": "<|im_end|>"},
+        ),
+        ("grpo", {"question": "a", "answer": "#### 1"}, {"question": "<|im_start|>", "answer": "#### 1"}),
+    ],
+)
+def test_special_tokens_in_the_text_of_rows_are_counted(
+    method: str, plain: dict[str, Any], marked: dict[str, Any], tiny_folder: Path, capsys: Any
+) -> None:
+    case = Published("marks", method, [plain, marked, marked], [], "")
+    said = "2 rows hold special tokens of the tokenizer in their text, which are read as such and may end a turn"
+    assert run("data", "show", write(case, tiny_folder)) == 0
+    told = capsys.readouterr()
+    assert f"{said}; the first is marks.jsonl line 2" in " ".join((told.out + told.err).split())
+    assert run("data", "show", "recipe.yaml", "data.max_rows=1") == 0
+    told = capsys.readouterr()
+    assert "special tokens" not in told.out + told.err
+
+
+def test_bad_rows_can_be_dropped_and_are_named(tiny_folder: Path, capsys: Any) -> None:
+    good, bad = {"conversations": [share("human", "a"), share("gpt", "b")]}, {"conversations": [share("gpt", "b")]}
+    case = Published("rows", "sft", [good, bad, good, {"conversations": None}], [], "", {"bad_rows": "drop"})
+    assert run("data", "show", write(case, tiny_folder), "--rows", 4) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "2 kept, 2 dropped, 0 truncated" in told
+    assert (
+        "rows.jsonl: 2 bad rows dropped (data.bad_rows): rows.jsonl line 2: empty prompt: the chat starts with the "
+        "assistant; rows.jsonl line 4: conversations is empty"
+    ) in told
+    assert run("plan", "recipe.yaml", "data.bad_rows=error") != 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "2 problems" in told
+    assert told.count("; data.bad_rows=drop leaves such rows out") == 1
+    # Neither a setting that fits no row nor the length of one is a row's fault.
+    assert run("data", "show", "recipe.yaml", "data.max_tokens=5") != 0
+    assert "rows.jsonl line 1 has 23 tokens, over data.max_tokens=5" in " ".join(capsys.readouterr().err.split())
+    write_jsonl(Path("rows.jsonl"), [bad])
+    assert run("data", "show", "recipe.yaml") != 0
+    assert "all rows were dropped: 1 bad rows dropped (data.bad_rows): rows.jsonl line 1: empty prompt" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_what_was_counted_of_a_dropped_row_does_not_count(tiny_folder: Path, capsys: Any) -> None:
+    rows = [{"question": "a", "answer": "#### 1"}, {"question": [user("a"), bot("b")], "answer": "\\boxed{1}"}]
+    rows[0]["question"] = [user("a")]
+    case = Published("rows", "grpo", rows, [], "", {"bad_rows": "drop"})
+    assert run("data", "show", write(case, tiny_folder)) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "1 bad rows dropped" in told
+    assert "ground truth from answer, after its #### (as openai/gsm8k))" in told
+
+
+def test_a_later_turn_of_a_response_may_be_left_untrained(tiny_folder: Path, capsys: Any) -> None:
+    pair = {"prompt": [user("a")], "chosen": [*TWO[1:3], TWO[3] | {"weight": 0}], "rejected": [bot("e")]}
+    assert run("data", "show", write(Published("pairs", "dpo", [pair], [], ""), tiny_folder)) == 0
+    assert re.findall(r"\[\[(.*?)\]\]", capsys.readouterr().out, re.DOTALL) == ["b<|im_end|>", "e<|im_end|>"]
 
 
 def test_a_prompt_that_loses_its_tools_is_refused(tiny_folder: Path, capsys: Any) -> None:
@@ -145,6 +299,16 @@ def test_a_prompt_that_loses_its_tools_is_refused(tiny_folder: Path, capsys: Any
     assert run("data", "show", write(Published("bad", "grpo", [row], [], "", {}, more), tiny_folder)) != 0
     told = capsys.readouterr()
     assert "bad.jsonl line 1 the chat template drops the tools" in " ".join(told.err.split())
+    assert run("data", "show", "recipe.yaml", "data.template=none") != 0
+    assert "bad.jsonl line 1 the prompt has tools, and data.template is none" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_chats_are_refused_without_a_template(tiny_folder: Path, capsys: Any) -> None:
+    case = Published("chats", "sft", [{"messages": [user("a"), bot("b")]}], [], "", {"template": "none"})
+    assert run("data", "show", write(case, tiny_folder)) != 0
+    assert "data.template is none, and rows are chats (messages)" in " ".join(capsys.readouterr().err.split())
 
 
 def test_nulls_of_a_table_are_no_arguments(tmp_path: Path, tiny_folder: Path, capsys: Any) -> None:
@@ -164,6 +328,40 @@ def test_nulls_of_a_table_are_no_arguments(tmp_path: Path, tiny_folder: Path, ca
     shown = capsys.readouterr().out
     assert '"arguments": {"x": "1"}' in shown
     assert '"arguments": {"y": "2"}' in shown
+
+
+CALLING = DEAF.replace(
+    "{{ m['content'] }}", "{{ m['content'] }}{% for call in m['tool_calls'] or [] %}CALL{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        ("{{ call['function']['name'] + call['function']['arguments'] }}", 'get_weather{"city": "Rome"}'),
+        ("{{ call['function']['name'] }} {{ call['function']['arguments'] }}", 'get_weather {"city": "Rome"}'),
+        ("{{ call['function'] | tojson }}", '{"name": "get_weather", "arguments": {"city": "Rome"}}'),
+        (
+            "{% set f = call['function'] %}{{ f['name'] }}"
+            "{% for k, v in f['arguments'].items() %} {{ k }}={{ v }}{% endfor %}",
+            "get_weather city=Rome",
+        ),
+        ("{{ 1 // 0 }}", "the chat template refuses this chat: integer division or modulo by zero"),
+    ],
+)
+def test_arguments_are_given_as_the_template_takes_them(
+    call: str, written: str, tiny_folder: Path, capsys: Any
+) -> None:
+    """As an object or as JSON of one, and never written as Python shows an object."""
+    Path("calling.jinja").write_text(CALLING.replace("CALL", call))
+    for arguments in ('{"city": "Rome"}', {"city": "Rome"}):
+        calls = [{"type": "function", "function": {"name": "get_weather", "arguments": arguments}}]
+        rows = [{"messages": [user("Rome?"), bot("") | {"tool_calls": calls}]}]
+        case = Published("calls", "sft", rows, [], "", {"template": "calling.jinja"})
+        code = run("data", "show", write(case, tiny_folder))
+        told = capsys.readouterr()
+        assert (code == 0) == ("refuses" not in written)
+        assert (written if code else f"[[{written}<|im_end|>]]") in " ".join((told.out + told.err).split())
 
 
 def test_a_call_that_is_written_but_not_trained_is_refused(tiny_folder: Path, capsys: Any) -> None:
@@ -209,7 +407,7 @@ def test_the_end_of_a_worked_answer(worked: str, value: str, source: str) -> Non
 
 
 def test_what_some_chats_alone_have_may_be_missing_from_the_others(tiny_folder: Path, capsys: Any) -> None:
-    """In lines of one file and in files read together; another column that is missing is still refused."""
+    """In lines of one file and in files read together; a row of another form is still refused."""
     chat = {"messages": [user("Rome?"), bot("19")]}
     with_tools = chat | {"tools": [WEATHER]}
     case = Published("some", "sft", [chat, with_tools, chat], [], "", {"template": "qwen"})
@@ -223,9 +421,22 @@ def test_what_some_chats_alone_have_may_be_missing_from_the_others(tiny_folder: 
     write_jsonl(Path("some.jsonl"), [with_tools, chat | {"tools": "[]"}, with_tools])
     assert run("data", "show", "recipe.yaml") != 0
     assert "column 'tools' is a string here and a list in line 1" in capsys.readouterr().err
-    write_jsonl(Path("some.jsonl"), [chat, chat | {"other": 1}, chat])
+    write_jsonl(Path("some.jsonl"), [chat, chat | {"other": 1, "id": "a"}, chat | {"id": "b"}])
+    assert run("data", "show", "recipe.yaml") == 0
+    told = capsys.readouterr()
+    assert "messages (messages); not read: other (in 1 rows), id (in 2 rows)" in " ".join((told.out + told.err).split())
+    write_jsonl(Path("some.jsonl"), [chat, chat | {"text": "a"}, chat])
     assert run("data", "show", "recipe.yaml") != 0
-    assert "has the extra column 'other'" in capsys.readouterr().err
+    assert "has the extra column 'text'" in capsys.readouterr().err
+
+
+def test_every_name_that_is_looked_for_tells_the_form_of_a_row() -> None:
+    from lockstep.data import columns, examples, judged, preferences, prompts, steps
+    from lockstep.data.rowset import OPTIONAL, TELLING
+
+    pairs = {name for pair in (*examples.PAIR_COLUMNS, *preferences.SCORES_OF_PAIR) for name in pair}
+    looked_for = {*columns.PROMPTS, *columns.CHATS, *examples.TEXT_COLUMNS, *judged.RESPONSES, *prompts.TRUTHS}
+    assert pairs | looked_for | {*steps.LABELS, *steps.TEXTS} <= TELLING | OPTIONAL
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------
@@ -358,6 +569,7 @@ def test_rows_are_asked_for_what_the_function_reads(body: str, asked: set[str]) 
         ),
         ({"prompt": "a", "reward_model": {"ground_truth": "1"}}, {}, "bad.jsonl line 1 has no 'data_source'"),
         ({"prompt": "a", "answer": " "}, {"function": "reads.py:f"}, "bad.jsonl line 1 answer is empty"),
+        ({"prompt": "a", "answer": float("nan")}, {"function": "reads.py:f"}, "bad.jsonl line 1 answer is empty"),
         ({"text": "a"}, {"function": "reward.py:length"}, "cannot tell which columns hold the prompts"),
     ],
 )
@@ -371,6 +583,13 @@ def test_what_a_reward_reads_is_asked_for(
     assert run("data", "show", write(case, tiny_folder)) != 0
     told = capsys.readouterr()
     assert said in " ".join((told.out + told.err).split())
+
+
+def test_ground_truths_that_are_no_text_are_told_as_json(tiny_folder: Path, capsys: Any) -> None:
+    rows = [{"prompt": "a", "data_source": "x", "reward_model": {"ground_truth": {"target": ["\u00e9", "b"]}}}]
+    case = Published("listed", "grpo", rows, [], "", {}, {"reward": {"function": "reward.py:length"}})
+    assert run("data", "show", write(case, tiny_folder)) == 0
+    assert 'x, answer {"target": ["\u00e9", "b"]}\n' in capsys.readouterr().out
 
 
 def test_a_schema_without_ground_truths_is_read_where_nothing_reads_them(tiny_folder: Path, capsys: Any) -> None:

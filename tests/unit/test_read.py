@@ -34,6 +34,7 @@ def jsonl(rows: Sequence[Any]) -> bytes:
 def write(path: Path, content: bytes | str | Sequence[dict[str, Any]]) -> Path:
     if isinstance(content, str):
         content = content.encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, bytes):
         path.write_bytes(content)
     else:
@@ -156,7 +157,7 @@ def test_pattern(tmp_path: Path) -> None:
     (tmp_path / "deep" / "er").mkdir(parents=True)
     write(tmp_path / "deep" / "train-1.jsonl", b'{"x": 1}\n')
     write(tmp_path / "deep" / "er" / "train-2.jsonl", b'{"x": 2}\n')
-    write(tmp_path / "deep" / "test-0.jsonl", b'{"x": 0}\n')
+    write(tmp_path / "deep" / "tail-0.jsonl", b'{"x": 0}\n')
     assert [row["x"] for row in read_rows("deep/train-*.jsonl", base=tmp_path)] == [1]
     assert [row["x"] for row in read_rows("**/train-*.jsonl", base=tmp_path)] == [2, 1]
     assert [row["x"] for row in read_rows(str(tmp_path / "deep/t*.jsonl"))] == [0, 1]
@@ -282,7 +283,7 @@ def test_unsupported_suffix(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, b"x")
     problem = the_problem(name, tmp_path)
     assert problem.where == name
-    assert ".parquet, .jsonl, .ndjson, .json, .csv" in problem.remedy
+    assert ".parquet, .arrow, .jsonl, .ndjson, .json, .csv" in problem.remedy
 
 
 def test_folder_without_data(tmp_path: Path) -> None:
@@ -291,6 +292,77 @@ def test_folder_without_data(tmp_path: Path) -> None:
     problem = the_problem("set", tmp_path)
     assert problem.why == "holds no data file; ignored: set/README.md, set/sub/"
     assert "set/**/*.parquet" in problem.remedy
+
+
+def arrow_stream(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """As `Dataset.save_to_disk` writes its rows."""
+    table = pa.Table.from_pylist(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        for batch in table.to_batches(max_chunksize=2):
+            stream.write_batch(batch)
+    return path
+
+
+def test_a_data_set_saved_to_disk(tmp_path: Path) -> None:
+    rows = [{"x": number, "y": [str(number)]} for number in range(5)]
+    saved = arrow_stream(tmp_path / "set" / "data-00000-of-00001.arrow", rows)
+    for name in ("state.json", "dataset_info.json", "cache-0f.arrow"):
+        write(tmp_path / "set" / name, b"{}")
+    found = read_rows("set", base=tmp_path)
+    assert list(found) == rows
+    assert found.ignored == ("set/cache-0f.arrow", "set/dataset_info.json", "set/state.json")
+    assert str(found.origin(3)) == "set/data-00000-of-00001.arrow row 3"
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as out:
+        out.write_table(table)
+    assert list(read_rows("file.arrow", base=tmp_path)) == rows
+    whole = saved.read_bytes()
+    for cut in (8, 40, 300):
+        write(saved, whole[:-cut])
+        assert the_problem("set", tmp_path).remedy == "copy or download it again"
+
+
+def test_the_splits_of_a_data_set_are_not_read_together(tmp_path: Path) -> None:
+    """The folder of one holds its test rows too."""
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        write(tmp_path / "set" / "data" / f"{name}.parquet", ROWS)
+    for path in ("set/data", "set/**/*.parquet"):
+        problem = the_problem(path, tmp_path)
+        assert problem.why.startswith(
+            "holds the rows of several splits: test (set/data/test-00000-of-00001.parquet), tr"
+        )
+        assert problem.remedy.startswith("name one: set/data/train-00000-of-00002.parquet, or a pattern")
+    assert len(read_rows("set/data/train*", base=tmp_path)) == 2 * len(ROWS)
+    assert the_problem("set", tmp_path).remedy == (
+        "name the folder that is meant (set/data/), or a pattern such as set/**/*.parquet"
+    )
+    arrow_stream(tmp_path / "dict" / "train" / "data.arrow", ROWS)
+    arrow_stream(tmp_path / "dict" / "validation" / "data.arrow", ROWS)
+    assert "several splits: train (dict/train/data.arrow), validation (" in the_problem("dict/*/*", tmp_path).why
+    # A folder that is called so itself says nothing of its files.
+    write(tmp_path / "test" / "train.jsonl", b'{"x": 1}')
+    write(tmp_path / "test" / "more.jsonl", b'{"x": 1}')
+    assert len(read_rows("test", base=tmp_path)) == 2
+
+
+def test_a_file_for_each_row(tmp_path: Path) -> None:
+    for number in (1, 2):
+        row = {"problem": f"{number}?", "level": "Level 1", "solution": "4"}
+        write(tmp_path / "MATH" / "train" / "algebra" / f"{number}.json", json.dumps(row).encode())
+    assert [row["problem"] for row in read_rows("MATH/train/*/*.json", base=tmp_path)] == ["1?", "2?"]
+
+
+def test_the_index_column_of_a_table(tmp_path: Path) -> None:
+    write(tmp_path / "t.csv", b",prompt,response\n0,a,b\n")
+    assert list(read_rows("t.csv", base=tmp_path)) == [{"Unnamed: 0": "0", "prompt": "a", "response": "b"}]
+
+
+def test_a_list_in_a_file_of_lines_says_what_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "t.jsonl", b'[\n{"x": 1},\n{"x": 2}\n]\n')
+    with pytest.raises(Refusal) as caught:
+        read_rows("t.jsonl", base=tmp_path)
+    assert "over several lines is the .json format" in caught.value.problems[0].remedy
 
 
 def test_empty_path(tmp_path: Path) -> None:
@@ -481,7 +553,8 @@ def test_gzip_damage(tmp_path: Path) -> None:
         (b'q,a\n1,2\n3,"unfin', 3, "a quoted field never ends; the file looks truncated"),
         (b'q,a\n1,2\n"3"x,4\n', 3, "invalid csv: ',' expected after '\"'"),
         (b"q,q\n1,2\n", 1, "the header names 'q' twice"),
-        (b",q\n0,2\n", 1, "the header has a column without a name"),
+        (b"p,,q\n0,1,2\n", 1, "the header has a column without a name"),
+        (b"p;q\n0;1\n", 1, "the header is one column, 'p;q'"),
     ],
 )
 def test_csv_refusals(tmp_path: Path, content: bytes, line: int, why: str) -> None:
@@ -496,14 +569,14 @@ def test_csv_refusals(tmp_path: Path, content: bytes, line: int, why: str) -> No
 @pytest.mark.parametrize(("name", "unit"), [("a.jsonl", "line"), ("a.json", "row")])
 @pytest.mark.parametrize("odd", [0, 2, 4])
 def test_odd_row_is_named_wherever_it_stands(tmp_path: Path, name: str, unit: str, odd: int) -> None:
-    rows: list[dict[str, Any]] = [{"q": "a", "a": "b"} for _ in range(5)]
+    rows: list[dict[str, Any]] = [{"q": "a", "answer": "b"} for _ in range(5)]
     rows[odd] = {"q": ["a"], "label": 1}
     write(tmp_path / name, jsonl(rows) if unit == "line" else json.dumps(rows))
     first = 1 if unit == "line" else 0
     norm = first + (1 if odd == 0 else 0)
     assert the_problem(name, tmp_path) == Problem(
         f"{name} {unit} {odd + first}",
-        f"has the extra column 'label'; lacks the column 'a', which {unit} {norm} has; "
+        f"has the extra column 'label'; lacks the column 'answer', which {unit} {norm} has; "
         f"column 'q' is a list here and a string in {unit} {norm}",
         "every row needs the same columns and kinds; null is allowed anywhere",
     )

@@ -63,6 +63,9 @@ def test_scores() -> None:
     assert gsm8k_score("#### 18.0", "18") == 1.0
     assert gsm8k_score("#### 1,001", "1001") == 1.0
     assert gsm8k_score("#### 1,001", "1,001") == 1.0
+    assert gsm8k_score("#### 18", "9 + 9 = 18\n#### 18") == 1.0
+    assert gsm8k_score("#### 9", "9 + 9 = 18\n#### 18") == 0.0
+    assert RULES["gsm8k"](RULES["gsm8k"].example("9 + 9 = 18\n#### 18"), "9 + 9 = 18\n#### 18") == 1.0
     assert gsm8k_score("#### 19", "18") == 0.0
     assert gsm8k_score("18", "18") == 0.0
     assert gsm8k_score("18", "18", strict=False) == 1.0
@@ -220,3 +223,32 @@ def test_math_refuses_an_empty_truth() -> None:
 )
 def test_truths_that_no_answer_can_match_are_told(name, truth, problem) -> None:
     assert RULES[name].truth_problem(truth) == problem
+
+
+def test_a_missing_package_stops_only_what_needs_it(tmp_path, monkeypatch) -> None:
+    """Rows of MATH are known to need math-verify; a run whose own function judges them does not."""
+    import torch
+
+    from lockstep.recipe.online import Reward
+    from lockstep.reward.scorer import Scorer
+
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    (tmp_path / "f.py").write_text("def f(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    function = f"{tmp_path / 'f.py'}:f"
+    for weights in ({}, {"rule": 0.0, "function": 1.0}):
+        reward = Reward(function=function, weights=weights, workers=1)
+        with Scorer.open(reward, ["lighteval/MATH"], torch.device("cpu")) as scorer:
+            assert scorer.rule_of("lighteval/MATH") is None
+    with pytest.raises(Refusal, match="math-verify"):
+        Scorer.open(Reward(), ["lighteval/MATH"], torch.device("cpu"))
+
+
+def test_built_in_rules_that_may_never_end_are_not_checked_at_once() -> None:
+    import torch
+
+    from lockstep.reward.rule_judge import RuleJudge, judged_by
+
+    with judged_by({}, ["openai/gsm8k"], torch.device("cpu")) as judge:
+        assert isinstance(judge, RuleJudge)
+    with judged_by({}, ["openai/gsm8k", "HuggingFaceH4/MATH-500"], torch.device("cpu")) as judge:
+        assert not isinstance(judge, RuleJudge)

@@ -73,7 +73,7 @@ def test_soft_labels_and_more_words(tokenizer, load):
     three = load(tokenizer, {"input": "a~b~", "label": ["0", "-"]}, tokens=["+", "-", "0"]).items[0]
     assert three.labels == ((0.0, 0.0, 1.0), (0.0, 1.0, 0.0))
     assert three.example.token_ids == (PLUS, MINUS, ord("0"))
-    with pytest.raises(Refusal, match=r"label 1 of label is 1\n.*words of prm.tokens \(\+, -, 0\)$"):
+    with pytest.raises(Refusal, match=r"label 1 of label is 1\n.*words of prm.tokens \(\+, -, 0\);"):
         load(tokenizer, {"input": "a~", "label": [1]}, tokens=["+", "-", "0"])
 
 

@@ -23,7 +23,7 @@ from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import joined
 from lockstep.recipe.online import Reward
 from lockstep.reward.rule_judge import RuleJudge
-from lockstep.reward.rules import rule_for, rule_named
+from lockstep.reward.rules import any_isolated, rule_for, rule_named
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.questions import Examiner, encode_questions, validation_keys
@@ -114,7 +114,8 @@ def _judge(
     reward: Reward, prompts: Sequence[Prompt], torch_device: torch.device, console: Console
 ) -> Iterator[RuleJudge | Scorer]:
     """The built-in rules, or what the options name, tried on real rows first."""
-    if not reward.rules and reward.function is None:
+    sources = {prompt.question.data_source for prompt in prompts}
+    if not reward.rules and reward.function is None and not any_isolated(sources):
         yield RuleJudge()
         return
     with opened_scorer(reward, prompts, torch_device, console, None, OPTIONS) as scorer:

@@ -64,13 +64,15 @@ class Beside:
             return turns
         if isinstance(turns, str):
             return [{"role": "system", "content": system}, {"role": "user", "content": turns}]
-        if turns and turns[0]["role"] == "system":
+        if turns and turns[0]["role"] == "system" and str(turns[0]["content"] or "").strip():
             if str(turns[0]["content"]).strip() == system.strip():
                 return turns
             raise Refusal.at(
                 origin, f"has a system message in {self.system}, and another in its chat", "keep one of them"
             )
-        return [{"role": "system", "content": system}, *turns]
+        # An empty one in the chat gives way.
+        said = turns[1:] if turns and turns[0]["role"] == "system" else turns
+        return [{"role": "system", "content": system}, *said]
 
     def tools_of(self, row: Row, origin: Origin) -> list[dict[str, Any]]:
         return as_tools(row.get(self.tools), self.tools, origin) if self.tools else []

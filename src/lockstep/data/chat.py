@@ -15,8 +15,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
 
+from lockstep.data.call_arguments import as_written
+from lockstep.data.dialogue import common_length
 from lockstep.data.tokens import token_facts, token_ids, token_ids_and_offsets
 from lockstep.data.vanished import lost_beside, refuse_vanished
 from lockstep.errors import Refusal
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Tools = Sequence[dict[str, Any]]
 """What the assistant may call, as JSON schemas."""
 
+MAY_BE_EMPTY = ("system", "developer", "tool")
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -51,17 +53,12 @@ def _marked(template: str) -> bool:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools = ()
 ) -> Spans:
-    """A checked chat in the tokenizer's template; each assistant turn must be there, whole."""
-    spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, messages, origin, tools)
-    turns = [message for message in messages if message["role"] == "assistant"]
-    if len(spans.trained) != len(turns):
-        raise Refusal.at(
-            origin,
-            f"the chat template renders {len(spans.trained)} of {len(turns)} assistant turns as trained text",
-            "mend the template: each assistant turn needs its own generation markers",
-        )
-    for number, ((start, end), turn) in enumerate(zip(spans.trained, turns, strict=True), 1):
-        if str(turn["content"]).strip() not in spans.text[start:end]:
+    """A checked chat in the tokenizer's template; each assistant turn that is trained must be there, whole."""
+    told = as_written(tokenizer, messages)
+    spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, told, origin, tools)
+    turns = [(number, turn) for number, turn in enumerate(_assistants(messages), 1) if is_trained(turn)]
+    for (start, end), (number, turn) in zip(spans.trained, turns, strict=True):
+        if not says(spans.text, start, end, turn):
             raise Refusal.at(
                 origin,
                 f"the chat template drops or changes assistant turn {number}",
@@ -83,27 +80,40 @@ def check_messages(messages: list[Message], origin: Origin) -> None:
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise Refusal.at(origin, "a chat is a list of {role, content} messages", "set data.messages_key or data.shape")
     if not any(message["role"] == "assistant" for message in messages):
-        raise Refusal.at(origin, "the chat has no assistant turn, so there is nothing to train")
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+        why = f"the chat has no assistant turn, so there is nothing to train: it has turns of {roles}"
+        raise Refusal.at(origin, why, "mend or remove the row")
     if messages[0]["role"] == "assistant":
-        raise Refusal.at(origin, "empty prompt: the chat starts with the assistant")
+        raise Refusal.at(
+            origin, "empty prompt: the chat starts with the assistant", "remove that turn, or put a user's before it"
+        )
     for number, message in enumerate(messages, 1):
         refuse_no_content(message, number, origin)
 
 
-def refuse_no_content(message: Message, number: int, origin: Origin, remedy: str = "") -> None:
-    """A message is text, or calls tools; a weight of 0 says that a turn of the assistant is not trained."""
-    content = message.get("content")
-    if not isinstance(content, str) or not (content.strip() or message.get("tool_calls")):
-        raise Refusal.at(origin, f"message {number} ({message['role']}) is empty or not text", remedy)
-    if message.get("weight", 1) not in (0, 1):
-        raise Refusal.at(origin, f"message {number} has a weight of {message['weight']!r}", "a weight is 0 or 1")
+def refuse_no_content(message: Message, number: int, origin: Origin) -> None:
+    """A message is text, or calls tools. A tool may answer nothing, and many rows have an empty system message."""
+    content, role = message.get("content"), message["role"]
+    if not isinstance(content, str) or not (content.strip() or message.get("tool_calls") or role in MAY_BE_EMPTY):
+        raise Refusal.at(
+            origin, f"message {number} ({role}) is empty or not text", "write it as text, or remove the row"
+        )
 
 
-def trained_turns(spans: Spans, messages: list[Message]) -> Spans:
-    """Without the assistant turns whose weight is 0."""
-    turns = [message for message in messages if message["role"] == "assistant"]
-    kept = (span for span, turn in zip(spans.trained, turns, strict=True) if turn.get("weight", 1))
-    return Spans(spans.text, tuple(kept))
+def says(text: str, start: int, end: int, turn: Message) -> bool:
+    """Whether the trained text is that of the turn. Its beginning may stand before: where the template opens a turn
+    with a mark of its own, the answer begins with that mark."""
+    content = str(turn["content"]).strip()
+    return not content or text.find(content, max(0, start + 1 - len(content)), end) >= 0
+
+
+def is_trained(turn: Message) -> bool:
+    """Whether a turn of the assistant is trained: a weight of 0 says that it is not."""
+    return bool(turn.get("weight", 1))
+
+
+def _assistants(messages: Sequence[Message]) -> list[Message]:
+    return [message for message in messages if message["role"] == "assistant"]
 
 
 def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools) -> Spans:
@@ -117,29 +127,54 @@ def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    except TemplateError as error:
-        raise Refusal.at(origin, f"the chat template refuses this chat: {error}") from error
-    return Spans(texts[0], tuple((start, end) for start, end in spans[0]))
+    except Exception as error:  # a template is a program, and may fail in any way
+        raise _refused(error, origin) from error
+    turns = _assistants(messages)
+    if len(spans[0]) != len(turns):
+        raise Refusal.at(
+            origin,
+            f"the chat template renders {len(spans[0])} of {len(turns)} assistant turns as trained text",
+            "mend the template: each assistant turn needs its own generation markers",
+        )
+    trained = ((first, last) for (first, last), turn in zip(spans[0], turns, strict=True) if is_trained(turn))
+    return Spans(texts[0], tuple(trained))
 
 
 def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools) -> Spans:
     text = render_prompt(tokenizer, messages, origin, tools, open_turn=False)
     spans = []
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or not is_trained(message):
             continue
         before = render_prompt(tokenizer, messages[:i], origin, tools, open_turn=True)
         last = i + 1 == len(messages)
         after = text if last else render_prompt(tokenizer, messages[: i + 1], origin, tools, open_turn=False)
+        if not after.startswith(before):
+            refuse_another_opening(before, after, message, f"message {i + 1}", origin)
         if not (text.startswith(after) and after.startswith(before)):
             raise Refusal.at(
                 origin,
                 f"the chat template renders message {i + 1} differently once later messages follow, "
                 "so its trained text cannot be found",
-                "add generation markers to the template, or keep only the last assistant turn in the row",
+                "add generation markers to the template, or train the last assistant turn alone: give the others a "
+                "weight of 0",
             )
         spans.append((len(before), len(after)))
     return Spans(text, tuple(spans))
+
+
+def refuse_another_opening(before: str, after: str, turn: Message, where: str, origin: Origin) -> None:
+    """Refuse a turn that does not begin as the model would: `before` is the prompt up to where the model speaks, with
+    more at its end than stands before the turn in `after`."""
+    same = common_length([before, after])
+    if after[same:].lstrip().startswith(str(turn["content"]).strip() or "\0"):
+        opening = before[same:]
+        raise Refusal.at(
+            origin,
+            f"the chat template opens the assistant's turn with {opening!r} when the model speaks, and {where} is not "
+            "rendered so",
+            f"begin the answer with {opening!r}, or use a template that renders both alike (data.template)",
+        )
 
 
 def render_prompt(
@@ -153,10 +188,18 @@ def render_prompt(
     """The chat as text; with `open_turn` it ends where the assistant begins to speak."""
     try:
         return tokenizer.apply_chat_template(
-            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=open_turn
+            as_written(tokenizer, messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=open_turn,
         )
-    except TemplateError as error:
-        raise Refusal.at(origin, f"the chat template refuses this chat: {error}") from error
+    except Exception as error:  # a template is a program, and may fail in any way
+        raise _refused(error, origin) from error
+
+
+def _refused(error: Exception, origin: Origin) -> Refusal:
+    why = f"the chat template refuses this chat: {error}"
+    return Refusal.at(origin, why, "mend or remove the row, or use another template (data.template)")
 
 
 def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origin) -> tuple[Example, bool]:
@@ -192,14 +235,18 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 
 
 def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: bytearray) -> None:
-    """Templates put a line break after the end token; the model stops before it, so it is not trained."""
+    """Templates put a line break after the end token; the model stops before it, so it is not trained.
+
+    One after a special token within a turn is the model's own.
+    """
     facts = token_facts(tokenizer)
     for ended, token in enumerate(ids):
         if token in facts.special and trained[ended]:
             after = ended + 1
             while after < len(ids) and trained[after] and facts.blank(tokenizer, ids[after]):
-                trained[after] = 0
                 after += 1
+            if after == len(ids) or not trained[after]:
+                trained[ended + 1 : after] = bytes(after - ended - 1)
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

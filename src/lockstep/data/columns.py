@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,7 +14,7 @@ from lockstep.types import Origin, Row
 
 # Names that users of other trainers know, looked for in this order.
 PROMPTS = ("prompt", "question", "instruction", "input", "query", "problem")
-CHATS = ("messages", "conversations")
+CHATS = ("messages", "conversations", "conversation")
 
 _LISTED = 20
 
@@ -26,6 +26,8 @@ class ColumnFinder:
     source: Source
     data: Data
     available: Sequence[str]
+    partly: Mapping[str, int] = field(default_factory=dict)
+    """Those that only some rows have, and how many do."""
 
     def setting(self, key: str) -> str:
         """The source's own setting, else the recipe's; empty when neither is given."""
@@ -57,7 +59,8 @@ class ColumnFinder:
         """The columns that no part of an item comes from, for the line that says what was found."""
         tops = {key if key in self.available else key.split(".")[0] for key in used}
         left = [column for column in self.available if column not in tops]
-        return f"; not read: {', '.join(left)}" if left else ""
+        told = (name + (f" (in {self.partly[name]:,} rows)" if name in self.partly else "") for name in left)
+        return f"; not read: {', '.join(told)}" if left else ""
 
     def unknown(self, what: str, remedy: str) -> Refusal:
         return Refusal.at(
@@ -108,7 +111,9 @@ def _missing(row: Row, key: str, reached: str, value: Any, origin: Origin) -> Re
     else:
         held = f"{inside} is {'null' if value is None else 'a ' + type(value).__name__}, with nothing inside"
     near = _nearest(row, key)
-    return Refusal.at(origin, f"has no {key!r}: {held}", f"did you mean {near!r}?" if near else "")
+    return Refusal.at(
+        origin, f"has no {key!r}: {held}", f"did you mean {near!r}?" if near else "mend or remove the row"
+    )
 
 
 def _listed(keys: list[str]) -> str:

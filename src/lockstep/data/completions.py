@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
-from lockstep.data.chat import Spans, Tools, check_messages, encode_spans, has_markers, render_chat, render_prompt
-from lockstep.data.dialogue import Turns
+from lockstep.data.chat import (
+    Spans,
+    Tools,
+    check_messages,
+    encode_spans,
+    has_markers,
+    is_trained,
+    refuse_another_opening,
+    render_chat,
+    render_prompt,
+    says,
+)
+from lockstep.data.dialogue import Turns, spoken
 from lockstep.data.encoding import Encoding, as_chat, written
 from lockstep.data.fit import prompt_length
+from lockstep.data.special_text import SpecialText
 from lockstep.data.vanished import lost_beside, refuse_vanished
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
+
+DIALOGUES = "dialogues"
+"""In the tally of a reader: prompts that were read as `as_chats` does."""
 
 
 class ResponseEncoder:
@@ -19,7 +35,8 @@ class ResponseEncoder:
 
     def __init__(self, encoding: Encoding):
         self.encoding = encoding
-        self.split_rows = 0
+        self.split_rows = self.special_rows = 0
+        self.special_text = SpecialText(encoding.tokenizer)
 
     def __call__(self, prompt: Turns, responses: Sequence[Turns], origin: Origin, tools: Tools = ()) -> list[Example]:
         texts = all(isinstance(turns, str) for turns in (prompt, *responses))
@@ -28,7 +45,16 @@ class ResponseEncoder:
         else:
             prompt = written(prompt, self.encoding.prompt_format, origin)
             examples = self._rendered(prompt, responses, origin, tools)
+            self.special_rows += self.special_text.inside([prompt, *responses])
         return [self.encoding.checked(example) for example in examples]
+
+    def as_chats(self, prompt: Turns, responses: list[Turns], tally: Counter[str]) -> tuple[Turns, list[Turns]]:
+        """A dialogue written as one text becomes a chat where a template will write it; it is counted."""
+        chat = spoken(prompt, responses) if self.encoding.templated else None
+        if chat is None:
+            return prompt, responses
+        tally[DIALOGUES] += 1
+        return chat
 
     def _joined(self, prompt: Turns, responses: Sequence[Turns], origin: Origin) -> list[Example]:
         return [self.encoding.joined(str(prompt), str(response), origin) for response in responses]
@@ -55,6 +81,12 @@ class ResponseEncoder:
         """The whole chat as text, of which the answer's assistant turns are trained."""
         tokenizer = self.encoding.tokenizer
         check_messages([*prompt, *answer], origin)
+        if not is_trained(answer[0]):
+            raise Refusal.at(
+                origin,
+                "the first turn of a response has a weight of 0: nothing of it would be compared",
+                "put it into the prompt, or remove the weight",
+            )
         prompt = self.encoding.with_system(prompt)
         before = render_prompt(tokenizer, prompt, origin, tools)
         if len(answer) == 1 and not has_markers(tokenizer):
@@ -63,12 +95,15 @@ class ResponseEncoder:
             text = render_prompt(tokenizer, [*prompt, *answer], origin, tools, open_turn=False)
             spans = Spans(text, ((len(before), len(text)),))
             refuse_vanished(text, [*prompt, *answer], tools, origin)
+            if not text.startswith(before):
+                refuse_another_opening(before, text, answer[0], "the response", origin)
         else:
-            whole = render_chat(tokenizer, [*prompt, *answer], origin, tools)
-            turns = sum(turn["role"] == "assistant" for turn in answer)
-            spans = Spans(whole.text, whole.trained[-turns:])
-        after = spans.text[len(before) :]
-        whole_answer = str(answer[0]["content"]).strip() in after and not lost_beside(answer[0], after)
+            # Of the whole chat the answer alone is trained.
+            earlier = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
+            spans = render_chat(tokenizer, [*earlier, *answer], origin, tools)
+        whole_answer = says(spans.text, len(before), len(spans.text), answer[0]) and not lost_beside(
+            answer[0], spans.text[len(before) :]
+        )
         if not spans.text.startswith(before) or not whole_answer:
             raise Refusal.at(
                 origin,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+from lockstep.data import special_text
 from lockstep.data.cache import RowCache, cache_folder, worth_keeping
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.mix import Mixture
 from lockstep.data.own_reader import OwnReader
-from lockstep.data.parts import RowPart, RowWork, Tallied, read_parts
+from lockstep.data.parts import NAMED, RowPart, RowWork, Tallied, read_parts
 from lockstep.data.read import RowSet, read_rows
 from lockstep.data.stored import Joined, OriginOf, Store, sequences
 from lockstep.errors import Problem, Refusal, refuse_all
@@ -141,6 +142,11 @@ class RowReader(Protocol[T]):
     def split_rows(self) -> int: ...
 
     @property
+    def special_rows(self) -> int:
+        """Rows with special tokens in their text (`data/special_text.py`)."""
+        ...
+
+    @property
     def unusable(self) -> int:
         """Rows that were dropped for what they hold, not for their length; `found` says why."""
         ...
@@ -183,11 +189,13 @@ def load_rows(
     weights = [source.weight for source in sources if source.weight is not None]
     loaded = kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []
+    all_dropped: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):
-        reader = open_rows(ColumnFinder(source, data, rows.columns), tokenizer, limit)
+        reader = open_rows(ColumnFinder(source, data, rows.columns, rows.partly), tokenizer, limit)
         count = rows_taken(source, rows)
         kept = RowCache.of(open_rows, source, data, rows, tokenizer, limit) if worth_keeping(count) else None
-        parts = read_parts(RowWork(rows, reader, type(loaded.counts), kept), count, advance)
+        work = RowWork(rows, reader, type(loaded.counts), kept, data.bad_rows == "drop")
+        parts = read_parts(work, count, advance)
         problems += [problem for part in parts for problem in part.problems]
         if problems:
             continue
@@ -198,19 +206,43 @@ def load_rows(
         first = f"the first {count:,} of " if count < len(rows) else ""
         found = reader.found()
         loaded.notes.append(f"{source.path}: {first}{len(rows):,} rows as {found}")
-        if reader.unusable and not loaded.sources[-1]:
-            problems.append(Problem(source.path, f"all rows were dropped: read as {found}", "give other rows"))
-        if rows.ignored:
-            loaded.notes.append(f"{source.path}: not read: {', '.join(rows.ignored)}")
+        bad = bad_rows(parts, origin_of)
+        if (bad or reader.unusable) and not loaded.sources[-1]:
+            why = f"all rows were dropped: {bad}" if bad else f"all rows were dropped: read as {found}"
+            all_dropped.append(Problem(source.path, why, "give other rows"))
+        left_out = [f"not read: {', '.join(rows.ignored)}"] if rows.ignored else []
+        loaded.notes += [f"{source.path}: {note}" for note in (bad, special_rows(parts, origin_of), *left_out) if note]
         if kept is not None and kept.failure:
             loaded.notes.append(kept.failure)
-    refuse_all(problems, "rows")
+    refuse_all(_with_a_way_out(problems) + all_dropped, "rows")
     for source, items in zip(sources, loaded.sources, strict=True):
         if not items:
             raise Refusal.at(
                 source.path, f"all {loaded.WHAT} are over {limit} tokens and were dropped", f"raise {loaded.LIMIT}"
             )
     return loaded
+
+
+def _with_a_way_out(problems: Sequence[Problem]) -> list[Problem]:
+    """The first of them also says how to go on without such rows, where it is a row that has to be mended."""
+    first, rest = problems[:1], problems[1:]
+    way = "data.bad_rows=drop leaves such rows out"
+    told = [replace(one, remedy=f"{one.remedy}; {way}") for one in first if one.remedy and "data." not in one.remedy]
+    return [*(told or first), *rest]
+
+
+def bad_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
+    """What was left out with `data.bad_rows: drop`; empty where nothing was."""
+    count = sum(part.about["refused"][0] for part in parts)
+    first = [one for part in parts for one in part.about["refused"][1]][:NAMED]
+    named = "; ".join(f"{origin_of(number)}: {why}" for number, why in first)
+    return f"{count:,} bad rows dropped (data.bad_rows): {named}" if count else ""
+
+
+def special_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
+    """How many rows hold special tokens in their text; empty where none does."""
+    found = [about for part in parts if (about := part.about["special"])]
+    return special_text.told(sum(count for count, _ in found), origin_of(found[0][1])) if found else ""
 
 
 class Loader(Generic[T]):

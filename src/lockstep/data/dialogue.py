@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +17,13 @@ Turns = str | list[Message]
 
 # Where the answer begins in dialogues written as one text (Anthropic's helpful and harmless pairs).
 ANSWER_MARK = "\n\nAssistant:"
+# How the text of a chat begins that was written as JSON, or as Python shows it.
+_CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
+_PYTHON_CHAT = re.compile(
+    r"\[\{'(role|from)': '\w+', '(content|value)': |\[\{'(content|value)': .*, '(role|from)': '\w+'", re.DOTALL
+)
+_CHAT_KEYS = ({"role", "content"}, {"from", "value"})
+_SPEAKERS = re.compile(r"\n\n(Human|Assistant):")
 
 
 def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: Origin) -> tuple[Turns, list[Turns]]:
@@ -42,16 +51,52 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
     return beginning, rests
 
 
+def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], list[Turns]] | None:
+    """A dialogue that is written as one text up to the mark of its answer, as a chat; None for anything else.
+
+    A chat template would put the whole of it into one message of the user.
+    """
+    if not isinstance(beginning, str) or not all(isinstance(answer, str) for answer in answers):
+        return None
+    before, *pieces = _SPEAKERS.split("\n\n" + beginning.lstrip())
+    speakers, said = pieces[0::2], [piece.strip() for piece in pieces[1::2]]
+    if before or speakers[:1] != ["Human"] or speakers[-1:] != ["Assistant"] or said[-1] or not all(said[:-1]):
+        return None
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = [{"role": roles[who], "content": text} for who, text in zip(speakers[:-1], said[:-1], strict=True)]
+    return turns, [str(answer).strip() for answer in answers]
+
+
 def as_turns(value: Any, name: str, origin: Origin) -> Turns:
-    """A text, or messages in the form that templates know: of a list, or of one message alone. Else a refusal."""
+    """A text, or messages in the form that templates know: of a list, or of one message alone. Else a refusal.
+
+    A text that is the JSON of messages, as a csv file has them, is that chat.
+    """
     if isinstance(value, str):
-        return value
+        value = _written_chat(value, name, origin)
+        if isinstance(value, str):
+            return value
     turns = [value] if is_message(value) else value
     if not isinstance(turns, list) or not all(map(is_message, turns)):
         raise Refusal.at(
             origin, f"{name} is neither text nor a list of {{role, content}} messages", "mend or remove the row"
         )
     return as_messages(turns, origin)
+
+
+def _written_chat(text: str, name: str, origin: Origin) -> Any:
+    """The messages that a text is the JSON of, else the text."""
+    if not _CHAT_TEXT.match(text):
+        return text
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        if not _PYTHON_CHAT.match(text):
+            return text
+        why = f"{name} looks like a chat as Python shows it, and is no JSON: {error}"
+        raise Refusal.at(origin, why, "write it as JSON, or as a list of messages") from error
+    is_chat = all(isinstance(one, dict) and any(keys <= one.keys() for keys in _CHAT_KEYS) for one in found)
+    return found if is_chat else text
 
 
 def _filled(name: str, response: Any, origin: Origin) -> Turns:
@@ -105,7 +150,7 @@ def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
 
 def _shared_turns(chats: Sequence[list[Message]], names: Sequence[str], origin: Origin) -> Any:
     shortest = min(len(chat) for chat in chats)
-    cut = _common(chats)
+    cut = common_length(chats)
     if cut == shortest:
         short = names[[len(chat) for chat in chats].index(shortest)]
         raise Refusal.at(
@@ -117,7 +162,7 @@ def _shared_turns(chats: Sequence[list[Message]], names: Sequence[str], origin: 
 
 
 def _shared_text(texts: Sequence[str], names: Sequence[str], origin: Origin) -> Any:
-    common = texts[0][: _common(texts)]
+    common = texts[0][: common_length(texts)]
     if ANSWER_MARK in common:
         cut = common.rindex(ANSWER_MARK) + len(ANSWER_MARK)
     else:
@@ -129,7 +174,7 @@ def _shared_text(texts: Sequence[str], names: Sequence[str], origin: Origin) -> 
     return common[:cut], rests
 
 
-def _common(sequences: Sequence[Any]) -> int:
+def common_length(sequences: Sequence[Any]) -> int:
     """How long the beginning is that all share."""
     first, shortest = sequences[0], min(map(len, sequences))
     return bisect_left(range(1, shortest + 1), True, key=lambda n: any(s[:n] != first[:n] for s in sequences))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.chat import Tools, check_messages, encode_spans, render_chat, special_ids, trained_turns
+from lockstep.data.chat import Tools, check_messages, encode_spans, render_chat, special_ids
 from lockstep.data.tokens import token_ids
 from lockstep.errors import Refusal
 from lockstep.recipe.data import Data
@@ -20,7 +20,7 @@ class Encoding:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data, *, learned: bool = True):
         self.tokenizer = tokenizer
-        self.system = data.system
+        self.system, self.template = data.system, data.template
         self.templated = data.template != "none" and bool(tokenizer.chat_template)
         self.prompt_format = data.prompt_format
         self.require_end = data.require_end and learned
@@ -39,7 +39,7 @@ class Encoding:
         check_messages(messages, origin)
         self.need_template(origin)
         spans = render_chat(self.tokenizer, self.with_system(messages), origin, tools)
-        return encode_spans(self.tokenizer, trained_turns(spans, messages), origin)
+        return encode_spans(self.tokenizer, spans, origin)
 
     def joined(self, prompt: str, response: str, origin: Origin) -> Example:
         """Prompt, in its format, and response as they are, tokenised apart; response and end token are trained."""
@@ -54,11 +54,15 @@ class Encoding:
         return Example(array("q", self.opening + after), trained, origin)
 
     def with_system(self, messages: list[Message]) -> list[Message]:
-        if self.system and messages[0]["role"] != "system":
-            return [{"role": "system", "content": self.system}, *messages]
-        return messages
+        return after_system(messages, self.system)
 
     def need_template(self, origin: Origin) -> None:
+        if self.template == "none":
+            raise Refusal.at(
+                origin,
+                "the row is a chat (messages, a system message or tools), and data.template is none",
+                "set data.template to auto, or give rows of plain text",
+            )
         if not self.tokenizer.chat_template:
             raise Refusal.at(
                 origin,
@@ -96,6 +100,14 @@ class Encoding:
                 f"starts with two {self.tokenizer.bos_token!r} tokens",
                 "the rows or the template already carry the BOS token; remove it from the rows",
             )
+
+
+def after_system(messages: list[Message], system: str | None) -> list[Message]:
+    """The chat after the message of `data.system`, where it has none of its own; an empty one gives way to it."""
+    own = [message for message in messages if message["role"] in ("system", "developer")]
+    if not system or any(str(message["content"]).strip() for message in own):
+        return messages
+    return [{"role": "system", "content": system}, *(message for message in messages if message not in own)]
 
 
 def written(prompt: Any, form: str | None, origin: Origin) -> Any:

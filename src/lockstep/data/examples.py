@@ -14,6 +14,7 @@ from lockstep.data.dialogue import as_turns
 from lockstep.data.encoding import Encoding, as_chat, last_trained, written
 from lockstep.data.fit import fit
 from lockstep.data.messages import refuse_not_text
+from lockstep.data.special_text import SpecialText
 from lockstep.errors import Refusal
 from lockstep.recipe.data import Data
 from lockstep.types import Example, Origin, Row
@@ -92,11 +93,18 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: SupervisedColumns, data: Data):
         self.encoding = Encoding(tokenizer, data)
         self.columns = columns
-        self.split_rows = 0
+        self.split_rows = self.special_rows = 0
+        self.special_text = SpecialText(tokenizer)
         if data.system and columns.shape == "text":
             raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
         if data.prompt_format is not None and columns.shape != "prompt_response":
             raise Refusal.at("data.prompt_format", f"rows of shape {columns.shape} have no prompt apart", "remove it")
+        if columns.shape == "messages" and data.template == "none":
+            raise Refusal.at(
+                "data.template",
+                f"is none, and rows are chats ({columns.messages})",
+                "set it to auto, or use data.prompt_key and data.response_key",
+            )
         if columns.shape == "messages" and not tokenizer.chat_template:
             raise Refusal.at(
                 "data.shape",
@@ -115,7 +123,11 @@ class Encoder:
             beside, key = self.columns.beside, self.columns.messages
             messages = as_turns(filled(row, key, origin), key, origin)
             if isinstance(messages, str):
-                raise Refusal.at(origin, f"{key} is text, not a list of messages", "set data.text_key, if it is meant")
+                raise Refusal.at(
+                    origin,
+                    f"{key} is text, not a list of messages",
+                    "set data.text_key, if it is meant, or write it as JSON",
+                )
             example = self._chat(beside.chat(messages, row, origin), origin, beside.tools_of(row, origin))
         else:
             example = self._pair(row, origin)
@@ -123,6 +135,7 @@ class Encoder:
 
     def _chat(self, messages: Any, origin: Origin, tools: Tools) -> Example:
         example, split = self.encoding.chat(messages, origin, tools)
+        self.special_rows += self.special_text.inside([messages])
         self.split_rows += split
         return example
 
@@ -157,6 +170,10 @@ class SupervisedRows:
     @property
     def split_rows(self) -> int:
         return self.encoder.split_rows
+
+    @property
+    def special_rows(self) -> int:
+        return self.encoder.special_rows
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
         whole = self.encoder(row, origin)

@@ -13,6 +13,10 @@ ExampleT = TypeVar("ExampleT", bound=Example)
 _DROP = "raise data.max_tokens or drop the row"
 
 
+class OverLimit(Refusal):
+    """A row over the limit, which is `data.overlong`'s business alone."""
+
+
 def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | None:
     """Which of the tokens stay: None when the row is dropped. `over` is raised where nothing may be cut."""
     if tokens <= limit:
@@ -24,8 +28,8 @@ def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | 
     return slice(tokens - limit, tokens) if overlong == "truncate_left" else slice(0, limit)
 
 
-def too_long(origin: Origin, what: str, limit: int) -> Refusal:
-    return Refusal.at(
+def too_long(origin: Origin, what: str, limit: int) -> OverLimit:
+    return OverLimit.at(
         origin,
         f"{what} tokens, over data.max_tokens={limit}",
         "raise data.max_tokens, or set data.overlong to drop, truncate_left or truncate_right",

@@ -1,4 +1,4 @@
-"""Rows from the bytes of parquet, jsonl, json and csv files, each looked at whole.
+"""Rows from the bytes of parquet, arrow, jsonl, json and csv files, each looked at whole.
 
 Everything wrong is reported by row or line; parsing goes on where it can.
 """
@@ -22,8 +22,9 @@ import pyarrow.parquet as pq
 from lockstep.data.rowset import JsonRows, LineOrigin, Problems, a, kind_of
 from lockstep.types import Origin, Row
 
-_MAGIC = b"PAR1"
+_MAGIC, _ARROW_MAGIC, _ARROW_END = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 _BATCH_ROWS = 8192  # small enough that no batch of long answers passes Arrow's 2 GiB limit for a string column
+_INDEX = "Unnamed: 0"
 _TRUNCATED = "the file looks truncated"
 _COPY_AGAIN = "copy or download it again"
 _NO_FIELD_LIMIT = 2**31 - 1  # the csv module's default of 128 KiB is shorter than a long answer
@@ -62,7 +63,9 @@ def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
         except json.JSONDecodeError as error:
             cut = line == last and raw[:1] == b"{" and (not data.endswith(b"\n") or _ran_out(error, text))
             why = f"invalid JSON at line {line}, column {error.colno}: {error.msg}"
-            problems.add(where, why + (f"; {_TRUNCATED}" if cut else ""), _COPY_AGAIN if cut else "")
+            problems.add(
+                where, why + (f"; {_TRUNCATED}" if cut else ""), _COPY_AGAIN if cut else _one_a_line(raw, line)
+            )
         except (ValueError, RecursionError) as error:
             problems.add(where, f"JSON that cannot be read: {error}")
         else:
@@ -74,6 +77,14 @@ def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
                 remedy = "one JSON list for the whole file is the .json format" if isinstance(value, list) else ""
                 problems.add(where, f"is {a(kind_of(value))}, not an object", remedy)
     return Parsed(JsonRows(data, starts, ends), lines)
+
+
+def _one_a_line(raw: bytes, line: int) -> str:
+    if line == 1 and raw in (b"[", b"{"):
+        return (
+            "a .jsonl file has one whole object on each line; a list or object over several lines is the .json format"
+        )
+    return ""
 
 
 def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
@@ -99,7 +110,7 @@ def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _the_list(name: str, value: Any, problems: Problems) -> list[Any]:
-    """The rows' list: the whole file, or the only list of objects in an object such as {"data": [...]}."""
+    """The rows' list: the whole file, the only list of objects in an object such as {"data": [...]}, or one row."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
@@ -108,6 +119,8 @@ def _the_list(name: str, value: Any, problems: Problems) -> list[Any]:
     lists = {key: inner for key, inner in value.items() if isinstance(inner, list) and _has_objects(inner)}
     if len(lists) == 1:
         return next(iter(lists.values()))
+    if not any(isinstance(inner, list | dict) for inner in value.values()):
+        return [value]  # a file for each row, as MATH is published
     held = f"several lists of objects ({', '.join(map(repr, lists))})" if lists else "no list of objects"
     problems.add(name, f"is an object with {held}", 'give a list of objects, or an object with one: {"data": [...]}')
     return []
@@ -137,6 +150,12 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
     if first is None:
         return parsed
     line, header = first
+    if header[0] == "" and header.count("") == 1 and len(header) > 1:
+        header[0] = _INDEX  # of a table that pandas wrote
+    if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
+        why = f"the header is one column, {header[0]!r}"
+        problems.add(LineOrigin(name, line), why, "separate the columns with commas")
+        return parsed
     twice = sorted({column for column in header if header.count(column) > 1})
     if twice or "" in header:
         what = f"names {', '.join(map(repr, twice))} twice" if twice else "has a column without a name"
@@ -231,10 +250,7 @@ def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBat
     try:
         # ParquetFile, not read_table: that would add columns for parents called "key=value".
         with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            twice = sorted({column for column in names if names.count(column) > 1})
-            if twice:
-                problems.add(name, f"has the column {', '.join(map(repr, twice))} twice")
+            if _repeats(name, file.schema_arrow.names, problems):
                 return []
             batches = [batch for batch in file.iter_batches(_BATCH_ROWS) if batch.num_rows]
     except (pa.ArrowException, OSError) as error:
@@ -242,6 +258,39 @@ def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBat
         return []
     _check_values(name, batches, problems)
     return batches
+
+
+def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
+    """The batches of an Arrow file, or of a stream, as the package datasets writes; nothing if there is a problem."""
+    try:
+        source = pa.memory_map(str(path))
+        is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
+        source.seek(0)
+        if is_file:
+            file = pa.ipc.open_file(source)
+            schema, batches = file.schema, [file.get_batch(i) for i in range(file.num_record_batches)]
+        else:
+            stream = pa.ipc.open_stream(source)
+            schema, batches = stream.schema, list(stream)
+            source.seek(max(0, source.size() - len(_ARROW_END)))
+            if source.read() != _ARROW_END:  # cut off between two batches, which reads as a shorter stream
+                problems.add(name, "is truncated: the end of the arrow stream is missing", _COPY_AGAIN)
+                return []
+    except (pa.ArrowException, OSError) as error:
+        problems.add(name, f"damaged arrow: {error}", _COPY_AGAIN)
+        return []
+    if _repeats(name, schema.names, problems):
+        return []
+    batches = [batch for batch in batches if batch.num_rows]
+    _check_values(name, batches, problems)
+    return batches
+
+
+def _repeats(name: str, columns: Sequence[str], problems: Problems) -> bool:
+    twice = sorted({column for column in columns if columns.count(column) > 1})
+    if twice:
+        problems.add(name, f"has the column {', '.join(map(repr, twice))} twice", "give every column its own name")
+    return bool(twice)
 
 
 def _is_whole(name: str, path: Path, problems: Problems) -> bool:

@@ -14,7 +14,7 @@ from lockstep.data.dataset import Kept
 from lockstep.data.dialogue import as_turns, divide
 from lockstep.data.encoding import Encoding, last_trained
 from lockstep.data.fit import fit_responses, refuse_equal
-from lockstep.data.preferences import RankingColumns, find_pair_columns, pair_names, pair_of
+from lockstep.data.preferences import RankingColumns, find_pair_columns, pair_names, pair_of, prompt_told
 from lockstep.errors import Refusal
 from lockstep.types import Example, Judged, Origin, Row
 
@@ -78,11 +78,15 @@ class JudgedRows:
     def split_rows(self) -> int:
         return self.encode.split_rows
 
+    @property
+    def special_rows(self) -> int:
+        return self.encode.special_rows
+
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Judged] | None]:
         columns = self.columns
         if isinstance(columns, RankingColumns):
             names, responses = pair_of(row, columns, origin)
-            divided = columns.divided(row, responses, names, origin)
+            divided = self.encode.as_chats(*columns.divided(row, responses, names, origin), self.tally)
             examples = self.encode(*divided, origin, columns.beside.tools_of(row, origin))
             refuse_equal(examples, names)
             verdicts = [True, False]
@@ -108,7 +112,7 @@ class JudgedRows:
         columns = self.columns
         verdicts = f"{self.tally['desirable']:,} desirable, {self.tally['undesirable']:,} undesirable"
         if isinstance(columns, RankingColumns):
-            prompt = (columns.prompt or "the prompt is what the responses begin with") + columns.beside.told()
+            prompt = prompt_told(columns, self.tally)
             return f"pairs ({prompt}, {pair_names(columns)}), each split into a good and a bad response: {verdicts}"
         parts = (columns.messages or f"{columns.prompt}, {columns.response}") + columns.beside.told()
         return f"judged responses ({parts}; verdict from {columns.label}): {verdicts}"

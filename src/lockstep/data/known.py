@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lockstep.data.cache import code_digest, keep, kept, worth_keeping
@@ -20,9 +20,14 @@ class KnownFile:
     """A `RowFile` that is opened when a row is asked for."""
 
     def __init__(
-        self, info: FileInfo, shape: ColumnKinds, lines: Sequence[int] | None, open_file: Callable[[], RowFile]
+        self,
+        info: FileInfo,
+        shape: ColumnKinds,
+        lines: Sequence[int] | None,
+        partly: Mapping[str, int],
+        open_file: Callable[[], RowFile],
     ):
-        self.info, self.shape, self.lines = info, shape, lines
+        self.info, self.shape, self.lines, self.partly = info, shape, lines, partly
         self._open = open_file
         self._file: RowFile | None = None
 
@@ -53,9 +58,9 @@ class KnownFiles:
         said = kept(self._folder / f"{sha256}.{form}", self._key(sha256, form))
         if said is None:
             return None
-        rows, shape, lines = json.loads(bytes(said))
+        rows, shape, lines, partly = json.loads(bytes(said))
         every = range(1, rows + 1) if lines == "all" else lines
-        return KnownFile(FileInfo(name, rows, size, sha256), shape, every, open_file)
+        return KnownFile(FileInfo(name, rows, size, sha256), shape, every, partly, open_file)
 
     def remember(self, form: str, file: RowFile) -> None:
         """Of a file that was found whole; small ones are read as fast as what is known of them."""
@@ -63,7 +68,8 @@ class KnownFiles:
         if not worth_keeping(info.rows):
             return
         numbers = None if lines is None else list(lines)
-        said = [info.rows, dict(file.shape), "all" if numbers == list(range(1, info.rows + 1)) else numbers]
+        every = "all" if numbers == list(range(1, info.rows + 1)) else numbers
+        said = [info.rows, dict(file.shape), every, dict(file.partly)]
         with contextlib.suppress(OSError):  # it is read again next time
             path = self._folder / f"{info.sha256}.{form}"
             keep(path, self._key(info.sha256, form), json.dumps(said).encode())

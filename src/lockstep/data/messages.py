@@ -18,6 +18,7 @@ ROLES = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
+    "ai": "assistant",
     "bot": "assistant",
     "model": "assistant",
     "function": "tool",
@@ -28,13 +29,17 @@ ROLES = {
 KNOWN = ("system", "developer", "user", "assistant", "tool")
 # Kinds of a part that is text; everything else (image_url, input_audio, video ...) is none.
 TEXT_PARTS = ("text", "input_text", "output_text")
+# Whether a turn is trained: under OpenAI's name, axolotl's and ms-swift's.
+_WEIGHTS = ("weight", "train", "training", "loss")
+# Axolotl's: which characters of a turn are trained.
+_DETAILS = ("train_detail", "training_detail")
 # Text trained without them would be an answer to something that the model never sees.
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _CALLS = "tool_calls"
 
 
 def is_message(turn: Any) -> bool:
-    return isinstance(turn, dict) and isinstance(turn.get("role", turn.get("from")), str)
+    return isinstance(turn, dict) and isinstance(turn.get("role") or turn.get("from"), str)
 
 
 def as_messages(turns: Sequence[Any], origin: Origin) -> list[Message]:
@@ -48,7 +53,8 @@ def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
     # Columns of a table give every message the keys of all of them.
     said = {key: value for key, value in turn.items() if value is not None}
     written = said.pop("from", None) if "role" not in said else said["role"]
-    role = ROLES.get(str(written), str(written))
+    role = ROLES.get(str(written).lower(), str(written))
+    role = role.lower() if role.lower() in KNOWN else role
     if "role" not in said and role not in KNOWN:
         names = ", ".join(sorted({*ROLES, *KNOWN}))
         raise Refusal.at(origin, f"message {number} is from {written!r}, which is no known role", f"known are {names}")
@@ -61,11 +67,31 @@ def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
     ]
     if written == "function_call":
         calls, content = _written_calls(content, where, origin), ""
-    found: Message = {**said, "role": role, "content": content}
+    weight = _weight(said, role, number, origin)
+    found: Message = {**said, **weight, "role": role, "content": content}
     if calls:
         found[_CALLS] = [_call(call, f"call {i} of {where}", origin) for i, call in enumerate(calls, 1)]
         found["content"] = "" if content is None else content
     return found
+
+
+def _weight(said: dict[str, Any], role: str, number: int, origin: Origin) -> dict[str, int]:
+    """Whether the turn is trained, as a weight of 0 or 1, taken out of the message; nothing where it does not say."""
+    for key in _DETAILS:
+        if said.get(key):
+            why = f"message {number} says with {key} which part of it is trained, and turns are trained whole"
+            raise Refusal.at(origin, why, f"remove {key}; a weight of 0 leaves the turn untrained")
+    told = {key: said.pop(key) for key in _WEIGHTS if key in said}
+    for key, value in told.items():
+        if value not in (0, 1):
+            raise Refusal.at(origin, f"message {number} has a {key} of {value!r}", f"a {key} is 0 or 1, true or false")
+        if value and role != "assistant" and key in ("train", "training"):
+            why = f"message {number} ({role}) is to be trained ({key}), and turns of the assistant alone are"
+            raise Refusal.at(origin, why, f"set {key} to false or remove it")
+    weights = set(map(int, told.values()))
+    if len(weights) > 1:
+        raise Refusal.at(origin, f"{' and '.join(told)} of message {number} say different things", "keep one of them")
+    return {"weight": weights.pop()} if weights else {}
 
 
 def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
@@ -95,6 +121,8 @@ def _content(content: Any, where: str, origin: Origin) -> Any:
 
 
 def _list_of(value: Any, where: str, origin: Origin) -> list[Any]:
+    if isinstance(value, str):
+        value = _parsed(value, f"{_CALLS} of {where}", origin) if value.strip() else None
     if value is None:
         return []
     if not isinstance(value, list):
@@ -147,7 +175,8 @@ def _tool(tool: Any, where: str, origin: Origin) -> dict[str, Any]:
 
 def _of_row(value: Any, origin: Origin) -> Any:
     """Without the nulls that a table puts where another row has a key; in text files a null was written down."""
-    return _without_nulls(value) if origin.file.startswith("hub:") or origin.file.endswith(".parquet") else value
+    table = origin.file.startswith("hub:") or origin.file.lower().endswith((".parquet", ".arrow"))
+    return _without_nulls(value) if table else value
 
 
 def _without_nulls(value: Any) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lockstep.data.cache import PART_ROWS, RowCache
+from lockstep.data.fit import OverLimit
 from lockstep.data.parallel import in_processes, processes_here
 from lockstep.data.rowset import RowSet
 from lockstep.data.stored import Store, stored
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from lockstep.data.dataset import RowCounts, RowReader
 
 Span = tuple[int, int]
+NAMED = 3
+"""Of the rows that are left out so many are named."""
 
 
 @runtime_checkable
@@ -52,6 +55,8 @@ class RowWork:
     reader: RowReader[Any]
     new_counts: Callable[[], RowCounts]
     cache: RowCache | None
+    drop_bad: bool = False
+    """Rows that are refused are left out, and counted."""
 
     def __call__(self, span: Span) -> RowPart:
         """The part that the rows of the span make, with all that is wrong with them."""
@@ -60,10 +65,16 @@ class RowWork:
         counts, ends, problems = self.new_counts(), set[int](), list[Problem]()
         items: list[Any] = []
         numbers: list[int] = []
-        split, tally = self.reader.split_rows, self._tally()
+        split, special, tally = self.reader.split_rows, self.reader.special_rows, self._tally()
+        first_special = -1
+        refused: list[tuple[int, str]] = []
         for number in range(*span):
+            before = self._tally() if self.drop_bad else None
             try:
-                for kept in self.reader(self.rows[number], self.rows.origin(number)):
+                found = self.reader(self.rows[number], self.rows.origin(number))
+                if first_special < 0 and self.reader.special_rows > special:
+                    first_special = number
+                for kept in found:
                     if kept is None:
                         counts.dropped += 1
                         continue
@@ -72,13 +83,33 @@ class RowWork:
                     items.append(kept.item)
                     numbers.append(number)
             except Refusal as refusal:
-                problems += refusal.problems
+                if before is None or not self._is_bad(number, refusal):
+                    problems += refusal.problems
+                    continue
+                counts.dropped += 1
+                refused.append((number, refusal.problems[0].why))
+                self._restore(before)
         tally = self._tally() - tally
-        about = {"counts": vars(counts), "split": self.reader.split_rows - split, "tally": tally, "ends": sorted(ends)}
+        about = {
+            "counts": vars(counts),
+            "split": self.reader.split_rows - split,
+            "special": (self.reader.special_rows - special, first_special) if first_special >= 0 else None,
+            "refused": (len(refused), refused[:NAMED]),
+            "tally": tally,
+            "ends": sorted(ends),
+        }
         if problems:
             return RowPart(problems=problems)
         data = stored(items, numbers, about, self.rows.origin)
         return RowPart(data=data, items=() if data is not None else items, about=about)
+
+    def _is_bad(self, number: int, refusal: Refusal) -> bool:
+        """Whether the row is at fault, neither a setting nor the row's length."""
+        return refusal.problems[0].where == str(self.rows.origin(number)) and not isinstance(refusal, OverLimit)
+
+    def _restore(self, tally: Counter[str]) -> None:
+        if isinstance(self.reader, Tallied):
+            self.reader.tally = tally
 
     def _tally(self) -> Counter[str]:
         return Counter(self.reader.tally) if isinstance(self.reader, Tallied) else Counter()

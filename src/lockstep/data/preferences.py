@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.data.beside import NOTHING, Beside
 from lockstep.data.columns import ColumnFinder, filled, lookup
-from lockstep.data.completions import ResponseEncoder
+from lockstep.data.completions import DIALOGUES, ResponseEncoder
 from lockstep.data.dataset import Kept
 from lockstep.data.dialogue import Turns, as_turns, divide
 from lockstep.data.encoding import Encoding, last_trained
@@ -108,6 +108,10 @@ class RankingRows:
         return self.encode.split_rows
 
     @property
+    def special_rows(self) -> int:
+        return self.encode.special_rows
+
+    @property
     def unusable(self) -> int:
         return self.tally["all equal"]
 
@@ -123,7 +127,8 @@ class RankingRows:
             return [None]
         names, responses = found
         margin = _margin(row, columns, origin, used=self.read == "score")
-        beginning, answers = columns.divided(row, responses, names, origin)
+        divided = columns.divided(row, responses, names, origin)
+        beginning, answers = self.encode.as_chats(*divided, self.tally)
         whole = self.encode(beginning, answers, origin, columns.beside.tools_of(row, origin))
         refuse_equal(whole, names)
         fitted = fit_responses(whole, names, self.limit, self.overlong)
@@ -171,7 +176,7 @@ class RankingRows:
 
     def _found(self) -> str:
         columns = self.columns
-        prompt = (columns.prompt or "the prompt is what the responses begin with") + columns.beside.told()
+        prompt = prompt_told(columns, self.tally)
         if columns.responses:
             order = f"by {self.scored_by}" if self.scored_by else "best first"
             return f"rankings ({prompt}, {columns.responses}; {order}{self._told_of_scores()})"
@@ -181,6 +186,13 @@ class RankingRows:
         else:
             said = f"; the margin ({margin}) is not used" if margin else ""
         return f"{'prompt/' if columns.prompt else ''}chosen/rejected pairs ({prompt}, {pair_names(columns)}{said})"
+
+
+def prompt_told(columns: RankingColumns, tally: Counter[str]) -> str:
+    """Where the prompts come from, and how they were read."""
+    count = tally[DIALOGUES]
+    spoken = f", {count:,} dialogues of Human and Assistant read as chats" if count else ""
+    return (columns.prompt or "the prompt is what the responses begin with") + columns.beside.told() + spoken
 
 
 def pair_names(columns: RankingColumns) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,15 +13,16 @@ from lockstep.data.beside import NOTHING, Beside
 from lockstep.data.chat import refuse_no_content, render_prompt
 from lockstep.data.columns import CHATS, PROMPTS, ColumnFinder, filled, lookup
 from lockstep.data.dataset import Kept, LoadedRows, RowCounts, load_rows
-from lockstep.data.encoding import as_chat, formatted, written
-from lockstep.data.fit import kept_span
+from lockstep.data.encoding import after_system, as_chat, formatted, written
+from lockstep.data.fit import OverLimit, kept_span
 from lockstep.data.read import RowSet
+from lockstep.data.special_text import SpecialText
 from lockstep.data.tokens import token_ids
-from lockstep.data.truths import GSM8K, MARK, MATH, Truth, final_answer
+from lockstep.data.truths import GSM8K, MARK, MATH, MATH_500, Truth, answer_beside
 from lockstep.data.vanished import refuse_vanished
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.data import Data, Source
-from lockstep.types import Message, Origin, Prompt, Question, Row
+from lockstep.types import Origin, Prompt, Question, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,13 +128,17 @@ def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
         return Truth("")
     try:
         value = lookup(row, columns.truth, origin)
-        if value is None or not str(value).strip():
-            raise Refusal.at(origin, f"{columns.truth} is empty")
+        # What is not a number is how tables write that there is nothing.
+        if value is None or not str(value).strip() or value != value:
+            raise Refusal.at(origin, f"{columns.truth} is empty", "remove the row or fill it in")
     except Refusal:
         if "ground_truth" in columns.asked:
             raise
         return Truth("")
-    return final_answer(value) if columns.worked and isinstance(value, str) else Truth(str(value))
+    if columns.worked and isinstance(value, str):
+        return answer_beside(value, row.get("solution") if columns.truth != "solution" else None)
+    # Lists and objects reach a reward as JSON, which it can read, as all that is text.
+    return Truth(json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value))
 
 
 class PromptCounts(RowCounts):
@@ -163,7 +169,7 @@ class PromptSet(LoadedRows[Prompt]):
 class PromptRows:
     """The rows of one source as prompts. `asked` is what the rewards read of a row."""
 
-    split_rows = unusable = 0
+    split_rows = unusable = special_rows = 0
 
     def __init__(
         self,
@@ -173,7 +179,8 @@ class PromptRows:
         *,
         asked: frozenset[str] = ASKED,
     ):
-        self.tokenizer, self.limit, self.data = tokenizer, limit, finder.data
+        self.tokenizer, self.limit, self.data, self.finder = tokenizer, limit, finder.data, finder
+        self.special_text = SpecialText(tokenizer)
         self.columns = find_question_columns(finder, asked)
         self.tally: Counter[str] = Counter()
         """Rows by the data set whose way of writing a worked answer they have."""
@@ -182,6 +189,8 @@ class PromptRows:
         question, truth = _question(row, origin, self.columns)
         self.tally[truth.source] += 1
         check_prompt(self.tokenizer, question, self.data)
+        if self.data.template != "none":
+            self.special_rows += self.special_text.inside([question.prompt])
         asked = with_format(with_system(question, self.data.system), self.data)
         return [fit_prompt(asked, self.tokenizer, self.limit, self.data.overlong, self.data)]
 
@@ -192,10 +201,17 @@ class PromptRows:
             for kind, count in sorted(self.tally.items())
             if kind or several
         )
-        return f"prompts ({self.columns.told()}{how})"
+        columns = self.columns
+        read = (columns.prompt, columns.truth, *columns.beside.columns, "data_source", "reward_model", "extra_info")
+        return f"prompts ({columns.told()}{how}){self.finder.unread(*read)}"
 
 
-_WORKED = {"": "whole", GSM8K: f"after its {MARK}", MATH: r"in its last \boxed{}"}
+_WORKED = {
+    "": "whole",
+    GSM8K: f"after its {MARK}",
+    MATH: r"in its last \boxed{}",
+    MATH_500: r"whole, beside a solution with \boxed{}",
+}
 
 
 def load_prompts(
@@ -217,10 +233,9 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
     if data is not None and data.template == "none":
         if data.system is not None:
             raise Refusal.at("data.system", "prompts without a chat template have no place for it", "remove it")
-        if len(question.prompt) != 1:
-            raise Refusal.at(
-                question.origin, "the prompt is a chat of several turns, and data.template is none", "set it to auto"
-            )
+        if len(question.prompt) != 1 or question.tools:
+            what = "has tools" if question.tools else "is a chat of several turns"
+            raise Refusal.at(question.origin, f"the prompt {what}, and data.template is none", "set it to auto")
     elif not tokenizer.chat_template:
         raise Refusal.at(
             question.origin,
@@ -232,7 +247,7 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
             question.origin, "the prompt ends with the assistant, who would answer itself", "mend or remove the row"
         )
     for number, message in enumerate(question.prompt, 1):
-        refuse_no_content(message, number, question.origin, "mend or remove the row")
+        refuse_no_content(message, number, question.origin)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> list[int]:
@@ -251,7 +266,7 @@ def fit_prompt(
     ids = prompt_ids(tokenizer, question, data)
     if not ids:
         raise Refusal.at(question.origin, "the prompt has no tokens", "mend or remove the row")
-    over = Refusal.at(
+    over = OverLimit.at(
         question.origin,
         f"the prompt has {len(ids)} tokens, over the limit of {limit}",
         "raise data.max_prompt_tokens, or set data.overlong to drop or truncate_left",
@@ -264,10 +279,7 @@ def fit_prompt(
 
 
 def with_system(question: Question, system: str | None) -> Question:
-    if system is None or any(message["role"] == "system" for message in question.prompt):
-        return question
-    opening: list[Message] = [{"role": "system", "content": system}]
-    return replace(question, prompt=opening + question.prompt)
+    return replace(question, prompt=after_system(question.prompt, system))
 
 
 def with_format(question: Question, data: Data | None) -> Question:

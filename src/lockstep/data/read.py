@@ -6,25 +6,22 @@ die at hour nine of a truncated last file.
 
 from __future__ import annotations
 
-import glob
 import gzip
 import hashlib
 import json
-import os
-import re
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from lockstep.data.formats import parse, read_parquet
+from lockstep.data.files import DataFile, locate
+from lockstep.data.formats import parse, read_arrow, read_parquet
 from lockstep.data.known import KnownFiles
 from lockstep.data.own_reader import OwnReader, read_own
 from lockstep.data.rowset import (
+    TELLING,
     ArrowFile,
     FileInfo,
     LineOrigin,
@@ -37,14 +34,14 @@ from lockstep.data.rowset import (
     group_rows,
     kind_of_arrow,
     merged,
+    partly_there,
 )
 from lockstep.errors import Refusal, missing_extra
 from lockstep.run.files import checksum
 
 __all__ = ["FileInfo", "LineOrigin", "RowSet", "read_rows"]
 
-FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv"}
-SUPPORTED = ".parquet, .jsonl, .ndjson, .json, .csv (the text formats also with .gz)"
+TABLES = {"parquet": read_parquet, "arrow": read_arrow}
 HUB = "hub:"
 _FORM = "write hub:owner/name:config:split; the config may be left empty, as in hub:owner/name::train"
 
@@ -97,7 +94,7 @@ def _read_file(file: DataFile, problems: Problems, known: KnownFiles | None) -> 
 
 
 def _parsed(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFile | None:
-    return (_read_arrow if file.format == "parquet" else _read_text)(file, size, sha256, problems)
+    return (_read_arrow if file.format in TABLES else _read_text)(file, size, sha256, problems)
 
 
 def _opened_later(file: DataFile, size: int, sha256: str) -> RowFile:
@@ -114,7 +111,7 @@ def _opened_later(file: DataFile, size: int, sha256: str) -> RowFile:
 
 def _read_arrow(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFile | None:
     before = problems.count
-    batches = read_parquet(file.name, file.path, problems)
+    batches = TABLES[file.format](file.name, file.path, problems)
     if problems.count > before:
         return None
     rows = sum(batch.num_rows for batch in batches)
@@ -136,8 +133,13 @@ def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> Ro
             problems.add(file.name, "has no rows")
         return None
     groups = group_rows(parsed.rows)
-    found = TextFile(FileInfo(file.name, len(parsed.rows), size, sha256), merged(groups), parsed.rows, parsed.lines)
-    for number, why in disagreements(groups, lambda number: str(found.origin(number)).removeprefix(f"{file.name} ")):
+    info = FileInfo(file.name, len(parsed.rows), size, sha256)
+    found = TextFile(info, merged(groups), parsed.rows, parsed.lines, partly_there(groups))
+
+    def place(number: int) -> str:
+        return str(found.origin(number)).removeprefix(f"{file.name} ")
+
+    for number, why in disagreements(groups, place, TELLING):
         remedy = "every row needs the same columns and kinds; null is allowed anywhere"
         problems.add(found.origin(number), why, remedy)
     if problems.count == before and not groups[0].shape:
@@ -172,88 +174,6 @@ def _unpacked(file: DataFile, problems: Problems) -> bytes | None:
     except (gzip.BadGzipFile, zlib.error) as error:
         problems.add(file.name, f"is not a whole gzip file: {error}", "copy or download it again")
     return None
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """`name` is how messages call it (as given), `path` is where it is."""
-
-    name: str
-    path: Path
-    format: str
-
-
-@dataclass(frozen=True)
-class FoundFiles:
-    files: list[DataFile]
-    ignored: list[str]
-
-
-def format_of(name: str) -> str | None:
-    """The format that a file name promises, or None."""
-    lower = name.lower()
-    stem, packed = (lower[:-3], True) if lower.endswith(".gz") else (lower, False)
-    found = FORMATS.get(os.path.splitext(stem)[1])
-    return None if packed and found == "parquet" else found
-
-
-def locate(given: str, base: Path | None) -> FoundFiles:
-    """The data files behind `given`, sorted by name. A relative name is looked up under `base`."""
-    if not given.strip():
-        raise Refusal.at("data path", "is empty", "name a file, a folder, a glob pattern or hub:owner/name")
-    root = base or Path()
-    path = root / os.path.expanduser(given)
-    if path.is_dir():
-        return _sift(given, root, (os.path.join(given, entry) for entry in os.listdir(path)))
-    if path.exists():
-        format = format_of(given)
-        if format is None:
-            raise Refusal.at(given, "has a suffix that is not read", f"supported: {SUPPORTED}")
-        return FoundFiles([DataFile(given, path, format)], [])
-    if glob.has_magic(given):
-        matches = glob.glob(os.path.expanduser(given), root_dir=root, recursive=True)
-        if not matches:
-            raise Refusal.at(given, f"the pattern matches no file under {root.absolute()}")
-        return _sift(given, root, matches)
-    raise _missing(given, path)
-
-
-def _sift(given: str, root: Path, names: Iterable[str]) -> FoundFiles:
-    found = FoundFiles([], [])
-    for name in sorted(names):
-        path = root / os.path.expanduser(name)
-        format = format_of(name)
-        if path.is_dir():
-            found.ignored.append(os.path.join(name, ""))
-        elif format is None or path.name.startswith("."):
-            found.ignored.append(name)
-        else:
-            found.files.append(DataFile(name, path, format))
-    if not found.files:
-        beside = f"; ignored: {', '.join(found.ignored[:10])}" if found.ignored else ""
-        remedy = f"supported: {SUPPORTED}"
-        if any(name.endswith(os.sep) for name in found.ignored):
-            remedy += "; sub-folders are read with a pattern such as " + os.path.join(given, "**", "*.parquet")
-        raise Refusal.at(given, f"holds no data file{beside}", remedy)
-    return found
-
-
-def _missing(given: str, path: Path) -> Refusal:
-    """Names the first part of the path that does not exist, and what is there instead."""
-    missing, parent = path, path.parent
-    while not parent.exists() and parent != parent.parent:
-        missing, parent = parent, parent.parent
-    what = "does not exist" if missing == path else f"does not exist: there is no folder {missing.name!r}"
-    remedy = ""
-    if parent.is_dir():
-        near = get_close_matches(missing.name, os.listdir(parent), n=1, cutoff=0.5)
-        if near:
-            remedy = f"nearest name in {parent.absolute()}: {near[0]}"
-        else:
-            remedy = f"looked in {parent.absolute()}"
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", given) and format_of(given) is None:
-        remedy += f"; for a data set of the hub write hub:{given}"
-    return Refusal.at(given, what, remedy)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """Rows of one source, readable in any order, each able to say where it came from and what its columns are.
 
-Rows and files must have their columns in common, and for each column the kind of its values. Kinds are JSON's (string,
-number, boolean, list, object), also for Arrow columns, so that a parquet file and a jsonl file can be compared. Null
-agrees with every kind; integers and floats are one kind. What belongs to some chats alone, such as tools, may be
-missing. Only the top level is compared: what a column must hold inside is the business of whoever reads that column.
+Files must have their columns in common, and for each column the kind of its values; rows of one file those columns that
+say of what form a row is, while others (an id, a remark) may be missing from some, which is told. Kinds are JSON's
+(string, number, boolean, list, object), also for Arrow columns, so that a parquet file and a jsonl file can be
+compared. Null agrees with every kind; integers and floats are one kind. What belongs to some chats alone, such as
+tools, may be missing. Only the top level is compared: what a column must hold inside is the business of whoever reads
+that column.
 """
 
 from __future__ import annotations
@@ -28,6 +30,15 @@ ColumnKinds = Mapping[str, str]
 NULL = "null"
 # Columns that rows may lack, as if they were null: not every chat has tools.
 OPTIONAL = frozenset({"tools", "functions", "parallel_tool_calls", "system", "system_prompt", "input", "history"})
+# Columns that say of what form a row is: a row without one, or with one more, was written in another form.
+# fmt: off
+TELLING = frozenset({
+    "messages", "conversations", "conversation", "prompt", "question", "instruction", "query", "problem", "response",
+    "completion", "answer", "output", "solution", "text", "content", "chosen", "rejected", "margin", "score_chosen",
+    "score_rejected", "chosen_score", "rejected_score", "responses", "completions", "scores", "label", "labels",
+    "kto_tag", "value", "values", "ground_truth", "data_source", "reward_model",
+})
+# fmt: on
 SHOWN = 10
 _ROWS_AT_ONCE = 1024
 _KINDS = {
@@ -91,6 +102,11 @@ class RowFile(Protocol):
     def info(self) -> FileInfo: ...
     @property
     def shape(self) -> ColumnKinds: ...
+    @property
+    def partly(self) -> Mapping[str, int]:
+        """Columns that some rows lack, and how many have them."""
+        ...
+
     def row(self, number: int) -> Row: ...
     @property
     def lines(self) -> Sequence[int] | None:
@@ -129,6 +145,7 @@ class TextFile:
     shape: ColumnKinds
     rows: Sequence[Row]
     lines: Sequence[int] | None
+    partly: Mapping[str, int] = field(default_factory=dict)
 
     def row(self, number: int) -> Row:
         return next(self._fresh([self.rows[number]]))
@@ -158,6 +175,7 @@ class ArrowFile:
         self.info = info
         self.shape = shape
         self.lines = None
+        self.partly: Mapping[str, int] = {}
         self._batches = list(batches)
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
@@ -186,6 +204,7 @@ class RowSet:
         self.files: tuple[FileInfo, ...] = tuple(part.info for part in self._parts)
         self.ignored: tuple[str, ...] = tuple(ignored)
         self.columns: tuple[str, ...] = tuple(dict.fromkeys(name for part in self._parts for name in part.shape))
+        self.partly: Counter[str] = sum((Counter(part.partly) for part in self._parts), Counter())
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -291,23 +310,39 @@ def merged(groups: Sequence[ShapeGroup]) -> dict[str, str]:
     return shape
 
 
-def disagreements(groups: Sequence[ShapeGroup], name: Callable[[int], str]) -> list[tuple[int, str]]:
+def partly_there(groups: Sequence[ShapeGroup]) -> dict[str, int]:
+    """Columns that some members lack, and how many have them; without those that any may lack."""
+    total = sum(len(group.members) for group in groups)
+    having: Counter[str] = Counter()
+    for group in groups:
+        having.update(dict.fromkeys(group.shape.keys() - OPTIONAL, len(group.members)))
+    return {column: count for column, count in having.items() if count < total}
+
+
+def disagreements(
+    groups: Sequence[ShapeGroup], name: Callable[[int], str], telling: frozenset[str] | None = None
+) -> list[tuple[int, str]]:
     """(member, what is wrong with it) for each member that differs from what most members have, in order.
+
+    With `telling`, of the columns these alone must be the same in all.
 
     The majority is the norm, not the first member: one odd first row would otherwise accuse all the others.
     `name` says a member to the reader, because every complaint names one that has the norm.
     """
     norm = _usual_columns(groups)
+    asked = {column for group in groups for column in group.shape} - OPTIONAL
+    if telling is not None:
+        asked &= telling
     kinds = {column: _usual_kind(groups, column) for group in groups for column in group.shape}
     found = []
     for group in groups:
         complaints = [
-            f"has the extra column {column!r}" for column in group.shape if column not in norm.shape.keys() | OPTIONAL
+            f"has the extra column {column!r}" for column in group.shape if column in asked - norm.shape.keys()
         ]
         complaints += [
             f"lacks the column {column!r}, which {name(norm.members[0])} has"
             for column in norm.shape
-            if column not in group.shape.keys() | OPTIONAL
+            if column in asked - group.shape.keys()
         ]
         for column, usual in kinds.items():
             kind = group.shape.get(column, NULL)

@@ -90,7 +90,7 @@ class StepWriter:
 class StepRows:
     """The rows of one source as judged steps. Of `tokens`, which judge a step, the first is the good one."""
 
-    split_rows = 0
+    split_rows = special_rows = 0
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class StepRows:
             raise Refusal.at(
                 origin,
                 f"has {held} placeholders {placeholder!r} and {labels} labels",
-                "give each placeholder its label",
+                "give each placeholder its label, or set prm.placeholder to a text that no step holds",
             )
 
 

@@ -9,13 +9,12 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import TemplateError
-
-from lockstep.data.chat import encode_spans, render_chat, special_ids
+from lockstep.data.chat import encode_spans, render_chat, render_prompt, special_ids
+from lockstep.data.dialogue import common_length
 from lockstep.data.encoding import last_trained
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.data import Data
-from lockstep.types import Origin
+from lockstep.types import Message, Origin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,13 +64,10 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
     if not is_named(data):
         return None
     origin = Origin(f"{KEY} {data.template}, tried on a chat of one question:", 0)
-    chat = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]
     try:
-        example, _ = encode_spans(tokenizer, render_chat(tokenizer, chat, origin), origin)
+        example, _ = encode_spans(tokenizer, render_chat(tokenizer, _answered(tokenizer, origin), origin), origin)
     except Refusal as refusal:
         raise Refusal.at(f"{KEY} {data.template}", refusal.problems[0].why, "mend the template") from refusal
-    except TemplateError as error:
-        raise Refusal.at(f"{KEY} {data.template}", f"is no chat template: {error}", "mend it") from error
     last = last_trained(example)
     if last in special_ids(tokenizer):
         return last
@@ -83,6 +79,15 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
             _ends_with(tokenizer) + ", or set data.require_end=false",
         )
     return None
+
+
+def _answered(tokenizer: PreTrainedTokenizerBase, origin: Origin) -> list[Message]:
+    """A question and its answer, which begins as the template begins one for the model: some open it with a mark."""
+    question: Message = {"role": "user", "content": "2+3?"}
+    asked = render_prompt(tokenizer, [question], origin)
+    told = render_prompt(tokenizer, [question, {"role": "assistant", "content": "5"}], origin, open_turn=False)
+    opening = asked[common_length([asked, told]) :]
+    return [question, {"role": "assistant", "content": f"{opening}5"}]
 
 
 def _refuse_missing_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

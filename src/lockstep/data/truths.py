@@ -9,7 +9,7 @@ from dataclasses import dataclass
 _TOKEN = re.compile(r"\\f?boxed\s*\{|\\.|[{}]", re.DOTALL)
 MARK = "####"
 _NUMBER = re.compile(r"[-+$]?[\d,]+(\.\d+)?")
-GSM8K, MATH = "openai/gsm8k", "lighteval/MATH"
+GSM8K, MATH, MATH_500 = "openai/gsm8k", "lighteval/MATH", "HuggingFaceH4/MATH-500"
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,13 @@ def final_answer(worked: str) -> Truth:
         return Truth(final.replace(",", "") if _NUMBER.fullmatch(final) else final, GSM8K)
     boxed = last_boxed(worked)
     return Truth(worked.strip()) if boxed is None else Truth(boxed, MATH)
+
+
+def answer_beside(answer: str, solution: object) -> Truth:
+    r"""An answer, worked or bare; beside a solution that ends in `\boxed{...}` it is written as those of MATH-500."""
+    truth = final_answer(answer)
+    boxed = not truth.source and isinstance(solution, str) and final_answer(solution).source == MATH
+    return Truth(truth.value, MATH_500) if boxed else truth
 
 
 def last_boxed(text: str) -> str | None:

@@ -28,7 +28,7 @@ def refuse_vanished(text: str, messages: Sequence[Message], tools: Sequence[dict
     for number, message in enumerate(messages, 1):
         role, content = message["role"], str(message.get("content") or "").strip()
         where = f"message {number} ({role})"
-        if role in ("system", "developer"):
+        if role in ("system", "developer") and content:
             # Where others say the same words too, these are not the system message's.
             others = sum(
                 str(other.get("content")).count(content)
@@ -37,7 +37,7 @@ def refuse_vanished(text: str, messages: Sequence[Message], tools: Sequence[dict
             )
             if _found(content, text, 0) < 0 or text.count(content) == others > 0:
                 raise Refusal.at(origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY)
-        elif role != "assistant":
+        elif role != "assistant" and content:
             found = _found(content, text, reached)
             if found < 0:
                 raise Refusal.at(origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY)

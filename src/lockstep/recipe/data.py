@@ -18,7 +18,8 @@ def _as_sources(value: Any) -> Any:
 
 class Source(Section):
     path: str = Field(
-        description="parquet, jsonl, json or csv file, a folder or glob of them, or `hub:name[:config[:split]]`.",
+        description="parquet, arrow, jsonl, json or csv file, a folder or glob of them, or "
+        "`hub:name[:config[:split]]`.",
         resumable=True,
     )
     weight: float | None = Field(
@@ -91,7 +92,9 @@ class Data(Section):
         description="`messages`: a chat, every assistant turn is trained; `prompt_response`: the response is trained; "
         "`text`: every token is trained; `auto` looks at the columns and says what it found.",
     )
-    messages_key: str | None = Field(None, description="Column of the chat. Default `messages` or `conversations`.")
+    messages_key: str | None = Field(
+        None, description="Column of the chat. Default `messages`, `conversations` or `conversation`."
+    )
     prompt_key: str | None = Field(
         None,
         description="Column of the prompt, a text or a chat; dots reach into nested columns (`extra_info.question`). "
@@ -166,6 +169,12 @@ class Data(Section):
         "error",
         description="What happens to a row over `max_tokens` (online: a prompt over `max_prompt_tokens`). "
         "Dropped and truncated rows are counted.",
+        effect=LIMIT,
+    )
+    bad_rows: Literal["error", "drop"] = Field(
+        "error",
+        description="What happens to a row that cannot be trained as it is: an empty answer, a chat that starts with "
+        "the assistant, a part that the template drops. Dropped rows are counted, and the first are named.",
         effect=LIMIT,
     )
     drop_last: bool = Field(

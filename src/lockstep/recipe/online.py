@@ -313,7 +313,8 @@ class Reward(Section):
     rules: dict[str, str] = Field(
         default_factory=dict,
         description="Rule of each data source: `gsm8k`, `gsm8k_flexible`, `math`, `exact`. Known without being "
-        "said: `arithmetic` and `openai/gsm8k` (gsm8k).",
+        "said: `arithmetic` and `openai/gsm8k` (gsm8k), `lighteval/MATH`, `DigitalLearningGmbH/MATH-lighteval` and "
+        "`HuggingFaceH4/MATH-500` (math).",
         effect=REWARD,
     )
     function: str | None = Field(

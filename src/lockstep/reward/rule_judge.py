@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 
 from lockstep.recipe.online import Reward
-from lockstep.reward.rules import rule_for
+from lockstep.reward.rules import any_isolated, rule_for
 from lockstep.reward.scorer import Scorer
 from lockstep.types import Failure, Question, Score
 
 
 class RuleJudge:
-    """By the built-in rules, at once."""
+    """By the built-in rules, at once: for those that always end."""
 
     def submit(self, question: Question, text: str) -> Future[Score | Failure]:
         rule = rule_for(question.data_source)
@@ -34,7 +34,8 @@ class RuleJudge:
 @contextmanager
 def judged_by(rules: Mapping[str, str], sources: Iterable[str], device: torch.device) -> Iterator[RuleJudge | Scorer]:
     """By these rules too, where some are named: one that may never end is checked in a process that can be killed."""
-    if not rules:
+    sources = list(sources)
+    if not rules and not any_isolated(sources):
         yield RuleJudge()
         return
     with Scorer.open(Reward(rules=dict(rules)), sources, device) as scorer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import partial
@@ -37,11 +37,16 @@ def gsm8k_score(solution: str, ground_truth: str, *, strict: bool = True) -> flo
 
     A ground truth that is no number is an error of the data, not a wrong answer.
     """
-    truth = _value(re.sub(r"[\s$,]", "", ground_truth))
+    truth = _truth(ground_truth)
     if truth is None:
         raise Refusal.at("ground_truth", _not_a_number(ground_truth) or "", "mend the row")
     answer = extract_answer(solution, strict=strict)
     return 1.0 if answer is not None and _value(answer) == truth else 0.0
+
+
+def _truth(ground_truth: str) -> Decimal | None:
+    """The number of a ground truth, which may be a worked answer: then what follows its last `####`."""
+    return _value(re.sub(r"[\s$,]", "", ground_truth.rpartition("####")[2]))
 
 
 def _value(text: str) -> Decimal | None:
@@ -63,12 +68,11 @@ def _gsm8k_answer(text: str, *, strict: bool = True) -> str | None:
 
 
 def _gsm8k_example(ground_truth: str) -> str:
-    return f"#### {ground_truth}"
+    return ground_truth if "####" in ground_truth else f"#### {ground_truth}"
 
 
 def _not_a_number(ground_truth: str) -> str | None:
-    number = _value(re.sub(r"[\s$,]", "", ground_truth))
-    return f"{ground_truth!r} is not a number" if number is None else None
+    return f"{ground_truth!r} is not a number" if _truth(ground_truth) is None else None
 
 
 def exact_score(text: str, ground_truth: str) -> float:
@@ -121,7 +125,27 @@ RULES: dict[str, Rule] = {
         Rule("exact", exact_score, _exact_answer, str),
     )
 }
-DEFAULT_RULES: dict[str, str] = {"arithmetic": "gsm8k", "openai/gsm8k": "gsm8k"}
+DEFAULT_RULES: dict[str, str] = {
+    "arithmetic": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+}
+
+
+def rules_at_hand(rules: Mapping[str, str]) -> dict[str, str]:
+    """Rule by data source: those of the setting, and the built-in ones whose package is installed."""
+    return {source: name for source, name in DEFAULT_RULES.items() if _is_installed(name)} | dict(rules)
+
+
+def _is_installed(name: str) -> bool:
+    return name != "math" or find_spec("math_verify") is not None
+
+
+def any_isolated(sources: Iterable[str], rules: Mapping[str, str] | None = None) -> bool:
+    """Whether answers to questions of these data sources are checked in a process that can be killed."""
+    return any(rule_for(source, rules).isolated for source in sources)
 
 
 def rule_named(name: str, where: str) -> Rule:
@@ -133,7 +157,7 @@ def rule_named(name: str, where: str) -> Rule:
             f"there is no rule {name!r}",
             (f"did you mean {near[0]}? " if near else "") + f"rules are {', '.join(RULES)}",
         )
-    if name == "math" and find_spec("math_verify") is None:
+    if not _is_installed(name):
         raise missing_extra("math-verify", "math", f"the rule math ({where})")
     return RULES[name]
 

@@ -20,7 +20,7 @@ from lockstep.reward.models import ModelsPart
 from lockstep.reward.parts import Countdown, PartOutcome, RewardPart, StepOutcome
 from lockstep.reward.process import ProcessPart
 from lockstep.reward.remote import RemotePart
-from lockstep.reward.rules import DEFAULT_RULES, Rule, rule_for, rule_named
+from lockstep.reward.rules import Rule, rule_for, rule_named, rules_at_hand
 from lockstep.types import Failure, Question, Score
 
 PARTS = ("rule", "function", "model", "process", "remote", "format")
@@ -52,7 +52,7 @@ class Scorer:
         """
         sources = list(sources)
         weights, problems = active_weights(settings)
-        known = {**DEFAULT_RULES, **settings.rules}
+        known = rules_at_hand(settings.rules)
         if weights.get("rule") == 0 and not all(source in known for source in sources):
             del weights["rule"]  # it would only look on, and some rows have none
         problems += _unknown_rules(settings.rules)
@@ -107,7 +107,7 @@ class Scorer:
 
     def rule_of(self, source: str) -> Rule | None:
         """The rule of a data source, whether it counts as a reward or not; None where there is none."""
-        return rule_for(source, self._rules) if source in {**DEFAULT_RULES, **self._rules} else None
+        return rule_for(source, self._rules) if source in rules_at_hand(self._rules) else None
 
     def answer_of(self, question: Question, text: str) -> str | None:
         """The final answer as the rule of the question's data source reads it; equal answers are equal strings."""
