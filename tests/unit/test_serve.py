@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import json
 import os
@@ -22,6 +23,8 @@ from lockstep.commands.generate import Conversation
 from lockstep.errors import Refusal
 from lockstep.serve.app import LanguageModelApp
 from lockstep.serve.limits import ServeLimits
+from lockstep.serve.orders import chat_asked
+from lockstep.serve.replies import ApiError
 from served import chat, endpoint, opened_app, talk
 from speaker import write_speaker
 
@@ -82,7 +85,7 @@ def test_a_chat_is_answered_as_generate_does(client: openai.OpenAI, spoken: Conv
     assert answer.usage is not None
     counted = answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens
     assert counted == (len(ids), made, len(ids) + made)
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
 
 
 def test_a_stream_is_the_same_text(client: openai.OpenAI, spoken: Conversation) -> None:
@@ -174,13 +177,24 @@ def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, s
         ({"messages": chat("x" * LENGTH)}, openai.BadRequestError, "tokens of the prompt are over"),
         ({"messages": []}, openai.BadRequestError, "messages: is not a list of messages"),
         ({"n": 0}, openai.BadRequestError, "n: 0 is not between 1 and 128"),
-        ({"stop": [""]}, openai.BadRequestError, "stop: is neither text nor a list of texts"),
+        ({"stop": [1]}, openai.BadRequestError, "stop: is neither text nor a list of texts"),
+        ({"stop": ""}, openai.BadRequestError, "stop: an empty text would end every answer"),
+        ({"temperature": 10**400}, openai.BadRequestError, "temperature: 1000"),
+        ({"stream_options": {"x": 1}, "stream": True}, openai.BadRequestError, "stream_options.x: is not here"),
+        (
+            {"stream_options": {"include_usage": "no"}, "stream": True},
+            openai.BadRequestError,
+            "stream_options.include_usage: is neither true nor false",
+        ),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs: needs logprobs"),
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty: is not here"),
         ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: the model's answer is given as text"),
         ({"extra_body": {"beams": 2}}, openai.BadRequestError, "beams: this endpoint has no such key"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, openai.BadRequestError, "is no argument of"),
         ({"extra_body": {"stop_token_ids": "x"}}, openai.BadRequestError, "stop_token_ids: is not a list"),
+        ({"extra_body": {"stop_token_ids": [7, 10**6]}}, openai.BadRequestError, "stop_token_ids: token 1000000 is"),
+        ({"extra_body": {"stop_token_ids": [7] * 1000}}, openai.BadRequestError, "stop_token_ids: has 1000 tokens"),
+        ({"messages": [{**chat("x")[0], "name": "Bo"}]}, openai.BadRequestError, "messages[0].name: the model's chat"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             openai.BadRequestError,
@@ -195,7 +209,22 @@ def test_what_is_wrong_is_told_in_openais_shape(client: openai.OpenAI, asked: di
     assert refused.value.type == "invalid_request_error"
 
 
+def test_a_message_that_the_template_drops_is_refused(app: LanguageModelApp) -> None:
+    served = replace(app.served, tokenizer=copy.deepcopy(app.served.tokenizer))
+    served.tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    told = [{"role": "system", "content": "You are Bo."}, *chat("Who?")]
+    for messages, problem in ((told, r"drops message 1 \(system\): 'You are Bo.'"), (chat("Who?"), None)):
+        body = json.dumps({"messages": messages}).encode()
+        if problem is None:
+            assert chat_asked(body, served).order.prompts
+        else:
+            with pytest.raises(ApiError, match=problem):
+                chat_asked(body, served)
+
+
 def test_prompts_that_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="add_special_tokens: 'no' is neither true nor false"):
+        client.completions.create(model="tiny", prompt="x", extra_body={"add_special_tokens": "no"})
     for prompt, told in (([], "is empty"), ([[1, 2], []], "has no tokens"), ([70000], "token 70000 is none of")):
         with pytest.raises(openai.BadRequestError, match=told):
             client.completions.create(model="tiny", prompt=prompt)
@@ -280,9 +309,14 @@ def test_requests_that_are_no_requests(address: str, app: LanguageModelApp) -> N
     assert told_by(raw(address, post(b"[]"))) == (400, "the body is not a JSON object")
     assert told_by(raw(address, b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"y" * 70000 + b"\r\n\r\n"))[0] == 431
     assert told_by(raw(address, post(b"{}", "Transfer-Encoding: chunked")))[0] == 400
+    assert told_by(raw(address, post(b"{}", "Content-Length: 1"))) == (400, "the header content-length is there twice")
+    assert told_by(raw(address, post(b"{}", "Host: evil.example"))) == (400, "the header host is there twice")
     chunked = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
     assert raw(address, chunked + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)).startswith(b"HTTP/1.1 200")
+    assert told_by(raw(address, chunked + b"+%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)))[0] == 400
+    # One of several words; answered and closed, or this would wait.
+    assert raw(address, post(body).replace(b"close", b"TE, Close")).startswith(b"HTTP/1.1 200")
     # A browser's page, and a name that somebody else gave this machine.
     assert told_by(raw(address, post(body, "Origin: http://evil.example")))[0] == 403
     assert told_by(raw(address, post(body).replace(b"localhost", b"evil.example")))[0] == 403

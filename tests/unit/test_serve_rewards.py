@@ -100,6 +100,7 @@ def test_openrlhfs_form(folder: Path, address: str) -> None:
         ({"items": [{"prompt": "x", "response": "y"}]}, "items[0].prompt: is not a list of messages"),
         ({"items": [{"prompt": []}]}, "items[0].response: is not text"),
         ({"query": "x"}, "query: is not a list of texts"),
+        ({"query": ["x"], "model": 5}, "model: 5 is not text"),
         ({"query": ["x", ""]}, "response 1 has no tokens"),
         ({"query": ["x" * 3000]}, "response 0 has 3000 tokens, over the model's context of 2048"),
     ],
