@@ -189,7 +189,7 @@ def doctor(
 @app.command()
 def generate(
     model: ModelArgument,
-    prompt: Annotated[str | None, typer.Argument(help="What to say to it.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="What to say to it [what is piped in].")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Talk to it, turn by turn.")] = False,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
@@ -208,7 +208,11 @@ def generate(
     device: str = "auto",
 ) -> None:
     """Let MODEL answer a prompt, word by word; --chat has commands, /help tells them."""
+    if raw and (chat or system):
+        raise typer.BadParameter(f"--raw has no template, and so no {'--chat' if chat else '--system'}")
     if prompt is None and not chat:
+        prompt = None if sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
+    if not prompt and not chat:
         raise typer.BadParameter("give a prompt, or --chat")
 
     from lockstep.commands.generate import Conversation

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.commands.chat import Chat, converse, entered
 from lockstep.commands.generate import Conversation
+from lockstep.errors import Refusal
 from lockstep.serve.text import TextStream
 from speaker import write_speaker
 
@@ -115,6 +116,35 @@ def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(spoken: Conversation) -> 
     finally:
         spoken.interruptible = False
     assert reply == spoken.answer("Go on")[:4] == "".join(heard)
+
+
+def test_a_conversation_ends_at_the_context(spoken: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tiny model takes 2,048 tokens, a byte each: an answer has what is left, and beyond it nothing is said."""
+    chat = Chat(spoken)
+    room = 2048 - len(
+        spoken.tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=True)["input_ids"]
+    )
+    room -= len(spoken.tokenizer("<|im_start|>assistant\n")["input_ids"])
+    chat.enter("x" * (room - 3))
+    assert len(chat.messages) == 2
+    assert len(chat.messages[1]["content"]) <= 3
+    chat.enter("more")
+    assert len(chat.messages) == 2
+    assert "the model's context is 2048" in capsys.readouterr().out
+
+
+def test_what_no_template_writes_is_refused(spoken: Conversation) -> None:
+    told = [{"role": "system", "content": "You are Bo."}, {"role": "user", "content": "Who?"}]
+    before = spoken.tokenizer.chat_template
+    try:
+        spoken.tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+        with pytest.raises(Refusal, match=r"drops message 1 \(system\): 'You are Bo.'"):
+            spoken.reply(told)
+        spoken.tokenizer.chat_template, spoken.opening = None, told[:1]
+        with pytest.raises(Refusal, match="--system: the model has no chat template"):
+            spoken.answer("Who?")
+    finally:
+        spoken.tokenizer.chat_template, spoken.opening = before, []
 
 
 def test_an_adapter_is_put_on(tiny_folder: Path, tmp_path: Path) -> None:

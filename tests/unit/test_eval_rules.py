@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from small_models import SIZES, write_model
+from transformers import DiffLlamaConfig
 
 from conftest import write_jsonl
 from eval_by_hand import evaluated
@@ -68,6 +70,23 @@ def test_a_function_that_is_named(speaker: Path, questions: Path, tmp_path: Path
     assert metrics["val/reward"] == sum(line["score"] for line in lines) / 2
     with pytest.raises(Refusal, match=r"--reward .*judge\.py"):
         evaluated(speaker, questions, None, reward=f"{file}:missing")
+
+
+def test_answers_over_the_context_are_refused_before_the_model_is_loaded(speaker: Path, questions: Path) -> None:
+    with pytest.raises(Refusal, match=r"line 1: 23 tokens and a response of 2040 are over the model's context of 2048"):
+        evaluated(speaker, questions, None, max_new_tokens=2040, rules=["exact"])
+
+
+def test_a_model_that_the_built_in_engine_cannot_run_is_answered_by_transformers(
+    tiny_folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DiffLlama attends twice in a layer: a recipe would be told of rollout.engine=hf, and a command has no recipe."""
+    folder = write_model(tmp_path / "model", DiffLlamaConfig(**SIZES), tiny_folder)
+    _, lines = evaluated(folder, questions, tmp_path / "out.jsonl", max_new_tokens=8, rules=["exact"], rows=2)
+    said = Conversation(str(folder), "cpu", max_new_tokens=8, temperature=0.0, seed=0, system=None)
+    assert [line["response"] for line in lines] == [said.answer(words) for words in WORDS[:2]]
+    told = capsys.readouterr()
+    assert "transformers' own generate answers instead" in " ".join((told.out + told.err).split())
 
 
 def trained(speaker: Path, questions: Path, folder: Path, *words: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from lockstep.commands.engine import load_generator
 from lockstep.commands.eval_rows import rows_recipe, score_rows
 from lockstep.commands.options import refuse_long_answers, refuse_options
 from lockstep.commands.sample_rewards import opened_scorer
@@ -83,7 +84,7 @@ def score_model(
         refuse_long_answers(prompts, max_new_tokens, folder)
         settings = Reward(rules=named, function=reward)
         with _judge(settings, prompts, device.torch_device(world.local_rank), console) as judge:
-            generator = Generator.load(folder, tokenizer, dtype, device, world)
+            generator = load_generator(folder, tokenizer, dtype, device, world, console)
             sampling = Sampling(max_new_tokens, temperature, stop_ids=generator.stop_ids, seed=seed)
             given = _answers(generator, prompts, n, sampling, judge, console)
             metrics = answer_metrics(given, judge.answer_of, n)

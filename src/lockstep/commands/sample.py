@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from lockstep.commands.engine import load_generator
 from lockstep.commands.options import refuse_long_answers, refuse_options
 from lockstep.commands.sample_parts import Parts, sample_row
 from lockstep.commands.sample_rewards import identity_of, opened_scorer, refuse_failures
@@ -20,7 +21,7 @@ from lockstep.data.read import read_rows
 from lockstep.device.select import explain
 from lockstep.errors import Interrupted, Problem, Refusal, shortened
 from lockstep.model.fingerprint import model_files
-from lockstep.model.load import load_config, load_tokenizer
+from lockstep.model.load import load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.online import Reward
@@ -74,8 +75,8 @@ def sample_responses(job: Job, device_name: str) -> None:
             raise Refusal.at("--first", f"{job.first} is past the last of {len(rows):,} rows", "a smaller number")
         questions = read_questions(rows, job.rows, first=job.first, asked=read_by_rewards(job.reward))
         prompts = encode_questions(tokenizer, questions, job.system)
-        refuse_prompts(prompts, job.sampling.max_tokens, load_config(folder))
         refuse_long_answers(prompts, job.sampling.max_tokens, folder)
+        refuse_more_than_text(prompts)
         parts = Parts(job.out, manifest_of(job, folder, rows.fingerprint))
         if world.main:
             parts.check()
@@ -83,7 +84,7 @@ def sample_responses(job: Job, device_name: str) -> None:
         with opened_scorer(job.reward, prompts, torch_device, console, output) as scorer:
             # Chunks follow each other with the same weights: cache and captured passes serve them all.
             settings = RolloutSettings(free_cache=False)
-            generator = Generator.load(folder, tokenizer, job.dtype, device, world, settings)
+            generator = load_generator(folder, tokenizer, job.dtype, device, world, console, settings)
             with parts.held() if world.main else nullcontext():
                 pace = _sample(job, prompts, generator, scorer, parts, world, console)
                 if world.main:
@@ -114,19 +115,14 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
     }
 
 
-def refuse_prompts(prompts: Sequence[Prompt], longest_response: int, config: Any) -> None:
-    """Refuse prompts that leave a response no room in the model's context, or that a stored row could not hold."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+def refuse_more_than_text(prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts that a stored row could not hold."""
     problems: list[Problem] = []
     for prompt in prompts:
-        where, length = str(prompt.question.origin), len(prompt.ids)
-        if context and length + longest_response > context:
-            why = f"{length} tokens and a response of {longest_response} are over the model's context of {context}"
-            problems.append(Problem(where, why, f"set --max-new-tokens to {context - length} or less, or remove it"))
         held = {key for message in prompt.question.prompt for key, value in message.items() if value is not None}
         if more := sorted(held - {"role", "content"}):
             why = f"a message of the prompt has {', '.join(more)}; samples keep role and content only"
-            problems.append(Problem(where, why, "remove the key from the row"))
+            problems.append(Problem(str(prompt.question.origin), why, "remove the key from the row"))
     if problems:
         raise Refusal(shortened(problems, "rows"))
 
