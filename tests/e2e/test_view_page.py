@@ -67,6 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         12,
         {**extremes, "large": lambda step: 1e17 + 16 * step, "__proto__": float, "constructor": float},
     )
+    (write_run(root / "damaged", 2, {"critic/score/mean": float}) / "recipe.yaml").write_text("run: {steps: [")
     write_run(root / HOSTILE.replace("/", "|"), 2, {"critic/score/mean": float}, method=HOSTILE.replace("/", "|")[:20])
     return root
 
@@ -182,7 +183,7 @@ class Page:
 def test_lists_the_runs_and_draws_the_chosen_one(page: Page) -> None:
     page.wait_for_chart()
     names = page.tell("[...document.querySelectorAll('button[data-run]')].map((one) => one.dataset.run)")
-    assert names == [HOSTILE.replace("/", "|"), "extremes", "long", "short"]
+    assert names == [HOSTILE.replace("/", "|"), "damaged", "extremes", "long", "short"]
     assert "step 5,000 of 5,000" in page.text("button[data-run=long]")
     assert page.text("h1") == "long"
     assert page.tell("window.hacked") is None
@@ -353,16 +354,25 @@ def test_text_from_a_run_is_text(page: Page) -> None:
 
 
 def test_the_recipe_and_its_difference(page: Page) -> None:
+    """Weighed as a comparison weighs it: what must not change a curve is folded away."""
     page.open("#run=long&tab=recipe&against=short")
     page.until("document.querySelectorAll('#difference tr[data-key]').length > 0")
-    rows = "[...document.querySelectorAll('#difference tr[data-key]')]"
-    assert page.tell(f"{rows}.map((row) => [...row.cells].map((cell) => cell.innerText))") == [
-        ["run.name", '"long"', '"short"'],
-        ["run.steps", "5000", "40"],
-        ["optim.lr", "0.0001", "0.0003"],
+    rows = "[...document.querySelectorAll('#difference > .card tr[data-key]')]"
+    told = page.tell(f"{rows}.map((row) => [...row.cells].map((cell) => cell.innerText.split('\\n')[0]))")
+    assert told == [
+        ["blocks", "optim.lr", "0.0001", "0.0003"],
+        ["blocks", "run.steps", "5000", "40"],
     ]
-    assert "Environment: nothing is different." in page.text("#difference")
+    assert "the learning rate follows the length of the run" in page.text("#difference tr[data-key='run.steps']")
+    folded = "[...document.querySelectorAll('#difference details tr[data-key]')].map((row) => row.dataset.key)"
+    assert page.tell(folded) == ["run.name"]
+    page.click("#difference details > summary")
+    assert "harmless" in page.text("#difference details")
     assert "path: models/tiny" in page.text("#recipe pre")
+    # What is damaged cannot be weighed, and is shown all the same.
+    page.open("#run=damaged&tab=recipe&against=short")
+    page.until("document.querySelector('#difference')?.innerText.includes('Not weighed: recipe.yaml is damaged')")
+    assert "optim.lr" in page.text("#difference")
 
 
 def test_the_report_of_a_comparison_runs_as_a_stranger(page: Page, server: PageServer) -> None:
