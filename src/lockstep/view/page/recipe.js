@@ -4,6 +4,7 @@ function makeRecipe(root) {
   const against = el("select", { id: "against", "aria-label": "Difference to" });
   const difference = el("div", { id: "difference" });
   const whole = el("div", { id: "recipe" });
+  let weighing = null;
 
   root.append(
     el("div", { class: "toolbar" }, el("div", { class: "controls" }, el("label", {}, "Difference to ", against))),
@@ -21,7 +22,7 @@ function makeRecipe(root) {
     if (state.against !== null && !others.includes(state.against)) state.against = null;
     against.replaceChildren(
       el("option", { value: "" }, "no other run"),
-      ...others.map((run) => el("option", { value: run, selected: run === state.against ? "" : null }, run)),
+      ...others.map((run) => el("option", { value: run, selected: run === state.against ? "" : null }, visible(run))),
     );
     const [run, other] = [state.run, state.against];
     const answers = await telling(() =>
@@ -31,8 +32,11 @@ function makeRecipe(root) {
     whole.replaceChildren(...recipeParts(answers[0]));
     if (other === null) {
       difference.replaceChildren();
+      weighing = null;
       return;
     }
+    if (weighing !== `${run}\n${other}`) difference.replaceChildren(el("p", { class: "card quiet" }, "Weighing …"));
+    weighing = `${run}\n${other}`;
     const found = await telling(() => ask("difference", { run, against: other }));
     if (found === null || run !== state.run || other !== state.against) return;
     // What cannot be weighed is shown all the same.
@@ -93,9 +97,9 @@ function unlike(title, runs, left, right) {
 function differenceTable(title, count, runs, rows) {
   const weights = rows.some((one) => one.weight !== undefined);
   const head = [...(weights ? ["weight"] : []), "key", ...runs];
-  const cell = (text) => el(
+  const cell = (text, run) => el(
     "td",
-    { class: "value" },
+    { class: "value", "data-of": visible(run) },
     text === null ? el("span", { class: "missing" }, "not set") : visible(text),
   );
   return el(
@@ -123,8 +127,8 @@ function differenceTable(title, count, runs, rows) {
                 el("code", {}, visible(one.key)),
                 weights ? el("div", { class: "effect" }, visible(one.effect)) : null,
               ),
-              cell(one.a),
-              cell(one.b),
+              cell(one.a, runs[0]),
+              cell(one.b, runs[1]),
             ),
           ),
         ),
