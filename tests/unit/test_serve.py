@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import openai
@@ -23,7 +24,7 @@ from lockstep.commands.generate import Conversation
 from lockstep.errors import Refusal
 from lockstep.serve.app import LanguageModelApp
 from lockstep.serve.limits import ServeLimits
-from lockstep.serve.orders import chat_asked
+from lockstep.serve.orders import chat_asked, completion_asked
 from lockstep.serve.replies import ApiError
 from served import chat, endpoint, opened_app, talk
 from speaker import write_speaker
@@ -222,6 +223,25 @@ def test_a_message_that_the_template_drops_is_refused(app: LanguageModelApp) -> 
                 chat_asked(body, served)
 
 
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_encoded(app: LanguageModelApp) -> None:
+    seen = []
+
+    def encode(text: str, **more: Any) -> Any:
+        seen.append(len(text))
+        return app.served.tokenizer(text, **more)
+
+    served = replace(app.served, tokenizer=encode)
+    for prompt, told in (
+        ("x" * 10**7, "its first 4096 characters alone are 4096 tokens"),
+        ("x" * 300, "300 tokens of"),
+    ):
+        with pytest.raises(ApiError, match=told) as refused:
+            completion_asked(json.dumps({"prompt": prompt}).encode(), served)
+        assert refused.value.code == "context_length_exceeded"
+    assert seen == [16 * LENGTH, 300]
+    assert completion_asked(json.dumps({"prompt": "x" * 200}).encode(), served).order.prompts == [[120] * 200]
+
+
 def test_prompts_that_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="add_special_tokens: 'no' is neither true nor false"):
         client.completions.create(model="tiny", prompt="x", extra_body={"add_special_tokens": "no"})
@@ -269,6 +289,10 @@ def told_by(answer: bytes) -> tuple[int, str]:
     return int(head.split()[1]), json.loads(body)["error"]["message"]
 
 
+def broken() -> None:
+    raise RuntimeError("the device is gone")
+
+
 def test_limits_of_body_queue_and_time(speaker: Path) -> None:
     limits = ServeLimits(body_bytes=2000, queue=2)
     small = opened_app(speaker, limits, max_length=1024, max_sequences=1, cache_gb=0.01)
@@ -297,6 +321,16 @@ def test_limits_of_body_queue_and_time(speaker: Path) -> None:
             with pytest.raises(openai.APIError, match=r"no whole answer within 0\.05 s"):
                 list(client.completions.create(**forever, **endless, stream=True))
             wait_until(lambda: all_free(small))
+            # Whoever waits when the engine fails is told, whoever comes later too, and so is who watches over it.
+            small.worker._limits = limits
+            with client.completions.create(**forever, **endless, stream=True) as stream:
+                next(stream)
+                small.worker._engine.step = broken
+                with pytest.raises(openai.APIError, match="the engine stopped: RuntimeError: the device is gone"):
+                    list(stream)
+            with pytest.raises(openai.InternalServerError, match="503 - the engine stopped"):
+                client.completions.create(**forever)
+            assert told_by(raw(address, b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"))[0] == 503
     finally:
         small.close()
 

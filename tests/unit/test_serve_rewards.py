@@ -99,6 +99,7 @@ def test_openrlhfs_form(folder: Path, address: str) -> None:
         ({"items": []}, "items: is empty"),
         ({"items": [{"prompt": "x", "response": "y"}]}, "items[0].prompt: is not a list of messages"),
         ({"items": [{"prompt": []}]}, "items[0].response: is not text"),
+        ({"items": [{"prompt": [{"role": "user"}], "response": "y"}]}, "items[0].prompt[0].content: is not text"),
         ({"query": "x"}, "query: is not a list of texts"),
         ({"query": ["x"], "model": 5}, "model: 5 is not text"),
         ({"query": ["x", ""]}, "response 1 has no tokens"),

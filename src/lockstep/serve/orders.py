@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # Below this a temperature only makes numbers that no longer fit; 0 is greedy.
 COLDEST = 0.01
 MOST_CHOICES, MOST_STOPS, MOST_STOP_IDS = 128, 16, 128
+# Characters for each token of the longest sequence: a text of more is tried by its beginning first.
+TRIED_CHARACTERS = 16
 # What `max_tokens` is without being said, as in OpenAI's own completions.
 USUAL_COMPLETION = 16
 _NO_TOOLS = "the model's answer is given as text, calls of tools are not read out of it"
@@ -210,14 +212,25 @@ def _prompts(found: Any, special: bool, served: Served) -> list[list[int]]:
     if not several or not all(isinstance(one, str) or is_ids(one) for one in several):
         raise wrong("prompt", "is neither text nor token ids, nor a list of either")
     prompts = [
-        list(served.tokenizer(sound(one, "prompt"), add_special_tokens=special)["input_ids"])
-        if isinstance(one, str)
-        else list(one)
+        _tokens(sound(one, "prompt"), "prompt", served, special=special) if isinstance(one, str) else list(one)
         for one in several
     ]
     for ids in prompts:
         _check_ids(ids, served)
     return prompts
+
+
+def _tokens(text: str, key: str, served: Served, *, special: bool) -> list[int]:
+    """Of a text that is far too long only its beginning: whoever sends one holds up the others as little as can be."""
+    length = TRIED_CHARACTERS * served.longest
+    while length < len(text):
+        found = len(served.tokenizer(text[:length], add_special_tokens=special)["input_ids"])
+        # Twice, because a word that was cut may be more tokens than the whole word is.
+        if found > 2 * served.longest:
+            why = f"{key}: its first {length} characters alone are {found} tokens, over the {served.longest} here"
+            raise ApiError(400, why, param=key, code="context_length_exceeded")
+        length *= 4
+    return list(served.tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 def _check_ids(ids: Sequence[int], served: Served) -> None:
@@ -281,6 +294,6 @@ def _chat_ids(messages: list[Message], arguments: dict[str, Any], served: Served
     for number, message in enumerate(messages):
         if message.get("name", "") not in text:
             raise wrong(f"messages[{number}].name", "the model's chat template does not write it")
-    ids = list(tokenizer(sound(text, "messages"), add_special_tokens=False)["input_ids"])
+    ids = _tokens(sound(text, "messages"), "messages", served, special=False)
     _check_ids(ids, served)
     return ids

@@ -86,6 +86,11 @@ class RewardForm:
             raise wrong(f"{where}.response", "is not text")
         if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
             raise wrong(f"{where}.prompt", "is not a list of messages")
+        # A template would write what is no text as text, and the model would score that.
+        for number, message in enumerate(prompt):
+            content = message.get("content")
+            if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+                raise wrong(f"{where}.prompt[{number}].content", "is not text")
         try:
             return self.model.encode(Question("", prompt, "", Origin(where, 0)), sound(response, f"{where}.response"))
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
