@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import DiffLlamaConfig
 from conftest import write_jsonl
 from eval_by_hand import evaluated
 from lockstep.commands.generate import Conversation
+from lockstep.commands.questions import NamedColumns
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics
@@ -52,6 +54,8 @@ def test_a_rule_that_is_named(speaker: Path, questions: Path, tmp_path: Path) ->
         (["exat"], "--rule exat: there is no rule 'exat'"),
         (["other=exact"], "--rule other=exact: no row is of 'other'"),
         (["mine/a=exact"], r"data_source 'mine/b': has no rule(.|\n)*--rule mine/b=RULE"),
+        (["exact", "gsm8k"], r"--rule gsm8k: exact is the rule of all sources already"),
+        (["mine/a=exact", "mine/a=gsm8k"], r"--rule mine/a=gsm8k: exact is the rule of 'mine/a' already"),
         ([], r"data_source 'mine/a': has no rule(.|\n)*--rule mine/a=RULE"),
     ):
         with pytest.raises(Refusal, match=told):
@@ -70,6 +74,28 @@ def test_a_function_that_is_named(speaker: Path, questions: Path, tmp_path: Path
     assert metrics["val/reward"] == sum(line["score"] for line in lines) / 2
     with pytest.raises(Refusal, match=r"--reward .*judge\.py"):
         evaluated(speaker, questions, None, reward=f"{file}:missing")
+
+
+def test_columns_are_named_by_options(speaker: Path, questions: Path, tmp_path: Path) -> None:
+    """What is advised can be given: a command has no data.label_key."""
+    rows = [json.loads(line) for line in questions.read_text().splitlines()]
+    other = [{"ask": row["prompt"], "so": row["reward_model"]["ground_truth"]} for row in rows]
+    file = write_jsonl(tmp_path / "other.jsonl", other)
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(Refusal, match=r"(?s)hold the prompts.*set --prompt-key, and --label-key for the ground truth"):
+        evaluated(speaker, file, out, rules=["exact"])
+    with pytest.raises(Refusal, match="hold the prompts(.|\n)*name that of the prompts prompt"):
+        trained(speaker, file, tmp_path)
+    columns = NamedColumns("ask", "so")
+    assert evaluated(speaker, file, out, rules=["exact"], columns=columns)[0]["val/accuracy"] == 0.75
+    # A function that reads no ground truth needs none, and may look for what no answer tried before has.
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "def thinks(data_source, solution_str, ground_truth, extra_info):\n    return '<t>' in solution_str\n"
+    )
+    for given, named in ((questions, NamedColumns()), (file, NamedColumns("ask"))):
+        metrics, _ = evaluated(speaker, given, out, reward=f"{judge}:thinks", columns=named, rows=2)
+        assert metrics["val/reward"] == 0
 
 
 def test_answers_over_the_context_are_refused_before_the_model_is_loaded(speaker: Path, questions: Path) -> None:

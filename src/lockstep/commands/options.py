@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.errors import Problem, Refusal, shortened
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.model.load import DTYPES, load_config
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.types import Prompt
@@ -34,7 +34,6 @@ def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) ->
 def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: str) -> None:
     """Before the model is loaded: answers over the context, or in which the positions of cached keys would move."""
     config = load_config(folder)
-    if problems := over_context(prompts, max_new_tokens, config):
-        raise Refusal(shortened(problems, "rows"))
+    refuse_all(over_context(prompts, max_new_tokens, config), "rows")
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
     refuse_moving_positions(config.get_text_config(), longest, config.model_type, "--max-new-tokens")

@@ -13,15 +13,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lockstep.commands.engine import load_generator
-from lockstep.commands.options import refuse_long_answers, refuse_options
+from lockstep.commands.options import over_context, refuse_long_answers, refuse_options
+from lockstep.commands.questions import BY_NAME, NamedColumns, asked_questions
 from lockstep.commands.sample_parts import Parts, sample_row
 from lockstep.commands.sample_rewards import identity_of, opened_scorer, refuse_failures
-from lockstep.data.prompts import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
-from lockstep.errors import Interrupted, Problem, Refusal, shortened
+from lockstep.errors import Interrupted, Problem, Refusal, refuse_all
 from lockstep.model.fingerprint import model_files
-from lockstep.model.load import load_tokenizer
+from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.online import Reward
@@ -51,6 +51,7 @@ class Job:
     """Questions that are answered between two savings."""
     first: int = 0
     """The row that it begins with."""
+    columns: NamedColumns = BY_NAME
 
 
 @dataclass
@@ -73,10 +74,13 @@ def sample_responses(job: Job, device_name: str) -> None:
         rows = read_rows(job.data)
         if job.first >= len(rows):
             raise Refusal.at("--first", f"{job.first} is past the last of {len(rows):,} rows", "a smaller number")
-        questions = read_questions(rows, job.rows, first=job.first, asked=read_by_rewards(job.reward))
+        asked = read_by_rewards(job.reward)
+        questions = asked_questions(rows, job.rows, job.columns, first=job.first, asked=asked)
         prompts = encode_questions(tokenizer, questions, job.system)
+        refuse_all(
+            more_than_text(prompts) + over_context(prompts, job.sampling.max_tokens, load_config(folder)), "rows"
+        )
         refuse_long_answers(prompts, job.sampling.max_tokens, folder)
-        refuse_more_than_text(prompts)
         parts = Parts(job.out, manifest_of(job, folder, rows.fingerprint))
         if world.main:
             parts.check()
@@ -111,20 +115,22 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
         "--system": job.system,
         "--dtype": job.dtype,
         "--chunk": job.chunk,
+        # Only where they are named: what was begun without them goes on.
+        **({"--prompt-key": job.columns.prompt} if job.columns.prompt else {}),
+        **({"--label-key": job.columns.label} if job.columns.label else {}),
         **identity_of(job.reward),
     }
 
 
-def refuse_more_than_text(prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts that a stored row could not hold."""
+def more_than_text(prompts: Sequence[Prompt]) -> list[Problem]:
+    """The prompts that a stored row could not hold."""
     problems: list[Problem] = []
     for prompt in prompts:
         held = {key for message in prompt.question.prompt for key, value in message.items() if value is not None}
         if more := sorted(held - {"role", "content"}):
             why = f"a message of the prompt has {', '.join(more)}; samples keep role and content only"
             problems.append(Problem(str(prompt.question.origin), why, "remove the key from the row"))
-    if problems:
-        raise Refusal(shortened(problems, "rows"))
+    return problems
 
 
 def _chunks(job: Job, prompts: Sequence[Prompt]) -> int:
