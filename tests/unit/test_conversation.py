@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,17 @@ def test_what_no_template_writes_is_refused(spoken: Conversation) -> None:
             spoken.answer("Who?")
     finally:
         spoken.tokenizer.chat_template, spoken.opening = before, []
+
+
+def test_a_reward_model_does_not_talk(tiny_folder: Path, tmp_path: Path) -> None:
+    for file in tiny_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForSequenceClassification"]}))
+    with pytest.raises(Refusal, match="is a reward model: it scores answers, and writes none"):
+        conversation(tmp_path)
+    with pytest.raises(Refusal, match=r"--adapter .*adapter_config\.json cannot be read"):
+        conversation(tiny_folder, adapter=str(tiny_folder))
 
 
 def test_an_adapter_is_put_on(tiny_folder: Path, tmp_path: Path) -> None:

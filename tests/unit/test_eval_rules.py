@@ -84,7 +84,7 @@ def test_columns_are_named_by_options(speaker: Path, questions: Path, tmp_path: 
     out = tmp_path / "out.jsonl"
     with pytest.raises(Refusal, match=r"(?s)hold the prompts.*set --prompt-key, and --label-key for the ground truth"):
         evaluated(speaker, file, out, rules=["exact"])
-    with pytest.raises(Refusal, match="hold the prompts(.|\n)*name that of the prompts prompt"):
+    with pytest.raises(Refusal, match=r"hold the prompts(.|\n)*name that of the prompts prompt"):
         trained(speaker, file, tmp_path)
     columns = NamedColumns("ask", "so")
     assert evaluated(speaker, file, out, rules=["exact"], columns=columns)[0]["val/accuracy"] == 0.75
@@ -138,6 +138,10 @@ def test_an_offline_run_validates_by_a_rule_of_its_own(speaker: Path, questions:
     ("words", "told"),
     [
         ([], r"data_source 'mine/a': has no rule(.|\n)*val\.rules: \{mine/a: RULE\}"),
+        (
+            ["val.rules={mine/a: exact, mine/b: exact}", "val.max_new_tokens=2040"],
+            r"val\.max_new_tokens: 2040 and the 25 tokens of the longest question \(.* line 4\) are over .* of 2048",
+        ),
         (["val.rules={mine/a: exact, mine/b: exat}"], r"val\.rules\.mine/b: there is no rule 'exat'"),
         (["val.rules={mine/a: exact}", "val.questions=null"], r"val\.rules: val\.questions is not set"),
     ],

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
+from lockstep.commands.options import as_options, refuse_judge
 from lockstep.data.chat import render_prompt
 from lockstep.data.vanished import refuse_vanished
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.model.load import load_config, load_tokenizer, with_lora
+from lockstep.model.load import load_tokenizer, with_lora
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
 from lockstep.recipe.schema import Lora
@@ -50,11 +51,14 @@ class Conversation:
         chosen = select(device)
         folder = model_folder(model)
         self.tokenizer = load_tokenizer(folder)
-        load_config(folder)
+        refuse_judge(folder, model)
         loaded = pretrained(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
         if adapter is not None:
             # The layers of the model itself carry the adapter then.
-            loaded = with_lora(loaded, Lora(adapter=adapter), seed=0).base_model.model
+            try:
+                loaded = with_lora(loaded, Lora(adapter=adapter), seed=0).base_model.model
+            except Refusal as refusal:
+                raise as_options(refusal, {"model.lora.adapter": "--adapter"}) from refusal
         self.model = loaded.to(chosen.torch_device()).eval()
         self.context: int | None = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
         """The most tokens of all that was said and the answer, where the model tells."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import Problem, Refusal, refuse_all
@@ -16,6 +16,24 @@ def refuse_options(dtype: str, n: int, temperature: float) -> None:
         raise Refusal.at("--dtype", f"{dtype} is not one of {', '.join(DTYPES)}")
     if n > 1 and not temperature:
         raise Refusal.at("--n", f"{n} greedy answers would all be the same", "give a --temperature too")
+
+
+def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
+    """The same, in the words of the command: keys of a recipe are options there."""
+
+    def said(text: str) -> str:
+        for key, option in options.items():
+            text = text.replace(key, option)
+        return text
+
+    return Refusal([Problem(said(p.where), said(p.why), said(p.remedy)) for p in refusal.problems])
+
+
+def refuse_judge(folder: str, model: str) -> None:
+    """A reward model has the layers of a language model, and what they would say is noise."""
+    if any(name.endswith("ForSequenceClassification") for name in load_config(folder).architectures or []):
+        why = "is a reward model: it scores answers, and writes none"
+        raise Refusal.at(model, why, "`lockstep eval` and `lockstep serve` take it")
 
 
 def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) -> list[Problem]:

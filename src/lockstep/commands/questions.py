@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.commands.sample_rewards import as_options
+from lockstep.commands.options import as_options
 from lockstep.data.columns import ColumnFinder
 from lockstep.data.prompts import ASKED, find_question_columns, read_questions
 from lockstep.data.read import RowSet

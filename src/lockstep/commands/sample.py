@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lockstep.commands.engine import load_generator
-from lockstep.commands.options import over_context, refuse_long_answers, refuse_options
+from lockstep.commands.options import over_context, refuse_judge, refuse_long_answers, refuse_options
 from lockstep.commands.questions import BY_NAME, NamedColumns, asked_questions
 from lockstep.commands.sample_parts import Parts, sample_row
 from lockstep.commands.sample_rewards import identity_of, opened_scorer, refuse_failures
@@ -70,6 +70,7 @@ def sample_responses(job: Job, device_name: str) -> None:
         console = Console.open() if world.main else Console.silent()
         console.say(sentence)
         folder = model_folder(job.model)
+        refuse_judge(folder, job.model)
         tokenizer = load_tokenizer(folder)
         rows = read_rows(job.data)
         if job.first >= len(rows):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lockstep.commands.options import as_options
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import located
 from lockstep.model.fingerprint import model_files
@@ -82,17 +83,6 @@ def opened_scorer(
     for warning in tried.warnings:
         console.warn(warning)
     return scorer
-
-
-def as_options(refusal: Refusal, options: Mapping[str, str] = OPTIONS) -> Refusal:
-    """The same, in the words of the command."""
-
-    def said(text: str) -> str:
-        for key, option in options.items():
-            text = text.replace(key, option)
-        return text
-
-    return Refusal([Problem(said(p.where), said(p.why), said(p.remedy)) for p in refusal.problems])
 
 
 def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:
