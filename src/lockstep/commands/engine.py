@@ -8,6 +8,7 @@ from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.rows import ENGINES
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.run.progress import Console
@@ -33,4 +34,5 @@ def load_generator(
         if any(problem.remedy != NativeEngine.instead for problem in refusal.problems):
             raise
         console.say(f"{refusal.problems[0].why}: transformers' own generate answers instead, which is slower")
-    return Generator.load(folder, tokenizer, dtype, device, world, wanted.model_copy(update={"engine": "hf"}))
+    plain = next(name for name, row in ENGINES.items() if not row.paged and not row.served)
+    return Generator.load(folder, tokenizer, dtype, device, world, wanted.model_copy(update={"engine": plain}))
