@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.commands.arguments import ModelArgument, Overrides, RecipeArgument
+from lockstep.commands.arguments import LabelKey, ModelArgument, Overrides, PromptKey, RecipeArgument
 from lockstep.commands.data import data_app
 from lockstep.parallel.slurm import adopt_slurm
 from lockstep.run.output import never_fail_to_encode, write
@@ -189,7 +189,7 @@ def doctor(
 @app.command()
 def generate(
     model: ModelArgument,
-    prompt: Annotated[str | None, typer.Argument(help="What to say to it.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="What to say to it [what is piped in].")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Talk to it, turn by turn.")] = False,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
@@ -208,7 +208,11 @@ def generate(
     device: str = "auto",
 ) -> None:
     """Let MODEL answer a prompt, word by word; --chat has commands, /help tells them."""
+    if raw and (chat or system):
+        raise typer.BadParameter(f"--raw has no template, and so no {'--chat' if chat else '--system'}")
     if prompt is None and not chat:
+        prompt = None if sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
+    if not prompt and not chat:
         raise typer.BadParameter("give a prompt, or --chat")
 
     from lockstep.commands.generate import Conversation
@@ -290,6 +294,8 @@ def evaluate(
     reward: Annotated[
         str | None, typer.Option(metavar="FILE.py:NAME", help="A function of yours that judges answers.")
     ] = None,
+    prompt_key: PromptKey = None,
+    label_key: LabelKey = None,
     out: Annotated[Path | None, typer.Option(help="Write what was found of every row to this jsonl file.")] = None,
     dtype: str = "fp32",
     device: str = "auto",
@@ -297,6 +303,7 @@ def evaluate(
     """Accuracy of MODEL on DATA: of its answers by the rule of each row's data source; of a reward model, of a process
     reward model or of a language model's own preference on rows that say what is better."""
     from lockstep.commands.eval import score_model
+    from lockstep.commands.questions import NamedColumns
 
     score_model(
         model,
@@ -312,6 +319,7 @@ def evaluate(
         reference=reference,
         rules=rule or (),
         reward=reward,
+        columns=NamedColumns(prompt_key, label_key),
     )
 
 
@@ -342,6 +350,8 @@ def sample(
     max_failures: Annotated[
         float, typer.Option(min=0, max=1, help="Stop when more than this share of a chunk has no score.")
     ] = 0.1,
+    prompt_key: PromptKey = None,
+    label_key: LabelKey = None,
     system: Annotated[str | None, typer.Option(help="System message for prompts that have none.")] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Questions answered between two savings.")] = 64,
     dtype: str = "fp32",
@@ -351,6 +361,7 @@ def sample(
 
     Without a reward option the rule of each row's data source scores; several rewards are added up.
     """
+    from lockstep.commands.questions import NamedColumns
     from lockstep.commands.sample import Job, sample_responses
     from lockstep.recipe.online import Reward
     from lockstep.types import Sampling
@@ -365,7 +376,8 @@ def sample(
         max_failures=max_failures,
     )
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, seed=seed)
-    sample_responses(Job(model, data, out, n, sampling, rewards, rows, system, dtype, chunk, first), device)
+    columns = NamedColumns(prompt_key, label_key)
+    sample_responses(Job(model, data, out, n, sampling, rewards, rows, system, dtype, chunk, first, columns), device)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -27,6 +28,7 @@ pytestmark = [
     pytest.mark.xdist_group("browser"),
 ]
 STEPS, SPIKE = 5_000, 3_217
+TWINS = ["twins/a/same\u202e", "twins/b/same\u202e"]
 MEGABYTE = "A" * 1_000_000
 ESCAPES = "\x1b[31mred\x1b[0m \u202eright to left\u202c"
 
@@ -67,6 +69,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         12,
         {**extremes, "large": lambda step: 1e17 + 16 * step, "__proto__": float, "constructor": float},
     )
+    (write_run(root / "damaged", 2, {"critic/score/mean": float}) / "recipe.yaml").write_text("run: {steps: [")
+    for name in ("a", "b"):
+        write_run(root / "twins" / name / "same\u202e", 300, {"critic/score/mean": float})
     write_run(root / HOSTILE.replace("/", "|"), 2, {"critic/score/mean": float}, method=HOSTILE.replace("/", "|")[:20])
     return root
 
@@ -182,7 +187,7 @@ class Page:
 def test_lists_the_runs_and_draws_the_chosen_one(page: Page) -> None:
     page.wait_for_chart()
     names = page.tell("[...document.querySelectorAll('button[data-run]')].map((one) => one.dataset.run)")
-    assert names == [HOSTILE.replace("/", "|"), "extremes", "long", "short"]
+    assert names == [HOSTILE.replace("/", "|"), "damaged", "extremes", "long", "short", *TWINS]
     assert "step 5,000 of 5,000" in page.text("button[data-run=long]")
     assert page.text("h1") == "long"
     assert page.tell("window.hacked") is None
@@ -256,6 +261,27 @@ def test_runs_are_laid_over_each_other(page: Page) -> None:
     assert page.tell("document.querySelectorAll('[data-metric=\"actor/entropy\"] path.odd').length") == 2
     path = "document.querySelector('[data-metric=\"actor/entropy\"] path.curve').getAttribute('d')"
     assert page.tell(f"{path}.split('M').length - 1") == 2, "no line over the gap"
+
+
+def test_two_runs_of_one_name_are_told_apart(page: Page) -> None:
+    """Also where the name would turn the line around; and an axis has more than one mark."""
+    page.open("#" + urlencode({"run": TWINS[0], "with": TWINS[1]}))
+    page.wait_for_chart(runs=2)
+    page.at_step("critic/score/mean", 100)
+    named = page.tell("[...document.querySelectorAll('.tooltip-grid .key')].map((one) => one.innerText.trim())")
+    assert named == ["twins/a/same\\u202e", "twins/b/same\\u202e"]
+    assert page.text("h1") == named[0]
+    assert page.text("[aria-current] .run-title") == named[0]
+    assert page.tell("document.querySelectorAll('svg.chart .upright').length") >= 2
+    # However long the list is, the chosen run is in sight.
+    page.browser.show(1400, 260)
+    page.open("#" + urlencode({"run": TWINS[1]}))
+    page.wait_for_chart()
+    top, bottom, scrolled = page.tell(
+        "(({top, bottom}) => [top, bottom, scrollY])(document.querySelector('.chosen').getBoundingClientRect())"
+    )
+    assert 0 <= top < bottom <= 260
+    assert scrolled == 0
 
 
 def test_the_largest_and_smallest_numbers_are_drawn(page: Page) -> None:
@@ -353,16 +379,25 @@ def test_text_from_a_run_is_text(page: Page) -> None:
 
 
 def test_the_recipe_and_its_difference(page: Page) -> None:
+    """Weighed as a comparison weighs it: what must not change a curve is folded away."""
     page.open("#run=long&tab=recipe&against=short")
     page.until("document.querySelectorAll('#difference tr[data-key]').length > 0")
-    rows = "[...document.querySelectorAll('#difference tr[data-key]')]"
-    assert page.tell(f"{rows}.map((row) => [...row.cells].map((cell) => cell.innerText))") == [
-        ["run.name", '"long"', '"short"'],
-        ["run.steps", "5000", "40"],
-        ["optim.lr", "0.0001", "0.0003"],
+    rows = "[...document.querySelectorAll('#difference > .card tr[data-key]')]"
+    told = page.tell(f"{rows}.map((row) => [...row.cells].map((cell) => cell.innerText.split('\\n')[0]))")
+    assert told == [
+        ["blocks", "optim.lr", "0.0001", "0.0003"],
+        ["blocks", "run.steps", "5000", "40"],
     ]
-    assert "Environment: nothing is different." in page.text("#difference")
+    assert "the learning rate follows the length of the run" in page.text("#difference tr[data-key='run.steps']")
+    folded = "[...document.querySelectorAll('#difference details tr[data-key]')].map((row) => row.dataset.key)"
+    assert page.tell(folded) == ["run.name"]
+    page.click("#difference details > summary")
+    assert "harmless" in page.text("#difference details")
     assert "path: models/tiny" in page.text("#recipe pre")
+    # What is damaged cannot be weighed, and is shown all the same.
+    page.open("#run=damaged&tab=recipe&against=short")
+    page.until("document.querySelector('#difference')?.innerText.includes('Not weighed: recipe.yaml is damaged')")
+    assert "optim.lr" in page.text("#difference")
 
 
 def test_the_report_of_a_comparison_runs_as_a_stranger(page: Page, server: PageServer) -> None:
@@ -385,9 +420,7 @@ def test_the_report_of_a_comparison_runs_as_a_stranger(page: Page, server: PageS
 def test_everything_by_keyboard(page: Page) -> None:
     page.wait_for_chart()
     page.key("j")
-    page.until(
-        "document.querySelector('h1').innerText === 'short' || document.querySelector('h1').innerText === 'live'"
-    )
+    page.until("['short', 'live'].includes(document.querySelector('h1').innerText)")
     page.key("k")
     page.until("document.querySelector('h1').innerText === 'long'")
     page.key("f")

@@ -136,8 +136,7 @@ def test_the_accelerator_rule_can_fail(tmp_path: Path, code: str, hits: list[str
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "cli"),
     ("api",),
-    ("commands", "parity", "compat"),
-    ("view",),
+    ("commands", "parity", "compat", "view"),
     ("train",),
     ("evaluate", "serve"),
     ("methods",),

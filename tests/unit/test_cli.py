@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -281,13 +282,19 @@ def test_generate_says_what_was_learnt(home: Home) -> None:
     assert (done.returncode, done.stdout) == (0, "#### 13\n"), done.stderr
 
 
-def test_generate_wants_a_prompt(command: Callable[..., Done], home: Home) -> None:
+def test_generate_wants_a_prompt(command: Callable[..., Done], home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     done = command("generate", home.path / "model")
     assert done.code == 2
     assert "give a prompt, or --chat" in done.err
+    done = command("generate", home.path / "model", "2+3", "--raw", "--system", "Be Bo.")
+    assert done.code == 2
+    assert "no --system" in done.err
 
 
-def test_generate_raw_equals_transformers(command: Callable[..., Done], home: Home) -> None:
+def test_generate_raw_equals_transformers(
+    command: Callable[..., Done], home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = home.path / "model"
     done = command("generate", model, "2+3", "--raw", "--max-new-tokens", "6")
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -295,6 +302,8 @@ def test_generate_raw_equals_transformers(command: Callable[..., Done], home: Ho
     with torch.no_grad():
         out = AutoModelForCausalLM.from_pretrained(model).generate(ids, max_new_tokens=6, do_sample=False)
     assert done.out == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2+3\n"))  # a prompt may come from a file or a pipe
+    assert command("generate", model, "--raw", "--max-new-tokens", "6").out == done.out
 
 
 def test_chat_goes_turn_by_turn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.commands.chat import Chat, converse, entered
 from lockstep.commands.generate import Conversation
+from lockstep.errors import Refusal
 from lockstep.serve.text import TextStream
 from speaker import write_speaker
 
@@ -116,6 +119,46 @@ def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(spoken: Conversation) -> 
     assert reply == spoken.answer("Go on")[:4] == "".join(heard)
 
 
+def test_a_conversation_ends_at_the_context(spoken: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tiny model takes 2,048 tokens, a byte each: an answer has what is left, and beyond it nothing is said."""
+    chat = Chat(spoken)
+    room = 2048 - len(
+        spoken.tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=True)["input_ids"]
+    )
+    room -= len(spoken.tokenizer("<|im_start|>assistant\n")["input_ids"])
+    chat.enter("x" * (room - 3))
+    assert len(chat.messages) == 2
+    assert len(chat.messages[1]["content"]) <= 3
+    chat.enter("more")
+    assert len(chat.messages) == 2
+    assert "the model's context is 2048" in capsys.readouterr().out
+
+
+def test_what_no_template_writes_is_refused(spoken: Conversation) -> None:
+    told = [{"role": "system", "content": "You are Bo."}, {"role": "user", "content": "Who?"}]
+    before = spoken.tokenizer.chat_template
+    try:
+        spoken.tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+        with pytest.raises(Refusal, match=r"drops message 1 \(system\): 'You are Bo.'"):
+            spoken.reply(told)
+        spoken.tokenizer.chat_template, spoken.opening = None, told[:1]
+        with pytest.raises(Refusal, match="--system: the model has no chat template"):
+            spoken.answer("Who?")
+    finally:
+        spoken.tokenizer.chat_template, spoken.opening = before, []
+
+
+def test_a_reward_model_does_not_talk(tiny_folder: Path, tmp_path: Path) -> None:
+    for file in tiny_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForSequenceClassification"]}))
+    with pytest.raises(Refusal, match="is a reward model: it scores answers, and writes none"):
+        conversation(tmp_path)
+    with pytest.raises(Refusal, match=r"--adapter .*adapter_config\.json cannot be read"):
+        conversation(tiny_folder, adapter=str(tiny_folder))
+
+
 def test_an_adapter_is_put_on(tiny_folder: Path, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny_folder)
     torch.manual_seed(0)
@@ -133,13 +176,11 @@ def test_an_adapter_is_put_on(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 # Characters of one, two and four bytes, and beginnings and ends of such.
-BYTES = [b"a", b"b", b"x", "é".encode(), "\U0001d11e".encode(), b"\xc3", b"\xf0\x9d", b"\x80"]
+PARTS = [b"a", b"b", b"x", "é".encode(), "\U0001d11e".encode(), b"\xc3", b"\xf0\x9d", b"\x80"]
 
 
 @given(
-    parts=st.lists(
-        st.sampled_from([b"a", b"b", b"x", "é".encode(), "𝄞".encode(), b"\xc3", b"\xf0\x9d", b"\x80"]), max_size=40
-    ),
+    parts=st.lists(st.sampled_from(PARTS), max_size=40),
     stops=st.lists(st.text("abé", min_size=1, max_size=3), max_size=2),
 )
 def test_text_comes_whole_and_ends_at_a_stop(parts: list[bytes], stops: list[str]) -> None:
@@ -156,3 +197,21 @@ def test_text_comes_whole_and_ends_at_a_stop(parts: list[bytes], stops: list[str
     whole = data.decode(errors="replace")
     ends = [whole.index(stop) for stop in stops if stop in whole]
     assert "".join(pieces) == stream.text == whole[: min(ends, default=None)]
+
+
+@given(text=st.text("ab ▁é日\U0001d11e", max_size=60), cut=st.integers(0, 3))
+def test_tokens_of_single_bytes_break_no_character(text: str, cut: int) -> None:
+    """Tokenizers of Llama 2's kind write characters they do not know as bytes, and decode a row of bytes that is not
+    whole as broken from its beginning: also what was let out already."""
+    pieces = ["▁", "a", "b", *[f"<0x{byte:02X}>" for byte in range(256)]]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    known = {" ": [0], "a": [1], "b": [2]}
+    ids = [token for sign in text for token in known.get(sign) or [3 + byte for byte in sign.encode()]]
+    ids = ids[: len(ids) - cut]
+    stream = TextStream(tokenizer.decode)
+    told = "".join([*(stream.push(token) for token in ids), stream.end()])
+    written = b"".join(b" ab"[token : token + 1] if token < 3 else bytes([token - 3]) for token in ids)
+    whole = written.decode(errors="replace")
+    assert told.rstrip("\N{REPLACEMENT CHARACTER}") == whole.rstrip("\N{REPLACEMENT CHARACTER}")
+    assert told.count("\N{REPLACEMENT CHARACTER}") <= (3 if cut else 0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from small_models import SIZES, write_model
+from transformers import DiffLlamaConfig
 
 from conftest import write_jsonl
 from eval_by_hand import evaluated
 from lockstep.commands.generate import Conversation
+from lockstep.commands.questions import NamedColumns
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics
@@ -50,6 +54,8 @@ def test_a_rule_that_is_named(speaker: Path, questions: Path, tmp_path: Path) ->
         (["exat"], "--rule exat: there is no rule 'exat'"),
         (["other=exact"], "--rule other=exact: no row is of 'other'"),
         (["mine/a=exact"], r"data_source 'mine/b': has no rule(.|\n)*--rule mine/b=RULE"),
+        (["exact", "gsm8k"], r"--rule gsm8k: exact is the rule of all sources already"),
+        (["mine/a=exact", "mine/a=gsm8k"], r"--rule mine/a=gsm8k: exact is the rule of 'mine/a' already"),
         ([], r"data_source 'mine/a': has no rule(.|\n)*--rule mine/a=RULE"),
     ):
         with pytest.raises(Refusal, match=told):
@@ -68,6 +74,45 @@ def test_a_function_that_is_named(speaker: Path, questions: Path, tmp_path: Path
     assert metrics["val/reward"] == sum(line["score"] for line in lines) / 2
     with pytest.raises(Refusal, match=r"--reward .*judge\.py"):
         evaluated(speaker, questions, None, reward=f"{file}:missing")
+
+
+def test_columns_are_named_by_options(speaker: Path, questions: Path, tmp_path: Path) -> None:
+    """What is advised can be given: a command has no data.label_key."""
+    rows = [json.loads(line) for line in questions.read_text().splitlines()]
+    other = [{"ask": row["prompt"], "so": row["reward_model"]["ground_truth"]} for row in rows]
+    file = write_jsonl(tmp_path / "other.jsonl", other)
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(Refusal, match=r"(?s)hold the prompts.*set --prompt-key, and --label-key for the ground truth"):
+        evaluated(speaker, file, out, rules=["exact"])
+    with pytest.raises(Refusal, match=r"hold the prompts(.|\n)*name that of the prompts prompt"):
+        trained(speaker, file, tmp_path)
+    columns = NamedColumns("ask", "so")
+    assert evaluated(speaker, file, out, rules=["exact"], columns=columns)[0]["val/accuracy"] == 0.75
+    # A function that reads no ground truth needs none, and may look for what no answer tried before has.
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "def thinks(data_source, solution_str, ground_truth, extra_info):\n    return '<t>' in solution_str\n"
+    )
+    for given, named in ((questions, NamedColumns()), (file, NamedColumns("ask"))):
+        metrics, _ = evaluated(speaker, given, out, reward=f"{judge}:thinks", columns=named, rows=2)
+        assert metrics["val/reward"] == 0
+
+
+def test_answers_over_the_context_are_refused_before_the_model_is_loaded(speaker: Path, questions: Path) -> None:
+    with pytest.raises(Refusal, match=r"line 1: 23 tokens and a response of 2040 are over the model's context of 2048"):
+        evaluated(speaker, questions, None, max_new_tokens=2040, rules=["exact"])
+
+
+def test_a_model_that_the_built_in_engine_cannot_run_is_answered_by_transformers(
+    tiny_folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DiffLlama attends twice in a layer: a recipe would be told of rollout.engine=hf, and a command has no recipe."""
+    folder = write_model(tmp_path / "model", DiffLlamaConfig(**SIZES), tiny_folder)
+    _, lines = evaluated(folder, questions, tmp_path / "out.jsonl", max_new_tokens=8, rules=["exact"], rows=2)
+    said = Conversation(str(folder), "cpu", max_new_tokens=8, temperature=0.0, seed=0, system=None)
+    assert [line["response"] for line in lines] == [said.answer(words) for words in WORDS[:2]]
+    told = capsys.readouterr()
+    assert "transformers' own generate answers instead" in " ".join((told.out + told.err).split())
 
 
 def trained(speaker: Path, questions: Path, folder: Path, *words: str) -> None:
@@ -93,6 +138,10 @@ def test_an_offline_run_validates_by_a_rule_of_its_own(speaker: Path, questions:
     ("words", "told"),
     [
         ([], r"data_source 'mine/a': has no rule(.|\n)*val\.rules: \{mine/a: RULE\}"),
+        (
+            ["val.rules={mine/a: exact, mine/b: exact}", "val.max_new_tokens=2040"],
+            r"val\.max_new_tokens: 2040 and the 25 tokens of the longest question \(.* line 4\) are over .* of 2048",
+        ),
         (["val.rules={mine/a: exact, mine/b: exat}"], r"val\.rules\.mine/b: there is no rule 'exat'"),
         (["val.rules={mine/a: exact}", "val.questions=null"], r"val\.rules: val\.questions is not set"),
     ],

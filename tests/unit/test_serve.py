@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import openai
@@ -22,6 +24,8 @@ from lockstep.commands.generate import Conversation
 from lockstep.errors import Refusal
 from lockstep.serve.app import LanguageModelApp
 from lockstep.serve.limits import ServeLimits
+from lockstep.serve.orders import chat_asked, completion_asked
+from lockstep.serve.replies import ApiError
 from served import chat, endpoint, opened_app, talk
 from speaker import write_speaker
 
@@ -82,7 +86,7 @@ def test_a_chat_is_answered_as_generate_does(client: openai.OpenAI, spoken: Conv
     assert answer.usage is not None
     counted = answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens
     assert counted == (len(ids), made, len(ids) + made)
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
 
 
 def test_a_stream_is_the_same_text(client: openai.OpenAI, spoken: Conversation) -> None:
@@ -174,13 +178,24 @@ def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, s
         ({"messages": chat("x" * LENGTH)}, openai.BadRequestError, "tokens of the prompt are over"),
         ({"messages": []}, openai.BadRequestError, "messages: is not a list of messages"),
         ({"n": 0}, openai.BadRequestError, "n: 0 is not between 1 and 128"),
-        ({"stop": [""]}, openai.BadRequestError, "stop: is neither text nor a list of texts"),
+        ({"stop": [1]}, openai.BadRequestError, "stop: is neither text nor a list of texts"),
+        ({"stop": ""}, openai.BadRequestError, "stop: an empty text would end every answer"),
+        ({"temperature": 10**400}, openai.BadRequestError, "temperature: 1000"),
+        ({"stream_options": {"x": 1}, "stream": True}, openai.BadRequestError, "stream_options.x: is not here"),
+        (
+            {"stream_options": {"include_usage": "no"}, "stream": True},
+            openai.BadRequestError,
+            "stream_options.include_usage: is neither true nor false",
+        ),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs: needs logprobs"),
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty: is not here"),
         ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: the model's answer is given as text"),
         ({"extra_body": {"beams": 2}}, openai.BadRequestError, "beams: this endpoint has no such key"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, openai.BadRequestError, "is no argument of"),
         ({"extra_body": {"stop_token_ids": "x"}}, openai.BadRequestError, "stop_token_ids: is not a list"),
+        ({"extra_body": {"stop_token_ids": [7, 10**6]}}, openai.BadRequestError, "stop_token_ids: token 1000000 is"),
+        ({"extra_body": {"stop_token_ids": [7] * 1000}}, openai.BadRequestError, "stop_token_ids: has 1000 tokens"),
+        ({"messages": [{**chat("x")[0], "name": "Bo"}]}, openai.BadRequestError, "messages[0].name: the model's chat"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             openai.BadRequestError,
@@ -195,7 +210,41 @@ def test_what_is_wrong_is_told_in_openais_shape(client: openai.OpenAI, asked: di
     assert refused.value.type == "invalid_request_error"
 
 
+def test_a_message_that_the_template_drops_is_refused(app: LanguageModelApp) -> None:
+    served = replace(app.served, tokenizer=copy.deepcopy(app.served.tokenizer))
+    served.tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    told = [{"role": "system", "content": "You are Bo."}, *chat("Who?")]
+    for messages, problem in ((told, r"drops message 1 \(system\): 'You are Bo.'"), (chat("Who?"), None)):
+        body = json.dumps({"messages": messages}).encode()
+        if problem is None:
+            assert chat_asked(body, served).order.prompts
+        else:
+            with pytest.raises(ApiError, match=problem):
+                chat_asked(body, served)
+
+
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_encoded(app: LanguageModelApp) -> None:
+    seen = []
+
+    def encode(text: str, **more: Any) -> Any:
+        seen.append(len(text))
+        return app.served.tokenizer(text, **more)
+
+    served = replace(app.served, tokenizer=encode)
+    for prompt, told in (
+        ("x" * 10**7, "its first 4096 characters alone are 4096 tokens"),
+        ("x" * 300, "300 tokens of"),
+    ):
+        with pytest.raises(ApiError, match=told) as refused:
+            completion_asked(json.dumps({"prompt": prompt}).encode(), served)
+        assert refused.value.code == "context_length_exceeded"
+    assert seen == [16 * LENGTH, 300]
+    assert completion_asked(json.dumps({"prompt": "x" * 200}).encode(), served).order.prompts == [[120] * 200]
+
+
 def test_prompts_that_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="add_special_tokens: 'no' is neither true nor false"):
+        client.completions.create(model="tiny", prompt="x", extra_body={"add_special_tokens": "no"})
     for prompt, told in (([], "is empty"), ([[1, 2], []], "has no tokens"), ([70000], "token 70000 is none of")):
         with pytest.raises(openai.BadRequestError, match=told):
             client.completions.create(model="tiny", prompt=prompt)
@@ -240,6 +289,10 @@ def told_by(answer: bytes) -> tuple[int, str]:
     return int(head.split()[1]), json.loads(body)["error"]["message"]
 
 
+def broken() -> None:
+    raise RuntimeError("the device is gone")
+
+
 def test_limits_of_body_queue_and_time(speaker: Path) -> None:
     limits = ServeLimits(body_bytes=2000, queue=2)
     small = opened_app(speaker, limits, max_length=1024, max_sequences=1, cache_gb=0.01)
@@ -268,6 +321,16 @@ def test_limits_of_body_queue_and_time(speaker: Path) -> None:
             with pytest.raises(openai.APIError, match=r"no whole answer within 0\.05 s"):
                 list(client.completions.create(**forever, **endless, stream=True))
             wait_until(lambda: all_free(small))
+            # Whoever waits when the engine fails is told, whoever comes later too, and so is who watches over it.
+            small.worker._limits = limits
+            with client.completions.create(**forever, **endless, stream=True) as stream:
+                next(stream)
+                small.worker._engine.step = broken
+                with pytest.raises(openai.APIError, match="the engine stopped: RuntimeError: the device is gone"):
+                    list(stream)
+            with pytest.raises(openai.InternalServerError, match="503 - the engine stopped"):
+                client.completions.create(**forever)
+            assert told_by(raw(address, b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"))[0] == 503
     finally:
         small.close()
 
@@ -280,9 +343,14 @@ def test_requests_that_are_no_requests(address: str, app: LanguageModelApp) -> N
     assert told_by(raw(address, post(b"[]"))) == (400, "the body is not a JSON object")
     assert told_by(raw(address, b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"y" * 70000 + b"\r\n\r\n"))[0] == 431
     assert told_by(raw(address, post(b"{}", "Transfer-Encoding: chunked")))[0] == 400
+    assert told_by(raw(address, post(b"{}", "Content-Length: 1"))) == (400, "the header content-length is there twice")
+    assert told_by(raw(address, post(b"{}", "Host: evil.example"))) == (400, "the header host is there twice")
     chunked = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
     assert raw(address, chunked + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)).startswith(b"HTTP/1.1 200")
+    assert told_by(raw(address, chunked + b"+%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)))[0] == 400
+    # One of several words; answered and closed, or this would wait.
+    assert raw(address, post(body).replace(b"close", b"TE, Close")).startswith(b"HTTP/1.1 200")
     # A browser's page, and a name that somebody else gave this machine.
     assert told_by(raw(address, post(body, "Origin: http://evil.example")))[0] == 403
     assert told_by(raw(address, post(body).replace(b"localhost", b"evil.example")))[0] == 403

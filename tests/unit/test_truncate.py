@@ -32,6 +32,7 @@ def test_nothing_is_left_out_by_default() -> None:
         (Truncation(top_p=0.69), [1, 3]),
         (Truncation(top_p=0.71), [1, 2, 3]),
         (Truncation(top_p=1e-9), [1]),
+        (Truncation(top_p=1e-300), [1]),
         (Truncation(min_p=0.6), [1, 3]),
         (Truncation(min_p=0.3), [1, 2, 3]),
         # Of the two likeliest, 0.4 is 4/7 = 0.571 of what is left.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -22,6 +23,9 @@ import lockstep
 from hang import HANG
 from lockstep.commands.view import view_runs
 from lockstep.errors import Refusal
+from lockstep.parity.compare.comparable import setup_differences
+from lockstep.parity.compare.logs.run_folder import evidence
+from lockstep.view.answers import PageAnswers
 from lockstep.view.server import PageServer
 from view_runs import sample, write_run
 
@@ -199,6 +203,69 @@ def test_responses_of_a_run(server: PageServer) -> None:
     assert [one["step"] for one in answer["samples"]] == [19]
     assert (answer["before"], answer["after"]) == (18, None)
     assert [one["step"] for one in told(server, "api/samples?run=one&text=what+is+7+")["samples"]] == [7]
+
+
+def test_files_that_no_run_wrote_spoil_no_other_run(tmp_path: Path) -> None:
+    """A folder may come from anywhere. Each of these once ended the whole list, or a connection, or had no end."""
+    root = tmp_path / "runs"
+    write_run(root / "good", 3, {"critic/score/mean": float})
+    anchors = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+        for before, name in zip("abcdefghi", "bcdefghij", strict=True)
+    )
+    recipes = {
+        "endless": f"{anchors}method: *j\nmodel: {{path: *j}}\n",
+        "wide": f"a: &a [{'1, ' * 9_000}1]\nb: [{'*a, ' * 900}*a]\n",
+        "nan": "run: {steps: .nan}\n",
+        "date": "run: {steps: 2026-01-01}\n",
+        "hex": f"run: {{steps: 0x{'f' * 9000}}}\n",
+        "list": "- 1\n",
+    }
+    for name, text in recipes.items():
+        (write_run(root / name, 1, {"critic/score/mean": float}) / "recipe.yaml").write_text(text)
+    (root / "good" / "metrics.jsonl").open("a").write('{"step": 4, "data": {"critic/score/mean": 1e999, "x": [1]}}\n')
+    odd = [{"prompt": 5}, {"prompt": None, "score": "x"}, {"response": 7, "prompt": [3]}, {"token_details": [1]}]
+    lines = [json.dumps({"step": 1, **one}) for one in odd] + ['{"step": 1, "prompt": "find", "score": 1e999}']
+    (root / "good" / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    os.mkdir(os.fsencode(root) + b"/\xff")
+    (root / os.fsdecode(b"\xff") / "recipe.yaml").write_text("method: sft\n")
+    with PageServer(root) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+
+        def told(path: str) -> Any:
+            status, _, body = asked(server, path)
+            assert status == 200, (path, body)
+            return json.loads(body)
+
+        listed = told("api/runs")
+        assert {one["run"]: one.get("steps") for one in listed["runs"]} == {"good": 3} | dict.fromkeys(recipes)
+        assert any("is no text: rename it" in one for one in listed["left_out"])
+        assert [one["value"] for one in listed["runs"] if one["run"] == "good"] == ["inf"]
+        assert [one["score"] for one in told("api/samples?run=good&text=find")["samples"]] == ["inf"]
+        for name in recipes:
+            told(f"api/run?run={name}")
+            assert told(f"api/recipe?run={name}")["problems"] or name in ("nan", "date", "list")
+            found = told(f"api/difference?run=good&against={name}")
+            assert "problem" in found or found["differences"]
+        server.shutdown()
+
+
+def test_differences_are_weighed_as_a_comparison_weighs_them(tmp_path: Path) -> None:
+    for name, lr in (("a", 1e-4), ("b", 3e-4)):
+        write_run(tmp_path / name, 2, {"x": float}, lr=lr)
+    answers = PageAnswers(tmp_path)
+    found = answers.difference({"run": ["a"], "against": ["b"]})
+    by_compare, unknown = setup_differences(*(evidence(tmp_path / name) for name in "ab"))
+    assert [(one["key"], one["weight"], one["effect"]) for one in found["differences"]] == [
+        (one.key, one.weight, one.effect) for one in by_compare
+    ]
+    assert [(one["key"], one["a"], one["b"]) for one in found["differences"]] == [
+        ("optim.lr", "0.0001", "0.0003"),
+        ("run.name", '"a"', '"b"'),
+    ]
+    assert found["unknown"] == unknown
+    (tmp_path / "b" / "recipe.yaml").unlink()
+    assert answers.difference({"run": ["a"], "against": ["b"]}) == {"problem": "b has no recipe.yaml"}
 
 
 def test_the_command_starts_without_what_is_heavy() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lockstep.commands.generate import Conversation
+from lockstep.errors import Refusal
 from lockstep.run.output import write
 from lockstep.types import Message
 
@@ -40,7 +41,11 @@ class Chat:
     def _answer(self, said: str) -> None:
         asked: list[Message] = [*self.messages, {"role": "user", "content": said}]
         write("model> ", end="")
-        reply = self.conversation.reply(asked, lambda piece: write(piece, end=""))
+        try:
+            reply = self.conversation.reply(asked, lambda piece: write(piece, end=""))
+        except Refusal as refusal:
+            write(f"\n{refusal}")
+            return
         write()
         self.messages = [*asked, {"role": "assistant", "content": reply}]
 

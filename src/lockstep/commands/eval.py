@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from lockstep.commands.engine import load_generator
 from lockstep.commands.eval_rows import rows_recipe, score_rows
 from lockstep.commands.options import refuse_long_answers, refuse_options
+from lockstep.commands.questions import BY_NAME, NamedColumns, asked_questions
 from lockstep.commands.sample_rewards import opened_scorer
-from lockstep.data.prompts import read_questions
+from lockstep.data.prompts import ASKED
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
 from lockstep.errors import Refusal
@@ -22,6 +24,7 @@ from lockstep.model.load import load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import joined
 from lockstep.recipe.online import Reward
+from lockstep.reward.reads import read_by_rewards
 from lockstep.reward.rule_judge import RuleJudge
 from lockstep.reward.rules import any_isolated, rule_for, rule_named
 from lockstep.reward.scorer import Scorer
@@ -52,6 +55,7 @@ def score_model(
     reference: str | None = None,
     rules: Sequence[str] = (),
     reward: str | None = None,
+    columns: NamedColumns = BY_NAME,
 ) -> dict[str, float]:
     """Answer or judge, score, show; returns the metrics. `rules` are of the form RULE or SOURCE=RULE."""
     refuse_options(dtype, n, temperature)
@@ -76,14 +80,15 @@ def score_model(
             return metrics
         if reference is not None:
             raise Refusal.at("--reference", f"{data} holds no pairs to compare", "remove it")
-        questions = read_questions(rowset, rows)
+        asked = ASKED if rules or reward is None else read_by_rewards(Reward(function=reward))
+        questions = asked_questions(rowset, rows, columns, asked=asked)
         named = _rules(rules, {question.data_source for question in questions}, judged=reward is not None)
         tokenizer = load_tokenizer(folder)
         prompts = encode_questions(tokenizer, questions)
         refuse_long_answers(prompts, max_new_tokens, folder)
         settings = Reward(rules=named, function=reward)
         with _judge(settings, prompts, device.torch_device(world.local_rank), console) as judge:
-            generator = Generator.load(folder, tokenizer, dtype, device, world)
+            generator = load_generator(folder, tokenizer, dtype, device, world, console)
             sampling = Sampling(max_new_tokens, temperature, stop_ids=generator.stop_ids, seed=seed)
             given = _answers(generator, prompts, n, sampling, judge, console)
             metrics = answer_metrics(given, judge.answer_of, n)
@@ -96,13 +101,18 @@ def score_model(
 
 def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str, str]:
     """The rule of each data source that the options name. Unless a function judges, every source has one then."""
-    named: dict[str, str] = {}
+    own: dict[str, str] = {}
     for word in words:
         source, sign, rule = word.rpartition("=")
         rule_named(rule, f"--rule {word}")
         if sign and source not in sources:
             raise Refusal.at(f"--rule {word}", f"no row is of {source!r}", f"there are {', '.join(sorted(sources))}")
-        named |= {source: rule} if sign else dict.fromkeys(sources - named.keys(), rule)
+        key = source if sign else ""
+        if own.setdefault(key, rule) != rule:
+            why = f"{own[key]} is the rule {f'of {source!r}' if sign else 'of all sources'} already"
+            raise Refusal.at(f"--rule {word}", why, "give one of them, or SOURCE=RULE for each source")
+    general = own.pop("", None)
+    named = {**(dict.fromkeys(sources, general) if general else {}), **own}
     if not judged:
         for source in sorted(sources):
             rule_for(source, named, "--rule")
@@ -118,7 +128,7 @@ def _judge(
     if not reward.rules and reward.function is None and not any_isolated(sources):
         yield RuleJudge()
         return
-    with opened_scorer(reward, prompts, torch_device, console, None, OPTIONS) as scorer:
+    with opened_scorer(reward, prompts, torch_device, console, None, OPTIONS, trains=False) as scorer:
         yield scorer
 
 

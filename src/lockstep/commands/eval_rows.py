@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.data.read import RowSet
 from lockstep.data.updates import even_groups, row_sizes
 from lockstep.device.base import Device
-from lockstep.errors import Refusal
+from lockstep.errors import Problem, Refusal
 from lockstep.evaluate.rows import GROUP, measure
 from lockstep.methods import METHODS
 from lockstep.model.heads import load_value_model
@@ -68,7 +68,10 @@ def score_rows(
     limit = getattr(config, "max_position_embeddings", None) or 2**31
     with console.task("Encoding rows", len(rowset)) as task:
         read = method.reader(recipe)
-        found = read(recipe.data.train, recipe.data, tokenizer, limit, task.advance, [rowset])
+        try:
+            found = read(recipe.data.train, recipe.data, tokenizer, limit, task.advance, [rowset])
+        except Refusal as refusal:
+            raise _without_keys(refusal) from refusal
     for note in found.notes:
         console.say(note)
     items = found.items[:rows]
@@ -91,6 +94,12 @@ def score_rows(
         if world.main:
             out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     return {"rows": float(len(items)), **metrics}
+
+
+def _without_keys(refusal: Refusal) -> Refusal:
+    """There is no recipe whose keys could name the columns."""
+    rename = "rename its columns: the page on data lists the names that are found"
+    return Refusal([Problem(p.where, p.why, rename if "data." in p.remedy else p.remedy) for p in refusal.problems])
 
 
 def _load(recipe: Recipe, folder: str, device: Device, torch_device: torch.device) -> nn.Module:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
+from lockstep.commands.options import as_options, refuse_judge
 from lockstep.data.chat import render_prompt
+from lockstep.data.vanished import refuse_vanished
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.model.load import load_config, load_tokenizer, with_lora
+from lockstep.model.load import load_tokenizer, with_lora
 from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
 from lockstep.recipe.schema import Lora
@@ -48,12 +51,17 @@ class Conversation:
         chosen = select(device)
         folder = model_folder(model)
         self.tokenizer = load_tokenizer(folder)
-        load_config(folder)
+        refuse_judge(folder, model)
         loaded = pretrained(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
         if adapter is not None:
             # The layers of the model itself carry the adapter then.
-            loaded = with_lora(loaded, Lora(adapter=adapter), seed=0).base_model.model
+            try:
+                loaded = with_lora(loaded, Lora(adapter=adapter), seed=0).base_model.model
+            except Refusal as refusal:
+                raise as_options(refusal, {"model.lora.adapter": "--adapter"}) from refusal
         self.model = loaded.to(chosen.torch_device()).eval()
+        self.context: int | None = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+        """The most tokens of all that was said and the answer, where the model tells."""
         stops = tuple(end_ids(self.model, self.tokenizer))
         self.sampling = Sampling(
             max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, stop_ids=stops, seed=seed
@@ -67,6 +75,8 @@ class Conversation:
     def answer(self, prompt: str, hear: Hear = silent) -> str:
         """The reply to one user message; `hear` is given its pieces."""
         if not self.tokenizer.chat_template:
+            if self.opening:
+                raise Refusal.at("--system", "the model has no chat template to write it in", "remove it")
             return self.continue_text(prompt, hear)
         return self.reply([*self.opening, {"role": "user", "content": prompt}], hear)
 
@@ -74,6 +84,10 @@ class Conversation:
         if not self.tokenizer.chat_template:
             raise Refusal.at("--chat", "the model has no chat template", "give a prompt with --raw")
         text = render_prompt(self.tokenizer, messages, _HERE)
+        try:
+            refuse_vanished(text, messages, (), _HERE)
+        except Refusal as refusal:
+            raise Refusal.at("the prompt", refusal.problems[0].why, "say it in what the user says") from refusal
         return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"], hear)
 
     def continue_text(self, prompt: str, hear: Hear = silent) -> str:
@@ -83,12 +97,19 @@ class Conversation:
         return self._generate(ids, hear)
 
     def _generate(self, ids: list[int], hear: Hear) -> str:
+        sampling = self.sampling
+        if self.context:
+            left = self.context - len(ids)
+            if left < 1:
+                why = f"has {len(ids)} tokens, and the model's context is {self.context}"
+                raise Refusal.at("the prompt", why, "say less; in a chat, /undo or /reset")
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, left))
         # Each reply draws noise of its own.
         self.said += 1
         stream = TextStream(lambda some: str(self.tokenizer.decode(some, skip_special_tokens=True)))
         self.engine.heard = lambda token: hear(stream.push(token))
         try:
-            (completion,) = self.engine.generate([Request(ids, key=self.said)], self.sampling)
+            (completion,) = self.engine.generate([Request(ids, key=self.said)], sampling)
             hear(stream.end())
         except KeyboardInterrupt:
             hear(stream.end())

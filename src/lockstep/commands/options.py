@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from lockstep.errors import Refusal
+from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.model.load import DTYPES, load_config
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.types import Prompt
@@ -17,8 +18,40 @@ def refuse_options(dtype: str, n: int, temperature: float) -> None:
         raise Refusal.at("--n", f"{n} greedy answers would all be the same", "give a --temperature too")
 
 
+def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
+    """The same, in the words of the command: keys of a recipe are options there."""
+
+    def said(text: str) -> str:
+        for key, option in options.items():
+            text = text.replace(key, option)
+        return text
+
+    return Refusal([Problem(said(p.where), said(p.why), said(p.remedy)) for p in refusal.problems])
+
+
+def refuse_judge(folder: str, model: str) -> None:
+    """A reward model has the layers of a language model, and what they would say is noise."""
+    if any(name.endswith("ForSequenceClassification") for name in load_config(folder).architectures or []):
+        why = "is a reward model: it scores answers, and writes none"
+        raise Refusal.at(model, why, "`lockstep eval` and `lockstep serve` take it")
+
+
+def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) -> list[Problem]:
+    """The prompts that leave an answer no room in the model's context."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    problems: list[Problem] = []
+    for prompt in prompts:
+        length = len(prompt.ids)
+        if context and length + max_new_tokens > context:
+            why = f"{length} tokens and a response of {max_new_tokens} are over the model's context of {context}"
+            less = f"set --max-new-tokens to {context - length} or less, or " if length < context else ""
+            problems.append(Problem(str(prompt.question.origin), why, f"{less}remove it"))
+    return problems
+
+
 def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: str) -> None:
-    """Before the model is loaded: answers in which the positions of cached keys would move."""
+    """Before the model is loaded: answers over the context, or in which the positions of cached keys would move."""
     config = load_config(folder)
+    refuse_all(over_context(prompts, max_new_tokens, config), "rows")
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
     refuse_moving_positions(config.get_text_config(), longest, config.model_type, "--max-new-tokens")

@@ -12,13 +12,14 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lockstep.commands.options import refuse_long_answers, refuse_options
+from lockstep.commands.engine import load_generator
+from lockstep.commands.options import over_context, refuse_judge, refuse_long_answers, refuse_options
+from lockstep.commands.questions import BY_NAME, NamedColumns, asked_questions
 from lockstep.commands.sample_parts import Parts, sample_row
 from lockstep.commands.sample_rewards import identity_of, opened_scorer, refuse_failures
-from lockstep.data.prompts import read_questions
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
-from lockstep.errors import Interrupted, Problem, Refusal, shortened
+from lockstep.errors import Interrupted, Problem, Refusal, refuse_all
 from lockstep.model.fingerprint import model_files
 from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
@@ -50,6 +51,7 @@ class Job:
     """Questions that are answered between two savings."""
     first: int = 0
     """The row that it begins with."""
+    columns: NamedColumns = BY_NAME
 
 
 @dataclass
@@ -68,13 +70,17 @@ def sample_responses(job: Job, device_name: str) -> None:
         console = Console.open() if world.main else Console.silent()
         console.say(sentence)
         folder = model_folder(job.model)
+        refuse_judge(folder, job.model)
         tokenizer = load_tokenizer(folder)
         rows = read_rows(job.data)
         if job.first >= len(rows):
             raise Refusal.at("--first", f"{job.first} is past the last of {len(rows):,} rows", "a smaller number")
-        questions = read_questions(rows, job.rows, first=job.first, asked=read_by_rewards(job.reward))
+        asked = read_by_rewards(job.reward)
+        questions = asked_questions(rows, job.rows, job.columns, first=job.first, asked=asked)
         prompts = encode_questions(tokenizer, questions, job.system)
-        refuse_prompts(prompts, job.sampling.max_tokens, load_config(folder))
+        refuse_all(
+            more_than_text(prompts) + over_context(prompts, job.sampling.max_tokens, load_config(folder)), "rows"
+        )
         refuse_long_answers(prompts, job.sampling.max_tokens, folder)
         parts = Parts(job.out, manifest_of(job, folder, rows.fingerprint))
         if world.main:
@@ -83,7 +89,7 @@ def sample_responses(job: Job, device_name: str) -> None:
         with opened_scorer(job.reward, prompts, torch_device, console, output) as scorer:
             # Chunks follow each other with the same weights: cache and captured passes serve them all.
             settings = RolloutSettings(free_cache=False)
-            generator = Generator.load(folder, tokenizer, job.dtype, device, world, settings)
+            generator = load_generator(folder, tokenizer, job.dtype, device, world, console, settings)
             with parts.held() if world.main else nullcontext():
                 pace = _sample(job, prompts, generator, scorer, parts, world, console)
                 if world.main:
@@ -110,25 +116,22 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
         "--system": job.system,
         "--dtype": job.dtype,
         "--chunk": job.chunk,
+        # Only where they are named: what was begun without them goes on.
+        **({"--prompt-key": job.columns.prompt} if job.columns.prompt else {}),
+        **({"--label-key": job.columns.label} if job.columns.label else {}),
         **identity_of(job.reward),
     }
 
 
-def refuse_prompts(prompts: Sequence[Prompt], longest_response: int, config: Any) -> None:
-    """Refuse prompts that leave a response no room in the model's context, or that a stored row could not hold."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+def more_than_text(prompts: Sequence[Prompt]) -> list[Problem]:
+    """The prompts that a stored row could not hold."""
     problems: list[Problem] = []
     for prompt in prompts:
-        where, length = str(prompt.question.origin), len(prompt.ids)
-        if context and length + longest_response > context:
-            why = f"{length} tokens and a response of {longest_response} are over the model's context of {context}"
-            problems.append(Problem(where, why, f"set --max-new-tokens to {context - length} or less, or remove it"))
         held = {key for message in prompt.question.prompt for key, value in message.items() if value is not None}
         if more := sorted(held - {"role", "content"}):
             why = f"a message of the prompt has {', '.join(more)}; samples keep role and content only"
-            problems.append(Problem(where, why, "remove the key from the row"))
-    if problems:
-        raise Refusal(shortened(problems, "rows"))
+            problems.append(Problem(str(prompt.question.origin), why, "remove the key from the row"))
+    return problems
 
 
 def _chunks(job: Job, prompts: Sequence[Prompt]) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lockstep.commands.options import as_options
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import located
 from lockstep.model.fingerprint import model_files
@@ -55,8 +56,10 @@ def opened_scorer(
     console: Console,
     output: Path | None,
     options: Mapping[str, str] = OPTIONS,
+    *,
+    trains: bool = True,
 ) -> Scorer:
-    """The rewards, tried on real rows; what is refused is named by its option.
+    """The rewards, tried on real rows; what is refused is named by its option. `trains` as in `dry_run`.
 
     The last lines that a function prints are kept in files whose names begin with `output`.
     """
@@ -69,7 +72,7 @@ def opened_scorer(
         scorer = Scorer.open(reward, sources, torch_device, output=output)
         try:
             with console.task("Trying the rewards on real rows", None):
-                tried = scorer.dry_run([prompt.question for prompt in prompts])
+                tried = scorer.dry_run([prompt.question for prompt in prompts], trains=trains)
         except BaseException:
             scorer.close()
             raise
@@ -80,17 +83,6 @@ def opened_scorer(
     for warning in tried.warnings:
         console.warn(warning)
     return scorer
-
-
-def as_options(refusal: Refusal, options: Mapping[str, str] = OPTIONS) -> Refusal:
-    """The same, in the words of the command."""
-
-    def said(text: str) -> str:
-        for key, option in options.items():
-            text = text.replace(key, option)
-        return text
-
-    return Refusal([Problem(said(p.where), said(p.why), said(p.remedy)) for p in refusal.problems])
 
 
 def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:

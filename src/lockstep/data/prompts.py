@@ -84,15 +84,10 @@ def read_questions(
     columns: QuestionColumns | None = None,
     *,
     first: int = 0,
-    asked: frozenset[str] = ASKED,
 ) -> list[Question]:
-    """`limit` rows (all by default) from the `first` on; rows that do not fit are refused together.
-
-    Without `columns` they are found by the names that rows have; `asked` is what is read of a row.
-    """
-    if columns is None:
-        source = Source(path=rows.files[0].name)
-        columns = find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns), asked)
+    """`limit` rows (all by default) from the `first` on; rows that do not fit are refused together. Without `columns`
+    they are found by the names that rows have, and nothing can be set."""
+    columns = columns or _named_columns(rows)
     questions: list[Question] = []
     problems: list[Problem] = []
     for i in range(first, len(rows) if limit is None else min(first + limit, len(rows))):
@@ -102,6 +97,16 @@ def read_questions(
             problems += refusal.problems
     refuse_all(problems, "rows")
     return questions
+
+
+def _named_columns(rows: RowSet) -> QuestionColumns:
+    source = Source(path=rows.files[0].name)
+    try:
+        return find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns))
+    except Refusal as refusal:
+        # A recipe of an offline method has no keys for them.
+        remedy = f"name that of the prompts prompt, and that of the ground truth one of {', '.join(TRUTHS)}"
+        raise Refusal([Problem(p.where, p.why, remedy) for p in refusal.problems]) from refusal
 
 
 def question_of(row: Row, origin: Origin, columns: QuestionColumns) -> Question:

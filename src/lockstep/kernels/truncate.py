@@ -50,7 +50,9 @@ def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | N
         ordered, order = rows.masked_fill(~stay, LEFT_OUT).sort(dim=-1, descending=True, stable=True)
         shares = ordered.softmax(-1)
         before = shares.cumsum(-1) - shares
-        stay &= torch.empty_like(stay).scatter_(-1, order, before < how.top_p)
+        held = before < how.top_p
+        held[..., 0] = True  # a top-p that is 0 in these digits leaves the likeliest too
+        stay &= torch.empty_like(stay).scatter_(-1, order, held)
     if keep_R is not None:
         stay.scatter_(-1, keep_R[:, None], True)
     return logits_RV.masked_fill_(~stay, LEFT_OUT)

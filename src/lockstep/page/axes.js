@@ -12,7 +12,11 @@ function valueAxis(values, y, box, style) {
 }
 
 function stepAxis(domain, x, box) {
-  const whole = ticks(domain, Math.max(2, Math.floor((box.right - box.left) / 100))).filter(Number.isInteger);
+  const room = Math.max(2, Math.floor((box.right - box.left) / 100));
+  // One mark alone tells no distance: a finer division has two, which fit as well.
+  const [whole] = [room, room + 1, room + 2]
+    .map((wanted) => ticks(domain, wanted).filter(Number.isInteger))
+    .sort((left, right) => Number(left.length < 2) - Number(right.length < 2));
   return whole.map((value) =>
     svg(
       "g",

@@ -22,7 +22,9 @@ function metricName(name) {
   return el(
     "code",
     {},
-    name.split(/(?<=\/)/).map((part, i) => (i === 0 ? part : [el("wbr"), part])),
+    visible(name)
+      .split(/(?<=\/)/)
+      .map((part, i) => (i === 0 ? part : [el("wbr"), part])),
   );
 }
 

@@ -48,11 +48,14 @@ def dry_run(
     questions: Sequence[Question],
     rule_of: Callable[[str], Rule | None],
     weights: Mapping[str, float],
+    *,
+    trains: bool = True,
 ) -> Tried:
     """A line for each part and data source; refuses what fails, and what scores right and empty answers alike.
 
     Every ground truth is looked at where the rule counts. The answers tried are those of `right_answers`. A warning
-    where the parts that know the ground truth score the empty answer, by their weights, above all of these.
+    where the parts that know the ground truth score the empty answer, by their weights, above all of these. Where
+    nothing is trained by it, a function may look for something that no answer tried here has: that is a warning too.
     """
     problems: list[Problem] = []
     if any(part.name == "rule" for part in parts):
@@ -65,15 +68,18 @@ def dry_run(
             trials[part.name, source] = [_try(part, row, rule_of(source)) for row in rows]
     for part in parts:
         part.flush()
-    lines = []
+    lines, alike = [], []
     for (name, source), tried in trials.items():
         line, found = _judged(name, source, tried, say_source=len(sources) > 1)
         lines.append(line)
-        problems += found
+        if found and not trains and name != "rule" and not _any_failed(tried):
+            alike += [f"reward {name}: {problem.why}" for problem in found]
+        else:
+            problems += found
     refuse_all(problems)
     counting = {name: weight for name, weight in weights.items() if weight and name in KNOWING}
     said = [_upside_down(source, [trials[name, source] for name in counting], counting) for source in sources]
-    return Tried(lines, [warning for warning in said if warning])
+    return Tried(lines, alike + [warning for warning in said if warning])
 
 
 def right_answers(part: str, question: Question, rule: Rule | None) -> list[str]:
@@ -125,6 +131,10 @@ def _judged(name: str, source: str, trials: Sequence[_Trial], *, say_source: boo
     if apart or name == "format":
         return line, []
     return line, [_blind(name, source, trials, shown[1])]
+
+
+def _any_failed(trials: Sequence[_Trial]) -> bool:
+    return any(isinstance(f.result(), Failure) for trial in trials for f in (trial.empty, *trial.right))
 
 
 def _upside_down(source: str, by_part: Sequence[Sequence[_Trial]], weights: Mapping[str, float]) -> str | None:

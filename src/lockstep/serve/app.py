@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from lockstep.serve.answers import ApiAnswer
 from lockstep.serve.gate import check_caller
@@ -56,6 +57,10 @@ def model_list(names: tuple[str, ...], longest: int | None) -> dict[str, Any]:
     return {"object": "list", "data": [{**model, "max_model_len": longest} if longest else model]}
 
 
+def model_path(names: tuple[str, ...]) -> str:
+    return f"/v1/models/{quote(names[0], safe='')}"
+
+
 class LanguageModelApp:
     def __init__(self, served: Served, worker: EngineWorker):
         self.served, self.worker = served, worker
@@ -66,6 +71,7 @@ class LanguageModelApp:
             ("POST", "/v1/chat/completions"): self.chat,
             ("POST", "/v1/completions"): self.complete,
             ("GET", "/v1/models"): self.models,
+            ("GET", model_path(served.names)): self.one_model,
             ("GET", "/health"): self.health,
         }
 
@@ -77,6 +83,9 @@ class LanguageModelApp:
 
     async def models(self, request: HttpRequest) -> HttpReply:
         return as_json(self._models)
+
+    async def one_model(self, request: HttpRequest) -> HttpReply:
+        return as_json(self._models["data"][0])
 
     async def health(self, request: HttpRequest) -> HttpReply:
         if self.worker.over is not None:

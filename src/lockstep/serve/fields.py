@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from lockstep.serve.replies import ApiError
 
 _MISSING = object()
+_LARGEST = sys.float_info.max
 
 
 def wrong(key: str, why: str) -> ApiError:
@@ -36,7 +38,7 @@ class Fields:
 
     def number(self, key: str, default: float, low: float, high: float = math.inf) -> float:
         found = self.take(key, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) <= _LARGEST:
             raise wrong(key, f"{_shown(found)} is not a number")
         if not low <= found <= high:
             raise wrong(key, f"{found} is not {_range(low, high)}")
@@ -52,8 +54,8 @@ class Fields:
             raise wrong(key, f"{found} is not {_range(low, high)}")
         return found
 
-    def switch(self, key: str) -> bool:
-        found = self.take(key, False)
+    def switch(self, key: str, default: bool = False) -> bool:
+        found = self.take(key, default)
         if not isinstance(found, bool):
             raise wrong(key, f"{_shown(found)} is neither true nor false")
         return found
@@ -85,6 +87,14 @@ class Fields:
         if self._left:
             key = next(iter(self._left))
             raise ApiError(400, f"{key}: this endpoint has no such key", param=key, code="unknown_parameter")
+
+
+def check_model(fields: Fields, names: Sequence[str]) -> None:
+    """The model that a request names, if it names one, must be the one that is here; the first name is told."""
+    name = fields.text("model", names[0])
+    if name not in names:
+        why = f"model: {name[:200]!r} is not served here, {names[0]!r} is"
+        raise ApiError(404, why, param="model", code="model_not_found")
 
 
 def sound(text: str, key: str) -> str:

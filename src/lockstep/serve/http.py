@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -21,6 +22,9 @@ from lockstep.serve.replies import ApiError, HttpReply, of_error
 HEAD_BYTES = 2**16
 # After an answer to a request that was not read to its end: what still comes is read, so that the answer arrives.
 LINGER_SECONDS = 2.0
+# Said twice, two readers of a request may each believe another one.
+_ONCE = ("host", "origin", "authorization", "content-length", "transfer-encoding")
+_CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,16}")
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ class HttpServer:
         reply = await self._answered(connection, request)
         if reply is None:
             return False
-        keep = request.headers.get("connection", "").lower() != "close"
+        said = request.headers.get("connection", "").lower()
+        keep = "close" not in [word.strip() for word in said.split(",")]
         try:
             await self._send(connection, reply, keep=keep, headless=request.method == "HEAD")
         finally:
@@ -189,7 +194,7 @@ class HttpServer:
         words = first.split(" ")
         if len(words) != 3 or words[2] not in ("HTTP/1.1", "HTTP/1.0"):
             raise ApiError(400, "this is no HTTP/1.1 request")
-        headers = dict(_header(line) for line in lines)
+        headers = _headers(lines)
         if words[2] == "HTTP/1.0":
             headers["connection"] = "close"
         path = words[1].partition("?")[0]
@@ -225,11 +230,13 @@ class HttpServer:
         while True:
             try:
                 line = (await reader.readuntil(b"\r\n")).partition(b";")[0].strip()
-                count = int(line, 16)
-            except (ValueError, asyncio.LimitOverrunError) as error:
+            except asyncio.LimitOverrunError as error:
                 raise ApiError(400, "the chunks of the body cannot be read") from error
+            if not _CHUNK_SIZE.fullmatch(line):
+                raise ApiError(400, "the chunks of the body cannot be read")
+            count = int(line, 16)
             size += count
-            if count < 0 or size > self.limits.body_bytes:
+            if size > self.limits.body_bytes:
                 raise self._too_long()
             pieces.append(await reader.readexactly(count))
             # The line break of the chunk; behind the last one, trailers up to an empty line.
@@ -279,6 +286,15 @@ async def _linger(connection: _Connection) -> None:
         if connection.writer.can_write_eof():
             connection.writer.write_eof()
         await asyncio.wait_for(rest(), LINGER_SECONDS)
+
+
+def _headers(lines: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in map(_header, lines):
+        if name in found and name in _ONCE:
+            raise ApiError(400, f"the header {name} is there twice")
+        found[name] = value
+    return found
 
 
 def _header(line: str) -> tuple[str, str]:

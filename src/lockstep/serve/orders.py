@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from lockstep.serve.fields import Fields, is_ids, sound, wrong
+from lockstep.data.vanished import refuse_vanished
+from lockstep.errors import Refusal, first_line
+from lockstep.serve.fields import Fields, check_model, is_ids, sound, wrong
 from lockstep.serve.replies import ApiError
 from lockstep.serve.tickets import GenerationOrder
-from lockstep.types import Message, Sampling
+from lockstep.types import Message, Origin, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Below this a temperature only makes numbers that no longer fit; 0 is greedy.
 COLDEST = 0.01
-MOST_CHOICES, MOST_STOPS = 128, 16
+MOST_CHOICES, MOST_STOPS, MOST_STOP_IDS = 128, 16, 128
+# Characters for each token of the longest sequence: a text of more is tried by its beginning first.
+TRIED_CHARACTERS = 16
 # What `max_tokens` is without being said, as in OpenAI's own completions.
 USUAL_COMPLETION = 16
 _NO_TOOLS = "the model's answer is given as text, calls of tools are not read out of it"
@@ -31,6 +35,7 @@ _TEMPLATES_OWN = {
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
 _NO_PENALTY = "is not here; repetition_penalty is"
+_HERE = Origin("messages", 0)
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class ApiRequest:
 def chat_asked(body: bytes, served: Served) -> ApiRequest:
     """`/v1/chat/completions`."""
     fields = Fields(body)
-    check_model(fields, served)
+    check_model(fields, served.names)
     ids = _chat_ids(_messages(fields.take("messages")), fields.object("chat_template_kwargs"), served)
     wanted = fields.whole("max_completion_tokens", None, 1)
     most = fields.whole("max_tokens", wanted, 1)
@@ -87,8 +92,8 @@ def chat_asked(body: bytes, served: Served) -> ApiRequest:
 def completion_asked(body: bytes, served: Served) -> ApiRequest:
     """`/v1/completions`."""
     fields = Fields(body)
-    check_model(fields, served)
-    prompts = _prompts(fields.take("prompt"), fields.take("add_special_tokens", True) is True, served)
+    check_model(fields, served.names)
+    prompts = _prompts(fields.take("prompt"), fields.switch("add_special_tokens", True), served)
     most = fields.whole("max_tokens", None, 1)
     likeliest = fields.whole("logprobs", None, 0, 20)
     fields.only("echo", (False,), "the prompt is not repeated in the answer; ask with return_token_ids")
@@ -107,9 +112,7 @@ def _asked(
 ) -> ApiRequest:
     n = fields.whole("n", 1, 1, MOST_CHOICES) or 1
     stream, token_ids = fields.switch("stream"), fields.switch("return_token_ids")
-    options = fields.object("stream_options")
-    if options and not stream:
-        raise wrong("stream_options", "is for stream: true")
+    usage = _usage(fields.object("stream_options"), stream)
     stops = _stops(fields)
     seed = fields.whole("seed", None, -(2**63), 2**63 - 1)
     sampling = _sampling(fields, served)
@@ -128,15 +131,18 @@ def _asked(
         for ids in prompts
     ]
     order = GenerationOrder(prompts, n, samplings, stops, likeliest)
-    return ApiRequest(order, stream, bool(options.get("include_usage")), token_ids, likeliest is not None)
+    return ApiRequest(order, stream, usage, token_ids, likeliest is not None)
 
 
-def check_model(fields: Fields, served: Served) -> None:
-    name = fields.text("model", served.names[0])
-    if name not in served.names:
-        raise ApiError(
-            404, f"model: {name!r} is not served here, {served.names[0]!r} is", param="model", code="model_not_found"
-        )
+def _usage(options: dict[str, Any], stream: bool) -> bool:
+    if options and not stream:
+        raise wrong("stream_options", "is for stream: true")
+    for name, value in options.items():
+        if name not in ("include_usage", "include_obfuscation") or (name == "include_obfuscation" and value):
+            raise wrong(f"stream_options.{name}", "is not here; include_usage is")
+        if not isinstance(value, bool):
+            raise wrong(f"stream_options.{name}", "is neither true nor false")
+    return bool(options.get("include_usage"))
 
 
 def _sampling(fields: Fields, served: Served) -> Sampling:
@@ -150,6 +156,9 @@ def _sampling(fields: Fields, served: Served) -> Sampling:
     own = fields.take("stop_token_ids", [])
     if not is_ids(own):
         raise wrong("stop_token_ids", "is not a list of token ids")
+    if len(own) > MOST_STOP_IDS:
+        raise wrong("stop_token_ids", f"has {len(own)} tokens, over the limit of {MOST_STOP_IDS}")
+    _check_known(own, "stop_token_ids", served)
     ends = () if fields.switch("ignore_eos") else served.stop_ids
     penalty = fields.number("repetition_penalty", 1.0, 0)
     if penalty == 0:
@@ -169,8 +178,10 @@ def _sampling(fields: Fields, served: Served) -> Sampling:
 def _stops(fields: Fields) -> tuple[str, ...]:
     found = fields.take("stop", [])
     stops = [found] if isinstance(found, str) else found
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise wrong("stop", "is neither text nor a list of texts")
+    if not all(sound(stop, "stop") for stop in stops):
+        raise wrong("stop", "an empty text would end every answer before it begins")
     if len(stops) > MOST_STOPS:
         raise wrong("stop", f"has {len(stops)} texts, over the limit of {MOST_STOPS}")
     return tuple(stops)
@@ -201,9 +212,7 @@ def _prompts(found: Any, special: bool, served: Served) -> list[list[int]]:
     if not several or not all(isinstance(one, str) or is_ids(one) for one in several):
         raise wrong("prompt", "is neither text nor token ids, nor a list of either")
     prompts = [
-        list(served.tokenizer(sound(one, "prompt"), add_special_tokens=special)["input_ids"])
-        if isinstance(one, str)
-        else list(one)
+        _tokens(sound(one, "prompt"), "prompt", served, special=special) if isinstance(one, str) else list(one)
         for one in several
     ]
     for ids in prompts:
@@ -211,11 +220,28 @@ def _prompts(found: Any, special: bool, served: Served) -> list[list[int]]:
     return prompts
 
 
+def _tokens(text: str, key: str, served: Served, *, special: bool) -> list[int]:
+    """Of a text that is far too long only its beginning: whoever sends one holds up the others as little as can be."""
+    length = TRIED_CHARACTERS * served.longest
+    while length < len(text):
+        found = len(served.tokenizer(text[:length], add_special_tokens=special)["input_ids"])
+        # Twice, because a word that was cut may be more tokens than the whole word is.
+        if found > 2 * served.longest:
+            why = f"{key}: its first {length} characters alone are {found} tokens, over the {served.longest} here"
+            raise ApiError(400, why, param=key, code="context_length_exceeded")
+        length *= 4
+    return list(served.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
 def _check_ids(ids: Sequence[int], served: Served) -> None:
     if not ids:
         raise wrong("prompt", "has no tokens")
+    _check_known(ids, "prompt", served)
+
+
+def _check_known(ids: Sequence[int], key: str, served: Served) -> None:
     if foreign := [token for token in ids if not 0 <= token < served.vocabulary]:
-        raise wrong("prompt", f"token {foreign[0]} is none of the model's {served.vocabulary}")
+        raise wrong(key, f"token {str(foreign[0])[:20]} is none of the model's {served.vocabulary}")
 
 
 def _messages(found: Any) -> list[Message]:
@@ -237,7 +263,10 @@ def _message(found: Any, where: str) -> Message:
         raise wrong(f"{where}.content", "is not text")
     # OpenAI's newer name of the system's role, which templates do not know.
     role = "system" if found["role"] == "developer" else found["role"]
-    return {"role": role, "content": content}
+    named = found.get("name")
+    if named is not None and not isinstance(named, str):
+        raise wrong(f"{where}.name", "is not text")
+    return {"role": role, "content": content, **({"name": named} if named else {})}
 
 
 def _part(part: Any, where: str) -> str:
@@ -256,8 +285,15 @@ def _chat_ids(messages: list[Message], arguments: dict[str, Any], served: Served
         raise ApiError(400, "messages: the model has no chat template; ask /v1/completions", param="messages")
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
-    except (TemplateError, TypeError) as error:
-        raise wrong("messages", f"the chat template refuses them: {error}") from error
-    ids = list(tokenizer(sound(text, "messages"), add_special_tokens=False)["input_ids"])
+        refuse_vanished(text, messages, (), _HERE)
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        # A template is code that came with the model: whatever it fails by, it does not take these messages.
+        raise wrong("messages", f"the chat template refuses them: {first_line(error)}") from error
+    except Refusal as refusal:
+        raise wrong("messages", refusal.problems[0].why) from refusal
+    for number, message in enumerate(messages):
+        if message.get("name", "") not in text:
+            raise wrong(f"messages[{number}].name", "the model's chat template does not write it")
+    ids = _tokens(sound(text, "messages"), "messages", served, special=False)
     _check_ids(ids, served)
     return ids

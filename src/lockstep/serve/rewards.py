@@ -23,8 +23,8 @@ from jinja2 import TemplateError
 from lockstep.errors import first_line
 from lockstep.reward.model import RewardModel
 from lockstep.run.output import write
-from lockstep.serve.app import Route, model_list
-from lockstep.serve.fields import Fields, sound, wrong
+from lockstep.serve.app import Route, model_list, model_path
+from lockstep.serve.fields import Fields, check_model, sound, wrong
 from lockstep.serve.http import HttpRequest
 from lockstep.serve.limits import ServeLimits
 from lockstep.serve.replies import ApiError, HttpReply, as_json
@@ -58,6 +58,7 @@ class RewardForm:
     def encoded(self, body: bytes) -> tuple[str, list[list[int]]]:
         """The name that scores are answered under, and a row for each of them."""
         fields = Fields(body)
+        check_model(fields, self.names)
         items = fields.take("items", None)
         key, rows = ("rewards", self._queries(fields)) if items is None else ("scores", self._items(items))
         if not rows:
@@ -85,10 +86,16 @@ class RewardForm:
             raise wrong(f"{where}.response", "is not text")
         if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
             raise wrong(f"{where}.prompt", "is not a list of messages")
+        # A template would write what is no text as text, and the model would score that.
+        for number, message in enumerate(prompt):
+            content = message.get("content")
+            if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+                raise wrong(f"{where}.prompt[{number}].content", "is not text")
         try:
             return self.model.encode(Question("", prompt, "", Origin(where, 0)), sound(response, f"{where}.response"))
-        except (TemplateError, KeyError, TypeError) as error:
-            raise wrong(f"{where}.prompt", f"the chat template refuses this chat: {error}") from error
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            why = f"the chat template refuses this chat: {first_line(error)}"
+            raise wrong(f"{where}.prompt", why) from error
 
     def _queries(self, fields: Fields) -> list[list[int]]:
         queries = fields.take("query", None)
@@ -212,6 +219,7 @@ class RewardModelApp:
             ("POST", "/v1/rewards"): self.rewards,
             ("POST", "/get_reward"): self.rewards,
             ("GET", "/v1/models"): self.models,
+            ("GET", model_path(form.names)): self.one_model,
             ("GET", "/health"): self.health,
         }
 
@@ -229,6 +237,9 @@ class RewardModelApp:
 
     async def models(self, request: HttpRequest) -> HttpReply:
         return as_json(self._models)
+
+    async def one_model(self, request: HttpRequest) -> HttpReply:
+        return as_json(self._models["data"][0])
 
     async def health(self, request: HttpRequest) -> HttpReply:
         if self.worker.over is not None:

@@ -80,7 +80,7 @@ async def _run(app: App, address: ListenAddress, limits: ServeLimits, name: str)
         port = await server.listen(address.host, address.port)
     except OSError as error:
         where = f"--host {address.host} --port {address.port}"
-        raise Refusal.at(where, f"cannot be listened on: {error.strerror}", "choose another port") from error
+        raise Refusal.at(where, f"cannot be listened on: {error.strerror}", "choose another host or port") from error
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

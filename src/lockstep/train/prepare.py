@@ -429,11 +429,23 @@ def _questions(recipe: Recipe) -> list[Question]:
 def _refuse_long_questions(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: Any, questions: list[Question]
 ) -> None:
-    """Questions whose answers could grow past what the engine can cache of this model."""
-    if not questions or not ENGINES[recipe.rollout.engine].paged or fixed_length(config.get_text_config()) is None:
+    """Questions whose answers could grow past the model's context, or past what the engine can cache of it."""
+    text = config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None)
+    if not questions or context is None:
         return
     prompts = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))
-    longest = max(len(prompt.ids) for prompt in prompts) + recipe.val.max_new_tokens
+    long = max(prompts, key=lambda prompt: len(prompt.ids))
+    longest = len(long.ids) + recipe.val.max_new_tokens
+    if longest > context:
+        why = f"{recipe.val.max_new_tokens} and the {len(long.ids)} tokens of the longest question"
+        raise Refusal.at(
+            "val.max_new_tokens",
+            f"{why} ({long.question.origin}) are over the model's context of {context}",
+            "lower it" if len(long.ids) < context else "leave the question out",
+        )
+    if not ENGINES[recipe.rollout.engine].paged or fixed_length(text) is None:
+        return
     refuse_moving_positions(config.get_text_config(), longest, config.model_type, "val.max_new_tokens")
 
 

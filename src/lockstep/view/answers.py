@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from lockstep.run.folder import RunFolder
 from lockstep.view.curves import Curves
+from lockstep.view.difference import difference_of
 from lockstep.view.files import Missing, open_inside
 from lockstep.view.recipes import recipe_of
 from lockstep.view.runs import Shelf, held_locks, summary
@@ -37,6 +38,7 @@ class PageAnswers:
             "samples": self.samples,
             "sample": self.sample,
             "recipe": self.recipe,
+            "difference": self.difference,
         }
 
     def run(self, query: Query) -> dict[str, Any]:
@@ -104,6 +106,11 @@ class PageAnswers:
 
     def recipe(self, query: Query) -> dict[str, Any]:
         return recipe_of(self.shelf.root, self.shelf.path(_one(query, "run")))
+
+    def difference(self, query: Query) -> dict[str, Any]:
+        """What is different in the set-up of a run and of another one."""
+        run, other = (self.shelf.path(_one(query, name)) for name in ("run", "against"))
+        return difference_of(self.shelf.root, run, other)
 
     def report(self, query: Query) -> BinaryIO:
         """The page of a comparison, as a file."""

@@ -13,6 +13,8 @@ from lockstep.view.files import Missing, read_small
 
 MOST_BYTES = 1 << 20
 MOST_KEYS = 5_000
+MOST_VALUES = 1 << 22
+"""Characters of all values together: anchors make a small file endless."""
 # The one written in C where the package has it: a recipe is read in a millisecond.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -49,8 +51,10 @@ def loaded(text: str) -> Any:
 def flat(value: Any) -> dict[str, str]:
     """Every value under its dotted key, written as JSON."""
     found: dict[str, str] = {}
+    left = MOST_VALUES
 
     def walk(part: Any, key: str) -> None:
+        nonlocal left
         if isinstance(part, dict) and part:
             for name, item in part.items():
                 walk(item, f"{key}.{name}" if key else str(name))
@@ -59,6 +63,9 @@ def flat(value: Any) -> dict[str, str]:
                 walk(item, f"{key}.{number}")
         elif len(found) < MOST_KEYS:
             found[key] = json.dumps(part, ensure_ascii=False, default=str)
+            left -= len(found[key])
+            if left < 0:
+                raise Missing(f"has over {MOST_VALUES:,} characters: too many to show")
         else:
             raise Missing(f"has over {MOST_KEYS:,} keys: too many to show")
 
@@ -66,4 +73,6 @@ def flat(value: Any) -> dict[str, str]:
         walk(value, "")
     except RecursionError:
         raise Missing("is nested too deeply to show") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise Missing(f"cannot be shown: {error}") from None
     return found

@@ -58,7 +58,9 @@ def find_runs(root: Path) -> FoundRuns:
             path = Path(entry.path)
             if entry.name.startswith(".") or not entry.is_dir():
                 continue
-            if entry.is_symlink() and not inside(root, path):
+            if not _is_text(entry.name):
+                left_out.append(f"{os.fsencode(path.relative_to(root))!r} has a name that is no text: rename it")
+            elif entry.is_symlink() and not inside(root, path):
                 left_out.append(f"{path.relative_to(root)} leads out of the folder")
             elif _is_run(path):
                 if len(runs) < MOST_RUNS:
@@ -70,6 +72,15 @@ def find_runs(root: Path) -> FoundRuns:
 
     look(root, 1)
     return FoundRuns(runs, tuple(left_out))
+
+
+def _is_text(name: str) -> bool:
+    """Whether a browser can say the name: bytes that are no characters it cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_run(folder: Path) -> bool:
@@ -125,7 +136,13 @@ def _sign(file: Path) -> tuple[int, int, int]:
 def _from_recipe(recipe: Any) -> dict[str, Any]:
     sections = recipe if isinstance(recipe, dict) else {}
     run, model = (part if isinstance(part, dict) else {} for part in (sections.get("run"), sections.get("model")))
-    return {"method": str(sections.get("method", "")), "model": str(model.get("path", "")), "steps": run.get("steps")}
+    # As a run writes them. Anything else, which may be endless or no number, is not shown.
+    method, path, steps = sections.get("method"), model.get("path"), run.get("steps")
+    return {
+        "method": method if isinstance(method, str) else "",
+        "model": path if isinstance(path, str) else "",
+        "steps": steps if isinstance(steps, int) and abs(steps) < 2**53 else None,
+    }
 
 
 def _from_metrics(line: dict[str, Any] | None) -> dict[str, Any]:

@@ -55,11 +55,10 @@ class Filter:
 def _texts(sample: dict[str, Any]) -> list[str]:
     """What a search looks into: prompt, response, truth, origin and what went wrong."""
     prompt = sample.get("prompt")
-    messages = [message.get("content") if isinstance(message, dict) else message for message in prompt or []]
+    turns = prompt if isinstance(prompt, list) else [prompt]
+    messages = [message.get("content") if isinstance(message, dict) else message for message in turns]
     told = [sample.get(name) for name in ("response", "ground_truth", "failure", "origin")]
-    return [
-        str(text).lower() for text in ([prompt] if isinstance(prompt, str) else messages) + told if text is not None
-    ]
+    return [str(text).lower() for text in messages + told if text is not None]
 
 
 def of_step(file: BinaryIO, wanted: Filter, step: int | None, start: int | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import secrets
 import sys
 from collections.abc import Callable
@@ -101,9 +102,9 @@ class _Handler(BaseHTTPRequestHandler):
             kind, content = self.server.assets[path]
             self._send(HTTPStatus.OK, kind, content)
         elif (question := self.server.answers.questions.get(path.removeprefix("api/"))) and path.startswith("api/"):
-            answer = self._asked(question, query)
+            answer = self._asked(lambda told: _written(self._with_report(path, question(told))), query)
             if answer is not None:
-                self._json(HTTPStatus.OK, self._with_report(path, answer))
+                self._send(HTTPStatus.OK, "application/json", answer)
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
 
@@ -118,6 +119,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, str(error))
         except OSError as error:
             self._refuse(HTTPStatus.NOT_FOUND, f"cannot be read: {error.strerror}")
+        except Exception as error:  # noqa: BLE001 - a defect of ours must not look like a lost connection
+            self.server.handle_error(self.request, self.client_address)
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"this page failed: {type(error).__name__}: {error}")
         return None
 
     def _report(self, query: str) -> None:
@@ -135,8 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._json(status, {"error": why})
 
     def _json(self, status: HTTPStatus, answer: dict[str, Any]) -> None:
-        # ASCII: halves of surrogate pairs, which a response may hold, stay what they are.
-        self._send(status, "application/json", json.dumps(answer, allow_nan=False, separators=(",", ":")).encode())
+        self._send(status, "application/json", _written(answer))
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         self._begin(status, kind, len(content), POLICY)
@@ -162,6 +165,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the terminal has the link, and should keep it in view."""
+
+
+def _written(answer: dict[str, Any]) -> bytes:
+    """As JSON, in ASCII: halves of surrogate pairs, which a response may hold, stay what they are."""
+    try:
+        return json.dumps(answer, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        # A number beyond all that JSON's readers know, 1e999, was read as infinite.
+        return json.dumps(_finite(answer), allow_nan=False, separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _same(told: str, token: str) -> bool:

@@ -44,11 +44,18 @@ def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
             for log in (a, b)
             if log.evidence is None
         ]
-    found: list[Difference] = []
     unknown = [sentence for log, one in ((a, a.evidence), (b, b.evidence)) for sentence in _resumed(log, one)]
     unknown += [sentence for log in (a, b) for sentence in _holes(log)]
+    found, silent = setup_differences(a.evidence, b.evidence)
+    return found, unknown + silent
+
+
+def setup_differences(a: Evidence, b: Evidence) -> Differences:
+    """The same of what two run folders hold besides their curves."""
+    found: list[Difference] = []
+    unknown: list[str] = []
     for look in (_recipe, _own_code, _data, _model, _versions, _engine, _determinism, _device):
-        differ, silent = look(a.evidence, b.evidence)
+        differ, silent = look(a, b)
         found += differ
         unknown += silent
     return sorted(found, key=lambda difference: _ORDER.index(difference.weight)), unknown

@@ -106,6 +106,12 @@ function pointsAt(curves, step) {
     });
 }
 
+/** The last part of a run's path, where no other run that is shown ends like that. */
+function shortName(run, points) {
+  const name = runName(run);
+  return points.filter((point) => runName(point.curve.run) === name).length > 1 ? run : name;
+}
+
 function showStep(drawing, tooltip, step) {
   const points = pointsAt(drawing.curves, step);
   const at = drawing.x(step);
@@ -126,7 +132,7 @@ function showStep(drawing, tooltip, step) {
       "div",
       { class: "tooltip-grid" },
       points.map((point) => [
-        el("span", { class: "key" }, swatch(point.curve.run), runName(point.curve.run)),
+        el("span", { class: "key" }, swatch(point.curve.run), visible(shortName(point.curve.run, points))),
         el(
           "span",
           { "data-hover": point.curve.run, "data-value": String(point.value) },

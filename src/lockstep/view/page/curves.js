@@ -236,7 +236,7 @@ function makeCurves(root) {
           el(
             "summary",
             {},
-            group === "first" ? "At a glance" : group,
+            group === "first" ? "At a glance" : visible(group),
             el("span", { class: "quiet" }, ` ${show(members.length, "count")}`),
           ),
           el(
@@ -258,7 +258,7 @@ function makeCurves(root) {
   function drawLegend() {
     const runs = shownRuns();
     legend.replaceChildren(
-      ...(runs.length < 2 ? [] : runs.map((run) => el("span", { class: "legend-entry" }, swatch(run), run))),
+      ...(runs.length < 2 ? [] : runs.map((run) => el("span", { class: "legend-entry" }, swatch(run), visible(run)))),
     );
   }
 

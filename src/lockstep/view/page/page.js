@@ -58,7 +58,7 @@ function drawTabs() {
     const chosen = name === state.tab;
     tabs[name].setAttribute("aria-selected", String(chosen));
     tabs[name].tabIndex = chosen ? 0 : -1;
-    panels[name].hidden = !chosen;
+    panels[name].hidden = !chosen || state.run === null;
   }
 }
 
@@ -78,9 +78,9 @@ function drawTitle() {
   const now = Date.now() / 1000;
   const facts = [info.model, factsOf(info), info.written ? `written ${ago(now - info.written)}` : null];
   title.replaceChildren(
-    el("h1", {}, info.run),
+    el("h1", {}, visible(info.run)),
     ...(info.running ? [el("span", { class: "badge good" }, "running")] : []),
-    el("p", { class: "quiet" }, facts.filter((part) => part).join(" · ")),
+    el("p", { class: "quiet" }, visible(facts.filter((part) => part).join(" · "))),
   );
   document.title = `${info.run} – lockstep view`;
 }

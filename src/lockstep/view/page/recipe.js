@@ -4,7 +4,7 @@ function makeRecipe(root) {
   const against = el("select", { id: "against", "aria-label": "Difference to" });
   const difference = el("div", { id: "difference" });
   const whole = el("div", { id: "recipe" });
-  const told = new Map();
+  let weighing = null;
 
   root.append(
     el("div", { class: "toolbar" }, el("div", { class: "controls" }, el("label", {}, "Difference to ", against))),
@@ -22,69 +22,119 @@ function makeRecipe(root) {
     if (state.against !== null && !others.includes(state.against)) state.against = null;
     against.replaceChildren(
       el("option", { value: "" }, "no other run"),
-      ...others.map((run) => el("option", { value: run, selected: run === state.against ? "" : null }, run)),
+      ...others.map((run) => el("option", { value: run, selected: run === state.against ? "" : null }, visible(run))),
     );
-    const runs = [state.run, ...(state.against === null ? [] : [state.against])];
-    const answers = await telling(() => Promise.all(runs.map((run) => ask("recipe", { run }))));
-    if (answers === null || runs[0] !== state.run) return;
-    runs.forEach((run, i) => told.set(run, answers[i]));
-    difference.replaceChildren(...(state.against === null ? [] : differences(runs, answers)));
+    const [run, other] = [state.run, state.against];
+    const answers = await telling(() =>
+      Promise.all([ask("recipe", { run }), ...(other === null ? [] : [ask("recipe", { run: other })])]),
+    );
+    if (answers === null || run !== state.run || other !== state.against) return;
     whole.replaceChildren(...recipeParts(answers[0]));
+    if (other === null) {
+      difference.replaceChildren();
+      weighing = null;
+      return;
+    }
+    if (weighing !== `${run}\n${other}`) difference.replaceChildren(el("p", { class: "card quiet" }, "Weighing …"));
+    weighing = `${run}\n${other}`;
+    const found = await telling(() => ask("difference", { run, against: other }));
+    if (found === null || run !== state.run || other !== state.against) return;
+    // What cannot be weighed is shown all the same.
+    const parts = found.problem === undefined
+      ? weighed([run, other], found)
+      : [
+          el("p", { class: "card warning" }, visible(`Not weighed: ${found.problem}`)),
+          ...unlike("Recipe", [run, other], answers[0].recipe, answers[1].recipe),
+        ];
+    const facts = unlike("Environment", [run, other], answers[0].env, answers[1].env);
+    if (facts.length > 0) {
+      const title = "Every fact of the environment that is different";
+      parts.push(el("details", { class: "fold" }, el("summary", {}, title), facts));
+    }
+    difference.replaceChildren(...parts);
   }
 
   return { choose };
 }
 
-function differences([ours, theirs], [mine, other]) {
-  return [
-    ["Recipe", mine.recipe, other.recipe],
-    ["Environment", mine.env, other.env],
-  ].map(([title, left, right]) => {
-    const value = (keys, key) => (Object.hasOwn(keys, key) ? keys[key] : undefined);
-    const every = [...new Set([...Object.keys(left), ...Object.keys(right)])];
-    const keys = every.filter((key) => value(left, key) !== value(right, key));
-    if (keys.length === 0) return el("p", { class: "card quiet" }, `${title}: nothing is different.`);
-    const cell = (text) => el(
-      "td",
-      { class: "value" },
-      text === undefined ? el("span", { class: "missing" }, "not set") : visible(text),
+const WEIGHTS = { blocks: "bad", matters: "noise", harmless: "quiet" };
+
+/** By what a difference does to the curves, as the page of a comparison tells it; what does nothing is folded away. */
+function weighed(runs, { differences, unknown }) {
+  const told = differences.filter((one) => one.weight !== "harmless");
+  const harmless = differences.filter((one) => one.weight === "harmless");
+  const parts = [];
+  if (told.length > 0) {
+    const title = `${show(told.length, "count")} that may change a curve`;
+    parts.push(differenceTable("Differences", title, runs, told));
+  } else {
+    const none = "Nothing is different that may change a curve.";
+    parts.push(el("p", { class: "card quiet", id: "no-difference" }, none));
+  }
+  if (harmless.length > 0) {
+    const title = `${show(harmless.length, "count")} more, which must not change the curves`;
+    parts.push(
+      el("details", { class: "fold" }, el("summary", {}, title), differenceTable("Harmless", "", runs, harmless)),
     );
-    return el(
+  }
+  if (unknown.length > 0) {
+    const list = unknown.map((one) => el("li", {}, visible(one)));
+    parts.push(el("details", { class: "fold" }, el("summary", {}, "What a run does not tell"), el("ul", {}, list)));
+  }
+  return parts;
+}
+
+/** Plain, by key. */
+function unlike(title, runs, left, right) {
+  const value = (keys, key) => (Object.hasOwn(keys, key) ? keys[key] : null);
+  const keys = [...new Set([...Object.keys(left), ...Object.keys(right)])];
+  const rows = keys
+    .map((key) => ({ key, a: value(left, key), b: value(right, key) }))
+    .filter((one) => one.a !== one.b);
+  return rows.length === 0 ? [] : [differenceTable(title, `${show(rows.length, "count")} different`, runs, rows)];
+}
+
+function differenceTable(title, count, runs, rows) {
+  const weights = rows.some((one) => one.weight !== undefined);
+  const head = [...(weights ? ["weight"] : []), "key", ...runs];
+  const cell = (text, run) => el(
+    "td",
+    { class: "value", "data-of": visible(run) },
+    text === null ? el("span", { class: "missing" }, "not set") : visible(text),
+  );
+  return el(
+    "div",
+    { class: "card flush" },
+    el(
       "div",
-      { class: "card flush" },
+      { class: "scroll" },
       el(
-        "div",
-        { class: "scroll" },
+        "table",
+        { class: weights ? "differences weighed" : "differences" },
+        el("caption", {}, title, el("span", { class: "quiet" }, ` ${count}`)),
+        el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, visible(name))))),
         el(
-          "table",
-          { class: "differences" },
-          el("caption", {}, title, el("span", { class: "quiet" }, ` ${show(keys.length, "count")} different`)),
-          el(
-            "thead",
-            {},
-            el(
+          "tbody",
+          {},
+          rows.map(
+            (one) => el(
               "tr",
-              {},
-              [el("th", { scope: "col" }, "key"), el("th", { scope: "col" }, ours), el("th", { scope: "col" }, theirs)],
-            ),
-          ),
-          el(
-            "tbody",
-            {},
-            keys.map(
-              (key) => el(
-                "tr",
-                { "data-key": key },
-                el("td", {}, el("code", {}, visible(key))),
-                cell(value(left, key)),
-                cell(value(right, key)),
+              { "data-key": one.key },
+              weights ? el("td", {}, el("span", { class: `badge ${WEIGHTS[one.weight]}` }, one.weight)) : null,
+              el(
+                "td",
+                {},
+                el("code", {}, visible(one.key)),
+                weights ? el("div", { class: "effect" }, visible(one.effect)) : null,
               ),
+              cell(one.a, runs[0]),
+              cell(one.b, runs[1]),
             ),
           ),
         ),
       ),
-    );
-  });
+    ),
+  );
 }
 
 function recipeParts(told) {

@@ -16,6 +16,7 @@ function makeRuns(root, choose) {
     left,
   );
   root.append(folded);
+  let inView = null;
   filter.addEventListener("input", draw);
   const narrow = matchMedia("(max-width: 860px)");
   if (narrow.matches) folded.open = false;
@@ -51,7 +52,7 @@ function makeRuns(root, choose) {
     const button = el(
       "button",
       { type: "button", class: "run-name", "data-run": one.run, "aria-current": chosen ? "true" : null },
-      el("span", { class: "run-title" }, one.run, one.running ? el("span", { class: "running" }, "running") : null),
+      el("span", { class: "run-title" }, visible(one.run), one.running ? el("span", { class: "running" }, "running") : null),
       el("span", { class: "quiet run-facts" }, factsOf(one)),
     );
     button.addEventListener("click", () => choose(one.run));
@@ -76,7 +77,19 @@ function makeRuns(root, choose) {
     document.getElementById("run-count").textContent = show(state.listed.runs.length, "count");
     left.hidden = state.listed.left_out.length === 0;
     const { left_out: others } = state.listed;
-    left.textContent = `Left out: ${others.slice(0, 5).join("; ")}${others.length > 5 ? " …" : ""}`;
+    left.textContent = visible(`Left out: ${others.slice(0, 5).join("; ")}${others.length > 5 ? " …" : ""}`);
+    // Once for each choice: a reader who scrolls the list is left alone.
+    if (inView !== state.run) bringIntoView(list.querySelector(".chosen"), narrow.matches ? list : root);
+    inView = state.run;
+  }
+
+  /** Not `scrollIntoView`, which moves the page too. */
+  function bringIntoView(chosen, box) {
+    if (chosen === null) return;
+    const [own, around] = [chosen.getBoundingClientRect(), box.getBoundingClientRect()];
+    const bottom = Math.min(around.bottom, innerHeight);
+    if (own.top >= around.top && own.bottom <= bottom) return;
+    box.scrollTop += own.top - (around.top + bottom) / 2;
   }
 
   /** The run `places` further down the list. */
@@ -99,5 +112,5 @@ function factsOf(one) {
   const planned = Number.isInteger(one.steps) ? ` of ${show(one.steps, "step")}` : "";
   const steps = Number.isInteger(one.step) ? `step ${show(one.step, "step")}${planned}` : "no step yet";
   const value = typeof one.value === "number" ? `${one.metric} ${show(one.value)}` : null;
-  return [one.problem, one.method, steps, value].filter((fact) => fact).join(" · ");
+  return visible([one.problem, one.method, steps, value].filter((fact) => fact).join(" · "));
 }

@@ -299,6 +299,7 @@ function sampleParts(sample, colour) {
 }
 
 function promptTurns(prompt) {
+  if (prompt === undefined || prompt === null) return el("p", { class: "quiet" }, "Its prompt is not stored.");
   const messages = Array.isArray(prompt) ? prompt : [{ role: "prompt", content: prompt }];
   return messages.map((message) => {
     const told = typeof message === "object" && message !== null ? message : { role: "", content: message };
