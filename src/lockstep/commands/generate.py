@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from lockstep.data.chat import render_prompt
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.model.load import load_config, load_tokenizer, with_lora
-from lockstep.model.pretrained import pretrained
+from lockstep.kernels.wide_products import prepare_products
+from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer, with_lora
+from lockstep.model.pretrained import whole_model
 from lockstep.model.resolve import model_folder
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.ending import end_ids
@@ -48,8 +49,9 @@ class Conversation:
         chosen = select(device)
         folder = model_folder(model)
         self.tokenizer = load_tokenizer(folder)
-        load_config(folder)
-        loaded = pretrained(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
+        refuse_foreign_tokenizer(self.tokenizer, load_config(folder).get_text_config().vocab_size, folder)
+        loaded = whole_model(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
+        prepare_products(loaded.dtype)
         if adapter is not None:
             # The layers of the model itself carry the adapter then.
             loaded = with_lora(loaded, Lora(adapter=adapter), seed=0).base_model.model

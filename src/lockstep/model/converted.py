@@ -22,7 +22,7 @@ from lockstep.run.caches import cache_home
 from lockstep.run.files import written_aside
 from lockstep.run.output import write
 
-VERSION = 1
+VERSION = 2
 """Of the conversions: another one makes the folders anew."""
 
 
