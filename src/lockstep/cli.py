@@ -145,6 +145,7 @@ def recipes(
 @app.command()
 def init(
     file: Annotated[Path, typer.Argument(metavar="[FILE.yaml]", help="The new recipe.")] = Path("recipe.yaml"),
+    overrides: Overrides = None,
     method: Annotated[str | None, typer.Option(help="What to do: sft, dpo, grpo, or another method.")] = None,
     model: Annotated[str | None, typer.Option(metavar="DIR", help="The model's Hugging Face folder.")] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH", help="Training rows.")] = None,
@@ -154,10 +155,13 @@ def init(
     ] = None,
     teacher: Annotated[str | None, typer.Option(metavar="DIR", help="Distillation: the teacher's folder.")] = None,
 ) -> None:
-    """Write a first recipe with comments; asks for what the options leave open."""
+    """Write a first recipe with comments; asks for what the options leave open.
+
+    Rows that are here are looked at: the recipe gets what they need, or they are refused.
+    """
     from lockstep.commands.init import asked, write_recipe
 
-    for line in write_recipe(file, asked(file, method, model, data, val, reward, teacher)):
+    for line in write_recipe(file, asked(file, method, model, data, val, reward, teacher, overrides or ())):
         write(line)
 
 
