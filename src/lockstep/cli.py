@@ -191,6 +191,17 @@ def doctor(
 
 
 @app.command()
+def cache(
+    clear: Annotated[str | None, typer.Option(metavar="PART|all", help="Delete rows, folders, models, or all.")] = None,
+) -> None:
+    """Show what is kept to save time (encoded rows, converted models) and how large it is, or delete it."""
+    from lockstep.commands.cache import cache_lines
+
+    for line in cache_lines(clear):
+        write(line)
+
+
+@app.command()
 def generate(
     model: ModelArgument,
     prompt: Annotated[str | None, typer.Argument(help="What to say to it.")] = None,
