@@ -24,4 +24,7 @@ RecipeArgument = Annotated[
     ),
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a run folder.")]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A model folder, a run, a checkpoint, an adapter, a GGUF file, a hub name."),
+]

@@ -28,8 +28,9 @@ def looks_like_hub(path: str) -> bool:
     return _NAME.fullmatch(path) is not None and path.count("/") == 1
 
 
-def hub_folder(name: str, where: str) -> str:
-    """The files of a hub model on this machine: those of an earlier download, or fetched now."""
+def hub_folder(name: str, where: str, hint: str = "") -> str:
+    """The files of a hub model on this machine: those of an earlier download, or fetched now. `hint` comes before the
+    advice."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -40,11 +41,11 @@ def hub_folder(name: str, where: str) -> str:
             return local
     except (LocalEntryNotFoundError, OSError):
         pass  # not here yet
-    remedy = "name a folder on this machine, or download the model where there is a network and copy it here"
+    remedy = f"{hint}name a folder on this machine, or download the model where there is a network and copy it here"
     status = ask_hub(name, where, "there is no such folder", remedy)
     if status in (401, 403, 404):
         why = f"there is no such folder, and the hub has none of that name that may be read ({status})"
-        raise Refusal.at(where, why, "look at the name; for a private or gated one set HF_TOKEN")
+        raise Refusal.at(where, why, f"{hint}look at the name; for a private or gated one set HF_TOKEN")
     try:
         return snapshot_download(name, allow_patterns=FILES, endpoint=constants.ENDPOINT)
     except hub_errors() as error:
