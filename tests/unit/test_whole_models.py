@@ -20,6 +20,7 @@ from lockstep.errors import Refusal
 from lockstep.model.export import export_model
 from lockstep.model.gguf import import_gguf
 from lockstep.model.merge import merge_adapter
+from lockstep.model.resolve import model_folder
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Model
 
@@ -162,3 +163,31 @@ def test_an_export_keeps_the_generation_settings_of_its_base(model: Path, tmp_pa
 def lora_of(settings: Model) -> LoraConfig:
     assert settings.lora is not None
     return LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+
+
+def test_a_name_that_is_no_model_is_answered_with_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("runs/first/recipe.yaml", "runs/first/checkpoints/step_2/state.json", "packed/q8.gguf", "tiny/x"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    for path, told in {
+        "runs": "name one of those in it: runs/first",
+        "runs/first/checkpoints": "name one of its checkpoints: runs/first/checkpoints/step_2",
+        "packed": "name the file: packed/q8.gguf",
+        "tinny": "did you mean tiny?",
+        "rums/first": "did you mean the folder runs?",
+        "runs/frist": "did you mean runs/first?",
+        "far/away/from/all": "lockstep tiny far/away/from/all",
+        "packed/q8.gguf/x": "no such folder",
+    }.items():
+        with pytest.raises(Refusal) as refused:
+            model_folder(path)
+        assert told in str(refused.value), path
+    adapter_of = {"base_model_name_or_path": "someone/model"}
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text(json.dumps(adapter_of))
+    with pytest.raises(Refusal, match=r"set model.path to the base model and model.adapter to this folder"):
+        model_folder("adapter")

@@ -86,6 +86,8 @@ def _near(path: Path) -> str:
     """What has nearly this name where it was looked for; empty where nothing has."""
     while not path.parent.exists():
         path = path.parent
+    if not path.parent.is_dir():
+        return ""
     found = get_close_matches(path.name, (one.name for one in path.parent.iterdir()), n=1, cutoff=0.75)
     return str(path.with_name(found[0])) if found else ""
 
