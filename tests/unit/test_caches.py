@@ -104,3 +104,11 @@ def test_a_bound_that_is_no_number_is_refused(cache: Path, monkeypatch: pytest.M
     monkeypatch.setenv("LOCKSTEP_CACHE_GB", "lots")
     with pytest.raises(Refusal, match="'lots' is no number"):
         make("one")
+
+
+def test_a_cache_that_is_full_is_named(cache: Path) -> None:
+    def convert(aside: Path) -> None:
+        raise Refusal.at(aside, "could not be written: No space left on device")
+
+    with pytest.raises(Refusal, match="LOCKSTEP_CACHE names the folder of the cache"):
+        converted("one", ["one"], convert)

@@ -254,3 +254,9 @@ def test_without_the_model_the_columns_are_told(tmp_path: Path) -> None:
     said = " ".join(" ".join(write_recipe(tmp_path / "r.yaml", Wishes("sft", "later", str(data)))).split())
     assert "6 rows of instruction, input, output" in said
     assert load_recipe(str(tmp_path / "r.yaml")).batch.rows_per_update == 6
+
+
+def test_commands_to_copy_are_quoted(tmp_path: Path) -> None:
+    file = tmp_path / "my recipe.yaml"
+    said = write_recipe(file, wishes("sft", more=False))
+    assert f"  lockstep train '{file}'" in said

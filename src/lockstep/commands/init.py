@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -299,13 +300,14 @@ def _next(file: Path, wishes: Wishes, seen: Sequence[str]) -> list[str]:
     absent = [f"{what} {path}" for what, path in named if path and _looks_local(path) and not Path(path).exists()]
     lines = [*[line for one in seen for line in fit(one)], f"wrote {file}"]
     lines += [f"not there yet: {one}" for one in absent]
+    name = quote(str(file))
     return [
         *lines,
         "next:",
-        f"  lockstep data show {file}       rows as the model will see them",
-        f"  lockstep train {file} --smoke   two tiny steps, everything on",
-        f"  lockstep plan {file}            batches and memory",
-        f"  lockstep train {file}",
+        f"  lockstep data show {name}       rows as the model will see them",
+        f"  lockstep train {name} --smoke   two tiny steps, everything on",
+        f"  lockstep plan {name}            batches and memory",
+        f"  lockstep train {name}",
     ]
 
 

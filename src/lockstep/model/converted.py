@@ -17,7 +17,7 @@ import torch
 import lockstep
 from lockstep.errors import Refusal, unwritten
 from lockstep.run.caches import FOLDERS, MadeFolder, cache_home, folders_bound, make_room
-from lockstep.run.files import written_aside
+from lockstep.run.files import aside_of, written_aside
 from lockstep.run.output import write
 
 VERSION = 2
@@ -33,6 +33,7 @@ def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
         why = "must be made into a model folder, and there is no home to keep that in"
         raise Refusal.at(what, why, "set LOCKSTEP_CACHE to a folder") from error
     made = MadeFolder(folder)
+    advice = "LOCKSTEP_CACHE names the folder of the cache"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made.hold()
@@ -49,5 +50,9 @@ def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
         for line in make_room(made):
             write(line, error=True)
     except OSError as error:
-        raise unwritten(folder, error, "LOCKSTEP_CACHE names the folder of the cache") from error
+        raise unwritten(folder, error, advice) from error
+    except Refusal as refusal:
+        if refusal.problems[0].where != str(aside_of(folder)):
+            raise
+        raise Refusal.at(folder, refusal.problems[0].why, advice) from refusal
     return str(folder)

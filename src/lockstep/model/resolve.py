@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from lockstep.errors import Problem, Refusal, first_line
@@ -78,7 +79,7 @@ def _elsewhere(path: str, where: str) -> str:
         raise Refusal.at(where, "no such file")
     if near := _near(folder):
         raise Refusal.at(where, "no such folder", f"did you mean {near}?")
-    own = f"make the embedded tiny model with: lockstep tiny {path}"
+    own = f"make the embedded tiny model with: lockstep tiny {quote(path)}"
     raise Refusal.at(where, "no such folder", own if where.startswith("model.path ") else "")
 
 
@@ -171,7 +172,7 @@ _GIVE = "set model.path to the base model and model.adapter to this folder"
 
 
 def _given(folder: Path) -> str:
-    return f"{_GIVE}, or merge it with: lockstep export {folder} DIR --merge --base BASE"
+    return f"{_GIVE}, or merge it with: lockstep export {quote(str(folder))} DIR --merge --base BASE"
 
 
 def base_of(folder: Path, where: str) -> str:
