@@ -595,6 +595,11 @@ def main() -> None:
     never_fail_to_encode()
     try:
         adopt_slurm()
+        if sys.argv[1:2] == ["--install-completion"] and len(sys.argv) == 3:
+            from lockstep.commands.completion import install_for
+
+            install_for(sys.argv[2])
+            return
         app()
     except Refusal as refusal:
         _report(refusal)
