@@ -24,7 +24,7 @@ from lockstep.run.output import write
 from lockstep.run.text import fit, fit_rows
 
 if TYPE_CHECKING:
-    from lockstep.commands.init_rows import Seen
+    from lockstep.commands.init_rows import RowsSeen
 
 # What people come to do, in the order in which they do it.
 TASKS = {
@@ -161,7 +161,7 @@ def write_recipe(file: Path, wishes: Wishes) -> list[str]:
     return _next(file, wishes, seen.said)
 
 
-def _look(values: dict[str, Any]) -> Seen:
+def _look(values: dict[str, Any]) -> RowsSeen:
     """Imported here: what needs no look at rows, as the list of methods and a refusal of one, comes at once."""
     from lockstep.commands.init_rows import look_at_rows
 

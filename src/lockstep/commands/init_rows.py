@@ -41,27 +41,27 @@ _TELLING = {"steps_key": "prm", "label_key": "kto", "chosen_key": "dpo"}
 
 
 @dataclass(frozen=True)
-class Seen:
+class RowsSeen:
     """`said` is for the user, `keys` are values that the recipe needs, each with the reason."""
 
     said: list[str] = field(default_factory=list)
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
 
-def look_at_rows(values: Mapping[str, Any]) -> Seen:
+def look_at_rows(values: Mapping[str, Any]) -> RowsSeen:
     """Of the rows of a recipe with these values; nothing of rows that are not here yet. Rows that the recipe cannot
     train on are refused."""
     recipe = checked_recipe(dict(values))
     paths = [source.path for source in (*recipe.data.train, *recipe.data.val)]
     if recipe.data.reader is not None or not all(map(_is_here, paths)):
-        return Seen()
+        return RowsSeen()
     opened = [read_rows(path) for path in paths]
     for path, rows in zip(paths, opened, strict=True):
         _refuse_other_kind(recipe, path, rows)
     keys = _sizes(recipe, sum(len(rows) for rows in opened[: len(recipe.data.train)]))
     if not Path(recipe.model.path).exists():
         both = zip(paths, opened, strict=True)
-        return Seen([f"{path}: {len(rows):,} rows of {', '.join(rows.columns)}" for path, rows in both], keys)
+        return RowsSeen([f"{path}: {len(rows):,} rows of {', '.join(rows.columns)}" for path, rows in both], keys)
     return _encoded(values, recipe, keys)
 
 
@@ -116,7 +116,7 @@ def _sizes(recipe: Recipe, rows: int) -> dict[str, tuple[Any, str]]:
     return {f"batch.{key}": (max(rows, 1), f"There are {rows}.")}
 
 
-def _encoded(values: Mapping[str, Any], recipe: Recipe, keys: dict[str, tuple[Any, str]]) -> Seen:
+def _encoded(values: Mapping[str, Any], recipe: Recipe, keys: dict[str, tuple[Any, str]]) -> RowsSeen:
     from lockstep.device.select import select
     from lockstep.run.progress import Console
     from lockstep.train.prepare import prepare_shown
@@ -134,7 +134,7 @@ def _encoded(values: Mapping[str, Any], recipe: Recipe, keys: dict[str, tuple[An
             continue
         said = [f"{name}={value}: {why}" for name, (value, why) in more.items()]
         rules = _rules(changed) if recipe.method in ONLINE else {}
-        return Seen([*train.notes, *said, *[why for _, why in rules.values()]], {**keys, **more, **rules})
+        return RowsSeen([*train.notes, *said, *[why for _, why in rules.values()]], {**keys, **more, **rules})
     assert first is not None
     raise _with_reward(first) if recipe.method in ONLINE else first
 

@@ -10,7 +10,6 @@ from lockstep.errors import Refusal, first_line, missing_extra, unwritten
 from lockstep.run.files import written_aside
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
     from transformers import PreTrainedTokenizerBase
 
 MAGIC = b"GGUF"
@@ -59,8 +58,8 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
     return [f"wrote {type(model).__name__} with {count:,} parameters to {folder}", *said]
 
 
-def _opened(file: Path) -> GGUFReader:
-    """The file's own list of what is in it, which must all be there."""
+def _opened(file: Path) -> Any:
+    """The file's own list of what is in it (a GGUFReader), which must all be there."""
     from gguf import GGUFReader
 
     try:
@@ -117,7 +116,7 @@ def _unquantised(packed: Any) -> Any:
     return model
 
 
-def _restore_digits(tokenizer: PreTrainedTokenizerBase, packing: GGUFReader) -> None:
+def _restore_digits(tokenizer: PreTrainedTokenizerBase, packing: Any) -> None:
     """Files of the SmolLM family say `smollm` for a pre-tokenizer that splits digits; transformers drops that part."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
