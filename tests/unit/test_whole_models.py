@@ -19,6 +19,8 @@ from lockstep.commands.generate import Conversation
 from lockstep.errors import Refusal
 from lockstep.model.export import export_model
 from lockstep.model.gguf import import_gguf
+from lockstep.model.heads import load_value_model
+from lockstep.model.load import load_policy
 from lockstep.model.merge import merge_adapter
 from lockstep.model.resolve import model_folder
 from lockstep.model.tiny import write_tiny
@@ -79,6 +81,17 @@ def test_a_model_without_all_its_weights_does_not_speak(model: Path, tmp_path: P
                 model, tmp_path / "inf", lambda weights: weights["model.embed_tokens.weight"][9, 9].fill_(float("inf"))
             )
         )
+
+
+def test_weights_that_are_no_numbers_are_not_trained(model: Path, tmp_path: Path) -> None:
+    """By a policy, a critic or a reward model; of a row that no token of the check reads, too."""
+    name = "model.layers.0.self_attn.k_proj.bias"
+    folder = str(changed(model, tmp_path / "nan", lambda weights: weights[name][2].fill_(float("nan"))))
+    told = f"{name.removeprefix('model.')} holds NaN or infinity"
+    with pytest.raises(Refusal, match=told):
+        load_policy(Model(path=folder), torch.device("cpu"), "sdpa", 0)
+    with pytest.raises(Refusal, match=told):
+        load_value_model(Model(path=folder), folder, torch.device("cpu"), "sdpa", 0)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_does_not_speak(model: Path, tmp_path: Path) -> None:

@@ -62,7 +62,6 @@ def load_policy(
     if source is None:
         model, info = load_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
         refuse_partial(info, f"model.path {settings.path}")
-        refuse_not_finite(model, f"model.path {settings.path}")
     else:
         model = source.model
     try:
@@ -130,7 +129,10 @@ def load_transformers(kind: Any, path: str, dtype: str, **more: Any) -> tuple[An
     for name, value in more.items():
         setattr(config, name, value)
     how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION, "output_loading_info": True}
-    return pretrained(kind, model_folder(path), f"model.path {path}", "its weights", config=config, **how)
+    where = f"model.path {path}"
+    model, info = pretrained(kind, model_folder(path), where, "its weights", config=config, **how)
+    refuse_not_finite(model, where)
+    return model, info
 
 
 def stream_transformers(kind: Any, path: str, dtype: str) -> Streamed | None:
