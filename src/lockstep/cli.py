@@ -145,6 +145,7 @@ def recipes(
 @app.command()
 def init(
     file: Annotated[Path, typer.Argument(metavar="[FILE.yaml]", help="The new recipe.")] = Path("recipe.yaml"),
+    overrides: Overrides = None,
     method: Annotated[str | None, typer.Option(help="What to do: sft, dpo, grpo, or another method.")] = None,
     model: Annotated[str | None, typer.Option(metavar="DIR", help="The model's Hugging Face folder.")] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH", help="Training rows.")] = None,
@@ -154,10 +155,13 @@ def init(
     ] = None,
     teacher: Annotated[str | None, typer.Option(metavar="DIR", help="Distillation: the teacher's folder.")] = None,
 ) -> None:
-    """Write a first recipe with comments; asks for what the options leave open."""
+    """Write a first recipe with comments; asks for what the options leave open.
+
+    Rows that are here are looked at: the recipe gets what they need, or they are refused.
+    """
     from lockstep.commands.init import asked, write_recipe
 
-    for line in write_recipe(file, asked(file, method, model, data, val, reward, teacher)):
+    for line in write_recipe(file, asked(file, method, model, data, val, reward, teacher, overrides or ())):
         write(line)
 
 
@@ -184,6 +188,17 @@ def doctor(
     from lockstep.doctor.check import run_doctor
 
     raise typer.Exit(run_doctor(device, json, pins))
+
+
+@app.command()
+def cache(
+    clear: Annotated[str | None, typer.Option(metavar="PART|all", help="Delete rows, folders, models, or all.")] = None,
+) -> None:
+    """Show what is kept to save time (encoded rows, converted models) and how large it is, or delete it."""
+    from lockstep.commands.cache import cache_lines
+
+    for line in cache_lines(clear):
+        write(line)
 
 
 @app.command()
@@ -592,6 +607,11 @@ def main() -> None:
     never_fail_to_encode()
     try:
         adopt_slurm()
+        if sys.argv[1:2] == ["--install-completion"] and len(sys.argv) == 3:
+            from lockstep.commands.completion import install_for
+
+            install_for(sys.argv[2])
+            return
         app()
     except Refusal as refusal:
         _report(refusal)

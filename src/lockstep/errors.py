@@ -57,8 +57,9 @@ def missing_extra(package: str, extra: str, needed_for: str) -> Refusal:
 
 def first_line(error: BaseException) -> str:
     """What an error says, on one line."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    # A first line that only announces what follows says nothing alone.
+    return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
 # What a machine answers that has no room, no permission or a broken disk, and what one does then.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +95,24 @@ def test_names_in_a_card_are_text(tmp_path: Path) -> None:
     assert "~~~~~~~~yaml" in card
 
 
+def test_a_card_is_of_its_step_and_names_no_host(tmp_path: Path) -> None:
+    """Numbers of later steps say nothing of the weights; addresses of servers are nobody's business."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.recipe.write_text(
+        "method: grpo\nmodel: {path: m}\nreward: {remote: 'http://me:secret@10.0.0.5:8000/score'}\n"
+    )
+    losses = [4.0, 3.0, 2.0, 9.0]
+    lines = [{"step": step, "data": {"val/loss": loss}} for step, loss in enumerate(losses)]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    card = card_files(folder, 2)["README.md"]
+    assert "| val/loss | 4 -> 2 |" in card
+    assert "the weights after step 2 of 3" in card
+    assert "remote: http://..." in card
+    assert "secret" not in card
+    assert "10.0.0.5" not in card
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     from huggingface_hub import constants, file_download, hf_api
@@ -140,3 +160,25 @@ def test_a_push_that_cannot_be_is_refused_before_anything_is_written(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "nothing was pushed, and the hub may not be asked (HF_HUB_OFFLINE is set)" in refused(out, "--push", "a/b")
     assert not out.exists()
+
+
+def test_a_push_that_fails_on_the_way_loses_nothing(
+    place: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The connection breaks off where the files are committed."""
+    handler = hub.RequestHandlerClass
+    answer = handler.do_POST  # type: ignore[attr-defined]
+
+    def break_off(self: Any) -> None:
+        if "/commit/" in self.path:
+            self.connection.close()
+        else:
+            answer(self)
+
+    monkeypatch.setattr(handler, "do_POST", break_off)
+    out = tmp_path / "out"
+    assert run("export", place / "runs" / "second", out, "--push", "someone/sums") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"the model is in {out}" in said
+    assert TOKEN not in said
+    torch.testing.assert_close(logits(str(out)), logits(str(place / "runs" / "second" / "export")))

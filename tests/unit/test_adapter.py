@@ -66,6 +66,9 @@ def test_training_starts_from_the_stored_adapter(tiny_folder: Path, tmp_path: Pa
         ({}, {"use_dora": True}, "model.lora.adapter"),
         ({}, {"use_rslora": True}, "model.lora.adapter"),
         ({}, {"modules_to_save": ["lm_head"]}, "model.lora.adapter"),
+        ({}, {"init_lora_weights": "pissa"}, "model.lora.adapter"),
+        ({}, {"lora_bias": True}, "model.lora.adapter"),
+        ({}, {"layer_replication": [[0, 2], [1, 2]]}, "model.lora.adapter"),
     ],
 )
 def test_adapters_that_are_something_else(

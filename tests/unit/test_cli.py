@@ -25,7 +25,20 @@ from lockstep.model.tiny import write_tiny
 from lockstep.recipe.load import builtin_names, load_recipe
 
 SUMS = {"2+3?": "#### 5", "7+6?": "#### 13", "4+4?": "#### 8", "9+1?": "#### 10"}
-VERBS = ("train", "plan", "recipes", "tiny", "generate", "eval", "sample", "pairs", "export", "import-gguf", "data")
+VERBS = (
+    "train",
+    "plan",
+    "recipes",
+    "tiny",
+    "generate",
+    "eval",
+    "sample",
+    "pairs",
+    "export",
+    "import-gguf",
+    "data",
+    "cache",
+)
 
 
 class Done(NamedTuple):

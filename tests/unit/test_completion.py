@@ -1,4 +1,4 @@
-"""Completion in a real bash: installed by the one command, and asked as bash asks for it."""
+"""Completion in a real shell: installed by the one command, and asked as the shell asks for it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from hang import HANG
+from lockstep.commands.completion import install_for
+from lockstep.errors import Refusal
 
 ASKED = """
 set -e
@@ -30,8 +32,25 @@ ask lockstep data ''
 """
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_completion_installs_with_one_command_and_answers(tmp_path: Path) -> None:
+FISH = """
+lockstep --install-completion fish
+for words in "lockstep tr" "lockstep train grpo" "lockstep plan my" "lockstep data "
+    echo "$words = "(complete -C $words | string split -f1 \\t | string join " ")
+end
+"""
+# Without a terminal: who answers for the command, and what it answers.
+ZSH = """
+lockstep --install-completion zsh
+source ~/.zshrc
+echo $_comps[lockstep]
+for words in "lockstep tr" "lockstep train sft-g"; do
+    env _TYPER_COMPLETE_ARGS=$words _LOCKSTEP_COMPLETE=complete_zsh lockstep
+done
+"""
+
+
+def asked(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """A shell in a home of its own, with a `lockstep` on its path and some files around it."""
     home, programs = tmp_path / "home", tmp_path / "bin"
     home.mkdir()
     programs.mkdir()
@@ -41,15 +60,21 @@ def test_completion_installs_with_one_command_and_answers(tmp_path: Path) -> Non
     (tmp_path / "my.yaml").touch()
     (tmp_path / "my.txt").touch()
     (tmp_path / "my-recipes").mkdir()
-    done = subprocess.run(
-        ["bash", "--norc", "-c", ASKED],
+    return subprocess.run(
+        command,
         env={**os.environ, "HOME": str(home), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"},
         cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=HANG,
         check=False,
     )
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_completion_installs_with_one_command_and_answers(tmp_path: Path) -> None:
+    done = asked(tmp_path, "bash", "--norc", "-c", ASKED)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert said[-5:] == [
@@ -59,4 +84,29 @@ def test_completion_installs_with_one_command_and_answers(tmp_path: Path) -> Non
         "lockstep plan my = my-recipes/ my.yaml",
         "lockstep data  = arithmetic preferences gsm8k show",
     ]
-    assert (home / ".bashrc").read_text().count("source ") == 1
+    assert (tmp_path / "home" / ".bashrc").read_text().count("source ") == 1
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+def test_in_fish(tmp_path: Path) -> None:
+    done = asked(tmp_path, "fish", "-c", FISH)
+    assert done.stdout.splitlines()[-4:] == [
+        "lockstep tr = train",
+        "lockstep train grpo = grpo-arithmetic grpo-gsm8k-lora",
+        "lockstep plan my = my.yaml my-recipes/",
+        "lockstep data  = arithmetic gsm8k preferences show",
+    ], done.stderr
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
+def test_in_zsh(tmp_path: Path) -> None:
+    done = asked(tmp_path, "zsh", "-f", "-c", ZSH)
+    name, verb, recipe = done.stdout.splitlines()[-3:]
+    assert name == "_lockstep", done.stdout + done.stderr
+    assert '"train"' in verb
+    assert '(("sft-gsm8k-lora"))' in recipe
+
+
+def test_a_shell_that_is_not_known_is_refused() -> None:
+    with pytest.raises(Refusal, match=r"none for 'tcsh'\s.*bash, zsh, fish"):
+        install_for("tcsh")

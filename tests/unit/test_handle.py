@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lockstep
 from lockstep.errors import Refusal
@@ -310,3 +310,25 @@ def test_settings_that_cannot_train_are_refused(tiny_folder: Path, words: dict[s
     with pytest.raises(Refusal) as refused:
         handle(tiny_folder, **words)
     assert [problem.where for problem in refused.value.problems] == [where]
+
+
+def test_a_template_is_what_a_recipe_takes(tiny_folder: Path, tmp_path: Path) -> None:
+    """One of ours, or a file; prompts, ends and the export follow it, and what a recipe refuses is refused."""
+    own = handle(tiny_folder)
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}| {{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}<|endoftext|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}| assistant: {% endif %}"
+    )
+    model = handle(tiny_folder, template=tmp_path / "own.jinja")
+    assert model.tokenizer.decode(model.encode("hi")) == "| user: hi| assistant: "
+    assert own.tokenizer.decode(own.encode("hi")) != "| user: hi| assistant: "
+    end = model.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert model.example("hi", "ho").sequences[0].ids[-1] == end
+    exported = AutoTokenizer.from_pretrained(model.export(tmp_path / "out"))
+    assert exported.chat_template == (tmp_path / "own.jinja").read_text()
+    generation = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert end in generation.eos_token_id
+    assert handle(tiny_folder, template="chatml").encode("hi") == own.encode("hi")  # which its own is
+    for template, why in (("llama3", "no special token"), (str(tmp_path / "no.jinja"), "cannot be read")):
+        with pytest.raises(Refusal, match=why):
+            handle(tiny_folder, template=template)

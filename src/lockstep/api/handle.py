@@ -25,6 +25,7 @@ from lockstep.api.settings import checked
 from lockstep.data.chat import check_messages, render_prompt
 from lockstep.data.completions import ResponseEncoder
 from lockstep.data.encoding import Encoding, as_chat
+from lockstep.data.template import end_of_turn, is_named, template_text
 from lockstep.data.updates import Update, arrange, row_size
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
@@ -40,6 +41,7 @@ from lockstep.rollout.check import check_engine
 from lockstep.rollout.ending import end_ids
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.folder import RunFolder
 from lockstep.train.models import over_targets
 from lockstep.train.step import Learner
 from lockstep.types import Completion, Example, Origin, Request, Sampling
@@ -81,7 +83,9 @@ class Handle:
         self._engine_checked = False
         self._encoding = Encoding(tokenizer, data)
         self._encode = ResponseEncoder(self._encoding)
-        self._stop_ids = tuple(end_ids(policy.causal_lm, tokenizer))
+        end = end_of_turn(tokenizer, data)
+        self._stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *([] if end is None else [end])}))
+        self._files = {RunFolder(Path()).template.name: template_text(data.template)} if is_named(data) else {}
         self._gathered = _Gathered()
 
     # Examples ----------------------------------------------------------------------------------------------------
@@ -279,6 +283,7 @@ class Handle:
             skipped=self._learner.skipped,
             end_tokens=list(self._stop_ids),
             kind="policy",
+            files=self._files,
             carried={"sampled": float(self.sampled)},
         )
         tensors = {
@@ -316,7 +321,8 @@ class Handle:
         """The model as a Hugging Face folder, an adapter merged into it; or, `adapter`, as a PEFT folder alone."""
         out = Path(folder)
         weights = trained_weights(self._policy.stored)
-        export_model(self.settings, weights, out, where="the handle", adapter=adapter, end_tokens=self._stop_ids)
+        ends, files = self._stop_ids, self._files
+        export_model(self.settings, weights, out, where="the handle", adapter=adapter, end_tokens=ends, files=files)
         return out
 
     # Below the verbs ---------------------------------------------------------------------------------------------

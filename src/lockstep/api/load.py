@@ -10,6 +10,7 @@ import torch
 
 from lockstep.api.handle import Handle
 from lockstep.api.settings import checked
+from lockstep.data.template import with_template
 from lockstep.device.base import Device
 from lockstep.device.select import select
 from lockstep.errors import Refusal
@@ -37,7 +38,7 @@ def load(
     weight_decay: float = 0.0,
     clip: float | None = 1.0,
     reference: bool | str | Path = False,
-    template: Literal["auto", "none"] = "auto",
+    template: str | Path = "auto",
     batch_tokens: int = 4096,
     gradient_checkpointing: bool = False,
     seed: int = 0,
@@ -47,8 +48,8 @@ def load(
     `lora` is a rank, or the settings of a recipe; without, all weights are trained. `clip` bounds the gradient norm.
     `reference` keeps a frozen copy of the model, or of another folder's, to ask for log-probabilities; with `lora`
     the model without its adapter is one at no cost, and needs no copy. `template` is the recipe's `data.template`:
-    by `auto` a text is a user's message where the tokenizer has a chat template. `batch_tokens` bounds the
-    micro-batches, which never change a gradient.
+    by `auto` a text is a user's message where the tokenizer has a chat template; `none`, `chatml`, `llama3`, `qwen` or
+    the path of a `.jinja` file. `batch_tokens` bounds the micro-batches, which never change a gradient.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Refusal.at("lockstep.load", "a handle is one process on one device", "use lockstep.train under torchrun")
@@ -57,7 +58,8 @@ def load(
     adapter = _adapter(lora)
     _refuse_dtype(dtype, chosen)
     settings = Model(path=folder, dtype=dtype, lora=adapter, gradient_checkpointing=gradient_checkpointing)
-    tokenizer, config = load_tokenizer(folder), load_config(folder)
+    data = checked(Data, train=["-"], template=str(template))
+    tokenizer, config = with_template(load_tokenizer(folder), data), load_config(folder)
     refuse_foreign_tokenizer(tokenizer, config.vocab_size, folder)
     refuse_router_loss(config, folder)
     refuse_router_noise(config, folder)
@@ -76,7 +78,6 @@ def load(
     policy.digits.into(optimizer.masters_held())
     scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None
     learner = Learner(policy, optimizer, torch_device, World(), scale)
-    data = Data(train=["-"], template=template)  # type: ignore[list-item]
     return Handle(settings, tokenizer, learner, frozen, chosen, data, lr, batch_tokens, seed)
 
 

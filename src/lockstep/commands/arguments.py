@@ -24,6 +24,9 @@ RecipeArgument = Annotated[
     ),
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a run folder.")]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A model folder, a run, a checkpoint, an adapter, a GGUF file, a hub name."),
+]
 PromptKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the prompts [found by name].")]
 LabelKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="That of the ground truth [found by name].")]

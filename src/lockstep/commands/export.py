@@ -43,7 +43,7 @@ def export_to(source: Path, out: Path | None, order: ExportOrder) -> list[str]:
     with tempfile.TemporaryDirectory() as place:
         folder = out or Path(place) / "model"
         said = _written(source, folder, order)
-        return [said, push_folder(folder, order.push, said, private=order.private)]
+        return [said, push_folder(folder, order.push, said, private=order.private, kept=out is not None)]
 
 
 def _written(source: Path, out: Path, order: ExportOrder) -> str:

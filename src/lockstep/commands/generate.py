@@ -11,8 +11,9 @@ from lockstep.data.chat import render_prompt
 from lockstep.data.vanished import refuse_vanished
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.model.load import load_tokenizer, with_lora
-from lockstep.model.pretrained import pretrained
+from lockstep.kernels.wide_products import prepare_products
+from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer, with_lora
+from lockstep.model.pretrained import whole_model
 from lockstep.model.resolve import model_folder
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.ending import end_ids
@@ -52,7 +53,9 @@ class Conversation:
         folder = model_folder(model)
         self.tokenizer = load_tokenizer(folder)
         refuse_judge(folder, model)
-        loaded = pretrained(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
+        refuse_foreign_tokenizer(self.tokenizer, load_config(folder).get_text_config().vocab_size, folder)
+        loaded = whole_model(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
+        prepare_products(loaded.dtype)
         if adapter is not None:
             # The layers of the model itself carry the adapter then.
             try:

@@ -7,19 +7,24 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from shlex import quote
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from pydantic import BaseModel
 
 from lockstep.errors import Problem, Refusal, refuse_all, unwritten
-from lockstep.recipe.load import checked_recipe, described_keys, value_text
+from lockstep.recipe.load import checked_recipe, described_keys, override_of, value_text
 from lockstep.recipe.methods import OFFLINE, ONLINE, method_defaults
 from lockstep.recipe.rows import estimator_row
 from lockstep.recipe.schema import Recipe
 from lockstep.run.output import write
-from lockstep.run.text import fit_rows
+from lockstep.run.text import fit, fit_rows
+
+if TYPE_CHECKING:
+    from lockstep.commands.init_rows import RowsSeen
 
 # What people come to do, in the order in which they do it.
 TASKS = {
@@ -44,6 +49,8 @@ class Wishes:
     val: str | None = None
     reward: str | None = None
     teacher: str | None = None
+    words: tuple[str, ...] = ()
+    """Other keys, as `key=value`."""
 
 
 class Key(NamedTuple):
@@ -86,6 +93,7 @@ def asked(
     val: str | None,
     reward: str | None,
     teacher: str | None,
+    words: Sequence[str] = (),
 ) -> Wishes:
     """What was given, and on a terminal what the user answers to the rest."""
     _refuse_taken(file)
@@ -109,7 +117,7 @@ def asked(
         reward = _ask("your reward function, as file.py:name (nothing: a rule)", "") or None
     if teacher is None and needs_teacher(method) and sys.stdin.isatty():
         teacher = _ask("teacher: the folder of a model")
-    return Wishes(method, model, train, val, reward, teacher)
+    return Wishes(method, model, train, val, reward, teacher, tuple(words))
 
 
 def _ask(question: str, usual: str | None = None) -> str:
@@ -135,7 +143,12 @@ def write_recipe(file: Path, wishes: Wishes) -> list[str]:
     if wishes.reward is not None and not rewarded(wishes.method):
         raise Refusal.at("--reward", f"method {wishes.method} reads no reward", "leave it out")
     keys = _keys(wishes, _run_name(file))
+    for name, value in map(override_of, wishes.words):
+        keys = _with(keys, Key(name, value))
     checked_recipe(_values(keys))
+    seen = _look(_values(keys))
+    for name, (value, why) in seen.keys.items():
+        keys = _with(keys, Key(name, value, more=f"{why[:1].upper()}{why[1:]}"))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as opened:
@@ -145,7 +158,25 @@ def write_recipe(file: Path, wishes: Wishes) -> list[str]:
         raise
     except OSError as error:
         raise unwritten(file, error) from error
-    return _next(file, wishes)
+    return _next(file, wishes, seen.said)
+
+
+def _look(values: dict[str, Any]) -> RowsSeen:
+    """Imported here: what needs no look at rows, as the list of methods and a refusal of one, comes at once."""
+    from lockstep.commands.init_rows import look_at_rows
+
+    return look_at_rows(values)
+
+
+def _with(keys: list[Key], key: Key) -> list[Key]:
+    """The key in the place of one of its name, or after the last of its group."""
+    if any(one.name == key.name for one in keys):
+        return [key if one.name == key.name else one for one in keys]
+    for group in reversed(list(accumulate(key.name.split(".")[:-1], "{}.{}".format))):
+        places = [number for number, one in enumerate(keys) if one.name.startswith(f"{group}.")]
+        if places:
+            return [*keys[: places[-1] + 1], key, *keys[places[-1] + 1 :]]
+    return [*keys, key]
 
 
 def _run_name(file: Path) -> str:
@@ -257,25 +288,26 @@ def _text(wishes: Wishes, keys: Sequence[Key]) -> str:
             lines.append("  " * depth + f"{'' if groups[depth] in used else '#'}{groups[depth]}:")
         open_groups = groups
         indent = "  " * len(groups)
-        said = " ".join(part for part in (meanings[key.name], key.more) if part)
+        said = " ".join(part for part in (meanings.get(key.name), key.more) if part)
         lines += textwrap.wrap(said, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         lines.append(f"{indent}{'#' if key.off else ''}{leaf}: {value_text(key.value)}")
     return "\n".join(lines) + "\n"
 
 
-def _next(file: Path, wishes: Wishes) -> list[str]:
+def _next(file: Path, wishes: Wishes, seen: Sequence[str]) -> list[str]:
     named = [("model.path", wishes.model), ("data.train", wishes.train), ("validation rows", wishes.val)]
     named += [("teacher", wishes.teacher), ("reward", (wishes.reward or "").rpartition(":")[0] or None)]
     absent = [f"{what} {path}" for what, path in named if path and _looks_local(path) and not Path(path).exists()]
-    lines = [f"wrote {file}"]
+    lines = [*[line for one in seen for line in fit(one)], f"wrote {file}"]
     lines += [f"not there yet: {one}" for one in absent]
+    name = quote(str(file))
     return [
         *lines,
         "next:",
-        f"  lockstep data show {file}       rows as the model will see them",
-        f"  lockstep train {file} --smoke   two tiny steps, everything on",
-        f"  lockstep plan {file}            batches and memory",
-        f"  lockstep train {file}",
+        f"  lockstep data show {name}       rows as the model will see them",
+        f"  lockstep train {name} --smoke   two tiny steps, everything on",
+        f"  lockstep plan {name}            batches and memory",
+        f"  lockstep train {name}",
     ]
 
 

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from lockstep.commands.smoke_models import local_folder, small_judge, small_model
 from lockstep.data.prepare.arithmetic import write_arithmetic
 from lockstep.data.prepare.preferences import write_preferences
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, unwritten
 from lockstep.model.pretrained import pretrained
 from lockstep.parallel.launch import is_rank
 from lockstep.recipe import Recipe
@@ -45,11 +47,15 @@ def smoke_test(recipe: Recipe) -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="lockstep-smoke-") as temporary:
         smoke = Smoke(recipe, Path(temporary))
-        small = smoke.recipe()
+        try:
+            small = smoke.recipe()
+        except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+            raise unwritten(temporary, error, "TMPDIR names the folder of temporary files") from error
         Console.open().banner(f"smoke test of {recipe.run.name}", smoke.said)
         run = RunFolder(run_recipe(small))
         done = _looked_at(run, small)
     console = Console.open()
+    console.say("the folder was a temporary one, and is gone")
     console.say(f"smoke test passed in {time.perf_counter() - began:.0f} s: {', '.join(done)}")
 
 

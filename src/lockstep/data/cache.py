@@ -25,7 +25,7 @@ from lockstep.data.rowset import RowSet
 from lockstep.data.tokens import plain_backend
 from lockstep.errors import first_line
 from lockstep.recipe.data import Data, Source
-from lockstep.run.caches import cache_home
+from lockstep.run.caches import ROWS, cache_home
 from lockstep.run.files import ASIDE
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def cache_folder(data: Data) -> Path | None:
     if data.cache != "on":
         return Path(data.cache).expanduser()
     try:
-        return cache_home() / "rows"
+        return cache_home() / ROWS
     except RuntimeError:  # no home
         return None
 

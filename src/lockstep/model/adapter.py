@@ -15,18 +15,17 @@ from lockstep.model.resolve import ADAPTER, adapter_folder
 from lockstep.recipe.schema import Lora
 
 CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
-# What an adapter may be besides plain LoRA, and the value that asks for nothing.
-_PLAIN: dict[str, Any] = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "use_rslora": False,
-    "fan_in_fan_out": False,
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
+# What an adapter's configuration may say without being more than plain LoRA. All else must ask for nothing: a kind of
+# LoRA that is not known here, also one that a later PEFT brings, would be trained as what it is not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # The others begin with a change of the base model, of which the stored weights are a part.
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
+_ANY = {"r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "task_type", "auto_mapping"}
+_ANY |= {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config", "eva_config"}
+_ANY |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
 
 
 def lora_config(settings: Lora, task: str | None) -> Any:
@@ -82,9 +81,9 @@ def _stored(settings: Lora) -> dict[str, Any]:
         raise Refusal.at(where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder") from error
     keys["exclude_modules"] = found.get("exclude_modules")
     problems = [
-        Problem(where, f"{name} is {found[name]!r}: only plain LoRA is trained here", "merge it into the model first")
-        for name, plain in _PLAIN.items()
-        if found.get(name, plain) not in (plain, None)
+        Problem(where, f"{name} is {value!r}: only plain LoRA is trained here", "name it as model.path: it is merged")
+        for name, value in found.items()
+        if name not in _ANY and value and value not in _PLAIN.get(name, ())
     ]
     targets = keys["target_modules"] if isinstance(keys["target_modules"], list) else []
     problems += [

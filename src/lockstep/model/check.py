@@ -288,6 +288,9 @@ def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> N
     difference = (ours - wanted).abs().max().item()
     if difference <= allowed:
         return
+    if not torch.isfinite(wanted).all():
+        why = "transformers' own log-probs of it are no numbers: some of its weights hold NaN or infinity"
+        raise Refusal.at(f"model.path {path}", why, "copy or download it again")
     why = f"packed log-probs differ from transformers' own by {difference:.3g}"
     plain = (_plainly(policy, line_of(sequences, device)) - wanted).abs().max().item()
     # Where plain torch is right it is no question of the model.

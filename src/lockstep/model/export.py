@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from lockstep.errors import Refusal, unwritten
 from lockstep.model.heads import load_value_model, merge_adapters
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, stream_transformers, with_lora
-from lockstep.model.pretrained import pretrained
+from lockstep.model.pretrained import save_generation, save_model, whole_model
 from lockstep.model.resolve import model_folder
 from lockstep.model.weights import refuse_other_weights, restore_weights
 from lockstep.recipe.schema import Model
@@ -76,7 +76,7 @@ def export_model(
             return
     where_from = f"model.path {settings.path}"
     dtype = _working(settings, adapter)
-    base = pretrained(AutoModelForCausalLM, model_folder(settings.path), where_from, "its weights", dtype=dtype)
+    base = whole_model(AutoModelForCausalLM, model_folder(settings.path), where_from, "its weights", dtype=dtype)
     model = with_lora(base, settings.lora, seed=0)
     restore_weights(model, weights, where)
     with _written(settings, out) as aside:
@@ -88,7 +88,7 @@ def export_model(
             merged = model.merge_and_unload() if settings.lora else model
             merged.to(DTYPES[settings.dtype])
             _stop_at(merged, end_tokens)
-            merged.save_pretrained(aside)
+            save_model(merged, aside)
         for name, content in files.items():
             (aside / name).write_text(content, encoding="utf-8")
 
@@ -108,7 +108,7 @@ def _write_by_tensor(
     _stop_at(model, end_tokens)
     folder.mkdir(parents=True)
     model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
+    save_generation(model, folder)
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     write_model(folder, shapes, DTYPES[settings.dtype], weights.__getitem__)
 

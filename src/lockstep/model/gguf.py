@@ -6,7 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import Refusal, missing_extra, unwritten
+from lockstep.errors import Refusal, first_line, missing_extra, unwritten
+from lockstep.run.files import written_aside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,26 +38,46 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from lockstep.model.pretrained import pretrained
+    from lockstep.model.pretrained import pretrained, save_model, whole_model
 
+    packing = _opened(file)
     tokenizer = pretrained(AutoTokenizer, str(file.parent), str(file), "its tokenizer", gguf_file=file.name)
     dtype = torch.float32
-    packed = pretrained(AutoModelForCausalLM, str(file.parent), str(file), "it", gguf_file=file.name, dtype=dtype)
-    _restore_digits(tokenizer, file)
+    packed = whole_model(AutoModelForCausalLM, str(file.parent), str(file), "it", gguf_file=file.name, dtype=dtype)
+    _restore_digits(tokenizer, packing)
     model = _unquantised(packed)
     said = _tied(model, file, tie)
     try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(folder, over=True) as aside:
+            save_model(model, aside)
+            tokenizer.save_pretrained(aside)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise unwritten(folder, error) from error
     count = sum(p.numel() for p in model.parameters())
     return [f"wrote {type(model).__name__} with {count:,} parameters to {folder}", *said]
 
 
+def _opened(file: Path) -> Any:
+    """The file's own list of what is in it (a GGUFReader), which must all be there."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+    except Exception as error:  # whatever its parser meets where the file ends too early
+        why = f"is cut short or damaged: {type(error).__name__}: {first_line(error)}"
+        raise Refusal.at(file, why, "copy or download it again") from error
+    field = reader.get_field("split.count")
+    if field is not None and int(field.contents()) > 1:
+        why = f"is one of {int(field.contents())} parts of a model"
+        raise Refusal.at(file, why, "make one file of them first: llama-gguf-split --merge PART OUT.gguf")
+    return reader
+
+
 def _tied(model: Any, file: Path, tie: bool) -> list[str]:
     """What the file does with the head: none of its own, one that is the embedding over again, or another matrix."""
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight.detach()
+    head = model.get_output_embeddings().weight.detach()
     if model.config.tie_word_embeddings:
         return ["its output head is its embedding (tied), as in the file"]
     off = float((head - embedding).norm() / embedding.norm()) if head.shape == embedding.shape else 1.0
@@ -95,12 +116,11 @@ def _unquantised(packed: Any) -> Any:
     return model
 
 
-def _restore_digits(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+def _restore_digits(tokenizer: PreTrainedTokenizerBase, packing: Any) -> None:
     """Files of the SmolLM family say `smollm` for a pre-tokenizer that splits digits; transformers drops that part."""
-    from gguf import GGUFReader
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
-    field = GGUFReader(file).get_field("tokenizer.ggml.pre")
+    field = packing.get_field("tokenizer.ggml.pre")
     if field is not None and field.contents() == "smollm":
         splitting = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(splitting)

@@ -28,10 +28,11 @@ def looks_like_hub(path: str) -> bool:
     return _NAME.fullmatch(path) is not None and path.count("/") == 1
 
 
-def hub_folder(name: str, where: str) -> str:
-    """The files of a hub model on this machine: those of an earlier download, or fetched now."""
+def hub_folder(name: str, where: str, hint: str = "") -> str:
+    """The files of a hub model on this machine: those of an earlier download, or fetched now. `hint` comes before the
+    advice."""
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         local = snapshot_download(name, allow_patterns=FILES, local_files_only=True)
@@ -40,15 +41,24 @@ def hub_folder(name: str, where: str) -> str:
             return local
     except (LocalEntryNotFoundError, OSError):
         pass  # not here yet
-    remedy = "name a folder on this machine, or download the model where there is a network and copy it here"
+    remedy = f"{hint}name a folder on this machine, or download the model where there is a network and copy it here"
     status = ask_hub(name, where, "there is no such folder", remedy)
     if status in (401, 403, 404):
         why = f"there is no such folder, and the hub has none of that name that may be read ({status})"
-        raise Refusal.at(where, why, "look at the name; for a private or gated one set HF_TOKEN")
+        raise Refusal.at(where, why, f"{hint}look at the name; for a private or gated one set HF_TOKEN")
     try:
         return snapshot_download(name, allow_patterns=FILES, endpoint=constants.ENDPOINT)
-    except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
-        raise Refusal.at(where, f"cannot be fetched from the hub: {first_line(error)}") from error
+    except hub_errors() as error:
+        why = f"cannot be fetched from the hub: {first_line(error)}"
+        raise Refusal.at(where, why, "try again: what was fetched is kept") from error
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What the hub's client lets through: its own errors, those of the disk, and those of the connection, whose class
+    is that of whatever package the client's own error stands on."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)
 
 
 def ask_hub(name: str, where: str, so: str, remedy: str) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.device.trouble import refuse_trouble
-from lockstep.errors import Problem, Refusal, first_line, refuse_all
+from lockstep.errors import Refusal, first_line
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import FUSED, fuse
 from lockstep.kernels.wide_products import prepare_products
@@ -16,7 +16,7 @@ from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, e
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.digits import digits_of
 from lockstep.model.policy import Policy, Scoring
-from lockstep.model.pretrained import pretrained
+from lockstep.model.pretrained import pretrained, refuse_not_finite, refuse_partial
 from lockstep.model.resolve import model_folder
 from lockstep.model.streamed import Streamed, adapters_on_host, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
@@ -61,7 +61,7 @@ def load_policy(
     source = stream_transformers(AutoModelForCausalLM, settings.path, settings.dtype) if sharding is not None else None
     if source is None:
         model, info = load_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
-        _refuse_missing_weights(settings.path, info)
+        refuse_partial(info, f"model.path {settings.path}")
     else:
         model = source.model
     try:
@@ -129,7 +129,10 @@ def load_transformers(kind: Any, path: str, dtype: str, **more: Any) -> tuple[An
     for name, value in more.items():
         setattr(config, name, value)
     how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION, "output_loading_info": True}
-    return pretrained(kind, model_folder(path), f"model.path {path}", "its weights", config=config, **how)
+    where = f"model.path {path}"
+    model, info = pretrained(kind, model_folder(path), where, "its weights", config=config, **how)
+    refuse_not_finite(model, where)
+    return model, info
 
 
 def stream_transformers(kind: Any, path: str, dtype: str) -> Streamed | None:
@@ -169,17 +172,3 @@ def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows:
             f"the tokenizer has token {token!r} with id {largest}, but the embedding has {embedding_rows} rows",
             "use the tokenizer the model was trained with, or resize the model's embedding",
         )
-
-
-def _refuse_missing_weights(path: str, info: dict[str, Any]) -> None:
-    problems = [
-        Problem(f"model.path {path}", f"the weights lack {key}, which would start random", "use a causal LM folder")
-        for key in sorted(info.get("missing_keys", ()))
-    ]
-    problems += [
-        Problem(
-            f"model.path {path}", f"the shape of {key[0] if isinstance(key, tuple) else key} does not fit the config"
-        )
-        for key in sorted(info.get("mismatched_keys", ()))
-    ]
-    refuse_all(problems, "weights")

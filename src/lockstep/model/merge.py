@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from lockstep.errors import Refusal, first_line, unwritten
+from lockstep.errors import Problem, Refusal, first_line, refuse_all, unwritten
 from lockstep.model.adapter import CONFIG, WEIGHTS
-from lockstep.model.pretrained import pretrained
+from lockstep.model.check import tokens
+from lockstep.model.pretrained import pretrained, save_model, whole_model
 from lockstep.model.tokenizer import has_tokenizer, tokenizer_of
+
+# Tokens that are tried on the adapter beside its base and in it, and how far logits may part, of the largest one.
+PROBE, MERGED_ERROR = 16, 1e-3
 
 
 def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> None:
@@ -27,16 +32,61 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     stored: Any = pretrained(AutoConfig, base, where, "the config of its base").dtype or torch.float32
-    model = pretrained(AutoModelForCausalLM, base, where, "its base", dtype=torch.float32)
+    model = whole_model(AutoModelForCausalLM, base, where, "its base", dtype=torch.float32)
     try:
-        merged: Any = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # of PEFT's, on tied weights: what comes out is looked at instead
+            adapted = PeftModel.from_pretrained(model, str(adapter))
+            _refuse_other_keys(adapted, adapter, where)
+            apart = _logits(adapted)
+            _untie(adapted)
+            merged: Any = adapted.merge_and_unload()
+            off = float((_logits(merged) - apart).abs().max() / apart.abs().max())
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
         raise Refusal.at(
             where, f"does not fit its base {base}: {first_line(error)}", "name the base it is of"
         ) from error
+    if not off <= MERGED_ERROR:
+        why = f"merged into {base} it does not compute what it does beside it: logits are off by {off:.2g} of the most"
+        raise Refusal.at(where, why, "merge it with the library that it was made with")
     tokenizer = tokenizer_of(str(adapter) if has_tokenizer(adapter) else base, where)
     try:
-        merged.to(stored).save_pretrained(out)
+        save_model(merged.to(stored), out)
         tokenizer.save_pretrained(out)
     except (OSError, SafetensorError) as error:
         raise unwritten(out, error) from error
+
+
+def _logits(adapted: Any) -> torch.Tensor:
+    ids = tokens(PROBE, adapted.get_input_embeddings().weight.shape[0])
+    found: torch.Tensor = adapted(input_ids=torch.tensor([ids])).logits
+    return found
+
+
+def _untie(adapted: Any) -> None:
+    """A head of its own where the adapter changes the embedding or the head of a model in which these are one matrix:
+    merged into it, the change of the one would be a change of the other too."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model = adapted.get_base_model()
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    if not any(isinstance(layer, BaseTunerLayer) for layer in layers):
+        return
+    plain = [layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer for layer in layers]
+    if plain[0].weight is plain[1].weight:
+        plain[1].weight = torch.nn.Parameter(plain[0].weight.detach().clone())
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+
+
+def _refuse_other_keys(adapted: Any, adapter: Path, where: str) -> None:
+    """PEFT passes over weights that it finds no place for, and leaves places that it finds no weights for as new."""
+    from peft import get_peft_model_state_dict
+
+    with safe_open(adapter / WEIGHTS, "pt") as file:
+        stored = set(file.keys())
+    own = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    # Whole weights of the model, as an adapter with new tokens has them.
+    whole = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
+    problems = [Problem(where, f"the adapter has no {name}") for name in sorted(own - stored)]
+    problems += [Problem(where, f"its base has no place for {name}") for name in sorted(stored - own - whole)]
+    refuse_all(problems, "weights")

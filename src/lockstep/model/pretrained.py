@@ -7,15 +7,20 @@ transformers asks on stdin whether code of a model folder may run, unless it is 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from lockstep.errors import Refusal, first_line
+from lockstep.errors import Problem, Refusal, first_line, refuse_all
+
+if TYPE_CHECKING:
+    import torch
 
 # Small files that transformers reads; what is wrong with the last two it passes over without a word.
-SETTINGS = ("config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+GENERATION = "generation_config.json"
+SETTINGS = ("config.json", "tokenizer_config.json", GENERATION, "special_tokens_map.json")
 NO_CODE = "use a model that transformers knows by itself, or convert it to one"
 
 
@@ -37,6 +42,62 @@ def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> 
         why = damage or (first_line(error) if isinstance(error, OSError | ValueError | RuntimeError) else _named(error))
         remedy = "copy or download it again" if damage else ""
         raise Refusal.at(where, f"{what} cannot be loaded: {why}", remedy) from error
+
+
+def whole_model(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
+    """The same of a model, all of whose weights must be in its files: transformers fills the others with noise."""
+    model, info = pretrained(kind, path, where, what, output_loading_info=True, **settings)
+    refuse_partial(info, where)
+    refuse_not_finite(model, where)
+    return model
+
+
+def refuse_partial(info: Mapping[str, Any], where: str) -> None:
+    """Refuse weights that the files do not have, or have in another shape."""
+    problems = [
+        Problem(where, f"the weights lack {key}, which would start random", "use a causal LM folder")
+        for key in sorted(info.get("missing_keys", ()))
+    ]
+    problems += [
+        Problem(where, f"the shape of {key[0] if isinstance(key, tuple) else key} does not fit the config")
+        for key in sorted(info.get("mismatched_keys", ()))
+    ]
+    refuse_all(problems, "weights")
+
+
+def refuse_not_finite(model: torch.nn.Module, where: str) -> None:
+    """Refuse weights that are no numbers: whatever is computed with them is none either."""
+    import torch
+
+    refuse_all(
+        [
+            Problem(where, f"its weight {name} holds NaN or infinity", "copy or download it again")
+            for name, weight in model.named_parameters()
+            # A sum first, which takes no memory: it is finite unless a part of it is not (or it is too large).
+            if not torch.isfinite(weight.detach().sum(dtype=torch.float32)) and not torch.isfinite(weight).all()
+        ],
+        "weights",
+    )
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """`model.save_pretrained`, with its generation settings as they are: transformers reads a temperature beside
+    `do_sample: false`, which many models come with, and refuses to write it."""
+    settings = model.generation_config
+    if settings is None:
+        model.save_pretrained(folder)
+        return
+    model.generation_config = type(settings)()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = settings
+    save_generation(model, folder)
+
+
+def save_generation(model: Any, folder: Path) -> None:
+    """The generation settings alone."""
+    model.generation_config.to_json_file(folder / GENERATION)
 
 
 def refuse_damaged_settings(path: str, where: str) -> None:

@@ -7,10 +7,12 @@ adapter and a GGUF file are converted once (`converted.py`). What is not here ma
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from lockstep.errors import Refusal, first_line
+from lockstep.errors import Problem, Refusal, first_line
 from lockstep.model.converted import converted
 from lockstep.model.fingerprint import model_files
 from lockstep.model.hub import hub_folder, looks_like_hub
@@ -38,9 +40,21 @@ def model_folder(path: str, key: str = "model.path") -> str:
         return _of_checkpoint(folder, where)
     if (folder / "recipe.yaml").is_file():
         return _of_run(folder, where)
-    raise Refusal.at(
-        where, "the folder has no config.json", "point at a Hugging Face model folder, a run, a checkpoint, an adapter"
-    )
+    usual = "point at a Hugging Face model folder, a run, a checkpoint, an adapter"
+    raise Refusal.at(where, "the folder has no config.json", _inside(folder) or usual)
+
+
+def _inside(folder: Path) -> str:
+    """What to name instead of a folder that only holds models."""
+    steps = checkpoints.steps_in(folder)
+    if steps and (checkpoints.folder_of(folder, steps[-1]) / checkpoints.STATE).is_file():
+        return f"name one of its checkpoints: {checkpoints.folder_of(folder, steps[-1])}"
+    files = sorted(folder.glob("*.gguf"))
+    if files:
+        return f"name the file: {files[0]}" + (f", or another of its {len(files)}" if len(files) > 1 else "")
+    models = sorted(one.parent for name in ("recipe.yaml", "config.json", ADAPTER) for one in folder.glob(f"*/{name}"))
+    names = list(dict.fromkeys(map(str, models)))
+    return f"name one of those in it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
 
 
 def adapter_folder(path: str, key: str) -> str:
@@ -59,11 +73,24 @@ def _elsewhere(path: str, where: str) -> str:
     """A name of the hub; a path that looks local is not there."""
     folder = Path(path)
     if looks_like_hub(path) and not folder.parent.exists():
-        return hub_folder(path, where)
+        near = _near(folder)
+        return hub_folder(path, where, f"did you mean the folder {near}? Else " if near else "")
     if folder.suffix == ".gguf":
         raise Refusal.at(where, "no such file")
-    own = f"make the embedded tiny model with: lockstep tiny {path}"
+    if near := _near(folder):
+        raise Refusal.at(where, "no such folder", f"did you mean {near}?")
+    own = f"make the embedded tiny model with: lockstep tiny {quote(path)}"
     raise Refusal.at(where, "no such folder", own if where.startswith("model.path ") else "")
+
+
+def _near(path: Path) -> str:
+    """What has nearly this name where it was looked for; empty where nothing has."""
+    while not path.parent.exists():
+        path = path.parent
+    if not path.parent.is_dir():
+        return ""
+    found = get_close_matches(path.name, (one.name for one in path.parent.iterdir()), n=1, cutoff=0.75)
+    return str(path.with_name(found[0])) if found else ""
 
 
 def _of_file(file: Path, where: str) -> str:
@@ -125,15 +152,32 @@ def _merged(folder: Path, where: str) -> str:
     """A PEFT folder as the model that it makes of its base."""
     from lockstep.model.merge import merge_adapter
 
-    base = model_folder(base_of(folder, where), f"{where}: its base")
+    base = _base_folder(folder, where)
     told = ["adapter", model_files(str(folder)), model_files(base)]
     return converted(str(folder), told, lambda out: merge_adapter(folder, base, out, where))
 
 
+def _base_folder(folder: Path, where: str) -> str:
+    try:
+        return model_folder(base_of(folder, where), f"{where}: its base")
+    except Refusal as refusal:
+        # A base that cannot be had may be here under another name.
+        problems = [
+            one if _GIVE in one.remedy else Problem(one.where, one.why, _given(folder)) for one in refusal.problems
+        ]
+        raise Refusal(problems) from refusal
+
+
+_GIVE = "set model.path to the base model and model.adapter to this folder"
+
+
+def _given(folder: Path) -> str:
+    return f"{_GIVE}, or merge it with: lockstep export {quote(str(folder))} DIR --merge --base BASE"
+
+
 def base_of(folder: Path, where: str) -> str:
     """What the adapter says it stands on: a path as it is, one beside the adapter, or a name of the hub."""
-    remedy = "set model.path to the base model and model.adapter to this folder, or merge it with: "
-    remedy += f"lockstep export {folder} DIR --merge --base BASE"
+    remedy = _given(folder)
     try:
         told: Any = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:

@@ -17,7 +17,7 @@ import lockstep
 from lockstep.device.base import EMULATED
 from lockstep.device.select import DEVICES
 from lockstep.kernels.fused import KERNEL_PACKAGES
-from lockstep.run.caches import cache_home
+from lockstep.run.caches import VERIFIED, cache_home
 
 # The folders whose code decides what a model computes.
 CODE = ("device", "kernels", "model", "parallel", "rollout")
@@ -60,7 +60,7 @@ def _here() -> set[str]:
 
 
 def _folder() -> Path:
-    return cache_home() / "models"
+    return cache_home() / VERIFIED
 
 
 @cache

@@ -218,6 +218,17 @@ def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
     return []
 
 
+def override_of(word: str) -> tuple[str, Any]:
+    """A word `key=value` taken apart."""
+    values: dict[str, Any] = {}
+    if problems := _apply_override(values, word):
+        raise Refusal(problems)
+    key, found = word.partition("=")[0], values
+    for part in key.split("."):
+        found = found[part]
+    return key, found
+
+
 def _whole_group(name: str, short: bool | None) -> Any:
     """`tape=true tape.steps=5`: the short form and keys of the group may stand side by side."""
     if short is None:

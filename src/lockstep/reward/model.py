@@ -14,7 +14,7 @@ import torch
 from jinja2 import TemplateError
 
 from lockstep.errors import Problem, Refusal, shortened
-from lockstep.model.pretrained import pretrained
+from lockstep.model.pretrained import pretrained, refuse_not_finite
 from lockstep.model.resolve import model_folder
 from lockstep.model.tokenizer import tokenizer_of
 from lockstep.parallel.offload import keep_on_host, resident
@@ -91,6 +91,7 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     if missing:
         problems = [Problem(where, f"the weights lack {key}, which would start random") for key in missing]
         raise Refusal(shortened(problems, "weights"))
+    refuse_not_finite(model, where)
     largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
     if largest >= rows:
         why = f"its tokenizer has a token with id {largest}, but its embedding has {rows} rows"

@@ -21,7 +21,7 @@ from lockstep.data.marks import Marks
 from lockstep.data.steps import StepWriter
 from lockstep.errors import Refusal, first_line
 from lockstep.model.output_head import output_head
-from lockstep.model.pretrained import pretrained
+from lockstep.model.pretrained import whole_model
 from lockstep.model.resolve import model_folder
 from lockstep.model.tokenizer import tokenizer_of
 from lockstep.parallel.offload import keep_on_host, resident
@@ -76,7 +76,7 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
     trained_with = read_judging(folder)
     tokenizer = tokenizer_of(str(folder), where)
     marks = Marks.of(tokenizer, trained_with["placeholder"], trained_with["tokens"])
-    model = pretrained(AutoModelForCausalLM, str(folder), where, "its weights", dtype="auto")
+    model = whole_model(AutoModelForCausalLM, str(folder), where, "its weights", dtype="auto")
     if not tokenizer.chat_template:
         raise Refusal.at(where, "its tokenizer has no chat template", "put a chat_template.jinja into its folder")
     model.to(device).eval().requires_grad_(False)

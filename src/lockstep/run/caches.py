@@ -1,12 +1,174 @@
-"""Where things are kept that can be made again at any time: deleting the folder, or a part of it, costs time alone."""
+"""Where things are kept that can be made again at any time: deleting the folder, or a part of it, costs time alone.
+
+Model folders that were made of models in another form are large. Whoever uses one holds a lock on the file beside it
+for as long as the process lives, so that another one that needs room, or a user who clears the cache, leaves it alone.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from lockstep.errors import Refusal
+from lockstep.run.files import ASIDE
+
+ROWS, FOLDERS, VERIFIED = "rows", "folders", "models"
+"""Encoded rows, model folders that were made, architectures that passed their check."""
+BOUND = "LOCKSTEP_CACHE_GB"
+USUAL_GB = 50.0
+_REMOVING = ".removing-"
+_held: dict[Path, int] = {}
 
 
 def cache_home() -> Path:
     """`LOCKSTEP_CACHE`, or a folder in the user's own cache. RuntimeError where there is no home."""
     own = os.environ.get("LOCKSTEP_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+
+
+@dataclass(frozen=True)
+class MadeFolder:
+    """A model folder in the cache. Beside it lie a file that its users lock, and one that says what it was made of."""
+
+    path: Path
+
+    @property
+    def _lock(self) -> Path:
+        return self.path.with_suffix(".used")
+
+    @property
+    def _making(self) -> Path:
+        return self.path.with_suffix(".lock")
+
+    @property
+    def _label(self) -> Path:
+        return self.path.with_suffix(".json")
+
+    def hold(self) -> None:
+        """Keep it from being deleted while this process lives."""
+        with contextlib.suppress(OSError):  # a folder that may only be read, or whose files cannot be locked
+            if self.path not in _held:
+                file = _held[self.path] = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+                fcntl.flock(file, fcntl.LOCK_SH)
+            os.utime(self._lock)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While it is made: others wait."""
+        with self._making.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def label(self, what: str) -> None:
+        self._label.write_text(json.dumps({"made_of": what}), encoding="utf-8")
+
+    @property
+    def made_of(self) -> str:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads(self._label.read_text(encoding="utf-8"))["made_of"])
+        return "?"
+
+    @property
+    def last_used(self) -> float:
+        for file in (self._lock, self.path):
+            with contextlib.suppress(OSError):
+                return file.stat().st_mtime
+        return 0.0
+
+    def delete(self) -> bool:
+        """Whether it could be: not while a process uses it."""
+        with contextlib.suppress(OSError), self._lock.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            gone = self.path.with_name(f"{_REMOVING}{self.path.name}")
+            self.path.rename(gone)
+            shutil.rmtree(gone)
+            self._label.unlink(missing_ok=True)
+            # The locked file stays: whoever waits for it must not hold one that is no longer there.
+            return True
+        return False
+
+
+def _sweep(home: Path) -> None:
+    """Clear what a kill left half made or half removed."""
+    for leftover in [*home.glob(f"{ASIDE}*"), *home.glob(f"{_REMOVING}*")]:
+        made = MadeFolder(home / leftover.name.removeprefix(ASIDE).removeprefix(_REMOVING))
+        with contextlib.suppress(OSError), made._making.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody is making it
+            shutil.rmtree(leftover)
+
+
+def made_folders() -> list[MadeFolder]:
+    """Those that are whole, the one that was not used for longest first."""
+    home = cache_home() / FOLDERS
+    found = [MadeFolder(path) for path in home.glob("*") if path.is_dir() and not path.name.startswith(".")]
+    return sorted(found, key=lambda one: one.last_used)
+
+
+def make_room(new: MadeFolder) -> list[str]:
+    """Delete what was not used for longest until the folders are within the bound; the new one stays. What was done."""
+    bound, folders = folders_bound(), made_folders()
+    _sweep(new.path.parent)
+    sizes = {one.path: size_of(one.path) for one in folders}
+    left, said = sum(sizes.values()), []
+    for one in folders:
+        if left <= bound or one.path == new.path:
+            continue
+        made_of, day = one.made_of, time.strftime("%Y-%m-%d", time.localtime(one.last_used))
+        if one.delete():
+            left -= sizes[one.path]
+            said.append(f"removed the model folder of {made_of} (last used {day}) from the cache, for room")
+    if left > bound:
+        said.append(f"the model folders in {new.path.parent} take {gib(left)}, over {BOUND}={bound / 2**30:g}")
+    return said
+
+
+def folders_bound() -> float:
+    """Bytes that made folders may take together."""
+    told = os.environ.get(BOUND, "")
+    try:
+        number = float(told) if told else USUAL_GB
+    except ValueError:
+        number = -1.0
+    if not number >= 0:
+        raise Refusal.at(BOUND, f"{told!r} is no number of GiB", f"unset it for {USUAL_GB:g}, or set a number")
+    return number * 2**30
+
+
+def clear(part: str) -> tuple[int, list[MadeFolder]]:
+    """Delete a part of the cache; the bytes that were freed, and the folders that somebody uses."""
+    home = cache_home() / part
+    if part != FOLDERS:
+        size = size_of(home)
+        shutil.rmtree(home, ignore_errors=True)
+        return size - size_of(home), []
+    freed, busy = 0, []
+    for one in made_folders():
+        size = size_of(one.path)
+        if one.delete():
+            freed += size
+        else:
+            busy.append(one)
+    _sweep(home)
+    return freed, busy
+
+
+def size_of(folder: Path) -> int:
+    return sum(_sizes(folder))
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # another process removed it
+            if not path.is_symlink() and path.is_file():
+                yield path.stat().st_size
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -59,7 +59,8 @@ def _title(
 
 
 def _results(history: Sequence[tuple[int, dict[str, float]]], step: int) -> list[str]:
-    rows = [("", "first and last"), *before_and_after(history)]
+    # Steps after the one whose weights these are say nothing of them.
+    rows = [("", f"first and last, up to step {step}"), *before_and_after([one for one in history if one[0] <= step])]
     at = next((metrics for number, metrics in history if number == step), {})
     measured = [(name, f"{value:.6g}") for name, value in at.items() if name.startswith("val/")]
     return [*_table("What training changed", rows), *_table(f"Validation after step {step}", [("", ""), *measured])]
@@ -107,7 +108,7 @@ def _environment(env: dict[str, Any]) -> list[str]:
 
 def _recipes(run: RunFolder) -> list[str]:
     """That of the last part, and of a run that went on with other keys those before it."""
-    lines = ["", "## Recipe", "", "Folders are left out of paths."]
+    lines = ["", "## Recipe", "", "Folders are left out of paths, and hosts of addresses."]
     parts = [(f"Up to step {last}:", path) for last, path in run.earlier_recipes().items()]
     for title, path in [*parts, ("From there on:" if parts else "", run.recipe)]:
         values = _without_folders(yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -118,11 +119,13 @@ def _recipes(run: RunFolder) -> list[str]:
 
 
 def _without_folders(value: Any) -> Any:
-    """A card travels: where files lay on the machine is nobody's business there."""
+    """A card travels: where files and servers were is nobody's business there."""
     if isinstance(value, dict):
         return {name: _without_folders(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [_without_folders(inner) for inner in value]
+    if isinstance(value, str) and "://" in value:
+        return f"{value.partition('://')[0]}://..."  # addresses of machines, and what may stand before the @
     return _short(value) if isinstance(value, str) and value.startswith(("/", "~", "..")) else value
 
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from shlex import quote
 from types import FrameType
 
 from lockstep.errors import Interrupted, Refusal
@@ -272,7 +273,7 @@ def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
 def next_use(method: str, run: Path) -> tuple[str, str]:
     """What one does with the model that came out."""
     what, how = METHODS[method].use if method in METHODS else Method.use
-    return what, how.format(run=run)
+    return what, how.format(run=quote(str(run)))
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""SGLang's dialect, from the sources of 0.5.23. Of the real package, which has no CPU build, 0.5.17 was run on a card."""
+"""SGLang's dialect, from the sources of 0.5.23. The package has no CPU build; 0.5.17 was run on an NVIDIA card."""
 
 from __future__ import annotations
 

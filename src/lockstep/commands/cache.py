@@ -1,0 +1,39 @@
+"""`lockstep cache`: what is kept on this machine, how large it is, and a way to be rid of it."""
+
+from __future__ import annotations
+
+import time
+
+from lockstep.errors import Refusal
+from lockstep.run.caches import FOLDERS, ROWS, VERIFIED, cache_home, clear, folders_bound, gib, made_folders, size_of
+from lockstep.run.text import fit_rows
+
+PARTS = {
+    ROWS: "encoded rows (each recipe's data.cache_gb bounds them)",
+    FOLDERS: "model folders made of checkpoints, adapters and GGUF files",
+    VERIFIED: "architectures that passed their check",
+}
+
+
+def cache_lines(cleared: str | None) -> list[str]:
+    """What to say; with `cleared`, a part or `all`, after deleting it."""
+    if cleared is not None and cleared not in (*PARTS, "all"):
+        raise Refusal.at("--clear", f"there is no part {cleared!r}", f"one of {', '.join(PARTS)}, all")
+    try:
+        home = cache_home()
+    except RuntimeError as error:
+        raise Refusal.at("the cache", "there is no home to keep it in", "set LOCKSTEP_CACHE to a folder") from error
+    if cleared is not None:
+        return [line for part in PARTS if cleared in (part, "all") for line in _cleared(part)]
+    rows = [(part, f"{gib(size_of(home / part))}, {meaning}") for part, meaning in PARTS.items()]
+    for one in reversed(made_folders()):
+        day = time.strftime("%Y-%m-%d", time.localtime(one.last_used))
+        rows.append((f"  {one.path.name[:8]}", f"{gib(size_of(one.path))}, last used {day}: {one.made_of}"))
+    rows.append(("bound", f"{gib(folders_bound())} of model folders (LOCKSTEP_CACHE_GB)"))
+    rows.append(("clear", f"lockstep cache --clear {'|'.join(PARTS)}|all"))
+    return [str(home), *(f"{key}{value}" for key, value in fit_rows(rows))]
+
+
+def _cleared(part: str) -> list[str]:
+    freed, busy = clear(part)
+    return [f"{part}: freed {gib(freed)}", *[f"{part}: a process uses that of {one.made_of}: it stays" for one in busy]]

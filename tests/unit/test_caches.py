@@ -1,0 +1,114 @@
+"""Model folders in the cache: bounded, never taken away from a process that uses them, cleared on demand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lockstep.commands.cache import cache_lines
+from lockstep.errors import Refusal
+from lockstep.model.converted import converted
+from lockstep.run import caches
+from lockstep.run.caches import MadeFolder, made_folders
+
+MIB = 2**20
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "folders"
+
+
+def make(name: str, *, used: int = 0) -> Path:
+    """A folder of one MiB, as a conversion writes it; last used at this second, and by nobody now."""
+
+    def convert(aside: Path) -> None:
+        aside.mkdir()
+        (aside / "weights").write_bytes(bytes(MIB))
+
+    folder = Path(converted(name, [name], convert))
+    if used:
+        os.close(caches._held.pop(folder))
+        os.utime(folder.with_suffix(".used"), (used, used))
+    return folder
+
+
+def test_what_was_not_used_for_longest_goes_and_what_is_used_stays(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE_GB", str(3.5 / 1024))
+    held, oldest, older = make("held"), make("oldest", used=1000), make("older", used=2000)
+    os.utime(held.with_suffix(".used"), (10, 10))  # used for longest ago, but by this process
+    assert capsys.readouterr().err.count("making a model folder") == 3
+    make("newest")
+    said = capsys.readouterr().err
+    assert f"removed the model folder of {Path('oldest').absolute()}" in said
+    assert said.count("removed") == 1
+    assert not oldest.exists()
+    assert held.is_dir()
+    assert older.is_dir()
+    # A bound that cannot be kept is told.
+    monkeypatch.setenv("LOCKSTEP_CACHE_GB", str(0.5 / 1024))
+    last = make("last")
+    assert {one.path for one in made_folders()} == {held, last, *[Path(p) for p in [make("newest")]]}
+    assert "over LOCKSTEP_CACHE_GB" in capsys.readouterr().err
+
+
+def test_a_folder_that_was_deleted_is_made_again(cache: Path) -> None:
+    folder = make("one", used=5)
+    assert MadeFolder(folder).delete()
+    assert not folder.exists()
+    assert make("one") == folder
+    assert (folder / "weights").stat().st_size == MIB
+    assert not MadeFolder(folder).delete()  # this process uses it now
+
+
+def test_what_a_kill_left_is_cleared_unless_somebody_is_making_it(cache: Path) -> None:
+    make("one", used=5)
+    for name in (".writing-abc", ".writing-def", ".removing-ghi"):
+        (cache / name).mkdir()
+    with MadeFolder(cache / "def").alone():
+        make("two")
+        assert sorted(path.name for path in cache.glob(".*")) == [".writing-def"]
+    make("three")
+    assert not list(cache.glob(".*"))
+
+
+def test_it_is_shown_and_cleared(cache: Path) -> None:
+    make("mine", used=86400 * 400)
+    held = make("held")
+    shown = "\n".join(cache_lines(None))
+    assert "2.0 MiB, model folders" in shown
+    assert f"last used 1971-02-05: {Path('mine').absolute()}" in shown
+    assert "folders: freed 1.0 MiB" in cache_lines("all")
+    assert [one.path for one in made_folders()] == [held]
+    assert any("a process uses that of" in line for line in cache_lines("folders"))
+    with pytest.raises(Refusal, match="there is no part 'rwos'"):
+        cache_lines("rwos")
+
+
+def test_a_cache_that_may_only_be_read_serves(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make("one", used=5)
+
+    def refuse(*words: object, **more: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(caches.os, "open", refuse)
+    assert make("one") == folder
+
+
+def test_a_bound_that_is_no_number_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE_GB", "lots")
+    with pytest.raises(Refusal, match="'lots' is no number"):
+        make("one")
+
+
+def test_a_cache_that_is_full_is_named(cache: Path) -> None:
+    def convert(aside: Path) -> None:
+        raise Refusal.at(aside, "could not be written: No space left on device")
+
+    with pytest.raises(Refusal, match="LOCKSTEP_CACHE names the folder of the cache"):
+        converted("one", ["one"], convert)
