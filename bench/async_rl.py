@@ -107,17 +107,23 @@ def learnt(folder: Path, staleness: str, seed: int, given: argparse.Namespace) -
     )
     history = read_metrics(folder / "runs" / name / "metrics.jsonl")
     timed = [metrics for _, metrics in history if "timing_s/step" in metrics]
+    # Steps behind it, their seconds without validation, accuracy.
+    reached: list[tuple[int, float, float]] = []
+    seconds = 0.0
+    for step, metrics in history:
+        seconds += metrics.get("timing_s/step", 0.0)
+        if "val/accuracy" in metrics:
+            reached.append((step, seconds, metrics["val/accuracy"]))
     found: dict[str, Any] = {
-        "accuracy": {str(step): metrics["val/accuracy"] for step, metrics in history if "val/accuracy" in metrics},
+        "reached": reached,
         # Of the training prompts, sampled: the last steps together are some thousand responses.
         "late_reward": statistics.fmean(metrics["critic/score/mean"] for metrics in timed[-LATE:]),
-        "seconds": sum(metrics["timing_s/step"] for metrics in timed),
     }
     for shown in ("step, s", "generation, s", "worker busy", "trainer busy", "staleness"):
         values = [metrics[SHOWN[shown][0]] for metrics in timed[UNTIMED:] if SHOWN[shown][0] in metrics]
         found |= {shown: summary(values)} if values else {}
-    told = ", ".join(f"{value:.3f} after {step}" for step, value in found["accuracy"].items())
-    print(f"{staleness:>6}, seed {seed}: {told}; {found['seconds']:.0f} s", flush=True)
+    told = ", ".join(f"{accuracy:.3f} after {step} steps, {passed:.0f} s" for step, passed, accuracy in reached)
+    print(f"{staleness:>6}, seed {seed}: {told}", flush=True)
     return found
 
 
@@ -140,9 +146,8 @@ def learning(folder: Path, given: argparse.Namespace) -> dict[str, dict[str, Any
         for staleness, found in results.items():
             found[str(seed)] = learnt(folder, staleness, seed, given)
     for staleness, found in results.items():
-        reached = [list(one["accuracy"].values())[-1] for one in found.values()]
-        times = [one["seconds"] for one in found.values()]
-        told = [f"accuracy {told_of(reached, '.3f')}", f"{told_of(times, '.0f')} s"]
+        ends = [one["reached"][-1] for one in found.values()]
+        told = [f"accuracy {told_of([end[2] for end in ends], '.3f')}", f"{told_of([end[1] for end in ends], '.0f')} s"]
         told.append(f"reward of the last {LATE} steps {told_of([one['late_reward'] for one in found.values()], '.3f')}")
         print(f"{staleness:>6}: {', '.join(told)}")
     return results
