@@ -25,8 +25,8 @@ from report import machine, spread, summary, write_record
 
 # The first steps load kernels, record passes and fill the worker's queue.
 UNTIMED = 2
-# The steps whose rewards say how far a run has come.
-LATE = 10
+# Steps before those whose rewards are compared: a staleness of S trains S + 1 steps on what the first weights drew.
+EARLY = 10
 # What only --learn reads.
 LEARNING = ("seeds", "val_rows", "val_every")
 SHOWN = {
@@ -114,11 +114,7 @@ def learnt(folder: Path, staleness: str, seed: int, given: argparse.Namespace) -
         seconds += metrics.get("timing_s/step", 0.0)
         if "val/accuracy" in metrics:
             reached.append((step, seconds, metrics["val/accuracy"]))
-    found: dict[str, Any] = {
-        "reached": reached,
-        # Of the training prompts, sampled: the last steps together are some thousand responses.
-        "late_reward": statistics.fmean(metrics["critic/score/mean"] for metrics in timed[-LATE:]),
-    }
+    found: dict[str, Any] = {"reached": reached, "rewards": [metrics["critic/score/mean"] for metrics in timed]}
     for shown in ("step, s", "generation, s", "worker busy", "trainer busy", "staleness"):
         values = [metrics[SHOWN[shown][0]] for metrics in timed[UNTIMED:] if SHOWN[shown][0] in metrics]
         found |= {shown: summary(values)} if values else {}
@@ -148,7 +144,8 @@ def learning(folder: Path, given: argparse.Namespace) -> dict[str, dict[str, Any
     for staleness, found in results.items():
         ends = [one["reached"][-1] for one in found.values()]
         told = [f"accuracy {told_of([end[2] for end in ends], '.3f')}", f"{told_of([end[1] for end in ends], '.0f')} s"]
-        told.append(f"reward of the last {LATE} steps {told_of([one['late_reward'] for one in found.values()], '.3f')}")
+        if staleness != given.staleness[0]:
+            told.append(f"reward beside {given.staleness[0]} {beside_first(found, results[given.staleness[0]])}")
         print(f"{staleness:>6}: {', '.join(told)}")
     return results
 
@@ -156,6 +153,16 @@ def learning(folder: Path, given: argparse.Namespace) -> dict[str, dict[str, Any
 def told_of(values: list[float], form: str) -> str:
     deviation = f" (deviation {statistics.stdev(values):{form}})" if len(values) > 1 else ""
     return f"{statistics.fmean(values):{form}}{deviation}"
+
+
+def beside_first(found: dict[str, Any], first: dict[str, Any]) -> str:
+    """Step by step: runs of a seed have the same prompts in a step, most of what rewards differ by."""
+    apart = [
+        ours - theirs
+        for seed, one in found.items()
+        for ours, theirs in zip(one["rewards"][EARLY:], first[seed]["rewards"][EARLY:], strict=True)
+    ]
+    return f"{statistics.fmean(apart):+.4f} (error {statistics.stdev(apart) / len(apart) ** 0.5:.4f})"
 
 
 def main() -> None:
