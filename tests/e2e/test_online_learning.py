@@ -53,16 +53,14 @@ def test_a_method_lifts_held_out_accuracy(warm: Path, method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("online learning")
 def test_generation_beside_training_lifts_it_as_far(warm: Path) -> None:
-    """Both have the same prompts in a step, so their rewards are compared step by step: accuracies of two runs lie 0.1
-    apart by chance, and the mean of thirty such differences is known to 0.01 (docs/online.md)."""
     words = ["method=grpo", f"run.steps={STEPS}", *METHODS["grpo"]]
     history = trained(warm, "beside", "rollout.max_staleness=2", *words)
     turns = trained(warm, "grpo", *words)  # which the test above has trained already, where it was run
-    ours, theirs = (
-        [metrics["critic/score/mean"] for metrics in one if "critic/score/mean" in metrics][10:]
-        for one in (history, turns)
-    )
-    assert sum(a - b for a, b in zip(ours, theirs, strict=True)) / len(ours) > -0.04
+    reached = [
+        [metrics["val/accuracy"] for metrics in one if "val/accuracy" in metrics][-1] for one in (history, turns)
+    ]
+    # Two runs of 200 held-out sums that differ by less than their noise: two deviations of a share near a half.
+    assert reached[0] >= reached[1] - 2 * (0.5 * 0.5 * 2 / 200) ** 0.5
     staleness = [metrics["async/staleness_max"] for metrics in history if "async/staleness_max" in metrics]
     assert max(staleness) == 2
     assert len(staleness) == STEPS
