@@ -2,7 +2,8 @@
 
 python bench/async_rl.py                              # the embedded tiny model on a CPU, responses of 192 tokens
 python bench/async_rl.py --device cuda --model FOLDER --dtype bf16 --max-tokens 1024 --out result.json
-python bench/async_rl.py --learn --staleness turns 2   # the quickstart's task: accuracy reached, and in what time
+python bench/async_rl.py --learn --staleness turns 2 --seeds 0 1 2 --val-rows 1000 --val-every 10
+                                    # the quickstart's task: accuracy reached, how far seeds are apart, in what time
 
 `turns` is the synchronous loop. Weights are random, so responses end by their length alone and every run generates and
 trains the same number of tokens; with `--learn` they are the quickstart's after its warm-up.
@@ -11,6 +12,7 @@ trains the same number of tokens; with `--learn` they are the quickstart's after
 from __future__ import annotations
 
 import argparse
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,10 @@ from report import machine, spread, summary, write_record
 
 # The first steps load kernels, record passes and fill the worker's queue.
 UNTIMED = 2
+# Steps before those whose rewards are compared: a staleness of S trains S + 1 steps on what the first weights drew.
+EARLY = 10
+# What only --learn reads.
+LEARNING = ("seeds", "val_rows", "val_every")
 SHOWN = {
     "step, s": ("timing_s/step", ".2f"),
     "generation, s": ("timing_s/gen", ".2f"),
@@ -80,9 +86,9 @@ optim: {{lr: 1e-6}}
     return path
 
 
-def learnt(folder: Path, staleness: str, given: argparse.Namespace) -> dict[str, Any]:
+def learnt(folder: Path, staleness: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     """The quickstart's GRPO run: accuracy on sums it was not trained on, and the seconds of all steps together."""
-    name = f"learn-{staleness}"
+    name = f"learn-{staleness}-{seed}"
     beside = [] if staleness == "turns" else [f"rollout.max_staleness={staleness}"]
     lockstep(
         "train",
@@ -90,28 +96,37 @@ def learnt(folder: Path, staleness: str, given: argparse.Namespace) -> dict[str,
         f"run.name={name}",
         f"run.folder={folder / 'runs'}",
         f"run.steps={given.steps}",
+        f"run.seed={seed}",
         f"device={given.device}",
         f"model.path={folder / 'runs' / 'warmup-arithmetic' / 'export'}",
         f"data.train={folder / 'data' / 'train.parquet'}",
         f"val.questions={folder / 'data' / 'val.parquet'}",
-        *("run.export=false", "val.every=1000"),
+        *("run.export=false", f"val.every={given.val_every}", "checkpoint.every=1000"),
         *beside,
         *given.set,
     )
-    steps = [metrics for _, metrics in read_metrics(folder / "runs" / name / "metrics.jsonl")]
-    accuracy = [metrics["val/accuracy"] for metrics in steps if "val/accuracy" in metrics]
-    timed = [metrics for metrics in steps if "timing_s/step" in metrics]
-    found: dict[str, Any] = {"accuracy": [accuracy[0], accuracy[-1]], "steps": len(timed)}
-    found["seconds"] = sum(metrics["timing_s/step"] for metrics in timed)
+    history = read_metrics(folder / "runs" / name / "metrics.jsonl")
+    timed = [metrics for _, metrics in history if "timing_s/step" in metrics]
+    # Steps behind it, their seconds without validation, accuracy.
+    reached: list[tuple[int, float, float]] = []
+    seconds = 0.0
+    for step, metrics in history:
+        seconds += metrics.get("timing_s/step", 0.0)
+        if "val/accuracy" in metrics:
+            reached.append((step, seconds, metrics["val/accuracy"]))
+    found: dict[str, Any] = {"reached": reached, "rewards": [metrics["critic/score/mean"] for metrics in timed]}
     for shown in ("step, s", "generation, s", "worker busy", "trainer busy", "staleness"):
         values = [metrics[SHOWN[shown][0]] for metrics in timed[UNTIMED:] if SHOWN[shown][0] in metrics]
         found |= {shown: summary(values)} if values else {}
+    told = ", ".join(f"{accuracy:.3f} after {step} steps, {passed:.0f} s" for step, passed, accuracy in reached)
+    print(f"{staleness:>6}, seed {seed}: {told}", flush=True)
     return found
 
 
 def learning(folder: Path, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """By staleness and seed. Seeds change the order of the prompts and what is drawn; all begin with one warm-up."""
     lockstep("tiny", folder / "model")
-    lockstep("data", "arithmetic", folder / "data", "--difficulty", 2)
+    lockstep("data", "arithmetic", folder / "data", "--difficulty", 2, "--val-rows", given.val_rows)
     lockstep(
         "train",
         "warmup-arithmetic",
@@ -121,13 +136,33 @@ def learning(folder: Path, given: argparse.Namespace) -> dict[str, dict[str, Any
         f"data.train={folder / 'data' / 'sft_train.parquet'}",
         f"val.questions={folder / 'data' / 'val.parquet'}",
     )
-    results = {one: learnt(folder, one, given) for one in given.staleness}
+    # Seed by seed: what else the machine does falls on all of them alike.
+    results: dict[str, dict[str, Any]] = {one: {} for one in given.staleness}
+    for seed in given.seeds:
+        for staleness, found in results.items():
+            found[str(seed)] = learnt(folder, staleness, seed, given)
     for staleness, found in results.items():
-        before, after = found["accuracy"]
-        told = [f"accuracy {before:.3f} -> {after:.3f} in {found['steps']} steps, {found['seconds']:.0f} s"]
-        told += [f"{shown} {spread(found[shown], form)}" for shown, (_, form) in SHOWN.items() if shown in found]
+        ends = [one["reached"][-1] for one in found.values()]
+        told = [f"accuracy {told_of([end[2] for end in ends], '.3f')}", f"{told_of([end[1] for end in ends], '.0f')} s"]
+        if staleness != given.staleness[0]:
+            told.append(f"reward beside {given.staleness[0]} {beside_first(found, results[given.staleness[0]])}")
         print(f"{staleness:>6}: {', '.join(told)}")
     return results
+
+
+def told_of(values: list[float], form: str) -> str:
+    deviation = f" (deviation {statistics.stdev(values):{form}})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{form}}{deviation}"
+
+
+def beside_first(found: dict[str, Any], first: dict[str, Any]) -> str:
+    """Step by step: runs of a seed have the same prompts in a step, most of what rewards differ by."""
+    apart = [
+        ours - theirs
+        for seed, one in found.items()
+        for ours, theirs in zip(one["rewards"][EARLY:], first[seed]["rewards"][EARLY:], strict=True)
+    ]
+    return f"{statistics.fmean(apart):+.4f} (error {statistics.stdev(apart) / len(apart) ** 0.5:.4f})"
 
 
 def main() -> None:
@@ -143,10 +178,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--set", nargs="*", default=[], help="further keys, as rollout.worker_device=1")
     parser.add_argument("--learn", action="store_true", help="the quickstart's task in place of random weights")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="with --learn: a run of each")
+    parser.add_argument("--val-rows", type=int, default=200, help="with --learn: sums that the accuracy is taken on")
+    parser.add_argument("--val-every", type=int, default=1000, help="with --learn: steps between two looks at it")
     parser.add_argument("--out")
     given = parser.parse_args()
     # The quickstart's recipe says the rest.
-    unread = {"out", *(("model", "dtype", "prompts", "n", "max_tokens", "tokens") if given.learn else ())}
+    others = ("model", "dtype", "prompts", "n", "max_tokens", "tokens") if given.learn else LEARNING
+    unread = {"out", *others}
     asked = {
         name: value if isinstance(value, int | list) else str(value)
         for name, value in vars(given).items()

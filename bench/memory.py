@@ -11,11 +11,13 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from lockstep.data.batching import micro_batch
+from lockstep.device.base import Device
 from lockstep.device.select import select
 from lockstep.methods.sft import token_loss
 from lockstep.model.load import load_config, load_policy
@@ -24,7 +26,7 @@ from lockstep.recipe.checks import with_derived_defaults
 from lockstep.recipe.schema import Recipe
 from lockstep.train.host_optim import HostOptimizer
 from lockstep.train.optim import Optimizer
-from lockstep.train.plan import plan_memory
+from lockstep.train.plan import MemoryPlan, plan_memory
 from lockstep.train.step import Learner
 from lockstep.types import Example, Origin
 
@@ -46,32 +48,46 @@ HALF_BILLION = [
     {"dtype": "bf16", "tokens": 16384, "lora": {"rank": 16}},
     {"dtype": "fp32", "tokens": 4096},
 ]
-SEVEN_BILLION = [{"dtype": "bf16", "tokens": 8192, "gradient_checkpointing": True, "offload": "optimizer"}]
+ON_HOST = {"dtype": "bf16", "tokens": 8192, "gradient_checkpointing": True, "offload": "optimizer"}
+SEVEN_BILLION = [ON_HOST, {**ON_HOST, "micro_batches": 3}]
 CASES = {"0.5b": HALF_BILLION, "7b": SEVEN_BILLION}
 UPDATES = 3
+# Tokens of a row.
+LENGTH = 512
 
 
-def measure(folder: Path, case: dict, device_name: str) -> dict:
-    device = select(device_name)
-    settings = {key: value for key, value in case.items() if key not in ("tokens", "offload")}
-    recipe = with_derived_defaults(
+def recipe_of(case: dict, folder: Path) -> Recipe:
+    """An update is one micro-batch of `tokens`, or `micro_batches` of them."""
+    settings = {key: value for key, value in case.items() if key not in ("tokens", "offload", "micro_batches")}
+    rows = case.get("micro_batches", 1) * case["tokens"] // LENGTH
+    return with_derived_defaults(
         Recipe.model_validate(
             {
                 "model": {"path": str(folder), **settings},
                 "data": {"train": "unused"},
-                "batch": {"tokens": case["tokens"]},
+                "batch": {"tokens": case["tokens"], "rows_per_update": rows},
                 "parallel": {"offload": case.get("offload", "none")},
             }
         )
     )
-    plan = plan_memory(
+
+
+def planned(recipe: Recipe, config: Any, device: Device | type[Device]) -> MemoryPlan:
+    return plan_memory(
         recipe,
-        load_config(str(folder)),
+        config,
         1,
-        case["tokens"],
+        LENGTH,
         recipe.batch.rows_per_update,
         lean_layers=device.lean_layers,
+        own_adamw=device.adamw != "torch",
     )
+
+
+def measure(folder: Path, case: dict, device_name: str) -> dict:
+    device = select(device_name)
+    recipe = recipe_of(case, folder)
+    plan = planned(recipe, load_config(str(folder)), device)
     device.reset_peak()
     policy = load_policy(recipe.model, device.torch_device(), device.attention, seed=0)
     how = {"masters": bool(recipe.model.master_weights), "fused": device.fused_optimizer, "kernel": device.adamw}
@@ -83,20 +99,21 @@ def measure(folder: Path, case: dict, device_name: str) -> dict:
     learner = Learner(policy, optimizer, device.torch_device(), World())
     draw = torch.Generator().manual_seed(0)
     rows = []
-    for row in range(case["tokens"] // 512):
-        ids = torch.randint(SHAPE["vocab_size"], (512,), generator=draw).tolist()
-        rows.append(Example(ids, [1] * 512, Origin("random", row)))
+    for row in range(case["tokens"] // LENGTH):
+        ids = torch.randint(SHAPE["vocab_size"], (LENGTH,), generator=draw).tolist()
+        rows.append(Example(ids, [1] * LENGTH, Origin("random", row)))
     losses = []
     for _ in range(UPDATES):
         begun = time.perf_counter()
-        losses.append(learner.forward_backward([micro_batch(rows, packed=True, pad_id=0)], token_loss).loss)
+        batches = [micro_batch(rows, packed=True, pad_id=0)] * case.get("micro_batches", 1)
+        losses.append(learner.forward_backward(batches, token_loss).loss)
         learner.optim_step(1e-5)
         seconds = time.perf_counter() - begun
     measured = device.memory().peak
     del learner, optimizer, policy
     torch.cuda.empty_cache()
-    planned = plan.peak.total
-    sizes = {"planned_gib": planned / 2**30, "measured_gib": measured / 2**30, "ratio": planned / measured}
+    peak = plan.peak.total
+    sizes = {"planned_gib": peak / 2**30, "measured_gib": measured / 2**30, "ratio": peak / measured}
     return {**case, **sizes, "update_s": seconds, "losses": losses}
 
 

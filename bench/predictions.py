@@ -21,7 +21,9 @@ from typing import Any
 
 import transformers
 
+import memory
 from lockstep.device.chips import CHIPS
+from lockstep.device.select import DEVICES
 from lockstep.recipe.checks import with_derived_defaults
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.schema import Recipe
@@ -99,6 +101,18 @@ def sft_rows(cluster: TargetCluster) -> Iterator[Prediction]:
         what = f"SFT {settings['shape']}, {steps.count} x {steps.length}"
         yield Prediction(what, seconds(outlook.times(cluster)), measured, fitted=True)
         yield Prediction(what, gigabytes(outlook, cluster), case["peak_gb"], "GB")
+
+
+def fine_tuning_rows(cluster: TargetCluster) -> Iterator[Prediction]:
+    """All weights of a 7B shape, AdamW's state on the host: bench/memory.py."""
+    record = json.loads((RESULTS / "memory_7b_h200.json").read_text())
+    config, device = SHAPES["qwen2.5-7b"].config(), DEVICES[cluster.chip.kind]
+    for result in record["results"]:
+        case = {key: value for key, value in result.items() if key in memory.SEVEN_BILLION[-1]}
+        count = case.get("micro_batches", 1)
+        what = f"SFT 7B, optimizer on the host, {count} x {case['tokens']}"
+        predicted = memory.planned(memory.recipe_of(case, Path("model")), config, device).peak.total
+        yield Prediction(what, predicted / 1e9, result["measured_gib"] * 2**30 / 1e9, "GB")
 
 
 def grpo_rows(cluster: TargetCluster) -> Iterator[Prediction]:
@@ -331,7 +345,8 @@ def measured_generation(sizes: dict[str, int], prompts: int, n: int, prompt: int
 
 def predictions() -> list[Prediction]:
     cluster = cluster_named("1x1:h200")
-    ours = [*engine_rows(cluster), *sft_rows(cluster), *grpo_rows(cluster), *cpu_rows()]
+    fine_tuning = [*sft_rows(cluster), *fine_tuning_rows(cluster)]
+    ours = [*engine_rows(cluster), *fine_tuning, *grpo_rows(cluster), *cpu_rows()]
     return [*ours, *published_rows(), *verl_rows()]
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import job_ranks
 from conftest import write_online_recipe, write_sft_recipe
 from lockstep.model.tiny import write_tiny
 from runs import difference, samples
 
-from . import world_ranks
 from .processes import torchrun
 
 pytestmark = [pytest.mark.ascend, pytest.mark.torchrun, pytest.mark.xdist_group("npu worlds")]
@@ -60,14 +60,13 @@ def differences(
     """Train each method by one process, then each case by several; what of these is another."""
     for method in dict.fromkeys(method for method, _, _ in cases):
         if not (recipes[method].parent / "runs" / "one").is_dir():
-            world_ranks.train([str(recipes[method]), "run.name=one", *COMMON, *METHODS[method]])
+            job_ranks.train([str(recipes[method]), "run.name=one", *COMMON, *METHODS[method]])
     jobs = [
         [str(recipes[method]), f"run.name={name}-{ranks}", *COMMON, *METHODS[method], *words]
         for method, name, words in cases
     ]
-    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
     settings = {"ASCEND_EMULATOR_DEVICES": str(ranks), "ASCEND_EMULATOR_REPORT": str(folder)}
-    done = torchrun(Path(world_ranks.__file__), folder / "jobs.json", ranks=ranks, **settings)
+    done = torchrun(job_ranks.PROGRAM, job_ranks.write_jobs(folder, jobs), ranks=ranks, **settings)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = list(folder.glob("operators-*.json"))
     assert len(reports) >= ranks

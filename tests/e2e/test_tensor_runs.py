@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+import tensor_cuda
 import tensor_ranks
 from commands import lockstep, torchrun
 from conftest import write_online_recipe, write_sft_recipe
@@ -49,6 +50,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_divided_models_are_whole_ones(ranks: int, models: list[str]) -> None:
     """Log-probs and gradients of several architectures, norms and slices; and that what is wrong is found."""
     done = torchrun(*models, program=Path(tensor_ranks.__file__), processes=ranks)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_what_ranks_of_one_accelerator_do_can_be_done_on_a_cpu() -> None:
+    """The program of test_cuda_tensor.py, with its own gathering, where there is no such device."""
+    done = torchrun("--device", "cpu", program=Path(tensor_cuda.__file__))
     assert done.returncode == 0, done.stderr
 
 

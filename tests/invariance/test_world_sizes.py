@@ -1,7 +1,7 @@
 """The number of processes, and how they share models and sequences, change nothing: 1 process against 2, 3 and 4.
 
-SFT, DPO, GRPO and PPO, sharded, in copies, with sequences divided by two, and with every offload. In fp32: responses
-and their scores equal, metrics within 1e-4 (relative; 2e-5 absolute), weights within 1e-5.
+SFT, DPO, GRPO and PPO, sharded, in copies, with modules or sequences divided by two, and with every offload. In fp32:
+responses and their scores equal, metrics within 1e-4 (relative; 2e-5 absolute), weights within 1e-5.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from commands import lockstep, torchrun
+import job_ranks
+from commands import torchrun
 from conftest import write_online_recipe, write_sft_recipe
+from lockstep.model.tiny import write_tiny
 from preference_rows import write_recipe
 from runs import difference, samples
 
@@ -25,56 +27,64 @@ METHODS: dict[str, list[str]] = {
     "grpo": ["batch.prompts_per_update=2", "algorithm.kl.where=loss"],
     "ppo": ["method=ppo", "rollout.n=1", "batch.prompts_per_update=2", "critic.lr=1e-3", "algorithm.kl.where=reward"],
 }
-OFFLOADS = ("optimizer", "params", "all")
+DIVIDED = {"tensor": ["parallel.tensor=2"], "context": ["parallel.context=2"]}
 LAYOUTS: dict[int, dict[str, list[str]]] = {
-    2: {"sharded": [], "copies": ["parallel.replicate=2"], "context": ["parallel.context=2"]},
+    2: {"sharded": [], "copies": ["parallel.replicate=2"], **DIVIDED},
     3: {"sharded": [], "copies": ["parallel.replicate=3"]},
-    4: {"sharded": [], "hybrid": ["parallel.shard=2"], "context": ["parallel.context=2"]},
+    4: {"sharded": [], "hybrid": ["parallel.shard=2"], "tensor-copies": ["parallel.tensor=2", "parallel.replicate=2"]}
+    | DIVIDED,
 }
 
 
-def offloaded(method: str, what: str) -> list[str]:
+def offloads(method: str) -> dict[str, list[str]]:
     """Of all models that a method has."""
-    words = [f"parallel.offload={what}"]
-    words += [f"parallel.offload_critic={what}"] if method == "ppo" else []
-    return words + (["parallel.offload_reference=true"] if method != "sft" else [])
+    keys = ["parallel.offload", *(["parallel.offload_critic"] if method == "ppo" else [])]
+    frozen = ["parallel.offload_reference=true"] if method != "sft" else []
+    return {f"host-{what}": [*(f"{key}={what}" for key in keys), *frozen] for what in ("optimizer", "params", "all")}
 
 
-def cases(ranks: int) -> list[tuple[str, str, list[str]]]:
-    """Method, name and keys of every run of so many processes."""
-    found = [(method, name, words) for method in METHODS for name, words in LAYOUTS[ranks].items()]
-    return found + [(method, f"host-{what}", offloaded(method, what)) for method in METHODS for what in OFFLOADS]
+def job(recipe: Path, method: str, name: str, words: list[str]) -> list[str]:
+    return [str(recipe), f"run.name={name}", *COMMON, *METHODS[method], *words]
 
 
 @pytest.fixture(scope="module")
-def recipes(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict[str, Path]:
-    """A recipe of each method, which one process has trained as `runs/one`."""
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A recipe of each method, which one process has trained as `runs/one`, of a model of four heads and two of keys
+    and values."""
+    folder = tmp_path_factory.mktemp("worlds")
+    write_tiny(folder / "model", hidden=128, layers=2)
     found: dict[str, Path] = {}
-    for method, words in METHODS.items():
-        folder = tmp_path_factory.mktemp(method)
+    for method in METHODS:
+        (folder / method).mkdir()
         if method == "sft":
-            found[method] = write_sft_recipe(folder, tiny_folder)
+            found[method] = write_sft_recipe(folder / method, folder / "model")
         elif method == "dpo":
-            found[method] = write_recipe(folder, tiny_folder, "dpo")
+            found[method] = write_recipe(folder / method, folder / "model", "dpo")
         else:
-            found[method] = write_online_recipe(folder, tiny_folder)
-        done = lockstep("train", found[method], "run.name=one", *COMMON, *words)
-        assert done.returncode == 0, done.stderr
+            found[method] = write_online_recipe(folder / method, folder / "model")
+    jobs = [job(recipe, method, "one", []) for method, recipe in found.items()]
+    done = torchrun(job_ranks.write_jobs(folder, jobs), program=job_ranks.PROGRAM, processes=1)
+    assert done.returncode == 0, done.stderr
+    # What is compared has samples, and more than one step of them.
+    assert all(len(samples(found[method].parent / "runs" / "one")) > STEPS for method in ("grpo", "ppo"))
     return found
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-def test_any_number_of_processes_trains_what_one_does(ranks: int, recipes: dict[str, Path]) -> None:
+def test_any_number_of_processes_trains_what_one_does(ranks: int, recipes: dict[str, Path], tmp_path: Path) -> None:
+    """All runs in the same processes, each of which meets anew."""
+    cases = [
+        (method, f"{name}-{ranks}", words)
+        for method in METHODS
+        for name, words in (LAYOUTS[ranks] | offloads(method)).items()
+    ]
+    jobs = [job(recipes[method], method, name, words) for method, name, words in cases]
+    done = torchrun(job_ranks.write_jobs(tmp_path, jobs), program=job_ranks.PROGRAM, processes=ranks)
+    assert done.returncode == 0, done.stderr
     found = {}
-    for method, name, words in cases(ranks):
-        keys = [f"run.name={name}-{ranks}", *COMMON, *METHODS[method], *words]
-        done = torchrun("train", recipes[method], *keys, processes=ranks)
+    for method, name, _ in cases:
         runs = recipes[method].parent / "runs"
         parts = ("weights", "critic") if method == "ppo" else ("weights",)
-        several, one = runs / f"{name}-{ranks}", runs / "one"
-        told = done.stderr[-2000:] if done.returncode else difference(several, one, STEPS, parts)
-        if told:
+        if told := difference(runs / name, runs / "one", STEPS, parts):
             found[f"{method}, {name}"] = told
     assert not found
-    # GRPO and PPO have samples to compare.
-    assert all(len(samples(recipes[method].parent / "runs" / "one")) > STEPS for method in ("grpo", "ppo"))

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
-from lockstep.parallel.mesh import grid_of
+from lockstep.parallel.mesh import grid_of, sharding_of
+from lockstep.parallel.world import World
 from lockstep.recipe.parallel import Parallel
 
 
@@ -43,3 +49,16 @@ def test_what_does_not_come_out_even_is_refused(shard, replicate, tensor, ranks,
         grid_of(Parallel(shard=shard, replicate=replicate, tensor=tensor), ranks)
     (problem,) = caught.value.problems
     assert (problem.where, problem.why) == (where, why)
+
+
+def test_what_is_computed_after_another_joining_belongs_to_the_groups_of_this_one() -> None:
+    """torch remembers by a mesh's ranks and names what an operator gives, and on which mesh that is."""
+    for turn in range(2):
+        dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+        try:
+            sharding = sharding_of(Parallel(shard=2), Cpu(), World(0, 4, turn=turn))
+            assert sharding is not None
+            sliced = distribute_tensor(torch.ones(4, 4), sharding.mesh, [Shard(0), Shard(0)], src_data_rank=None)
+            assert (sliced + sliced).device_mesh is sharding.mesh
+        finally:
+            dist.destroy_process_group()

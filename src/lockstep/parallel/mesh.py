@@ -72,14 +72,18 @@ def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bo
     copies = () if grid.replicate == 1 else ("replicate",)
     sizes = grid._asdict()
     if grid.tensor == 1:
-        return Sharding(_mesh(device, sizes, (*copies, "shard")), own, on_host)
-    mesh = _mesh(device, sizes, (*copies, "shard", "tensor"))
+        return Sharding(_mesh(device, world, sizes, (*copies, "shard")), own, on_host)
+    mesh = _mesh(device, world, sizes, (*copies, "shard", "tensor"))
     # What the ranks of a tensor group have all of is sliced over them too.
-    every = _mesh(device, sizes | {"shard": grid.shard * grid.tensor}, (*copies, "shard"))
-    return Sharding(mesh[(*copies, "shard")], own, on_host, TensorGroup(mesh["tensor"]), every)
+    every = _mesh(device, world, sizes | {"shard": grid.shard * grid.tensor}, (*copies, "shard"))
+    *slices, tensor = mesh.mesh_dim_names or ()
+    return Sharding(mesh[tuple(slices)], own, on_host, TensorGroup(mesh[tensor]), every)
 
 
-def _mesh(device: Device, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
+def _mesh(device: Device, world: World, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device.name, tuple(sizes[name] for name in names), mesh_dim_names=names)
+    # Meshes of the same ranks and names are the same to torch, which remembers the mesh of an operator's result. In a
+    # process that trains again it would be one whose groups are gone, or by their names are other groups now.
+    own = tuple(f"{name}-{world.turn}" for name in names)
+    return init_device_mesh(device.name, tuple(sizes[name] for name in names), mesh_dim_names=own)

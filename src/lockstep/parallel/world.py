@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ TIMEOUT = timedelta(minutes=30)
 # What ranks exchange tensors on the host with, whatever the device.
 HOST_COLLECTIVE = "gloo"
 HOST = f"cpu:{HOST_COLLECTIVE}"
+_turns = count()
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class World:
     """Neighbouring ranks that divide the modules of a model, and see the same micro-batches."""
     column: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     """One rank of each context or tensor group, this one among them."""
+    turn: int = 0
+    """How often this process had joined others before."""
 
     @property
     def _together(self) -> int:
@@ -201,6 +205,6 @@ def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
             dist.init_process_group(backend, timeout=TIMEOUT)
             watch = stack.enter_context(watching(rank, size, stall))
         try:
-            yield World(rank, size, local_rank, watch)
+            yield World(rank, size, local_rank, watch, turn=next(_turns))
         finally:
             dist.destroy_process_group()

@@ -183,6 +183,8 @@ class Counted:
     trained: int
     divided: int
     """Those that the ranks of a tensor group divide."""
+    largest: int
+    """Those of the largest tensor that is trained."""
     fused: bool
     """Whether every feed-forward is one that devices with lean layers have fused."""
     frozen: dict[str, int]
@@ -198,9 +200,10 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         divided = divided_parameters(base, recipe.parallel.tensor)
         model = with_lora(base, recipe.model.lora, seed=0)
     parameters = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = _frozen(recipe, parameters - (trained if recipe.model.lora is not None else 0))
-    return Counted(parameters, trained, divided, _all_fused(recipe, model, config), frozen)
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    frozen = _frozen(recipe, parameters - (sum(trained) if recipe.model.lora is not None else 0))
+    fused = _all_fused(recipe, model, config)
+    return Counted(parameters, sum(trained), divided, max(trained, default=0), fused, frozen)
 
 
 @dataclass(frozen=True)
@@ -226,14 +229,16 @@ def plan_memory(
     prefill_tokens: int = 0,
     *,
     lean_layers: bool = False,
+    own_adamw: bool = False,
     keeps_cache: int = 0,
     counted: Counted | None = None,
 ) -> MemoryPlan:
     """Estimates from shapes alone; `counted` saves counting again.
 
     A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
-    `prefill_tokens` are those of one pass of the engine over prompts, `lean_layers` is a fact of the device, and
-    `keeps_cache` says up to how many bytes of KV cache its engine keeps while it trains.
+    `prefill_tokens` are those of one pass of the engine over prompts. Of the device: `lean_layers`; `own_adamw`, that
+    its own step takes the gradients of a single micro-batch as they are; and `keeps_cache`, up to how many bytes of KV
+    cache its engine keeps while it trains.
     """
     grid = grid_of(recipe.parallel, devices)
     shards, tensor = grid.shard * grid.tensor, grid.tensor
@@ -245,16 +250,26 @@ def plan_memory(
     weights = parameters * size // shards
     moments = trained * 2 * (4 if masters else size) // shards
     master_bytes = trained * 4 // shards if masters else 0
-    # bf16 gradients of a micro-batch grow while its activations go, so only the summed ones count beside them.
-    gradients = trained * (4 if masters else size) // shards
+    single = _one_micro_batch(recipe, rows, longest)
+    in_half = masters and own_adamw and devices == 1 and single
+    gradients = trained * (4 if masters and not in_half else size) // shards
     lean = lean_layers and devices == 1 and counted.fused
     checkpointing = recipe.model.gradient_checkpointing
     layers = activation_bytes(config, tokens, size, checkpointing, lean=lean, tensor=tensor)
     head = head_bytes(config, tokens, recipe.model.lora is None)
     kept = Phase("", weights, 0, moments + master_bytes)
+    # Gradients of a micro-batch grow while its activations go. Beside those of the micro-batches before, which masters
+    # have in fp32, they are all there at its end, and with few activations that is the larger end.
+    on_host = recipe.parallel.offload in ("params", "all")
+    arriving = trained * size // shards if masters and not single and not on_host else 0
+    last = activation_bytes(config, tokens, size, False, lean=lean, tensor=tensor) // max(1, config.num_hidden_layers)
+    ends = (
+        Phase("forward and backward", kept.weights, gradients, kept.optimizer, layers + head),
+        Phase("forward and backward", kept.weights, gradients + arriving, kept.optimizer, last),
+    )
     phases = (
         Phase("load", parameters * size),
-        Phase("forward and backward", kept.weights, gradients, kept.optimizer, layers + head),
+        max(ends, key=lambda phase: phase.total),
         Phase("optimizer step", kept.weights, gradients, kept.optimizer),
         Phase("validation", kept.weights, 0, kept.optimizer, layers // max(1, config.num_hidden_layers) + head),
     )
@@ -263,7 +278,8 @@ def plan_memory(
     frozen = {key: count * size // shards for key, count in counted.frozen.items()}
     plan = _with_weights(plan, sum(frozen.values()))
     layer = parameters * size // max(1, config.num_hidden_layers)
-    policy, critic = TrainedBytes(moments + master_bytes, weights, gradients, layer), None
+    largest = counted.largest // shards
+    policy, critic = TrainedBytes(moments + master_bytes, weights, phases[1].gradients, layer, largest), None
     if recipe.method in ONLINE:
         gathered = parameters - counted.divided + counted.divided // tensor
         before = plan.phases[-1]
@@ -271,7 +287,8 @@ def plan_memory(
         plan = _with_online_parts(plan, recipe, config, shards, gathered, engine)
         after = plan.phases[len(phases) - 1]
         if after.weights > before.weights:
-            critic = TrainedBytes(after.optimizer - before.optimizer, after.weights - before.weights, 0, layer)
+            state, critic_weights = after.optimizer - before.optimizer, after.weights - before.weights
+            critic = TrainedBytes(state, critic_weights, 0, layer, largest)
     return _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
 
 
@@ -279,6 +296,12 @@ def _micro_batch_tokens(recipe: Recipe, rows: int, longest: int) -> int:
     """Of the largest micro-batch: those of one device, where several divide it."""
     most = min(recipe.batch.rows or rows, rows) * longest
     return -(-min(recipe.line_tokens or most, most) // recipe.parallel.context)
+
+
+def _one_micro_batch(recipe: Recipe, rows: int, longest: int) -> bool:
+    """Whether an update surely is one, however long its rows are."""
+    fits_rows = recipe.batch.rows is None or recipe.batch.rows >= rows
+    return fits_rows and (recipe.line_tokens is None or recipe.line_tokens >= rows * longest)
 
 
 def _all_fused(recipe: Recipe, model: Any, config: Any) -> bool:

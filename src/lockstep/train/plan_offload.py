@@ -11,20 +11,27 @@ from lockstep.train.host_optim import TOGETHER
 if TYPE_CHECKING:
     from lockstep.train.plan import Phase
 
-# Master, moments and gradient in fp32, of the parameters that an update brings to the device together.
-UPDATED_BYTES = 16 * TOGETHER
+# Master, moments and gradient in fp32, of a number that an update brings to the device.
+UPDATED_BYTES = 16
 STEP = "optimizer step"
 
 
 @dataclass(frozen=True)
 class TrainedBytes:
     """Bytes on one device of a model that is trained: its state, and its weights and gradients. `layer` are those of
-    the weights that are gathered at a time."""
+    the weights that are gathered at a time, `largest` the numbers of its largest tensor, which an update takes whole.
+    """
 
     state: int
     weights: int
     gradients: int
     layer: int
+    largest: int
+
+    @property
+    def updated(self) -> int:
+        """Bytes of the state that are on the device together, where it lives on the host."""
+        return min(self.state, UPDATED_BYTES * max(TOGETHER, self.largest))
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: boo
     if phase.name == "load":
         return phase  # everything comes to the device first
     if offload in ("optimizer", "all"):
-        stays = min(part.state, UPDATED_BYTES) if phase.name == STEP else 0
+        stays = part.updated if phase.name == STEP else 0
         phase = replace(phase, optimizer=phase.optimizer - part.state + stays)
     if offload in ("params", "all"):
         gone = 0 if gathered else max(0, part.weights - part.layer)

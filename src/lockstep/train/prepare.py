@@ -184,7 +184,15 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     _warn_slow(recipe, config, device, console)
     batches = plan_batches(recipe, train, devices)
     most = longest_row(recipe, train)
-    memory = plan_memory(recipe, config, devices, most, recipe.batch.rows_per_update, lean_layers=device.lean_layers)
+    memory = plan_memory(
+        recipe,
+        config,
+        devices,
+        most,
+        recipe.batch.rows_per_update,
+        lean_layers=device.lean_layers,
+        own_adamw=device.adamw != "torch",
+    )
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
     return Prepared(recipe, tokenizer, config, questions, memory, train, val, batches, limit, remarks)
@@ -278,6 +286,7 @@ def prepare_online(
         rows,
         prefill_tokens,
         lean_layers=device.lean_layers,
+        own_adamw=device.adamw != "torch",
         keeps_cache=kept_cache(device.memory().total) if device.graph_capture else 0,
     )
     on_host = device.torch_device(0).type == "cpu"
