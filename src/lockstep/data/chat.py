@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from lockstep.data.tokens import token_facts, token_ids, token_ids_and_offsets
+from lockstep.data.rendering import rendered
+from lockstep.data.tokens import as_array, token_facts, token_ids, token_ids_and_offsets, token_runs
 from lockstep.data.vanished import lost_beside, refuse_vanished
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
@@ -152,9 +153,7 @@ def render_prompt(
 ) -> str:
     """The chat as text; with `open_turn` it ends where the assistant begins to speak."""
     try:
-        return tokenizer.apply_chat_template(
-            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=open_turn
-        )
+        return rendered(tokenizer, messages, tools, open_turn=open_turn)
     except TemplateError as error:
         raise Refusal.at(origin, f"the chat template refuses this chat: {error}") from error
 
@@ -165,6 +164,32 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
     A prompt must be the same tokens in training as in generation, where it stands alone. If a token of the whole
     text reaches over a border, the pieces between the borders are tokenised by themselves.
     """
+    found = _between_borders(tokenizer, spans)
+    if found is None:
+        ids, trained, split = _by_offsets(tokenizer, spans)
+    else:
+        (ids, trained), split = found, False
+    if not has_markers(tokenizer):
+        _untrain_after_end(tokenizer, ids, trained)
+    return Example(ids, bytes(trained), origin), split
+
+
+def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray] | None:
+    """Tokens and whether each is trained, where the tokens can be counted between the borders of the spans."""
+    text, borders = spans.text, [border for span in spans.trained for border in span]
+    # A token of spaces alone has no place in the text for some tokenizers, and may count to what follows it.
+    if any(text[start - 1 : start] == " " for start in borders[::2]) or borders != sorted(borders):
+        return None
+    runs = token_runs(tokenizer, text, borders)
+    if runs is None:
+        return None
+    ids = as_array(runs)
+    flags = (bytes([number % 2]) * (len(run) // ids.itemsize) for number, run in enumerate(runs))
+    return ids, bytearray(b"".join(flags))
+
+
+def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray, bool]:
+    """The same by the place of each token in the text, and whether the text was split."""
     ids, offsets = token_ids_and_offsets(tokenizer, spans.text)
     trained, split = _inside(offsets, spans.trained)
     if split:
@@ -174,9 +199,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
             piece = token_ids(tokenizer, spans.text[start:end])
             ids += piece
             trained += bytes([number % 2]) * len(piece)
-    if not has_markers(tokenizer):
-        _untrain_after_end(tokenizer, ids, trained)
-    return Example(array("q", ids), bytes(trained), origin), split
+    return array("q", ids), trained, split
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[bytearray, bool]:
@@ -191,11 +214,11 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
     return bytearray(inside.astype(np.uint8).tobytes()), across
 
 
-def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: bytearray) -> None:
+def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], trained: bytearray) -> None:
     """Templates put a line break after the end token; the model stops before it, so it is not trained."""
     facts = token_facts(tokenizer)
-    for ended, token in enumerate(ids):
-        if token in facts.special and trained[ended]:
+    for ended in facts.where_special(ids):
+        if trained[ended]:
             after = ended + 1
             while after < len(ids) and trained[after] and facts.blank(tokenizer, ids[after]):
                 trained[after] = 0

@@ -14,6 +14,7 @@ from lockstep.data.own_reader import OwnReader
 from lockstep.data.parts import RowPart, RowWork, Tallied, read_parts
 from lockstep.data.read import RowSet, read_rows
 from lockstep.data.stored import Joined, OriginOf, Store, sequences
+from lockstep.data.tokens import forget_pieces
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.data import Data, Source
 from lockstep.types import Example, Item, Origin, Row
@@ -181,6 +182,7 @@ def load_rows(
     """Read and encode every row before anything is trained; all bad rows are told together."""
     rowsets = open_sources(sources, data) if opened is None else opened
     weights = [source.weight for source in sources if source.weight is not None]
+    forget_pieces(tokenizer)
     loaded = kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []
     for source, rows in zip(sources, rowsets, strict=True):

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lockstep.data.rowset import JsonRows, LineOrigin, Problems, a, kind_of
+from lockstep.data.rowset import JsonRows, LineOrigin, Problems, ShapeGroups, a, kind_of
 from lockstep.types import Origin, Row
 
 _MAGIC = b"PAR1"
@@ -31,10 +31,12 @@ _NO_FIELD_LIMIT = 2**31 - 1  # the csv module's default of 128 KiB is shorter th
 
 @dataclass
 class Parsed:
-    """Rows in file order. `lines` runs beside them in line formats and is None in json."""
+    """Rows in file order. `lines` runs beside them in line formats and is None in json. `groups` are the rows by
+    shape, where they were looked at on the way."""
 
     rows: Sequence[Row] = field(default_factory=list)
     lines: Sequence[int] | None = None
+    groups: ShapeGroups | None = None
 
 
 def parse(format: str, name: str, data: bytes, problems: Problems) -> Parsed:
@@ -44,7 +46,7 @@ def parse(format: str, name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
-    starts, ends, lines = array("q"), array("q"), array("q")
+    starts, ends, lines, groups = array("q"), array("q"), array("q"), ShapeGroups()
     end = 0
     last = data.rstrip().count(b"\n") + 1
     # Split at \n alone: str.splitlines would also split at U+2028, which may stand inside a JSON string.
@@ -53,27 +55,29 @@ def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
         raw = raw.strip()
         if not raw:
             continue
-        where = LineOrigin(name, line)
         try:
             text = raw.decode()
             value = _load(text)
         except UnicodeDecodeError as error:
-            _report_bytes(where, error, problems, at_end=line == last and error.end == len(raw))
+            at_end = line == last and error.end == len(raw)
+            _report_bytes(LineOrigin(name, line), error, problems, at_end=at_end)
         except json.JSONDecodeError as error:
             cut = line == last and raw[:1] == b"{" and (not data.endswith(b"\n") or _ran_out(error, text))
             why = f"invalid JSON at line {line}, column {error.colno}: {error.msg}"
-            problems.add(where, why + (f"; {_TRUNCATED}" if cut else ""), _COPY_AGAIN if cut else "")
+            told = why + (f"; {_TRUNCATED}" if cut else "")
+            problems.add(LineOrigin(name, line), told, _COPY_AGAIN if cut else "")
         except (ValueError, RecursionError) as error:
-            problems.add(where, f"JSON that cannot be read: {error}")
+            problems.add(LineOrigin(name, line), f"JSON that cannot be read: {error}")
         else:
             if isinstance(value, dict):
                 starts.append(start)
                 ends.append(end)
                 lines.append(line)
+                groups.add(value)
             else:
                 remedy = "one JSON list for the whole file is the .json format" if isinstance(value, list) else ""
-                problems.add(where, f"is {a(kind_of(value))}, not an object", remedy)
-    return Parsed(JsonRows(data, starts, ends), lines)
+                problems.add(LineOrigin(name, line), f"is {a(kind_of(value))}, not an object", remedy)
+    return Parsed(JsonRows(data, starts, ends), lines, groups)
 
 
 def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
@@ -181,7 +185,8 @@ def _no_field_limit() -> Iterator[None]:
 
 def _load(text: str) -> Any:
     """json.loads that refuses what it would silently lose or what no tokenizer can take."""
-    value = json.loads(text, object_pairs_hook=_object)
+    # `json.loads` would make a decoder for each text; it also has words of its own for a byte order mark.
+    value = json.loads(text) if text.startswith("\ufeff") else _DECODER.decode(text)
     if "\\ud" in text or "\\uD" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -196,6 +201,9 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
     return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _ran_out(error: json.JSONDecodeError, text: str) -> bool:

@@ -32,9 +32,9 @@ from lockstep.data.rowset import (
     RowFile,
     RowSet,
     ShapeGroup,
+    ShapeGroups,
     TextFile,
     disagreements,
-    group_rows,
     kind_of_arrow,
     merged,
 )
@@ -135,7 +135,7 @@ def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> Ro
         if problems.count == before:
             problems.add(file.name, "has no rows")
         return None
-    groups = group_rows(parsed.rows)
+    groups = (parsed.groups or ShapeGroups(parsed.rows)).all()
     found = TextFile(FileInfo(file.name, len(parsed.rows), size, sha256), merged(groups), parsed.rows, parsed.lines)
     for number, why in disagreements(groups, lambda number: str(found.origin(number)).removeprefix(f"{file.name} ")):
         remedy = "every row needs the same columns and kinds; null is allowed anywhere"

@@ -175,7 +175,8 @@ def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], 
 def digest_of(*sequences: Sequence[int]) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for ids in sequences:
-        digest.update(np.asarray([len(ids), *ids], dtype=np.int32).tobytes())
+        digest.update(np.array([len(ids)], dtype=np.int32).tobytes())
+        digest.update(np.asarray(ids, dtype=np.int32).tobytes())
     return int.from_bytes(digest.digest(), "little")
 
 

@@ -1,0 +1,239 @@
+"""Texts as tokens by their pieces: each different piece is tokenised once and its tokens are known from then on.
+
+Byte-level BPE first cuts a text into words by a pattern, and each word becomes tokens by itself. Where a word of the
+pattern surely ends whatever stands around it, the text can be cut too, and both parts give the tokens of the whole.
+Chats are some hundred such pieces of a few thousand different ones, so that looking them up is many times faster than
+tokenising. A piece that was not seen before is given to the tokenizer itself: no merge and no pattern is done again
+here. What may not be cut so, in all that is known of it, is left to the tokenizer as a whole.
+
+Where a word surely ends, for the patterns in `_CUTS`:
+
+- Before white space that follows anything else. Their words hold white space at the beginning, where they are not white
+  space altogether. But newlines at the end of punctuation belong to it, except in GPT-2's pattern.
+- Behind the last newline of white space, but not in GPT-2's pattern, which parts white space before its last character,
+  and not before a "/" in those that let newlines and slashes follow punctuation.
+
+They look ahead only over white space, for what follows it, and never back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Different pieces that are known at a time, and the longest of them: some tens of MB at most.
+MOST, LONGEST = 1 << 17, 64
+
+_NEWLINES = r"[\r\n](?:\s*[\r\n])?"
+_AT_SPACE = r"\s*\S+|\s+"
+_AT_NEWLINE = rf"[^\S\r\n]*\S+(?:{_NEWLINES})?|\s*[\r\n]|\s+"
+_AT_NEWLINE_BUT_SLASH = rf"[^\S\r\n]*\S+(?:{_NEWLINES}/\S*)*(?:{_NEWLINES})?|\s*[\r\n]|\s+"
+# By the pattern of the words: the pieces that a text may be cut into.
+_CUTS = {
+    # GPT-2's, which ByteLevel has in itself
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": _AT_SPACE,
+    # Llama 3
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": _AT_NEWLINE,
+    # Qwen 2, 2.5 and 3
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": _AT_NEWLINE,
+    # Qwen 3.5
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": _AT_NEWLINE,
+    # GPT-4o and gpt-oss
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": _AT_NEWLINE_BUT_SLASH,
+    # Mistral since Nemo
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": _AT_NEWLINE_BUT_SLASH,
+}
+_GPT2 = next(iter(_CUTS))
+
+
+class NotKnown(Exception):
+    """A text, or a cut in it, of which it is not sure that its pieces give its tokens."""
+
+
+class Pieces(dict[str, bytes]):
+    """The tokens of each piece that was seen, as 64-bit integers."""
+
+    def __init__(self, backend: Tokenizer, pieces: str, added: dict[str, int]):
+        super().__init__()
+        self._owner = ref(backend)
+        self._find = re.compile(pieces)
+        self._composes = backend.normalizer is not None
+        self._added_ids = {content: array("q", [token]).tobytes() for content, token in added.items()}
+        # The longest that stands there, as the tokenizer finds them.
+        longest_first = sorted(added, key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._parts: dict[tuple[str, int], tuple[bytes, bytes]] = {}
+        self._letters = {letter for letter in map(chr, range(128)) if self._agrees(letter)}
+
+    @property
+    def _backend(self) -> Tokenizer:
+        """What made the tokens, and keeps them: alive for whoever asks."""
+        backend = self._owner()
+        assert backend is not None
+        return backend
+
+    @classmethod
+    def of(cls, backend: Tokenizer) -> Pieces | None:
+        """None for a tokenizer that does not work word by word, or with words of which nothing is said here."""
+        pieces, added = _cuts(backend), _plain_added(backend)
+        return None if pieces is None or added is None else cls(backend, pieces, added)
+
+    def runs(self, text: str, borders: Sequence[int] = ()) -> list[bytes] | None:
+        """The tokens of the whole text, cut at the borders: one run more than there are borders.
+
+        None where that is not known: a word or an added token reaches over a border, or the text is none for pieces.
+        """
+        try:
+            return self._runs(text, borders)
+        except (NotKnown, UnicodeEncodeError):  # half of a surrogate pair is no text
+            return None
+
+    def _runs(self, text: str, borders: Sequence[int]) -> list[bytes]:
+        if self._composes and not text.isascii() and self._backend.normalizer.normalize_str(text) != text:
+            raise NotKnown  # the tokenizer would see another text, and its words
+        made: list[bytes] = []
+        run: list[bytes] = []
+        ahead, start = [*borders, len(text) + 1], 0
+        for added in self._added.finditer(text):
+            before, behind = added.span()
+            self._between(text, start, before, ahead, made, run)
+            while ahead[0] == before:
+                _next_run(ahead, made, run)
+            if ahead[0] < behind:
+                raise NotKnown
+            run.append(self._added_ids[added.group()])
+            start = behind
+        self._between(text, start, len(text), ahead, made, run)
+        while len(ahead) > 1:
+            _next_run(ahead, made, run)
+        made.append(b"".join(run))
+        return made
+
+    def _between(self, text: str, start: int, end: int, ahead: list[int], made: list[bytes], run: list[bytes]) -> None:
+        """Text without added tokens; a border at its end is left to what follows."""
+        while ahead[0] < end:
+            start = self._to_border(text, start, end, ahead, made, run)
+        run.extend(map(self.__getitem__, self._find.findall(text, start, end)))
+
+    def _to_border(self, text: str, start: int, end: int, ahead: list[int], made: list[bytes], run: list[bytes]) -> int:
+        """Up to the next border, which lies before the end; returns how far the tokens reach."""
+        border = ahead[0]
+        if border < start:
+            raise NotKnown  # the piece before had a border in it already
+        while start < border:
+            found = self._find.match(text, start, end)
+            assert found is not None  # white space or anything else
+            piece, begin, start = found.group(), start, found.end()
+            if start <= border:
+                run.append(self[piece])
+                continue
+            left, right = self._parted(piece, border - begin)
+            run.append(left)
+            _next_run(ahead, made, run)
+            run.append(right)
+            return start
+        _next_run(ahead, made, run)
+        return start
+
+    def _parted(self, piece: str, place: int) -> tuple[bytes, bytes]:
+        """The tokens of a piece before and behind a place in it where a word of it ends."""
+        known = self._parts.get((piece, place))
+        if known is None:
+            whole, left = self[piece], array("q")
+            for word, (_, end) in self._backend.pre_tokenizer.pre_tokenize_str(piece):
+                if end > place:
+                    break
+                left.extend(token.id for token in self._backend.model.tokenize(word))
+                reached = end
+            begin = left.tobytes()
+            if not left or reached != place or not whole.startswith(begin):
+                raise NotKnown
+            known = begin, whole[len(begin) :]
+            if len(self._parts) >= MOST:
+                self._parts.clear()
+            self._parts[piece, place] = known
+        return known
+
+    def __missing__(self, piece: str) -> bytes:
+        strange = set(piece) - self._letters
+        if not all(map(self._agrees, strange)):
+            raise NotKnown
+        self._letters |= strange
+        tokens = array("q", self._backend.encode(piece, add_special_tokens=False).ids).tobytes()
+        if len(piece) <= LONGEST:
+            if len(self) >= MOST:
+                self.clear()
+            self[piece] = tokens
+        return tokens
+
+    def _agrees(self, letter: str) -> bool:
+        """Whether the tokenizer takes the letter for white space where Python does, and only there: the versions of
+        Unicode differ. Asked of the pattern itself: white space ends a word of punctuation, and no newline starts one
+        behind it."""
+        if letter in "\r\n":
+            return True
+        words = self._backend.pre_tokenizer.pre_tokenize_str
+        space = len(words(f"{letter}\n")) == 1 and len(words(f"!{letter}")) == 2
+        return space == letter.isspace()
+
+
+def _next_run(ahead: list[int], made: list[bytes], run: list[bytes]) -> None:
+    made.append(b"".join(run))
+    run.clear()
+    ahead.pop(0)
+
+
+def _cuts(backend: Tokenizer) -> str | None:
+    """The pattern of the pieces, where the tokenizer is a byte-level BPE whose words are known."""
+    from tokenizers.models import BPE
+
+    model = backend.model
+    plain = isinstance(model, BPE) and model.dropout is None and not model.byte_fallback and model.unk_token is None
+    if not plain or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    normal = _state(backend.normalizer)
+    steps = _state(backend.pre_tokenizer)
+    if normal not in (None, {"type": "NFC"}) or steps is None:
+        return None
+    steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    kinds = [step["type"] for step in steps]
+    if kinds[-1:] != ["ByteLevel"] or steps[-1]["add_prefix_space"]:
+        return None
+    if steps[-1]["use_regex"]:
+        # Digits that are apart first change nothing: they are no white space, and where they stand it ends alike.
+        return _CUTS[_GPT2] if kinds in (["ByteLevel"], ["Digits", "ByteLevel"]) else None
+    if kinds != ["Split", "ByteLevel"] or steps[0]["behavior"] != "Isolated" or steps[0]["invert"]:
+        return None
+    return _CUTS.get(steps[0]["pattern"].get("Regex"))
+
+
+def _state(part: Any) -> Any:
+    """What a tokenizer.json says of a part."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _plain_added(backend: Tokenizer) -> dict[str, int] | None:
+    """The added tokens; None where one is found otherwise than by its text, or is white space, whose place in the
+    text a tokenizer may not tell."""
+    found: dict[str, int] = {}
+    for index, token in backend.get_added_tokens_decoder().items():
+        if token.normalized or token.lstrip or token.rstrip or token.single_word or not token.content.strip():
+            return None
+        if token.content in found:
+            return None
+        found[token.content] = index
+    return found
