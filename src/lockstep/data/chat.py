@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from lockstep.data.rendering import rendered
+from lockstep.data.rendering import ChatText
 from lockstep.data.tokens import as_array, token_facts, token_ids, token_ids_and_offsets, token_runs
 from lockstep.data.vanished import lost_beside, refuse_vanished
 from lockstep.errors import Refusal
@@ -102,6 +102,8 @@ def refuse_no_content(message: Message, number: int, origin: Origin, remedy: str
 
 def trained_turns(spans: Spans, messages: list[Message]) -> Spans:
     """Without the assistant turns whose weight is 0."""
+    if not any("weight" in message for message in messages):
+        return spans
     turns = [message for message in messages if message["role"] == "assistant"]
     kept = (span for span, turn in zip(spans.trained, turns, strict=True) if turn.get("weight", 1))
     return Spans(spans.text, tuple(kept))
@@ -124,14 +126,14 @@ def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
 
 
 def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools) -> Spans:
-    text = render_prompt(tokenizer, messages, origin, tools, open_turn=False)
+    chat = ChatText(tokenizer, messages, tools, origin)
+    text = chat.upto(len(messages), open_turn=False)
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = render_prompt(tokenizer, messages[:i], origin, tools, open_turn=True)
-        last = i + 1 == len(messages)
-        after = text if last else render_prompt(tokenizer, messages[: i + 1], origin, tools, open_turn=False)
+        before = chat.upto(i, open_turn=True)
+        after = text if i + 1 == len(messages) else chat.upto(i + 1, open_turn=False)
         if not (text.startswith(after) and after.startswith(before)):
             raise Refusal.at(
                 origin,
@@ -152,10 +154,7 @@ def render_prompt(
     open_turn: bool = True,
 ) -> str:
     """The chat as text; with `open_turn` it ends where the assistant begins to speak."""
-    try:
-        return rendered(tokenizer, messages, tools, open_turn=open_turn)
-    except TemplateError as error:
-        raise Refusal.at(origin, f"the chat template refuses this chat: {error}") from error
+    return ChatText(tokenizer, messages, tools, origin).upto(len(messages), open_turn=open_turn)
 
 
 def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origin) -> tuple[Example, bool]:
@@ -214,7 +213,7 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
     return bytearray(inside.astype(np.uint8).tobytes()), across
 
 
-def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], trained: bytearray) -> None:
+def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: array[int], trained: bytearray) -> None:
     """Templates put a line break after the end token; the model stops before it, so it is not trained."""
     facts = token_facts(tokenizer)
     for ended in facts.where_special(ids):

@@ -187,7 +187,7 @@ def _load(text: str) -> Any:
     """json.loads that refuses what it would silently lose or what no tokenizer can take."""
     # `json.loads` would make a decoder for each text; it also has words of its own for a byte order mark.
     value = json.loads(text) if text.startswith("\ufeff") else _DECODER.decode(text)
-    if "\\ud" in text or "\\uD" in text:
+    if "\\u" in text and ("\\ud" in text or "\\uD" in text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

@@ -28,8 +28,9 @@ from weakref import ref
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Different pieces that are known at a time, and the longest of them: some tens of MB at most.
-MOST, LONGEST = 1 << 17, 64
+# Characters of the different pieces that are known at a time, with some for what else a piece takes, and of the longest
+# piece: about 50 MB at most.
+MOST, LONGEST, BESIDE = 1 << 22, 256, 16
 
 _NEWLINES = r"[\r\n](?:\s*[\r\n])?"
 _AT_SPACE = r"\s*\S+|\s+"
@@ -77,6 +78,7 @@ class Pieces(dict[str, bytes]):
         longest_first = sorted(added, key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._parts: dict[tuple[str, int], tuple[bytes, bytes]] = {}
+        self._held = 0
         self._letters = {letter for letter in map(chr, range(128)) if self._agrees(letter)}
 
     @property
@@ -108,45 +110,44 @@ class Pieces(dict[str, bytes]):
         made: list[bytes] = []
         run: list[bytes] = []
         ahead, start = [*borders, len(text) + 1], 0
+        known, words, added_ids = self.__getitem__, self._find.findall, self._added_ids
         for added in self._added.finditer(text):
             before, behind = added.span()
-            self._between(text, start, before, ahead, made, run)
+            while ahead[0] < before:
+                start = self._to_border(text, start, before, ahead, made, run)
+            if start < before:
+                run += map(known, words(text, start, before))
             while ahead[0] == before:
                 _next_run(ahead, made, run)
             if ahead[0] < behind:
                 raise NotKnown
-            run.append(self._added_ids[added.group()])
+            run.append(added_ids[added.group()])
             start = behind
-        self._between(text, start, len(text), ahead, made, run)
+        while ahead[0] < len(text):
+            start = self._to_border(text, start, len(text), ahead, made, run)
+        run += map(known, words(text, start))
         while len(ahead) > 1:
             _next_run(ahead, made, run)
         made.append(b"".join(run))
         return made
-
-    def _between(self, text: str, start: int, end: int, ahead: list[int], made: list[bytes], run: list[bytes]) -> None:
-        """Text without added tokens; a border at its end is left to what follows."""
-        while ahead[0] < end:
-            start = self._to_border(text, start, end, ahead, made, run)
-        run.extend(map(self.__getitem__, self._find.findall(text, start, end)))
 
     def _to_border(self, text: str, start: int, end: int, ahead: list[int], made: list[bytes], run: list[bytes]) -> int:
         """Up to the next border, which lies before the end; returns how far the tokens reach."""
         border = ahead[0]
         if border < start:
             raise NotKnown  # the piece before had a border in it already
+        match, right = self._find.match, b""
         while start < border:
-            found = self._find.match(text, start, end)
+            found = match(text, start, end)
             assert found is not None  # white space or anything else
             piece, begin, start = found.group(), start, found.end()
             if start <= border:
                 run.append(self[piece])
-                continue
-            left, right = self._parted(piece, border - begin)
-            run.append(left)
-            _next_run(ahead, made, run)
-            run.append(right)
-            return start
+            else:
+                left, right = self._parted(piece, border - begin)
+                run.append(left)
         _next_run(ahead, made, run)
+        run.append(right)
         return start
 
     def _parted(self, piece: str, place: int) -> tuple[bytes, bytes]:
@@ -163,8 +164,7 @@ class Pieces(dict[str, bytes]):
             if not left or reached != place or not whole.startswith(begin):
                 raise NotKnown
             known = begin, whole[len(begin) :]
-            if len(self._parts) >= MOST:
-                self._parts.clear()
+            self._make_room(piece)
             self._parts[piece, place] = known
         return known
 
@@ -175,10 +175,16 @@ class Pieces(dict[str, bytes]):
         self._letters |= strange
         tokens = array("q", self._backend.encode(piece, add_special_tokens=False).ids).tobytes()
         if len(piece) <= LONGEST:
-            if len(self) >= MOST:
-                self.clear()
+            self._make_room(piece)
             self[piece] = tokens
         return tokens
+
+    def _make_room(self, piece: str) -> None:
+        self._held += len(piece) + BESIDE
+        if self._held > MOST:
+            self._held = len(piece) + BESIDE
+            self.clear()
+            self._parts.clear()
 
     def _agrees(self, letter: str) -> bool:
         """Whether the tokenizer takes the letter for white space where Python does, and only there: the versions of

@@ -1,8 +1,8 @@
-"""Chats as text by the tokenizer's chat template.
+"""A chat as text by the tokenizer's chat template, whole and up to any of its messages.
 
 `apply_chat_template` copies every message and builds the template's surroundings anew for each text, which takes longer
 than the text itself; a chat is rendered once for each turn. Messages of a role and a content alone go to the compiled
-template as they are. It is compared with `apply_chat_template` on the first of them.
+template as they are. What it gives is compared with `apply_chat_template` on the first of them.
 """
 
 from __future__ import annotations
@@ -11,37 +11,51 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from lockstep.types import Message
+from jinja2 import TemplateError
+
+from lockstep.errors import Refusal
+from lockstep.types import Message, Origin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Sequence[dict[str, Any]], *, open_turn: bool
-) -> str:
-    """The chat as text; with `open_turn` it ends where the assistant begins to speak."""
-    short = _short_way_of(tokenizer) if messages and not tools and all(map(_is_plain, messages)) else None
-    text = short and short(messages, tokenizer.special_tokens_map, open_turn)
-    if text is not None and short is not None and open_turn in short.tried:
-        return text
-    called: str = tokenizer.apply_chat_template(
-        messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=open_turn
-    )
-    if short is not None:
+class ChatText:
+    """One chat in the tokenizer's template."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: list[Message],
+        tools: Sequence[dict[str, Any]],
+        origin: Origin,
+    ):
+        self._tokenizer, self._messages, self._tools, self._origin = tokenizer, messages, tools, origin
+        self._short = _short_way_of(tokenizer) if not tools and all(map(_is_plain, messages)) else None
+        self._special = tokenizer.special_tokens_map if self._short is not None else {}
+
+    def upto(self, count: int, *, open_turn: bool) -> str:
+        """The first messages; with `open_turn` the text ends where the assistant begins to speak."""
+        messages, short = self._messages[:count], self._short
+        if short is None or not messages:
+            return self._called(messages, open_turn)
+        text = short(messages, self._special, open_turn)
+        if text is not None and open_turn in short.tried:
+            return text
+        called = self._called(messages, open_turn)
         short.tried.add(open_turn)
-        short.sound = called == text
-    return called
+        if text != called:
+            self._short, short.sound = None, False
+        return called
 
-
-def _short_way_of(tokenizer: PreTrainedTokenizerBase) -> _ShortWay | None:
-    """None where the call does something of its own."""
-    from transformers import PreTrainedTokenizerBase
-
-    kind, base = type(tokenizer), PreTrainedTokenizerBase
-    own = (kind.apply_chat_template, kind.get_chat_template) != (base.apply_chat_template, base.get_chat_template)
-    short = None if own else _short_way(tokenizer.get_chat_template())
-    return short if short is not None and short.sound else None
+    def _called(self, messages: list[Message], open_turn: bool) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tools=list(self._tools) or None, tokenize=False, add_generation_prompt=open_turn
+            )
+        except TemplateError as error:
+            raise Refusal.at(self._origin, f"the chat template refuses this chat: {error}") from error
+        return text
 
 
 def _is_plain(message: Message) -> bool:
@@ -53,7 +67,7 @@ class _ShortWay:
 
     def __init__(self, compiled: Any):
         self._compiled = compiled
-        self._globals = dict(compiled.globals)
+        self._globals = {**compiled.globals, "tools": None, "documents": None}
         self.sound = True
         """False once it gave another text than the call."""
         self.tried: set[bool] = set()
@@ -61,12 +75,24 @@ class _ShortWay:
 
     def __call__(self, messages: list[Message], special: dict[str, Any], open_turn: bool) -> str | None:
         """None where the template fails."""
-        said = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": open_turn, **special}
-        context = self._compiled.new_context({**self._globals, **said}, shared=True)
+        said = {**self._globals, "messages": messages, "add_generation_prompt": open_turn, **special}
+        compiled = self._compiled
+        context = compiled.environment.context_class(compiled.environment, said, compiled.name, compiled.blocks)
         try:
-            return "".join(self._compiled.root_render_func(context))
-        except Exception:  # a template can fail in any way; the call fails in the same way, and says so
+            return "".join(compiled.root_render_func(context))
+        except Exception:  # noqa: BLE001 - templates fail in any way; the call fails in the same one, and tells it
             return None
+
+
+def _short_way_of(tokenizer: PreTrainedTokenizerBase) -> _ShortWay | None:
+    """None where the call does something of its own."""
+    from transformers import PreTrainedTokenizerBase
+
+    kind, base = type(tokenizer), PreTrainedTokenizerBase
+    if kind.apply_chat_template is not base.apply_chat_template or kind.get_chat_template is not base.get_chat_template:
+        return None
+    short = _short_way(tokenizer.get_chat_template())
+    return short if short is not None and short.sound else None
 
 
 @lru_cache(maxsize=16)
@@ -75,4 +101,7 @@ def _short_way(template: str) -> _ShortWay | None:
         from transformers.utils.chat_template_utils import _compile_jinja_template
     except ImportError:
         return None  # it is private to transformers
-    return _ShortWay(_compile_jinja_template(template))
+    try:
+        return _ShortWay(_compile_jinja_template(template))
+    except TemplateError:
+        return None  # the call says what is wrong with it

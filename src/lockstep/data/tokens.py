@@ -100,16 +100,13 @@ class TokenFacts:
         added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special = frozenset(added | set(tokenizer.all_special_ids))
         self.size = len(tokenizer)
-        self._special_or_not = np.zeros(max(self.special, default=-1) + 2, dtype=bool)
-        self._special_or_not[list(self.special)] = True
+        self._is_special = np.zeros(max(self.special, default=0) + 2, dtype=bool)  # from the last one on none is
+        self._is_special[list(self.special)] = True
         self._blank: dict[int, bool] = {}
 
-    def where_special(self, ids: Sequence[int]) -> list[int]:
-        """The places of the special tokens among the ids."""
-        last = len(self._special_or_not) - 1  # none is special from there on
-        found: list[int] = np.flatnonzero(
-            self._special_or_not[np.minimum(np.asarray(ids, dtype=np.int64), last)]
-        ).tolist()
+    def where_special(self, ids: array[int]) -> list[int]:
+        """The places of the special tokens among the ids, which are 64-bit integers."""
+        found: list[int] = self._is_special.take(np.frombuffer(ids, dtype=np.int64), mode="clip").nonzero()[0].tolist()
         return found
 
     def blank(self, tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
