@@ -123,8 +123,8 @@ def test_pieces_give_the_tokens_of_the_whole_text(core: Tokenizer) -> None:
 
 @pytest.mark.slow
 def test_pieces_give_the_tokens_of_many_texts(core: Tokenizer) -> None:
-    met = check(core, 1, 60_000)
-    assert met["known"] > 20_000
+    met = check(core, 1, 20_000)
+    assert met["known"] > 5_000
 
 
 # -- chats -------------------------------------------------------------------------------------------------------------
@@ -242,12 +242,12 @@ def check_chats(core: Tokenizer, seed: int, count: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["gpt2 trims", "nfc"])
 def test_chats_are_what_the_calls_of_transformers_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    met = check_chats(BACKENDS[name](), 0, 40, monkeypatch)
-    assert min(met.values()) > 20, met
+    met = check_chats(BACKENDS[name](), 0, 20, monkeypatch)
+    assert min(met.values()) > 10, met
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(BACKENDS))
 def test_many_chats_are_what_the_calls_of_transformers_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    met = check_chats(BACKENDS[name](), 100, 1500, monkeypatch)
-    assert min(met.values()) > 500, met
+    met = check_chats(BACKENDS[name](), 100, 250, monkeypatch)
+    assert min(met.values()) > 100, met

@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.data.parallel import in_processes, processes_here
 from lockstep.data.rowset import JsonRows, LineOrigin, Problems, ShapeGroups, a, kind_of
 from lockstep.types import Origin, Row
 
@@ -26,6 +27,7 @@ _MAGIC = b"PAR1"
 _BATCH_ROWS = 8192  # small enough that no batch of long answers passes Arrow's 2 GiB limit for a string column
 _TRUNCATED = "the file looks truncated"
 _COPY_AGAIN = "copy or download it again"
+PART_BYTES = 8 << 20  # of JSON lines that one process looks at: about a tenth of a second
 _NO_FIELD_LIMIT = 2**31 - 1  # the csv module's default of 128 KiB is shorter than a long answer
 
 
@@ -46,11 +48,50 @@ def parse(format: str, name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
-    starts, ends, lines, groups = array("q"), array("q"), array("q"), ShapeGroups()
-    end = 0
     last = data.rstrip().count(b"\n") + 1
+    parts = _line_parts(data)
+    done = dict(in_processes(lambda part: _parse_lines(name, data, last, part), parts, processes_here(len(parts))))
+    starts, ends, lines, groups = array("q"), array("q"), array("q"), ShapeGroups()
+    for part in parts:
+        found = done.pop(part)
+        starts, ends, lines = starts + found.starts, ends + found.ends, lines + found.lines
+        groups.extend(found.groups)
+        problems.extend(found.problems)
+    return Parsed(JsonRows(data, starts, ends), lines, groups)
+
+
+@dataclass
+class _Lines:
+    """Some lines of JSON: where those begin and end that hold a row, and what is wrong with the others."""
+
+    problems: Problems
+    starts: array[int] = field(default_factory=lambda: array("q"))
+    ends: array[int] = field(default_factory=lambda: array("q"))
+    lines: array[int] = field(default_factory=lambda: array("q"))
+    groups: ShapeGroups = field(default_factory=ShapeGroups)
+
+
+def _line_parts(data: bytes) -> list[tuple[int, int, int]]:
+    """Parts of whole lines: the first byte, the end and the number of the first line."""
+    parts, start, line = [], 0, 1
+    while start < len(data):
+        end = data.find(b"\n", start + PART_BYTES) + 1 or len(data)
+        parts.append((start, end, line))
+        line += data.count(b"\n", start, end)
+        start = end
+    return parts
+
+
+def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) -> _Lines:
+    end, behind, first = part
+    found = _Lines(Problems(name))
+    problems = found.problems
+    stream = io.BytesIO(data)
+    stream.seek(end)
     # Split at \n alone: str.splitlines would also split at U+2028, which may stand inside a JSON string.
-    for line, raw in enumerate(io.BytesIO(data), start=1):
+    for line, raw in enumerate(stream, start=first):
+        if end == behind:
+            break
         start, end = end, end + len(raw)
         raw = raw.strip()
         if not raw:
@@ -70,14 +111,14 @@ def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
             problems.add(LineOrigin(name, line), f"JSON that cannot be read: {error}")
         else:
             if isinstance(value, dict):
-                starts.append(start)
-                ends.append(end)
-                lines.append(line)
-                groups.add(value)
+                found.starts.append(start)
+                found.ends.append(end)
+                found.lines.append(line)
+                found.groups.add(value)
             else:
                 remedy = "one JSON list for the whole file is the .json format" if isinstance(value, list) else ""
                 problems.add(LineOrigin(name, line), f"is {a(kind_of(value))}, not an object", remedy)
-    return Parsed(JsonRows(data, starts, ends), lines, groups)
+    return found
 
 
 def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:

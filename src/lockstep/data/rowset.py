@@ -54,6 +54,11 @@ class Problems:
         if len(self.first) < SHOWN:
             self.first.append(Problem(str(where), why, remedy))
 
+    def extend(self, other: Problems) -> None:
+        """Those of what follows."""
+        self.first += other.first[: SHOWN - len(self.first)]
+        self.count += other.count
+
     def refuse(self) -> None:
         """Raises the refusal if anything was found."""
         if not self.count:
@@ -285,6 +290,13 @@ class ShapeGroups:
             group = self._groups[signature] = ShapeGroup({key: kind_of(value) for key, value in row.items()})
         group.members.append(self._rows)
         self._rows += 1
+
+    def extend(self, other: ShapeGroups) -> None:
+        """Rows that follow."""
+        for signature, group in other._groups.items():
+            own = self._groups.setdefault(signature, ShapeGroup(group.shape))
+            own.members += [self._rows + number for number in group.members]
+        self._rows += other._rows
 
     def all(self) -> list[ShapeGroup]:
         return list(self._groups.values())
