@@ -29,20 +29,8 @@ PLAIN = [AddedToken(mark, special=True, normalized=False) for mark in [*MARKS, "
 PARTS = [
     *("a", "b", "The", "the", "I'll", "don't", "'S", "'ſ", "x'", "12", "1234567", "3.5", "٣", "Ⅷ", "½"),
     *(".", ",", "!?", "...", "/", "//", "\\n", "<|", "|>", "(", "=", "_", "é", "e\u0301", "\u0301", "ß", "Å", "\u212b"),
-    *(
-        "中文",
-        "日本語",
-        "한국",
-        "\u1112\u1161",
-        "हिन्दी",
-        "🙂",
-        "👩\u200d💻",
-        "\u200b",
-        "\ufeff",
-        "\u180e",
-        "\x00",
-        "\x1c",
-    ),
+    *("中文", "日本語", "한국", "\u1112\u1161", "हिन्दी", "🙂", "👩\u200d💻", "\u200b", "\ufeff", "\u180e"),
+    *("\x00", "\x1c", ".\n/", "!\r\n\n//", "x\n/y"),
     *(" ", " ", " ", "  ", "   ", "\n", "\n", "\n\n", "\r\n", "\t", "\x0b", "\x0c", "\x85", "\xa0", "\u2028", "\u3000"),
 ]
 TEXT = [
@@ -65,7 +53,8 @@ def backend(words: str | None, *, normal: Any = None, digits: bool = False, trim
         core.post_processor = processors.ByteLevel(trim_offsets=True)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(
-        TEXT, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False, special_tokens=PLAIN)
+        [*TEXT, *texts(99, 300, 24, PARTS)],
+        trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False, special_tokens=PLAIN),
     )
     return core
 

@@ -2,9 +2,9 @@
 
 Byte-level BPE first cuts a text into words by a pattern, and each word becomes tokens by itself. Where a word of the
 pattern surely ends whatever stands around it, the text can be cut too, and both parts give the tokens of the whole.
-Chats are some hundred such pieces of a few thousand different ones, so that looking them up is many times faster than
-tokenising. A piece that was not seen before is given to the tokenizer itself: no merge and no pattern is done again
-here. What may not be cut so, in all that is known of it, is left to the tokenizer as a whole.
+Chats are some hundred such pieces of some thousand different ones, so that looking them up is many times faster than
+tokenising. A piece that was not seen before is given to the tokenizer itself, or its words are where it is ASCII: no
+merge is done here. What may not be cut so, in all that is known of it, is left to the tokenizer as a whole.
 
 Where a word surely ends, for the patterns in `_CUTS`:
 
@@ -18,19 +18,22 @@ They look ahead only over white space, for what follows it, and never back.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
+
+from tokenizers.pre_tokenizers import ByteLevel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Characters of the different pieces that are known at a time, with some for what else a piece takes, and of the longest
-# piece: about 50 MB at most.
-MOST, LONGEST, BESIDE = 1 << 22, 256, 16
+# Characters of the different pieces that are known at a time, with some for what else a piece takes; of the longest
+# piece; and how many words are known: about 50 MB at most in all.
+MOST, BESIDE, LONGEST, MOST_WORDS = 1 << 22, 16, 256, 1 << 16
 
 _NEWLINES = r"[\r\n](?:\s*[\r\n])?"
 _AT_SPACE = r"\s*\S+|\s+"
@@ -59,6 +62,7 @@ _CUTS = {
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": _AT_NEWLINE_BUT_SLASH,
 }
 _GPT2 = next(iter(_CUTS))
+_SPELLING = ByteLevel(add_prefix_space=False, use_regex=False)  # bytes as the letters that vocabularies have for them
 
 
 class NotKnown(Exception):
@@ -68,7 +72,7 @@ class NotKnown(Exception):
 class Pieces(dict[str, bytes]):
     """The tokens of each piece that was seen, as 64-bit integers."""
 
-    def __init__(self, backend: Tokenizer, pieces: str, added: dict[str, int]):
+    def __init__(self, backend: Tokenizer, pieces: str, words: str | None, added: dict[str, int]):
         super().__init__()
         self._owner = ref(backend)
         self._find = re.compile(pieces)
@@ -80,6 +84,8 @@ class Pieces(dict[str, bytes]):
         self._parts: dict[tuple[str, int], tuple[bytes, bytes]] = {}
         self._held = 0
         self._letters = {letter for letter in map(chr, range(128)) if self._agrees(letter)}
+        self._words = None if words is None else self._ascii_words(re.compile(words, re.ASCII).findall)
+        self._known_words: dict[str, bytes] = {}
 
     @property
     def _backend(self) -> Tokenizer:
@@ -91,8 +97,8 @@ class Pieces(dict[str, bytes]):
     @classmethod
     def of(cls, backend: Tokenizer) -> Pieces | None:
         """None for a tokenizer that does not work word by word, or with words of which nothing is said here."""
-        pieces, added = _cuts(backend), _plain_added(backend)
-        return None if pieces is None or added is None else cls(backend, pieces, added)
+        patterns, added = _patterns(backend), _plain_added(backend)
+        return None if patterns is None or added is None else cls(backend, *patterns, added)
 
     def runs(self, text: str, borders: Sequence[int] = ()) -> list[bytes] | None:
         """The tokens of the whole text, cut at the borders: one run more than there are borders.
@@ -173,11 +179,32 @@ class Pieces(dict[str, bytes]):
         if not all(map(self._agrees, strange)):
             raise NotKnown
         self._letters |= strange
-        tokens = array("q", self._backend.encode(piece, add_special_tokens=False).ids).tobytes()
+        if self._words is not None and piece.isascii():
+            tokens = b"".join(map(self._of_word, self._words(piece)))
+        else:
+            tokens = array("q", self._backend.encode(piece, add_special_tokens=False).ids).tobytes()
         if len(piece) <= LONGEST:
             self._make_room(piece)
             self[piece] = tokens
         return tokens
+
+    def _of_word(self, word: str) -> bytes:
+        tokens = self._known_words.get(word)
+        if tokens is None:
+            ((spelt, _),) = _SPELLING.pre_tokenize_str(word)
+            tokens = array("q", [token.id for token in self._backend.model.tokenize(spelt)]).tobytes()
+            if len(word) <= LONGEST:
+                if len(self._known_words) >= MOST_WORDS:
+                    self._known_words.clear()
+                self._known_words[word] = tokens
+        return tokens
+
+    def _ascii_words(self, words: Callable[[str], list[str]]) -> Callable[[str], list[str]] | None:
+        """The words of a piece in ASCII, which Python's own patterns find fast; None where they are not the
+        tokenizer's, asked for every three kinds of letters that follow each other."""
+        tried = "".join(map("".join, itertools.product("aSl1 .'/\n\r\t", repeat=3)))
+        found = [tried[start:end] for _, (start, end) in self._backend.pre_tokenizer.pre_tokenize_str(tried)]
+        return words if words(tried) == found else None
 
     def _make_room(self, piece: str) -> None:
         self._held += len(piece) + BESIDE
@@ -203,8 +230,22 @@ def _next_run(ahead: list[int], made: list[bytes], run: list[bytes]) -> None:
     ahead.pop(0)
 
 
-def _cuts(backend: Tokenizer) -> str | None:
-    """The pattern of the pieces, where the tokenizer is a byte-level BPE whose words are known."""
+def _in_ascii(pattern: str) -> str:
+    """The pattern for texts of ASCII alone, without the classes that Python does not know."""
+    kinds = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9"}  # there are no others
+    inside, made = False, []
+    for part in re.split(r"(\\p\{\w+\}|\\.|[\[\]])", pattern):
+        if part.startswith("\\p"):
+            letters = kinds.get(part[3:-1], "")
+            made.append(letters if inside else f"[{letters}]")
+        else:
+            inside = part == "[" or (inside and part != "]")
+            made.append(part)
+    return "".join(made)
+
+
+def _patterns(backend: Tokenizer) -> tuple[str, str | None] | None:
+    """The pattern of the pieces, and that of the words in ASCII where it is known; of a byte-level BPE."""
     from tokenizers.models import BPE
 
     model = backend.model
@@ -220,11 +261,14 @@ def _cuts(backend: Tokenizer) -> str | None:
     if kinds[-1:] != ["ByteLevel"] or steps[-1]["add_prefix_space"]:
         return None
     if steps[-1]["use_regex"]:
-        # Digits that are apart first change nothing: they are no white space, and where they stand it ends alike.
-        return _CUTS[_GPT2] if kinds in (["ByteLevel"], ["Digits", "ByteLevel"]) else None
+        # Digits may be set apart before: they are no white space, so that the pieces are the same, but not the words.
+        if kinds in (["ByteLevel"], ["Digits", "ByteLevel"]):
+            return _CUTS[_GPT2], _in_ascii(_GPT2) if kinds == ["ByteLevel"] else None
+        return None
     if kinds != ["Split", "ByteLevel"] or steps[0]["behavior"] != "Isolated" or steps[0]["invert"]:
         return None
-    return _CUTS.get(steps[0]["pattern"].get("Regex"))
+    pattern = steps[0]["pattern"].get("Regex")
+    return (_CUTS[pattern], _in_ascii(pattern)) if pattern in _CUTS else None
 
 
 def _state(part: Any) -> Any:
