@@ -26,8 +26,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from tokenizers.pre_tokenizers import ByteLevel
-
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -62,7 +60,6 @@ _CUTS = {
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": _AT_NEWLINE_BUT_SLASH,
 }
 _GPT2 = next(iter(_CUTS))
-_SPELLING = ByteLevel(add_prefix_space=False, use_regex=False)  # bytes as the letters that vocabularies have for them
 
 
 class NotKnown(Exception):
@@ -73,7 +70,11 @@ class Pieces(dict[str, bytes]):
     """The tokens of each piece that was seen, as 64-bit integers."""
 
     def __init__(self, backend: Tokenizer, pieces: str, words: str | None, added: dict[str, int]):
+        from tokenizers.pre_tokenizers import ByteLevel
+
         super().__init__()
+        # Bytes as the letters that vocabularies have for them.
+        self._spelling = ByteLevel(add_prefix_space=False, use_regex=False)
         self._owner = ref(backend)
         self._find = re.compile(pieces)
         self._composes = backend.normalizer is not None
@@ -191,7 +192,7 @@ class Pieces(dict[str, bytes]):
     def _of_word(self, word: str) -> bytes:
         tokens = self._known_words.get(word)
         if tokens is None:
-            ((spelt, _),) = _SPELLING.pre_tokenize_str(word)
+            ((spelt, _),) = self._spelling.pre_tokenize_str(word)
             tokens = array("q", [token.id for token in self._backend.model.tokenize(spelt)]).tobytes()
             if len(word) <= LONGEST:
                 if len(self._known_words) >= MOST_WORDS:
