@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from lockstep.data.chat import Spans, encode_spans, render_chat
 from lockstep.data.pieces import _CUTS, Pieces
+from lockstep.data.rendering import ChatText, _short_way, _ShortWay
 from lockstep.data.template import template_text
+from lockstep.data.tokens import _PIECES, forget_pieces, token_ids
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin
 
@@ -102,6 +104,14 @@ def check(core: Tokenizer, seed: int, count: int) -> dict[str, int]:
         for border, place in zip(borders, places, strict=True):
             assert core.decode(whole.ids[:place], skip_special_tokens=False) == text[:border], (text, border)
     return met
+
+
+def test_words_in_ascii_are_those_of_every_pattern() -> None:
+    """A pattern that Python reads otherwise is not used, and its pieces go to the tokenizer one by one."""
+    for words in _CUTS:
+        pieces = Pieces.of(backend(words))
+        assert pieces is not None
+        assert pieces._words is not None, words
 
 
 def test_pieces_give_the_tokens_of_the_whole_text(core: Tokenizer) -> None:
@@ -240,3 +250,96 @@ def test_chats_are_what_the_calls_of_transformers_say(name: str, monkeypatch: py
 def test_many_chats_are_what_the_calls_of_transformers_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     met = check_chats(BACKENDS[name](), 100, 250, monkeypatch)
     assert min(met.values()) > 100, met
+
+
+# -- what is left to the tokenizer as a whole --------------------------------------------------------------------------
+
+
+def changed(core: Tokenizer, **parts: Any) -> Tokenizer:
+    for name, part in parts.items():
+        setattr(core, name, part)
+    return core
+
+
+def adding(token: AddedToken) -> Tokenizer:
+    core = backend(None)
+    core.add_tokens([token])
+    return core
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: backend(r"\p{L}+|\s"),
+        lambda: backend(LLAMA3, normal=normalizers.NFKC()),
+        lambda: changed(backend(None), pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        lambda: changed(backend(None), pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)),
+        lambda: changed(backend(None), pre_tokenizer=pre_tokenizers.Split(Regex(LLAMA3), "isolated")),
+        lambda: adding(AddedToken("xyz", normalized=True)),
+        lambda: adding(AddedToken("xyz", normalized=False, lstrip=True)),
+        lambda: adding(AddedToken("xyz", normalized=False, rstrip=True)),
+        lambda: adding(AddedToken("xyz", normalized=False, single_word=True)),
+        lambda: adding(AddedToken("  ", normalized=False)),
+        lambda: Tokenizer(models.WordLevel({"a": 0}, unk_token="a")),
+        lambda: Tokenizer(models.BPE(unk_token="a")),
+    ],
+)
+def test_other_tokenizers_have_no_pieces(make: Any) -> None:
+    assert Pieces.of(make()) is None
+
+
+def test_what_is_known_is_bounded_and_follows_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = backend(None)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=core)
+
+    def agrees(text: str) -> None:
+        assert token_ids(tokenizer, text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    agrees("The quick brown fox")
+    (pieces,) = (found for _, found in _PIECES.values() if found and found._owner() is tokenizer.backend_tokenizer)
+    assert len(pieces) == 4
+    monkeypatch.setattr("lockstep.data.pieces.MOST", 200)
+    monkeypatch.setattr("lockstep.data.pieces.MOST_WORDS", 5)
+    agrees(" ".join(f"word{number}" for number in range(300)))
+    assert len(pieces) < 10
+    assert len(pieces._known_words) <= 5
+    agrees("a" * 1000 + " b")
+    assert max(map(len, pieces)) < 256
+    # Tokens that are added later; also one that is a word of the vocabulary, before many rows are read.
+    tokenizer.add_tokens([AddedToken("quick br", normalized=False)])
+    agrees("The quick brown fox")
+    tokenizer.add_tokens([AddedToken("The", normalized=False)])
+    forget_pieces(tokenizer)
+    agrees("The quick brown fox Them")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    agrees("The quick brown fox")
+    tokenizer.split_special_tokens = True
+    agrees("a<|im_end|>b")
+
+
+def test_half_a_character_fails_as_in_the_call() -> None:
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend(None))
+    with pytest.raises(Exception) as called:
+        tokenizer("a \ud800 b", add_special_tokens=False)
+    with pytest.raises(type(called.value)):
+        token_ids(tokenizer, "a \ud800 b")
+
+
+def test_a_template_is_rendered_by_the_call_where_the_short_way_is_not_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Own(PreTrainedTokenizerFast):
+        def apply_chat_template(self, *given: Any, **keys: Any) -> str:
+            return "own"
+
+    chat: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    own = Own(tokenizer_object=backend(None), chat_template=BARE)
+    assert ChatText(own, chat, [], ORIGIN).upto(1, open_turn=True) == "own"
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend(None), chat_template=BARE)
+    short = _ShortWay(_short_way(BARE)._compiled)  # type: ignore[union-attr]
+    monkeypatch.setattr(_ShortWay, "__call__", lambda *given: "other")
+    monkeypatch.setattr("lockstep.data.rendering._short_way", lambda template: short)
+    for _ in range(2):
+        text = ChatText(tokenizer, chat, [], ORIGIN).upto(1, open_turn=True)
+        assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert not short.sound
