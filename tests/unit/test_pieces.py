@@ -325,7 +325,7 @@ def test_half_a_character_fails_as_in_the_call() -> None:
         token_ids(tokenizer, "a \ud800 b")
 
 
-def test_a_template_is_rendered_by_the_call_where_the_short_way_is_not_the_same(
+def test_the_call_renders_where_the_short_way_is_not_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Own(PreTrainedTokenizerFast):
