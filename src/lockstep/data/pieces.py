@@ -126,8 +126,6 @@ class Pieces(dict[str, bytes]):
                 run += map(known, words(text, start, before))
             while ahead[0] == before:
                 _next_run(ahead, made, run)
-            if ahead[0] < behind:
-                raise NotKnown
             run.append(added_ids[added.group()])
             start = behind
         while ahead[0] < len(text):
@@ -142,7 +140,7 @@ class Pieces(dict[str, bytes]):
         """Up to the next border, which lies before the end; returns how far the tokens reach."""
         border = ahead[0]
         if border < start:
-            raise NotKnown  # the piece before had a border in it already
+            raise NotKnown  # in an added token, or in a piece that had a border already
         match, right = self._find.match, b""
         while start < border:
             found = match(text, start, end)
