@@ -210,7 +210,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("prompts", type=Path, nargs="?")
     parser.add_argument("--shape", choices=("tiny", "half-billion", *SHAPES))
-    parser.add_argument("--init", type=float, default=0.02, help="spread of random weights: 0.01 for 7B, whose own is noise")
+    parser.add_argument(
+        "--init", type=float, default=0.02, help="spread of random weights: 0.01 for 7B, whose own is noise"
+    )
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--own", action="store_true", help="vLLM's own generate too")

@@ -16,7 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.data.formats import parse
 from lockstep.data.read import FileInfo, HubName, LineOrigin, parse_hub_name, read_rows
+from lockstep.data.rowset import Problems
 from lockstep.errors import Problem, Refusal
 from lockstep.types import Origin
 
@@ -106,6 +108,24 @@ def test_origins_count_lines_from_one_and_rows_from_zero(tmp_path: Path) -> None
     write(tmp_path / "c.parquet", [{"x": 1}, {"x": 2}])
     said = [str(read_rows(name, base=tmp_path).origin(1)) for name in ("a.jsonl", "b.json", "c.parquet")]
     assert said == ["a.jsonl line 5", "b.json row 1", "c.parquet row 1"]
+
+
+def test_lines_looked_at_in_parts_are_the_lines_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, their lines and shapes, and all that is wrong, in several processes and in one."""
+    odd = [b"", b"7", b'{"x": "\xc3"}', b'{"x": 1, "x": 2}', b'{"y": [1]}', "\ufeff{}".encode(), b'{"x": nul}', b" \r"]
+    good = [json.dumps({"x": "a" * n, **({"y": n} if n % 3 else {})}).encode() for n in range(30)]
+    for lines in (good, [*good[:9], *odd, *good[9:], *odd], [*odd * 3, b'{"x": "cut'], [b""], [b'{"x": "\xc3']):
+        for data in (b"\n".join(lines), b"\n".join(lines) + b"\n"):
+            whole, parts = Problems("a"), Problems("a")
+            monkeypatch.setattr("lockstep.data.formats.PART_BYTES", 1 << 20)
+            expected = parse("jsonl", "a.jsonl", data, whole)
+            monkeypatch.setattr("lockstep.data.formats.PART_BYTES", 40)
+            found = parse("jsonl", "a.jsonl", data, parts)
+            assert (list(found.rows), found.lines) == (list(expected.rows), expected.lines)
+            assert found.groups is not None
+            assert expected.groups is not None
+            assert found.groups.all() == expected.groups.all()
+            assert (parts.first, parts.count) == (whole.first, whole.count)
 
 
 def test_rows_are_fresh_objects(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import multiprocessing as mp
 import os
 import signal
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -234,6 +235,14 @@ def test_rows_that_cannot_be_kept_exactly_stay_objects(tokenizer: Any) -> None:
         assert (found is not None) == kept, extra
     example = Example([1, 2], [0, 1], origin)  # not the types that readers make
     assert stored([example], [0], {}, lambda row: origin) is None
+    for ids, trained, where, kept in (
+        ([1, 2], b"\0\1", origin, True),
+        ([1, 2**40], b"\0\1", origin, False),
+        ([1, 2], b"\0", origin, False),
+        ([1, 2], b"\0\1", Origin("rows.parquet", 1), False),
+    ):
+        found = stored([Example(array("q", ids), trained, where)], [0], {}, lambda row: origin)
+        assert (found is not None) == kept, (ids, trained, where)
     assert item_digests([prompt(1), prompt(2)]).tolist() == item_digests([prompt(3)] * 2).tolist()
 
 

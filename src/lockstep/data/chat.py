@@ -18,7 +18,8 @@ import numpy as np
 
 from lockstep.data.call_arguments import as_written
 from lockstep.data.dialogue import common_length
-from lockstep.data.tokens import token_facts, token_ids, token_ids_and_offsets
+from lockstep.data.rendering import ChatText, refused_by_template
+from lockstep.data.tokens import as_array, token_facts, token_ids, token_ids_and_offsets, token_runs
 from lockstep.data.vanished import lost_beside, refuse_vanished
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
@@ -54,8 +55,7 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools = ()
 ) -> Spans:
     """A checked chat in the tokenizer's template; each assistant turn that is trained must be there, whole."""
-    told = as_written(tokenizer, messages)
-    spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, told, origin, tools)
+    spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, messages, origin, tools)
     turns = [(number, turn) for number, turn in enumerate(_assistants(messages), 1) if is_trained(turn)]
     for (start, end), (number, turn) in zip(spans.trained, turns, strict=True):
         if not says(spans.text, start, end, turn):
@@ -121,14 +121,14 @@ def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
 
     try:
         texts, spans = render_jinja_template(
-            [messages],
+            [as_written(tokenizer, messages)],
             tools=list(tools) or None,
             chat_template=tokenizer.get_chat_template(),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
     except Exception as error:  # a template is a program, and may fail in any way
-        raise _refused(error, origin) from error
+        raise refused_by_template(error, origin) from error
     turns = _assistants(messages)
     if len(spans[0]) != len(turns):
         raise Refusal.at(
@@ -141,14 +141,14 @@ def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
 
 
 def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools) -> Spans:
-    text = render_prompt(tokenizer, messages, origin, tools, open_turn=False)
+    chat = ChatText(tokenizer, messages, tools, origin)
+    text = chat.upto(len(messages), open_turn=False)
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or not is_trained(message):
             continue
-        before = render_prompt(tokenizer, messages[:i], origin, tools, open_turn=True)
-        last = i + 1 == len(messages)
-        after = text if last else render_prompt(tokenizer, messages[: i + 1], origin, tools, open_turn=False)
+        before = chat.upto(i, open_turn=True)
+        after = text if i + 1 == len(messages) else chat.upto(i + 1, open_turn=False)
         if not after.startswith(before):
             refuse_another_opening(before, after, message, f"message {i + 1}", origin)
         if not (text.startswith(after) and after.startswith(before)):
@@ -186,20 +186,7 @@ def render_prompt(
     open_turn: bool = True,
 ) -> str:
     """The chat as text; with `open_turn` it ends where the assistant begins to speak."""
-    try:
-        return tokenizer.apply_chat_template(
-            as_written(tokenizer, messages),
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=open_turn,
-        )
-    except Exception as error:  # a template is a program, and may fail in any way
-        raise _refused(error, origin) from error
-
-
-def _refused(error: Exception, origin: Origin) -> Refusal:
-    why = f"the chat template refuses this chat: {error}"
-    return Refusal.at(origin, why, "mend or remove the row, or use another template (data.template)")
+    return ChatText(tokenizer, messages, tools, origin).upto(len(messages), open_turn=open_turn)
 
 
 def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origin) -> tuple[Example, bool]:
@@ -208,6 +195,32 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
     A prompt must be the same tokens in training as in generation, where it stands alone. If a token of the whole
     text reaches over a border, the pieces between the borders are tokenised by themselves.
     """
+    found = _between_borders(tokenizer, spans)
+    if found is None:
+        ids, trained, split = _by_offsets(tokenizer, spans)
+    else:
+        (ids, trained), split = found, False
+    if not has_markers(tokenizer):
+        _untrain_after_end(tokenizer, ids, trained)
+    return Example(ids, bytes(trained), origin), split
+
+
+def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray] | None:
+    """Tokens and whether each is trained, where the tokens can be counted between the borders of the spans."""
+    text, borders = spans.text, [border for span in spans.trained for border in span]
+    # A token of spaces alone has no place in the text for some tokenizers, and may count to what follows it.
+    if any(text[start - 1 : start] == " " for start in borders[::2]) or borders != sorted(borders):
+        return None
+    runs = token_runs(tokenizer, text, borders)
+    if runs is None:
+        return None
+    ids = as_array(runs)
+    flags = (bytes([number % 2]) * (len(run) // ids.itemsize) for number, run in enumerate(runs))
+    return ids, bytearray(b"".join(flags))
+
+
+def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray, bool]:
+    """The same by the place of each token in the text, and whether the text was split."""
     ids, offsets = token_ids_and_offsets(tokenizer, spans.text)
     trained, split = _inside(offsets, spans.trained)
     if split:
@@ -217,9 +230,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
             piece = token_ids(tokenizer, spans.text[start:end])
             ids += piece
             trained += bytes([number % 2]) * len(piece)
-    if not has_markers(tokenizer):
-        _untrain_after_end(tokenizer, ids, trained)
-    return Example(array("q", ids), bytes(trained), origin), split
+    return array("q", ids), trained, split
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[bytearray, bool]:
@@ -234,14 +245,14 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
     return bytearray(inside.astype(np.uint8).tobytes()), across
 
 
-def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: bytearray) -> None:
+def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: array[int], trained: bytearray) -> None:
     """Templates put a line break after the end token; the model stops before it, so it is not trained.
 
     One after a special token within a turn is the model's own.
     """
     facts = token_facts(tokenizer)
-    for ended, token in enumerate(ids):
-        if token in facts.special and trained[ended]:
+    for ended in facts.where_special(ids):
+        if trained[ended]:
             after = ended + 1
             while after < len(ids) and trained[after] and facts.blank(tokenizer, ids[after]):
                 after += 1

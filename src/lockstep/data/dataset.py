@@ -15,6 +15,7 @@ from lockstep.data.own_reader import OwnReader
 from lockstep.data.parts import NAMED, RowPart, RowWork, Tallied, read_parts
 from lockstep.data.read import RowSet, read_rows
 from lockstep.data.stored import Joined, OriginOf, Store, sequences
+from lockstep.data.tokens import forget_pieces
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.data import Data, Source
 from lockstep.types import Example, Item, Origin, Row
@@ -187,6 +188,7 @@ def load_rows(
     """Read and encode every row before anything is trained; all bad rows are told together."""
     rowsets = open_sources(sources, data) if opened is None else opened
     weights = [source.weight for source in sources if source.weight is not None]
+    forget_pieces(tokenizer)
     loaded = kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []
     all_dropped: list[Problem] = []

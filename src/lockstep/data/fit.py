@@ -38,12 +38,12 @@ def too_long(origin: Origin, what: str, limit: int) -> OverLimit:
 
 def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained token") -> ExampleT | None:
     """The example within `limit` tokens, of which one `needed` must stay; None when it is dropped."""
+    if len(example) <= limit:
+        return example
     over = too_long(example.origin, f"has {len(example)}", limit)
     span = kept_span(len(example), limit, overlong, over)
     if span is None:
         return None
-    if len(example) <= limit:
-        return example
     short = example.cut(span)
     if not short.targets:
         raise Refusal.at(example.origin, f"{overlong} to {limit} tokens leaves no {needed}", _DROP)
@@ -58,12 +58,12 @@ def fit_responses(
     From the left the prompt alone is cut, for all responses at the same position; from the right each response.
     """
     longest = max(len(example) for example in examples)
+    if longest <= limit:
+        return examples
     origin, name = examples[0].origin, names[[len(example) for example in examples].index(longest)]
     span = kept_span(longest, limit, overlong, too_long(origin, f"prompt and {name} have {longest}", limit))
     if span is None:
         return None
-    if longest <= limit:
-        return examples
     if overlong == "truncate_left":
         prompt = prompt_length(examples[0])
         if span.start >= prompt:

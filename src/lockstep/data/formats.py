@@ -19,7 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lockstep.data.rowset import JsonRows, LineOrigin, Problems, a, kind_of
+from lockstep.data.parallel import in_processes, processes_here
+from lockstep.data.rowset import JsonRows, LineOrigin, Problems, ShapeGroups, a, kind_of
 from lockstep.types import Origin, Row
 
 _MAGIC, _ARROW_MAGIC, _ARROW_END = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
@@ -27,15 +28,18 @@ _BATCH_ROWS = 8192  # small enough that no batch of long answers passes Arrow's 
 _INDEX = "Unnamed: 0"
 _TRUNCATED = "the file looks truncated"
 _COPY_AGAIN = "copy or download it again"
+PART_BYTES = 8 << 20  # of JSON lines that one process looks at: about a tenth of a second
 _NO_FIELD_LIMIT = 2**31 - 1  # the csv module's default of 128 KiB is shorter than a long answer
 
 
 @dataclass
 class Parsed:
-    """Rows in file order. `lines` runs beside them in line formats and is None in json."""
+    """Rows in file order. `lines` runs beside them in line formats and is None in json. `groups` are the rows by
+    shape, where they were looked at on the way."""
 
     rows: Sequence[Row] = field(default_factory=list)
     lines: Sequence[int] | None = None
+    groups: ShapeGroups | None = None
 
 
 def parse(format: str, name: str, data: bytes, problems: Problems) -> Parsed:
@@ -45,38 +49,77 @@ def parse(format: str, name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
-    starts, ends, lines = array("q"), array("q"), array("q")
-    end = 0
     last = data.rstrip().count(b"\n") + 1
+    parts = _line_parts(data)
+    done = dict(in_processes(lambda part: _parse_lines(name, data, last, part), parts, processes_here(len(parts))))
+    starts, ends, lines, groups = array("q"), array("q"), array("q"), ShapeGroups()
+    for part in parts:
+        found = done.pop(part)
+        starts, ends, lines = starts + found.starts, ends + found.ends, lines + found.lines
+        groups.extend(found.groups)
+        problems.extend(found.problems)
+    return Parsed(JsonRows(data, starts, ends), lines, groups)
+
+
+@dataclass
+class _Lines:
+    """Some lines of JSON: where those begin and end that hold a row, and what is wrong with the others."""
+
+    problems: Problems
+    starts: array[int] = field(default_factory=lambda: array("q"))
+    ends: array[int] = field(default_factory=lambda: array("q"))
+    lines: array[int] = field(default_factory=lambda: array("q"))
+    groups: ShapeGroups = field(default_factory=ShapeGroups)
+
+
+def _line_parts(data: bytes) -> list[tuple[int, int, int]]:
+    """Parts of whole lines: the first byte, the end and the number of the first line."""
+    parts, start, line = [], 0, 1
+    while start < len(data):
+        end = data.find(b"\n", start + PART_BYTES) + 1 or len(data)
+        parts.append((start, end, line))
+        line += data.count(b"\n", start, end)
+        start = end
+    return parts
+
+
+def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) -> _Lines:
+    end, behind, first = part
+    found = _Lines(Problems(name))
+    problems = found.problems
+    stream = io.BytesIO(data)
+    stream.seek(end)
     # Split at \n alone: str.splitlines would also split at U+2028, which may stand inside a JSON string.
-    for line, raw in enumerate(io.BytesIO(data), start=1):
+    for line, raw in enumerate(stream, start=first):
+        if end == behind:
+            break
         start, end = end, end + len(raw)
         raw = raw.strip()
         if not raw:
             continue
-        where = LineOrigin(name, line)
         try:
             text = raw.decode()
             value = _load(text)
         except UnicodeDecodeError as error:
-            _report_bytes(where, error, problems, at_end=line == last and error.end == len(raw))
+            at_end = line == last and error.end == len(raw)
+            _report_bytes(LineOrigin(name, line), error, problems, at_end=at_end)
         except json.JSONDecodeError as error:
             cut = line == last and raw[:1] == b"{" and (not data.endswith(b"\n") or _ran_out(error, text))
             why = f"invalid JSON at line {line}, column {error.colno}: {error.msg}"
-            problems.add(
-                where, why + (f"; {_TRUNCATED}" if cut else ""), _COPY_AGAIN if cut else _one_a_line(raw, line)
-            )
+            told = why + (f"; {_TRUNCATED}" if cut else "")
+            problems.add(LineOrigin(name, line), told, _COPY_AGAIN if cut else _one_a_line(raw, line))
         except (ValueError, RecursionError) as error:
-            problems.add(where, f"JSON that cannot be read: {error}")
+            problems.add(LineOrigin(name, line), f"JSON that cannot be read: {error}")
         else:
             if isinstance(value, dict):
-                starts.append(start)
-                ends.append(end)
-                lines.append(line)
+                found.starts.append(start)
+                found.ends.append(end)
+                found.lines.append(line)
+                found.groups.add(value)
             else:
                 remedy = "one JSON list for the whole file is the .json format" if isinstance(value, list) else ""
-                problems.add(where, f"is {a(kind_of(value))}, not an object", remedy)
-    return Parsed(JsonRows(data, starts, ends), lines)
+                problems.add(LineOrigin(name, line), f"is {a(kind_of(value))}, not an object", remedy)
+    return found
 
 
 def _one_a_line(raw: bytes, line: int) -> str:
@@ -200,8 +243,9 @@ def _no_field_limit() -> Iterator[None]:
 
 def _load(text: str) -> Any:
     """json.loads that refuses what it would silently lose or what no tokenizer can take."""
-    value = json.loads(text, object_pairs_hook=_object)
-    if "\\ud" in text or "\\uD" in text:
+    # `json.loads` would make a decoder for each text; it also has words of its own for a byte order mark.
+    value = json.loads(text) if text.startswith("\ufeff") else _DECODER.decode(text)
+    if "\\u" in text and ("\\ud" in text or "\\uD" in text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -215,6 +259,9 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
     return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _ran_out(error: json.JSONDecodeError, text: str) -> bool:

@@ -26,7 +26,7 @@ from lockstep.data.reader_process import (
     encoded,
     is_rows,
 )
-from lockstep.data.rowset import FileInfo, Problems, RowSet, TextFile, disagreements, group_rows, merged
+from lockstep.data.rowset import FileInfo, Problems, RowSet, ShapeGroups, TextFile, disagreements, merged
 from lockstep.errors import Refusal
 from lockstep.functions import given, located, own_function
 from lockstep.processes.process import FunctionProcess
@@ -89,7 +89,7 @@ def _row_set(path: str, reader: OwnReader, told: Iterable[tuple[bytes, bytes]]) 
     problems.refuse()
     if not rows:
         raise reader.refuse(f"yielded no rows for {path}", REMEDY)
-    groups = group_rows(rows)
+    groups = ShapeGroups(rows).all()
     for number, why in disagreements(groups, lambda number: f"row {number}"):
         where = f"{KEY} {reader.function_path}: {Origin(path, number)}"
         problems.add(where, why, "every row needs the same columns and kinds")

@@ -29,9 +29,9 @@ from lockstep.data.rowset import (
     RowFile,
     RowSet,
     ShapeGroup,
+    ShapeGroups,
     TextFile,
     disagreements,
-    group_rows,
     kind_of_arrow,
     merged,
     partly_there,
@@ -132,7 +132,7 @@ def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> Ro
         if problems.count == before:
             problems.add(file.name, "has no rows")
         return None
-    groups = group_rows(parsed.rows)
+    groups = (parsed.groups or ShapeGroups(parsed.rows)).all()
     info = FileInfo(file.name, len(parsed.rows), size, sha256)
     found = TextFile(info, merged(groups), parsed.rows, parsed.lines, partly_there(groups))
 

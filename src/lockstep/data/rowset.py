@@ -65,6 +65,11 @@ class Problems:
         if len(self.first) < SHOWN:
             self.first.append(Problem(str(where), why, remedy))
 
+    def extend(self, other: Problems) -> None:
+        """Those of what follows."""
+        self.first += other.first[: SHOWN - len(self.first)]
+        self.count += other.count
+
     def refuse(self) -> None:
         """Raises the refusal if anything was found."""
         if not self.count:
@@ -288,16 +293,32 @@ class ShapeGroup:
     members: list[int] = field(default_factory=list)
 
 
-def group_rows(rows: Iterable[Row]) -> list[ShapeGroup]:
+class ShapeGroups:
     """Rows by shape, in order of first appearance. There are few shapes, so this stays cheap for many rows."""
-    groups: dict[tuple[Any, ...], ShapeGroup] = {}
-    for number, row in enumerate(rows):
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._groups: dict[tuple[Any, ...], ShapeGroup] = {}
+        self._rows = 0
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
         signature = (*row, *map(type, row.values()))
-        group = groups.get(signature)
+        group = self._groups.get(signature)
         if group is None:
-            group = groups[signature] = ShapeGroup({key: kind_of(value) for key, value in row.items()})
-        group.members.append(number)
-    return list(groups.values())
+            group = self._groups[signature] = ShapeGroup({key: kind_of(value) for key, value in row.items()})
+        group.members.append(self._rows)
+        self._rows += 1
+
+    def extend(self, other: ShapeGroups) -> None:
+        """Rows that follow."""
+        for signature, group in other._groups.items():
+            own = self._groups.setdefault(signature, ShapeGroup(group.shape))
+            own.members += [self._rows + number for number in group.members]
+        self._rows += other._rows
+
+    def all(self) -> list[ShapeGroup]:
+        return list(self._groups.values())
 
 
 def merged(groups: Sequence[ShapeGroup]) -> dict[str, str]:

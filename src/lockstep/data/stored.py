@@ -138,7 +138,8 @@ class Store(_Items[T]):
 def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], origin_of: OriginOf) -> bytes | None:
     """The items, each with the number of its row in the source, as bytes. None where that would not give them back.
 
-    Every item is made again from its bytes and compared: items with parts that are not known here stay objects.
+    Every item is made again from its bytes and compared, but for examples, whose arrays are compared at once: items
+    with parts that are not known here stay objects.
     """
     kinds = {type(item) for item in items}
     if len(kinds) != 1:
@@ -168,14 +169,29 @@ def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], 
         arrays["position_starts"] = _offsets(len(one.positions) for one in probes)
         arrays["positions"] = np.array([position for one in probes for position in one.positions], dtype=np.int64)
     data = to_bytes(arrays, {**about, "kind": kind, "asked": tokens_asked})
+    if kind == "example":
+        return data if _are_all_of(examples, arrays["tokens"], rows, origin_of) else None
     made = Store[Any](data, origin_of)
     return data if all(mine == given for mine, given in zip(made, items, strict=True)) else None
+
+
+def _are_all_of(examples: Sequence[Example], tokens: np.ndarray, rows: Sequence[int], origin_of: OriginOf) -> bool:
+    """Whether the tokens and the rows say all about the examples."""
+    plain = all(
+        type(one.ids) is array and type(one.trained) is bytes and len(one.ids) == len(one.trained) for one in examples
+    )
+    return (
+        plain
+        and np.array_equal(np.concatenate([np.asarray(one.ids) for one in examples]), tokens)
+        and all(origin_of(row) == one.origin for row, one in zip(rows, examples, strict=True))
+    )
 
 
 def digest_of(*sequences: Sequence[int]) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for ids in sequences:
-        digest.update(np.asarray([len(ids), *ids], dtype=np.int32).tobytes())
+        digest.update(np.array([len(ids)], dtype=np.int32).tobytes())
+        digest.update(np.asarray(ids, dtype=np.int32).tobytes())
     return int.from_bytes(digest.digest(), "little")
 
 

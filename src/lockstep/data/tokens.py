@@ -1,12 +1,19 @@
 """Texts as tokens, on the short way: what a tokenizer's own call gives, without what the call does around it.
 
-Of a call on one row's text, transformers' own work takes as long as a quarter of the tokenising itself.
+Of a call on one row's text, transformers' own work takes as long as a quarter of the tokenising itself; and most of
+that is spared where the text is made of pieces whose tokens are known (`data/pieces.py`).
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from lockstep.data.pieces import Pieces
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -18,7 +25,8 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     backend = plain_backend(tokenizer)
     if backend is None:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    runs = _runs(backend, text, ())
+    ids: list[int] = backend.encode(text, add_special_tokens=False).ids if runs is None else as_array(runs).tolist()
     return ids
 
 
@@ -30,6 +38,39 @@ def token_ids_and_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tupl
         return list(encoded["input_ids"]), list(encoded["offset_mapping"])
     found = backend.encode(text, add_special_tokens=False)
     return found.ids, found.offsets
+
+
+def token_runs(tokenizer: PreTrainedTokenizerBase, text: str, borders: Sequence[int]) -> list[bytes] | None:
+    """The tokens of the text before, between and behind the borders, which are places in it in their order; each run
+    as 64-bit integers (`as_array`). None where that takes the places of all tokens to tell."""
+    backend = plain_backend(tokenizer)
+    return None if backend is None else _runs(backend, text, borders)
+
+
+def as_array(runs: Sequence[bytes]) -> array[int]:
+    ids = array("q")
+    ids.frombytes(b"".join(runs))
+    return ids
+
+
+def _runs(backend: Tokenizer, text: str, borders: Sequence[int]) -> list[bytes] | None:
+    if backend.encode_special_tokens or backend.pre_tokenizer is None:
+        return None
+    state = (backend.get_vocab_size(), backend.pre_tokenizer.__getstate__())
+    known = _PIECES.get(backend)
+    if known is None or known[0] != state:
+        known = _PIECES[backend] = (state, Pieces.of(backend))
+    return None if known[1] is None else known[1].runs(text, borders)
+
+
+_PIECES: WeakKeyDictionary[Tokenizer, tuple[tuple[int, bytes], Pieces | None]] = WeakKeyDictionary()
+
+
+def forget_pieces(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Before many texts: a word of the vocabulary that became an added token since is seen by nothing else."""
+    backend = plain_backend(tokenizer)
+    if backend is not None:
+        _PIECES.pop(backend, None)
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
@@ -59,7 +100,14 @@ class TokenFacts:
         added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special = frozenset(added | set(tokenizer.all_special_ids))
         self.size = len(tokenizer)
+        self._is_special = np.zeros(max(self.special, default=0) + 2, dtype=bool)  # from the last one on none is
+        self._is_special[list(self.special)] = True
         self._blank: dict[int, bool] = {}
+
+    def where_special(self, ids: array[int]) -> list[int]:
+        """The places of the special tokens among the ids, which are 64-bit integers."""
+        found: list[int] = self._is_special.take(np.frombuffer(ids, dtype=np.int64), mode="clip").nonzero()[0].tolist()
+        return found
 
     def blank(self, tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
         """Whether nothing is seen of the token."""

@@ -48,6 +48,8 @@ def refuse_vanished(text: str, messages: Sequence[Message], tools: Sequence[dict
 
 def lost_beside(turn: Message, text: str) -> str:
     """What stands beside the content of a turn, its reasoning or a call, and is not in its text; empty where all is."""
+    if turn.keys() == {"role", "content"}:
+        return ""
     told = ((key, turn.get(key)) for key in REASONING)
     reasoning = next((key for key, said in told if isinstance(said, str) and said.strip() not in text), "")
     calls = (call["function"]["name"] for call in turn.get("tool_calls") or [])
