@@ -202,12 +202,19 @@ def by_calls(tokenizer: Any, spans: Spans) -> tuple[list[int], list[int], bool]:
         ids = [token for piece in pieces for token in piece]
         trained = [number % 2 for number, piece in enumerate(pieces) for _ in piece]
     if "{%- generation -%}" not in tokenizer.chat_template:
+        # Blanks at the end of a run of trained tokens, right after a token that is no text.
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        ended = False
-        for number, token in enumerate(ids):
-            ended = bool(trained[number]) and (token in special or (ended and not tokenizer.decode([token]).strip()))
-            if ended and token not in special:
-                trained[number] = 0
+        for last in [n for n in range(len(ids)) if trained[n] and not (n + 1 < len(ids) and trained[n + 1])]:
+            first = last
+            while (
+                first >= 0
+                and trained[first]
+                and ids[first] not in special
+                and not tokenizer.decode([ids[first]]).strip()
+            ):
+                first -= 1
+            if first >= 0 and trained[first] and ids[first] in special:
+                trained[first + 1 : last + 1] = [0] * (last - first)
     return ids, trained, split
 
 
