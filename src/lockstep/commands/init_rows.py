@@ -94,7 +94,7 @@ def _refuse_other_kind(recipe: Recipe, path: str, rows: RowSet) -> None:
         (problem,) = refusal.problems
         others = [kind for kind in KINDS if kind != own and _readable(kind, finder)]
         # Any row with a prompt is one to answer.
-        others = [kind for kind in others if kind != "grpo"] or others
+        others = [kind for kind in others if kind not in ONLINE] or others
         such = f"such rows are for --method {' or '.join(others)}; or " if others else ""
         remedy = f"{such}{problem.remedy}: lockstep init FILE ... KEY=COLUMN"
         raise Refusal.at(problem.where, problem.why, remedy) from refusal

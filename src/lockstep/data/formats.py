@@ -62,7 +62,7 @@ def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 @dataclass
-class _Lines:
+class _JsonLines:
     """Some lines of JSON: where those begin and end that hold a row, and what is wrong with the others."""
 
     problems: Problems
@@ -83,9 +83,9 @@ def _line_parts(data: bytes) -> list[tuple[int, int, int]]:
     return parts
 
 
-def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) -> _Lines:
+def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) -> _JsonLines:
     end, behind, first = part
-    found = _Lines(Problems(name))
+    found = _JsonLines(Problems(name))
     problems = found.problems
     stream = io.BytesIO(data)
     stream.seek(end)

@@ -59,7 +59,7 @@ class Together:
             one.answer.add_done_callback(heard)
 
     async def _exchange(self, address: str, asked: list[_Waiting], seconds: float) -> None:
-        lines = _Lines(asked)
+        lines = _AnswerLines(asked)
         failed = ServerFailed("its answer ended before every sample had one", lost=True)
         try:
             await self._post(address, _one_request([one.body for one in asked]), seconds, lines.take)
@@ -79,7 +79,7 @@ def _one_request(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"prompts": list(numbers), "samples": told}
 
 
-class _Lines:
+class _AnswerLines:
     """Pieces of an answer, given to those who wait for its lines."""
 
     def __init__(self, asked: list[_Waiting]):
