@@ -36,6 +36,22 @@ def test_a_sign_shows_beyond_its_threshold_and_says_what_it_means(
     assert all(word in said for word in words)
 
 
+@pytest.mark.parametrize(
+    ("keys", "warned"),
+    [
+        ({"rollout__max_staleness": 2}, True),
+        ({"rollout__max_staleness": 2, "algorithm__correction__bypass": True}, False),
+        ({"rollout__max_staleness": 0}, False),
+        ({}, False),
+    ],
+)
+def test_a_policy_that_runs_away_is_seen_where_responses_are_stale(keys: dict[str, int], warned: bool) -> None:
+    warnings = Warnings(recipe_of(**keys))
+    assert read(warnings, rollout_corr__k3=0.02) == []
+    said = read(warnings, rollout_corr__k3=0.0201)
+    assert ["algorithm.correction.bypass" in one for one in said] == [True] * warned
+
+
 def test_entropy_is_measured_against_where_it_began() -> None:
     warnings = Warnings(recipe_of())
     assert read(warnings, actor__entropy=2.0) == []

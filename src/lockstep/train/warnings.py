@@ -36,6 +36,7 @@ class Warnings:
                 "entropy has fallen below a twentieth of where it began: the policy hardly tries anything any more. "
                 "Raise algorithm.clip_high or algorithm.entropy, or lower optim.lr",
             ),
+            *([RUNS_AWAY] if recipe.rollout.max_staleness and not recipe.algorithm.correction.bypass else []),
             *COMMON,
         ]
 
@@ -68,6 +69,14 @@ CONSTANT = WarningSign(
     lambda metrics: metrics.get("critic/mixed_groups") == 0.0,
     "in every group all responses earned the same reward, so this step teaches nothing. Usually the task is far too "
     "hard or too easy for the model, or the reward cannot tell answers apart; look at samples.jsonl",
+)
+# Two seeds of one task: a run that learned stayed at 0.002, one that fell apart passed 0.02 on its way to 0.06.
+RUNS_AWAY = WarningSign(
+    "runs away",
+    lambda metrics: metrics.get("rollout_corr/k3", 0.0) > 0.02,
+    "the policy runs away from the one that drew the responses (rollout_corr/k3 is over 0.02), which truncated "
+    "importance sampling does not stop. Set algorithm.correction.bypass=true, or lower optim.lr or "
+    "rollout.max_staleness",
 )
 COMMON = [
     WarningSign(
