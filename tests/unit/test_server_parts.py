@@ -105,6 +105,13 @@ def test_files_hold_what_was_written_and_are_gone_afterwards(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
+def test_another_runs_folder_may_go_while_it_is_looked_at(tmp_path: Path) -> None:
+    gone = tmp_path / "lockstep-weights-999999999-y"
+    gone.symlink_to(tmp_path / "removed meanwhile")  # listed, and not there when it is asked about
+    with travelling(str(tmp_path)) as folder:
+        assert folder.is_dir()
+
+
 def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.together import Together, _Lines, _Waiting
+from lockstep.rollout.server.together import Together, _AnswerLines, _Waiting
 from lockstep.rollout.server.vllm import PLUGIN, SAMPLES
 
 sys.path.append(str(PLUGIN))
@@ -99,7 +99,7 @@ def test_when_nobody_waits_any_more_the_request_is_dropped() -> None:
 def test_an_answer_comes_to_who_asked_for_it_byte_by_byte() -> None:
     async def story() -> Any:
         waits = _Waiting({}, asyncio.get_running_loop().create_future())
-        lines = _Lines([waits])
+        lines = _AnswerLines([waits])
         for byte in line(0, answer=[1, 2]):
             assert not waits.answer.done()
             lines.take(bytes([byte]))

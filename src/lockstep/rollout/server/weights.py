@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,5 +83,8 @@ def _remove_left(above: Path) -> None:
     """What a run that was killed in the middle of a push has left."""
     for folder in above.glob(f"{_PREFIX}*"):
         process = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if process.isdigit() and folder.owner() == Path.home().owner() and not Path(f"/proc/{process}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        # Another run removes its own folder while this one looks.
+        with suppress(FileNotFoundError):
+            mine = folder.stat().st_uid == os.getuid()
+            if process.isdigit() and mine and not Path(f"/proc/{process}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
