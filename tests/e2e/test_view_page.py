@@ -161,6 +161,17 @@ class Page:
 
     def at_step(self, metric: str, step: float) -> dict[str, float]:
         """What the tooltip tells of each run with the pointer at a step; the chart must be in view."""
+        # A chart that is drawn anew under the pointer has lost it: a slow page may do so after the first move.
+        wait_until(lambda: self._point(metric, step))
+        shown = self.tell(
+            f"""[...document.querySelectorAll('[data-metric="{metric}"] [data-hover]')]
+              .map((one) => [one.dataset.hover, one.dataset.value])"""
+        )
+        told = self.tell(f"document.querySelector('[data-metric=\"{metric}\"] .tooltip-step').dataset.value")
+        return {"step": float(told), **{name: float(value) for name, value in shown}}
+
+    def _point(self, metric: str, step: float) -> bool:
+        """Whether there is a tooltip, with the pointer moved to a step."""
         left, top, width, height, first, last = self.tell(
             f"""(() => {{
               const card = document.querySelector('[data-metric="{metric}"]');
@@ -172,12 +183,7 @@ class Page:
         )
         self.browser.mouse("moved", left + width * (step - first) / (last - first), top + height / 2)
         self.browser.settle()
-        shown = self.tell(
-            f"""[...document.querySelectorAll('[data-metric="{metric}"] [data-hover]')]
-              .map((one) => [one.dataset.hover, one.dataset.value])"""
-        )
-        told = self.tell(f"document.querySelector('[data-metric=\"{metric}\"] .tooltip-step').dataset.value")
-        return {"step": float(told), **{name: float(value) for name, value in shown}}
+        return bool(self.tell(f"Boolean(document.querySelector('[data-metric=\"{metric}\"] .tooltip-step'))"))
 
     def widest(self) -> tuple[int, int]:
         scrolled, width = self.tell("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
