@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[Inject, str, tuple[str, ...]]] = {
 
 
 # For every day one of a kernel's own way back, one through two operators, one of a weight and one without an operator.
-DAILY = ("norm", "weight", "detached")
+DAILY = ("weight", "detached")
 
 
 @pytest.mark.xdist_group("backward operators")
