@@ -30,3 +30,11 @@ ModelArgument = Annotated[
 ]
 PromptKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the prompts [found by name].")]
 LabelKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="That of the ground truth [found by name].")]
+
+
+def named_value(words: str, option: str, form: str) -> tuple[str, str]:
+    """The two sides of `NAME=VALUE`; `form` is what the option calls them."""
+    left, sign, right = words.rpartition("=")
+    if not (left and sign and right):
+        raise typer.BadParameter(f"{words!r} is not of the form {form}", param_hint=option)
+    return left, right
