@@ -79,8 +79,7 @@ def planned(recipe: Recipe, config: Any, device: Device | type[Device]) -> Memor
         1,
         LENGTH,
         recipe.batch.rows_per_update,
-        lean_layers=device.lean_layers,
-        own_adamw=device.adamw != "torch",
+        device=device,
     )
 
 

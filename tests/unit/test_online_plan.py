@@ -12,10 +12,23 @@ from transformers import AutoConfig, Qwen2Config
 from hand_rollouts import question, recipe_of
 from lockstep.data.batching import plan_micro_batches
 from lockstep.data.prompts import PromptCounts, PromptSet
+from lockstep.device.base import Device
+from lockstep.device.cpu import Cpu
+from lockstep.device.cuda import Cuda
 from lockstep.errors import Refusal
 from lockstep.train.plan import MemoryPlan, OnlinePlan, Phase, kv_bytes, plan_memory, plan_online
 from lockstep.train.prepare import prompt_limit
 from lockstep.types import Prompt
+
+
+class OwnStep(Cpu):
+    """Its own step of AdamW takes gradients as they are."""
+
+    adamw = "own"
+
+
+class Lean(Cpu):
+    lean_layers = True
 
 
 def prompt_set(rows: int, longest: int) -> PromptSet:
@@ -220,22 +233,22 @@ def test_lean_layers_are_planned_as_they_were_measured(
         tie_word_embeddings=True,
     )
     recipe = recipe_of(method="sft", model__dtype="bf16", batch__tokens=16384, batch__rows_per_update=16)
-    plan = plan_memory(recipe, config, 1, 1024, 16, lean_layers=True, own_adamw=True)
+    plan = plan_memory(recipe, config, 1, 1024, 16, device=Cuda)
     assert 1.0 <= plan.peak.total / 1e9 / gigabytes <= 1.08
-    assert plan_memory(recipe, config, 1, 1024, 16, own_adamw=True).peak.total > 1.3 * plan.peak.total
+    assert plan_memory(recipe, config, 1, 1024, 16, device=OwnStep).peak.total > 1.3 * plan.peak.total
 
 
 def test_gradients_of_one_micro_batch_stay_as_they_are_where_the_step_takes_them_so() -> None:
     """With masters. Those of several are added up in fp32, and those of the last one stand beside the sum."""
     recipe = recipe_of(method="sft", model__dtype="bf16", batch__tokens=4)
 
-    def gradients(rows: int, devices: int = 1, *, own_adamw: bool = True) -> tuple[int, int]:
+    def gradients(rows: int, devices: int = 1, device: type[Device] = OwnStep) -> tuple[int, int]:
         """At the end of a backward pass, which is when most is there with so few tokens, and when they are used."""
-        plan = plan_memory(recipe, CONFIG, devices, 2, rows, own_adamw=own_adamw)
+        plan = plan_memory(recipe, CONFIG, devices, 2, rows, device=device)
         return phase(plan, "forward and backward").gradients, phase(plan, "optimizer step").gradients
 
     assert gradients(2) == (2 * PARAMETERS, 2 * PARAMETERS)
-    assert gradients(2, own_adamw=False) == (4 * PARAMETERS, 4 * PARAMETERS)
+    assert gradients(2, device=Cpu) == (4 * PARAMETERS, 4 * PARAMETERS)
     assert gradients(2, 2) == (2 * PARAMETERS, 2 * PARAMETERS)  # half of those in fp32: slices are stepped by torch
     assert gradients(3) == ((4 + 2) * PARAMETERS, 4 * PARAMETERS)
     assert gradients(3, 2) == ((2 + 1) * PARAMETERS, 2 * PARAMETERS)
@@ -246,9 +259,9 @@ def test_layers_that_are_not_fused_are_not_planned_lean() -> None:
     plain = recipe_of(method="sft", batch__tokens=400, model__attention="sdpa")
     whole = recipe_of(method="sft", batch__tokens=400)
     for recipe, devices in ((adapted, 1), (plain, 1), (whole, 2)):
-        plans = [plan_memory(recipe, CONFIG, devices, LONGEST, ROWS, lean_layers=lean) for lean in (False, True)]
+        plans = [plan_memory(recipe, CONFIG, devices, LONGEST, ROWS, device=kind) for kind in (Cpu, Lean)]
         assert plans[0] == plans[1]
-    lean = plan_memory(whole, CONFIG, 1, LONGEST, ROWS, lean_layers=True)
+    lean = plan_memory(whole, CONFIG, 1, LONGEST, ROWS, device=Lean)
     assert lean.peak.total < plan_memory(whole, CONFIG, 1, LONGEST, ROWS).peak.total
 
 

@@ -62,8 +62,7 @@ class Outlook:
             self.steps.longest(recipe),
             self.steps.rows(recipe),
             prefill,
-            lean_layers=device.lean_layers,
-            own_adamw=device.adamw != "torch",
+            device=device,
             keeps_cache=kept_cache(cluster.memory) if device.graph_capture else 0,
             counted=self.models.counted,
         )

@@ -12,6 +12,7 @@ from lockstep.data.batching import plan_micro_batches
 from lockstep.data.dataset import Dataset, Loader, steps_and_rows
 from lockstep.data.prompts import PromptSet
 from lockstep.data.updates import row_size
+from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
 from lockstep.kernels.plain_modules import fused_feed_forwards
@@ -228,17 +229,15 @@ def plan_memory(
     rows: int,
     prefill_tokens: int = 0,
     *,
-    lean_layers: bool = False,
-    own_adamw: bool = False,
+    device: Device | type[Device] = Device,
     keeps_cache: int = 0,
     counted: Counted | None = None,
 ) -> MemoryPlan:
     """Estimates from shapes alone; `counted` saves counting again.
 
     A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
-    `prefill_tokens` are those of one pass of the engine over prompts. Of the device: `lean_layers`; `own_adamw`, that
-    its own step takes the gradients of a single micro-batch as they are; and `keeps_cache`, up to how many bytes of KV
-    cache its engine keeps while it trains.
+    `prefill_tokens` are those of one pass of the engine over prompts, `keeps_cache` up to how many bytes of KV cache
+    the engine keeps while the device trains. Only what holds for all devices of its kind is asked of `device`.
     """
     grid = grid_of(recipe.parallel, devices)
     shards, tensor = grid.shard * grid.tensor, grid.tensor
@@ -251,9 +250,10 @@ def plan_memory(
     moments = trained * 2 * (4 if masters else size) // shards
     master_bytes = trained * 4 // shards if masters else 0
     single = _one_micro_batch(recipe, rows, longest)
-    in_half = masters and own_adamw and devices == 1 and single
+    # A step of AdamW of the device's own takes the gradients of a single micro-batch as they are.
+    in_half = masters and device.adamw != Device.adamw and devices == 1 and single
     gradients = trained * (4 if masters and not in_half else size) // shards
-    lean = lean_layers and devices == 1 and counted.fused
+    lean = device.lean_layers and devices == 1 and counted.fused
     checkpointing = recipe.model.gradient_checkpointing
     layers = activation_bytes(config, tokens, size, checkpointing, lean=lean, tensor=tensor)
     head = head_bytes(config, tokens, recipe.model.lora is None)

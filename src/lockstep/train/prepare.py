@@ -190,8 +190,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
         devices,
         most,
         recipe.batch.rows_per_update,
-        lean_layers=device.lean_layers,
-        own_adamw=device.adamw != "torch",
+        device=device,
     )
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
@@ -285,8 +284,7 @@ def prepare_online(
         batches.longest,
         rows,
         prefill_tokens,
-        lean_layers=device.lean_layers,
-        own_adamw=device.adamw != "torch",
+        device=device,
         keeps_cache=kept_cache(device.memory().total) if device.graph_capture else 0,
     )
     on_host = device.torch_device(0).type == "cpu"

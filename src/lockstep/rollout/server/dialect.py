@@ -73,7 +73,7 @@ class GroupMeeting:
 
 @dataclass(frozen=True)
 class Announced:
-    """Tensors that are broadcast next, in this order, under the names of the Hugging Face checkpoint."""
+    """Tensors that come next, in this order, under the names of the Hugging Face checkpoint."""
 
     names: Sequence[str]
     shapes: Sequence[Sequence[int]]
@@ -84,15 +84,9 @@ class Announced:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Tensors in memory that the server can open, under the names of the Hugging Face checkpoint."""
+class Placed(Announced):
+    """Tensors in memory that the server can open."""
 
-    names: Sequence[str]
-    shapes: Sequence[Sequence[int]]
-    sums: Sequence[int]
-    """Of the bits of each tensor (`plugin/lockstep_group.py`)."""
-    dtype: str
-    """As torch says it."""
     places: Sequence[Mapping[str, Any]]
     """Where each is (`plugin/lockstep_shared.py`)."""
 
