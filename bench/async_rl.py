@@ -5,8 +5,9 @@ python bench/async_rl.py --device cuda --model FOLDER --dtype bf16 --max-tokens 
 python bench/async_rl.py --learn --staleness turns 2 --seeds 0 1 2 --val-rows 1000 --val-every 10
                                     # the quickstart's task: accuracy reached, how far seeds are apart, in what time
 
-`turns` is the synchronous loop. Weights are random, so responses end by their length alone and every run generates and
-trains the same number of tokens; with `--learn` they are the quickstart's after its warm-up.
+`turns` is the synchronous loop; keys behind a comma are this side's alone (`2,optim.lr=1e-5`). Weights are random, so
+responses end by their length alone and every run generates and trains the same number of tokens; with `--learn` they
+are the quickstart's after its warm-up.
 """
 
 from __future__ import annotations
@@ -47,10 +48,20 @@ def lockstep(*words: object) -> None:
         sys.exit(done.stderr)
 
 
+def words_of(staleness: str) -> list[str]:
+    """`turns`, or a staleness; then keys that this side alone has."""
+    bound, *words = staleness.split(",")
+    return words if bound == "turns" else [f"rollout.max_staleness={bound}", *words]
+
+
+def name_of(staleness: str) -> str:
+    """Fit for a folder."""
+    return "".join(letter if letter.isalnum() else "-" for letter in staleness)
+
+
 def measured(folder: Path, recipe: Path, staleness: str, words: list[str]) -> dict[str, dict[str, float]]:
-    name = f"staleness-{staleness}"
-    beside = [] if staleness == "turns" else [f"rollout.max_staleness={staleness}"]
-    lockstep("train", recipe, f"run.name={name}", *beside, *words)
+    name = f"staleness-{name_of(staleness)}"
+    lockstep("train", recipe, f"run.name={name}", *words_of(staleness), *words)
     steps = [metrics for step, metrics in read_metrics(folder / "runs" / name / "metrics.jsonl") if step > UNTIMED]
     return {
         shown: summary([metrics[metric] for metrics in steps])
@@ -88,8 +99,7 @@ optim: {{lr: 1e-6}}
 
 def learnt(folder: Path, staleness: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     """The quickstart's GRPO run: accuracy on sums it was not trained on, and the seconds of all steps together."""
-    name = f"learn-{staleness}-{seed}"
-    beside = [] if staleness == "turns" else [f"rollout.max_staleness={staleness}"]
+    name = f"learn-{name_of(staleness)}-{seed}"
     lockstep(
         "train",
         "grpo-arithmetic",
@@ -102,7 +112,7 @@ def learnt(folder: Path, staleness: str, seed: int, given: argparse.Namespace) -
         f"data.train={folder / 'data' / 'train.parquet'}",
         f"val.questions={folder / 'data' / 'val.parquet'}",
         *("run.export=false", f"val.every={given.val_every}", "checkpoint.every=1000"),
-        *beside,
+        *words_of(staleness),
         *given.set,
     )
     history = read_metrics(folder / "runs" / name / "metrics.jsonl")
@@ -123,7 +133,7 @@ def learnt(folder: Path, staleness: str, seed: int, given: argparse.Namespace) -
     return found
 
 
-def learning(folder: Path, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def learning(folder: Path, given: argparse.Namespace, record: dict[str, Any]) -> None:
     """By staleness and seed. Seeds change the order of the prompts and what is drawn; all begin with one warm-up."""
     lockstep("tiny", folder / "model")
     lockstep("data", "arithmetic", folder / "data", "--difficulty", 2, "--val-rows", given.val_rows)
@@ -138,16 +148,18 @@ def learning(folder: Path, given: argparse.Namespace) -> dict[str, dict[str, Any
     )
     # Seed by seed: what else the machine does falls on all of them alike.
     results: dict[str, dict[str, Any]] = {one: {} for one in given.staleness}
+    record["results"] = results
     for seed in given.seeds:
         for staleness, found in results.items():
             found[str(seed)] = learnt(folder, staleness, seed, given)
+            if given.out:
+                write_record(record, given.out)  # Runs take minutes each: what is known is kept.
     for staleness, found in results.items():
         ends = [one["reached"][-1] for one in found.values()]
         told = [f"accuracy {told_of([end[2] for end in ends], '.3f')}", f"{told_of([end[1] for end in ends], '.0f')} s"]
         if staleness != given.staleness[0]:
             told.append(f"reward beside {given.staleness[0]} {beside_first(found, results[given.staleness[0]])}")
         print(f"{staleness:>6}: {', '.join(told)}")
-    return results
 
 
 def told_of(values: list[float], form: str) -> str:
@@ -162,6 +174,8 @@ def beside_first(found: dict[str, Any], first: dict[str, Any]) -> str:
         for seed, one in found.items()
         for ours, theirs in zip(one["rewards"][EARLY:], first[seed]["rewards"][EARLY:], strict=True)
     ]
+    if len(apart) < 2:
+        return "not told: too few steps"
     return f"{statistics.fmean(apart):+.4f} (error {statistics.stdev(apart) / len(apart) ** 0.5:.4f})"
 
 
@@ -195,7 +209,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if given.learn:
-            record["results"] = learning(folder, given)
+            learning(folder, given, record)
         else:
             recipe = recipe_in(folder, given)
             record["results"] = {one: measured(folder, recipe, one, given.set) for one in given.staleness}

@@ -83,7 +83,9 @@ def test_staleness_stays_within_its_bound_and_is_recorded(online_file: Path, tmp
         assert metrics["async/staleness_mean"] == pytest.approx(sum(ages) / len(ages))
         assert 0 <= metrics["async/worker_busy"] <= 1
         assert 0 <= metrics["async/trainer_busy"] <= 1
-        assert "rollout_corr/weight_mean" in metrics  # truncated importance sampling, without being asked for
+        # The clip is held against the policy that drew: no weight, and no pass for old log-probs.
+        assert "rollout_corr/weight_mean" not in metrics
+        assert "timing_s/old_log_prob" not in metrics
         tape = TapeFolder(run / "tape")
         told = rollouts_of(tape.read_table(tape.rollouts_file(step)))
         assert [list(one.versions) for one in told] == [line["versions"] for line in stored if line["step"] == step]
@@ -212,14 +214,27 @@ def test_the_plan_counts_the_worker(online_file: Path) -> None:
             assert phase.activations >= own + (worker.activations if weights else 0)
 
 
-def test_importance_sampling_is_a_default_and_no_more(online_file: Path) -> None:
-    def weight(*words: str) -> str:
-        return load_recipe(str(online_file), list(words)).algorithm.correction.weight
-
-    assert weight() == weight("rollout.max_staleness=0") == "none"
-    assert weight("rollout.max_staleness=1") == "token"
-    assert weight("rollout.max_staleness=1", "algorithm.correction.weight=none") == "none"
-    assert weight("rollout.max_staleness=1", "algorithm.correction.weight=sequence") == "sequence"
+@pytest.mark.parametrize(
+    ("words", "bypass", "weight"),
+    [
+        ([], False, "none"),
+        (["rollout.max_staleness=0"], False, "none"),
+        (["rollout.max_staleness=1"], True, "none"),
+        (["rollout.max_staleness=1", "algorithm.loss=gspo"], True, "none"),
+        (["rollout.max_staleness=1", "algorithm.loss=policy_gradient"], False, "token"),
+        (["rollout.max_staleness=1", "algorithm.correction.bypass=false"], False, "token"),
+        (["rollout.max_staleness=1", "algorithm.correction.cap=5"], False, "token"),
+        (["rollout.max_staleness=1", "algorithm.correction.weight=none"], False, "none"),
+        (["rollout.max_staleness=1", "algorithm.correction.weight=sequence"], False, "sequence"),
+        (["rollout.engine=vllm"], False, "token"),
+        (["rollout.engine=vllm", "algorithm.correction.bypass=true"], True, "none"),
+    ],
+)
+def test_stale_responses_are_corrected_unless_the_recipe_says_how(
+    online_file: Path, words: list[str], bypass: bool, weight: str
+) -> None:
+    correction = load_recipe(str(online_file), words).algorithm.correction
+    assert (correction.bypass, correction.weight) == (bypass, weight)
 
 
 @pytest.mark.slow

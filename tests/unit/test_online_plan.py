@@ -257,8 +257,9 @@ def test_gradients_of_one_micro_batch_stay_as_they_are_where_the_step_takes_them
 def test_layers_that_are_not_fused_are_not_planned_lean() -> None:
     adapted = recipe_of(method="sft", batch__tokens=400, model__lora={"rank": 2})
     plain = recipe_of(method="sft", batch__tokens=400, model__attention="sdpa")
-    whole = recipe_of(method="sft", batch__tokens=400)
-    for recipe, devices in ((adapted, 1), (plain, 1), (whole, 2)):
+    wide = recipe_of(method="sft", batch__tokens=400)
+    whole = recipe_of(method="sft", batch__tokens=400, model__dtype="bf16")
+    for recipe, devices in ((adapted, 1), (plain, 1), (wide, 1), (whole, 2)):
         plans = [plan_memory(recipe, CONFIG, devices, LONGEST, ROWS, device=kind) for kind in (Cpu, Lean)]
         assert plans[0] == plans[1]
     lean = plan_memory(whole, CONFIG, 1, LONGEST, ROWS, device=Lean)

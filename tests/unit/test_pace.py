@@ -130,7 +130,7 @@ def test_threads_follow_the_quota_unless_told_otherwise(given: dict[str, str], e
         "from lockstep.device import threads\n"
         "threads.quota, threads.cores = lambda: 3, lambda: 64\n"
         "threads.follow_quota()\n"
-        "print(os.environ.get('OMP_NUM_THREADS'))\n"
+        "print(os.environ.get('OMP_NUM_THREADS'), threads.each_of(2, 9))\n"
         "threads.share(2)\n"
         "print(os.environ.get('OMP_NUM_THREADS'), 'torch' in sys.modules)\n"
     )
@@ -139,8 +139,8 @@ def test_threads_follow_the_quota_unless_told_otherwise(given: dict[str, str], e
         [sys.executable, "-c", code], env={**environment, **given}, capture_output=True, text=True, check=True
     )
     # Ranks side by side share what there is, and keep what the user said.
-    shared = "1" if not given else "7"
-    assert done.stdout.split() == [expected, shared, "False"]
+    each, shared = ("4", "1") if not given else ("9", "7")
+    assert done.stdout.split() == [expected, each, shared, "False"]
 
 
 def test_without_a_quota_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

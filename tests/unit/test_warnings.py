@@ -39,8 +39,8 @@ def test_a_sign_shows_beyond_its_threshold_and_says_what_it_means(
 @pytest.mark.parametrize(
     ("keys", "warned"),
     [
-        ({"rollout__max_staleness": 2}, True),
-        ({"rollout__max_staleness": 2, "algorithm__correction__bypass": True}, False),
+        ({"rollout__max_staleness": 2, "algorithm__correction__bypass": False}, True),
+        ({"rollout__max_staleness": 2}, False),
         ({"rollout__max_staleness": 0}, False),
         ({}, False),
     ],

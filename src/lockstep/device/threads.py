@@ -45,6 +45,12 @@ def share(processes: int) -> None:
         os.environ[THREADS] = str(max(1, allowed // processes))
 
 
+def each_of(processes: int, threads: int) -> int:
+    """Threads of one of several processes that compute at the same time, where one alone has `threads`; the user's own
+    setting stays."""
+    return threads if THREADS in os.environ and not _FOLLOWED else max(1, threads // processes)
+
+
 def cores() -> int:
     """Those that this process may run on."""
     if hasattr(os, "sched_getaffinity"):

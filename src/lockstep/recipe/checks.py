@@ -410,9 +410,23 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
     if checkpoint.best is not None and not checkpoint.keep_best:
         checkpoint = checkpoint.model_copy(update={"keep_best": 1})
     algorithm = recipe.algorithm
-    others = recipe.rollout.max_staleness or ENGINES[recipe.rollout.engine].served
-    unsaid = "weight" not in algorithm.correction.model_fields_set and not algorithm.correction.bypass
-    if recipe.method in ONLINE and others and unsaid:
-        correction = algorithm.correction.model_copy(update={"weight": "token"})
+    if recipe.method in ONLINE and (chosen := _derived_correction(recipe)):
+        correction = algorithm.correction.model_copy(update=chosen)
         recipe = recipe.model_copy(update={"algorithm": algorithm.model_copy(update={"correction": correction})})
     return recipe.model_copy(update={"run": run, "batch": batch, "model": model, "checkpoint": checkpoint})
+
+
+def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
+    """Where other weights, or another program, drew what is trained, and the recipe does not say what follows.
+
+    Stale responses: the clip of the loss is held against the policy that drew them. A weight alone lets the policy run
+    away from it (docs/online.md has the numbers), so it is the choice only where nothing is clipped. A serving engine
+    has the weights that are trained: there the difference is one of rounding, and the weight is right.
+    """
+    stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.correction
+    if not (stale or ENGINES[recipe.rollout.engine].served) or correction.bypass:
+        return {}
+    said = correction.model_fields_set
+    if stale and loss_row(recipe.algorithm.loss).clips and not said & {"bypass", "weight", "cap", "floor", "normalize"}:
+        return {"bypass": True}
+    return {} if "weight" in said else {"weight": "token"}

@@ -26,12 +26,13 @@ class Correction(Section):
     bypass: bool = Field(
         False,
         description="The engine's log-probabilities are the old ones of the ratio: no pass of the trainer before the "
-        "first update, and the difference of engine and trainer is clipped with the rest.",
+        "first update, and the difference of engine and trainer is clipped with the rest. Default: `true` where "
+        "`rollout.max_staleness` is over 0, the loss clips and no weight is asked for, otherwise `false`.",
     )
     weight: Literal["none", "token", "sequence"] = Field(
         "none",
         description="Truncated importance sampling: trainer's over engine's probability, as a weight. Default: `token` "
-        "where `rollout.max_staleness` is over 0 or a serving engine generates, otherwise `none`.",
+        "where a serving engine generates, or `rollout.max_staleness` is over 0 without `bypass`; otherwise `none`.",
     )
     cap: float | None = Field(
         2.0,

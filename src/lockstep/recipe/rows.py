@@ -39,6 +39,11 @@ class LossRow:
     """Where some tokens are held back: arguments of the function that chooses them, as `keys`. Old log-probs are needed
     before the update."""
 
+    @property
+    def clips(self) -> bool:
+        """Whether it stops what has moved too far from the policy that its ratio is to."""
+        return "clip_low" in self.keys.values()
+
 
 @dataclass(frozen=True)
 class EngineRow:

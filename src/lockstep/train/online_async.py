@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
+from lockstep.device.threads import each_of
 from lockstep.model.policy import Policy
 from lockstep.recipe import Recipe
 from lockstep.rollout.sampling import training_sampling
@@ -79,11 +82,25 @@ def open_worker(online: Online) -> Iterator[Ahead]:
     assert isinstance(policy, Policy)
     log = run.folder.path / "rollout" / "worker.log"
     collective = collective_of(run.recipe, run.device)
-    engine = WorkerEngine(policy, training.models.device, run.recipe, run.prepared.end_tokens, log, collective)
+    with _threads_divided(run.recipe, training.models.device):
+        engine = WorkerEngine(policy, training.models.device, run.recipe, run.prepared.end_tokens, log, collective)
+        try:
+            yield Ahead(online, engine)
+        finally:
+            engine.close()
+
+
+@contextmanager
+def _threads_divided(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """Two processes that compute at the same time on one CPU have half of its threads each. A worker that waits for
+    each step's weights takes turns with the run, and has them all: their number decides the last digits of a sum."""
+    before = torch.get_num_threads()
+    if device.type == "cpu" and recipe.rollout.max_staleness:
+        torch.set_num_threads(each_of(2, before))
     try:
-        yield Ahead(online, engine)
+        yield
     finally:
-        engine.close()
+        torch.set_num_threads(before)
 
 
 def staleness(rollouts: Rollouts, step: int) -> dict[str, float]:

@@ -253,7 +253,8 @@ def plan_memory(
     # A step of AdamW of the device's own takes the gradients of a single micro-batch as they are.
     in_half = masters and device.adamw != Device.adamw and devices == 1 and single
     gradients = trained * (4 if masters and not in_half else size) // shards
-    lean = device.lean_layers and devices == 1 and counted.fused
+    # In fp32 attention is torch's own, which copies what it is given.
+    lean = device.lean_layers and devices == 1 and counted.fused and size < 4
     checkpointing = recipe.model.gradient_checkpointing
     layers = activation_bytes(config, tokens, size, checkpointing, lean=lean, tensor=tensor)
     head = head_bytes(config, tokens, recipe.model.lora is None)
