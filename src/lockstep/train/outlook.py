@@ -14,7 +14,7 @@ from lockstep.recipe.parallel import Parallel
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.prefill import fitting_prefill
 from lockstep.train.cluster import TargetCluster
-from lockstep.train.plan import MemoryPlan, Phase, count_parameters, plan_memory
+from lockstep.train.plan import MemoryPlan, Phase, count_parameters, kernels_of, plan_memory
 from lockstep.train.roofline import model_cost
 from lockstep.train.step_time import ModelCosts, PhaseTime, StepTimes
 from lockstep.train.step_work import StepSource
@@ -89,8 +89,8 @@ class Outlook:
         """None where the table has no figure for the chip and the number format."""
         if cluster.chip.flops(DTYPES[self.recipe.model.dtype].itemsize) is None:
             return None
-        lean = DEVICES[cluster.chip.kind].lean_layers and cluster.devices == 1 and self.models.counted.fused
-        return StepTimes(self.recipe, self.models, self.steps.work(self.recipe), cluster, lean=lean).phases()
+        kernels = kernels_of(self.recipe, self.models.counted, DEVICES[cluster.chip.kind], cluster.devices)
+        return StepTimes(self.recipe, self.models, self.steps.work(self.recipe), cluster, kernels).phases()
 
 
 def _other_model(recipe: Recipe) -> str | None:

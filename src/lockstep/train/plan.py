@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -187,7 +187,7 @@ class Counted:
     largest: int
     """Those of the largest tensor that is trained."""
     fused: bool
-    """Whether every feed-forward is one that devices with lean layers have fused."""
+    """Whether every feed-forward is one that devices with lean layers have fused, where no adapter is in it."""
     frozen: dict[str, int]
 
 
@@ -199,11 +199,11 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         # The norms, biases and adapters of a tensor group are too small to count apart.
         divided = divided_parameters(base, recipe.parallel.tensor)
+        fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == config.num_hidden_layers
         model = with_lora(base, recipe.model.lora, seed=0)
     parameters = sum(p.numel() for p in model.parameters())
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     frozen = _frozen(recipe, parameters - (sum(trained) if recipe.model.lora is not None else 0))
-    fused = _all_fused(recipe, model, config)
     return Counted(parameters, sum(trained), divided, max(trained, default=0), fused, frozen)
 
 
@@ -253,17 +253,16 @@ def plan_memory(
     # A step of AdamW of the device's own takes the gradients of a single micro-batch as they are.
     in_half = masters and device.adamw != Device.adamw and devices == 1 and single
     gradients = trained * (4 if masters and not in_half else size) // shards
-    # In fp32 attention is torch's own, which copies what it is given.
-    lean = device.lean_layers and devices == 1 and counted.fused and size < 4
+    kernels = kernels_of(recipe, counted, device, devices)
     checkpointing = recipe.model.gradient_checkpointing
-    layers = activation_bytes(config, tokens, size, checkpointing, lean=lean, tensor=tensor)
+    layers = activation_bytes(config, tokens, size, checkpointing, kernels, tensor=tensor)
     head = head_bytes(config, tokens, recipe.model.lora is None)
     kept = Phase("", weights, 0, moments + master_bytes)
     # Gradients of a micro-batch grow while its activations go. Beside those of the micro-batches before, which masters
     # have in fp32, they are all there at its end, and with few activations that is the larger end.
     on_host = recipe.parallel.offload in ("params", "all")
     arriving = trained * size // shards if masters and not single and not on_host else 0
-    last = activation_bytes(config, tokens, size, False, lean=lean, tensor=tensor) // max(1, config.num_hidden_layers)
+    last = activation_bytes(config, tokens, size, False, kernels, tensor=tensor) // max(1, config.num_hidden_layers)
     ends = (
         Phase("forward and backward", kept.weights, gradients, kept.optimizer, layers + head),
         Phase("forward and backward", kept.weights, gradients + arriving, kept.optimizer, last),
@@ -303,11 +302,6 @@ def _one_micro_batch(recipe: Recipe, rows: int, longest: int) -> bool:
     """Whether an update surely is one, however long its rows are."""
     fits_rows = recipe.batch.rows is None or recipe.batch.rows >= rows
     return fits_rows and (recipe.line_tokens is None or recipe.line_tokens >= rows * longest)
-
-
-def _all_fused(recipe: Recipe, model: Any, config: Any) -> bool:
-    plain = recipe.model.lora is not None or recipe.model.attention == "sdpa"
-    return not plain and fused_feed_forwards(model) == config.num_hidden_layers
 
 
 def _with_offload(
@@ -412,23 +406,41 @@ def kv_bytes(config: Any, size: int) -> int:
     return 2 * config.num_hidden_layers * heads * head_size * size
 
 
+class LayerKernels(NamedTuple):
+    """By which kernels a device computes the layers, as far as it decides what they keep."""
+
+    lean: bool = False
+    """Norms, rotary and attention of the device's own."""
+    fused: bool = False
+    """And its own feed-forward."""
+
+
+def kernels_of(recipe: Recipe, counted: Counted, device: Device | type[Device], devices: int) -> LayerKernels:
+    model = recipe.model
+    # In fp32 attention is torch's own, which copies what it is given.
+    half = DTYPES[model.dtype].itemsize < 4
+    lean = device.lean_layers and devices == 1 and counted.fused and half and not (model.lora and model.lora.dropout)
+    return LayerKernels(lean, lean and model.lora is None)
+
+
 def activation_bytes(
-    config: Any, tokens: int, size: int, checkpointing: bool, *, lean: bool = False, tensor: int = 1
+    config: Any, tokens: int, size: int, checkpointing: bool, kernels: LayerKernels | None = None, *, tensor: int = 1
 ) -> int:
     """What the decoder layers keep for the backward pass, counted over the tensors of a Llama-like layer.
 
     Per token: the inputs of two norms and of the projections, queries, keys, values, the attention's output, and
     four tensors as wide as the feed-forward; the norms also keep fp32 copies of their input. Lean layers keep no such
-    copies, queries, keys and values once, and two tensors of the feed-forward.
+    copies, and queries, keys and values once; a fused feed-forward keeps two tensors of its width.
     """
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", heads) or heads
     head_size = getattr(config, "head_dim", None) or hidden // heads
+    lean, fused = kernels or LayerKernels()
     attention = (1 if lean else 3) * (heads + 2 * key_heads) * head_size + heads * head_size
     copies = 0 if lean else 2 * 2 * 4 * hidden
     # Heads and feed-forward are divided over a tensor group, the stream between them is not.
-    layer = tokens * (size * (4 * hidden + (attention + (2 if lean else 4) * inner) // tensor) + copies)
+    layer = tokens * (size * (4 * hidden + (attention + (2 if fused else 4) * inner) // tensor) + copies)
     if checkpointing:
         return config.num_hidden_layers * tokens * hidden * size + layer
     return config.num_hidden_layers * layer

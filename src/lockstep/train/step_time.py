@@ -16,7 +16,7 @@ from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
 from lockstep.train.annotate import old_needed
 from lockstep.train.cluster import Members, TargetCluster
-from lockstep.train.plan import Counted, activation_bytes
+from lockstep.train.plan import Counted, LayerKernels, activation_bytes
 from lockstep.train.roofline import ModelCost, attention_flops, cache_seconds, weights_seconds
 from lockstep.train.step_work import StepWork
 
@@ -78,8 +78,10 @@ class ModelCosts:
 class StepTimes:
     """The phases of a step of a recipe on a cluster."""
 
-    def __init__(self, recipe: Recipe, models: ModelCosts, work: StepWork, cluster: TargetCluster, *, lean: bool):
-        self.recipe, self.models, self.work, self.cluster, self.lean = recipe, models, work, cluster, lean
+    def __init__(
+        self, recipe: Recipe, models: ModelCosts, work: StepWork, cluster: TargetCluster, kernels: LayerKernels
+    ):
+        self.recipe, self.models, self.work, self.cluster, self.kernels = recipe, models, work, cluster, kernels
         self.chip, self.size = cluster.chip, DTYPES[recipe.model.dtype].itemsize
         flops = self.chip.flops(self.size)
         assert flops is not None, "asked for a chip without a figure"
@@ -221,9 +223,7 @@ class StepTimes:
         """Forward and backward of so many tokens; a forward pass is a third of it. The head sees the targets alone."""
         reached, cost = self.chip.reached, self._part_of(cost)
         multiplied = (cost.multiplied - cost.head) * tokens + cost.head * targets
-        kept = (
-            activation_bytes(self.models.config, 1, self.size, False, lean=self.lean, tensor=self.grid.tensor) * tokens
-        )
+        kept = activation_bytes(self.models.config, 1, self.size, False, self.kernels, tensor=self.grid.tensor) * tokens
         return (
             (4 if frozen else 6) * multiplied / self.flops
             + attention_flops(cost, squares) / self.flops / reached.attention
