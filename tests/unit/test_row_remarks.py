@@ -12,6 +12,7 @@ from conftest import chat_rows, question_rows, run, write_jsonl
 from lockstep.data.examples import SupervisedRows
 from lockstep.data.prompts import PromptRows
 from lockstep.device.select import select
+from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.run.progress import Console
 from lockstep.train.prepare import prepare, prepare_online
@@ -85,3 +86,19 @@ def test_showing_a_row_encodes_that_row(
     assert read[0].endswith("jsonl line 1")
     said = capsys.readouterr()
     assert "the first 1 of" in " ".join((said.out + said.err).split())
+
+
+def test_data_sources_without_a_rule_are_refused_before_a_reward_is_opened(online_file: Path, tmp_path: Path) -> None:
+    """As a plan does it: all of them at once, those of the questions too."""
+    rows = question_rows(20)
+    rows[7]["data_source"] = "mine"
+    write_jsonl(tmp_path / "prompts.jsonl", rows)
+    asked = write_jsonl(
+        tmp_path / "questions.jsonl", [{**row, "data_source": "hers"} for row in question_rows(30)[20:]]
+    )
+    assert remarks(online_file) == []  # the recipe's own function judges
+    ruled = ["reward.function=null", f"val.questions={asked}"]
+    with pytest.raises(Refusal) as refused:
+        remarks(online_file, *ruled)
+    assert [problem.where for problem in refused.value.problems] == ["data_source 'hers'", "data_source 'mine'"]
+    assert remarks(online_file, *ruled, "reward.rules={mine: exact, hers: exact}") == []

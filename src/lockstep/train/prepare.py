@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -33,6 +34,7 @@ from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.rows import ENGINES
 from lockstep.reward.reads import read_by_rewards
 from lockstep.reward.rules import rule_for, rule_named
+from lockstep.reward.scorer import active_weights
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.prefill import prefill_budget
@@ -267,6 +269,7 @@ def prepare_online(
     if train is not None:
         prompts = (prompt for source in train.sources for prompt in source)
         collect.problems += refuse_placeholders(config, ((prompt.question.origin, prompt.ids) for prompt in prompts))
+        _find_rules(recipe, train, questions, collect)
     for line in collect(lambda: try_functions(recipe, train, tokenizer, config.get_text_config().vocab_size)) or []:
         console.say(line)
     collect.refuse()
@@ -296,6 +299,15 @@ def prepare_online(
         asked = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))
         remarks += seen_in_training(train.items, asked, "val.questions")
     return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches, remarks)
+
+
+def _find_rules(recipe: Recipe, train: PromptSet, questions: list[Question], collect: Collector) -> None:
+    """Of every data source, where rules judge. Rewards that are opened look for them too; a plan opens none."""
+    if "rule" not in active_weights(recipe.reward)[0]:
+        return
+    asked = [*questions, *(prompt.question for source in train.sources for prompt in source)]
+    for name in sorted({question.data_source for question in asked}):
+        collect(partial(rule_for, name, recipe.reward.rules))
 
 
 @dataclass(frozen=True)
