@@ -220,7 +220,10 @@ def test_the_plan_counts_the_worker(online_file: Path) -> None:
         ([], False, "none"),
         (["rollout.max_staleness=0"], False, "none"),
         (["rollout.max_staleness=1"], True, "none"),
-        (["rollout.max_staleness=1", "algorithm.loss=gspo"], True, "none"),
+        (["rollout.max_staleness=1", "algorithm.loss=geo_mean"], True, "none"),
+        # Bounds of one update's size, and a bound of the weight alone.
+        (["rollout.max_staleness=1", "algorithm.loss=gspo"], False, "token"),
+        (["rollout.max_staleness=1", "algorithm.loss=cispo"], False, "token"),
         (["rollout.max_staleness=1", "algorithm.loss=policy_gradient"], False, "token"),
         (["rollout.max_staleness=1", "algorithm.correction.bypass=false"], False, "token"),
         (["rollout.max_staleness=1", "algorithm.correction.cap=5"], False, "token"),

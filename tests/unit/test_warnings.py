@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hand_rollouts import recipe_of
@@ -37,19 +39,35 @@ def test_a_sign_shows_beyond_its_threshold_and_says_what_it_means(
 
 
 @pytest.mark.parametrize(
-    ("keys", "warned"),
+    ("keys", "remedy"),
     [
-        ({"rollout__max_staleness": 2, "algorithm__correction__bypass": False}, True),
-        ({"rollout__max_staleness": 2}, False),
-        ({"rollout__max_staleness": 0}, False),
-        ({}, False),
+        ({"rollout__max_staleness": 2, "algorithm__correction__bypass": False}, "Remove algorithm.correction.weight"),
+        (
+            {"rollout__max_staleness": 2, "algorithm__loss": "cispo"},
+            "stop. Lower optim.lr or rollout.max_staleness",
+        ),
+        ({"rollout__max_staleness": 2}, None),
+        ({"rollout__max_staleness": 0}, None),
+        ({}, None),
     ],
 )
-def test_a_policy_that_runs_away_is_seen_where_responses_are_stale(keys: dict[str, int], warned: bool) -> None:
+def test_a_policy_that_runs_away_is_seen_where_responses_are_stale(keys: dict[str, Any], remedy: str | None) -> None:
     warnings = Warnings(recipe_of(**keys))
     assert read(warnings, rollout_corr__k3=0.02) == []
     said = read(warnings, rollout_corr__k3=0.0201)
-    assert ["algorithm.correction.bypass" in one for one in said] == [True] * warned
+    assert [remedy is not None and remedy in one for one in said] == [True] * (remedy is not None)
+
+
+def test_what_stale_responses_show_has_a_remedy_that_may_be_said() -> None:
+    """A weight beside the clip that is held against the draw would be refused."""
+    warnings = Warnings(recipe_of(rollout__max_staleness=2))
+    signs = {"actor__pg_clipfrac": 0.4, "actor__ppo_kl": 0.3, "training__rollout_probs_diff_mean": 0.1}
+    clipped, moved, apart = read(warnings, **signs)
+    assert "Lower optim.lr, or rollout.max_staleness, or make fewer" in clipped
+    assert "since the draw" in moved
+    assert apart.endswith("Lower optim.lr or rollout.max_staleness")
+    (served,) = read(Warnings(recipe_of(algorithm__correction__weight="token")), training__rollout_probs_diff_mean=0.1)
+    assert served.endswith("Try model.dtype=fp32")
 
 
 def test_entropy_is_measured_against_where_it_began() -> None:

@@ -30,17 +30,20 @@ def follow_quota() -> None:
         return
     allowed = quota()
     if allowed is not None and allowed < cores():
-        os.environ[THREADS] = str(allowed)
-        _FOLLOWED.append(allowed)
+        os.environ[THREADS] = os.environ[FOLLOWED] = str(allowed)
 
 
-# Whether the variable is ours.
-_FOLLOWED: list[int] = []
+# Tells children that the variable is ours: they inherit both.
+FOLLOWED = "LOCKSTEP_THREADS_FOLLOW_QUOTA"
+
+
+def _is_ours() -> bool:
+    return THREADS not in os.environ or os.environ.get(FOLLOWED) == os.environ[THREADS]
 
 
 def share(processes: int) -> None:
     """Threads of processes that are started to run side by side on this machine; the user's own setting stays."""
-    if THREADS not in os.environ or _FOLLOWED:
+    if _is_ours():
         allowed = min(cores(), quota() or cores())
         os.environ[THREADS] = str(max(1, allowed // processes))
 
@@ -48,7 +51,7 @@ def share(processes: int) -> None:
 def each_of(processes: int, threads: int) -> int:
     """Threads of one of several processes that compute at the same time, where one alone has `threads`; the user's own
     setting stays."""
-    return threads if THREADS in os.environ and not _FOLLOWED else max(1, threads // processes)
+    return max(1, threads // processes) if _is_ours() else threads
 
 
 def cores() -> int:

@@ -420,13 +420,13 @@ def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
     """Where other weights, or another program, drew what is trained, and the recipe does not say what follows.
 
     Stale responses: the clip of the loss is held against the policy that drew them. A weight alone lets the policy run
-    away from it (docs/online.md has the numbers), so it is the choice only where nothing is clipped. A serving engine
-    has the weights that are trained: there the difference is one of rounding, and the weight is right.
+    away from it (docs/online.md has the numbers), so it is the choice only where the loss holds nothing. A serving
+    engine has the weights that are trained: there the difference is one of rounding, and the weight is right.
     """
     stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.correction
     if not (stale or ENGINES[recipe.rollout.engine].served) or correction.bypass:
         return {}
     said = correction.model_fields_set
-    if stale and loss_row(recipe.algorithm.loss).clips and not said & {"bypass", "weight", "cap", "floor", "normalize"}:
+    if stale and loss_row(recipe.algorithm.loss).holds and not said & {"bypass", "weight", "cap", "floor", "normalize"}:
         return {"bypass": True}
     return {} if "weight" in said else {"weight": "token"}

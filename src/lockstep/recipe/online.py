@@ -27,7 +27,8 @@ class Correction(Section):
         False,
         description="The engine's log-probabilities are the old ones of the ratio: no pass of the trainer before the "
         "first update, and the difference of engine and trainer is clipped with the rest. Default: `true` where "
-        "`rollout.max_staleness` is over 0, the loss clips and no weight is asked for, otherwise `false`.",
+        "`rollout.max_staleness` is over 0, the loss clips token by token (`clip`, `geo_mean`, `clip_cov`, `dppo_*`) "
+        "and no weight is asked for, otherwise `false`.",
     )
     weight: Literal["none", "token", "sequence"] = Field(
         "none",

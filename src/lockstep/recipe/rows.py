@@ -38,11 +38,10 @@ class LossRow:
     held: Mapping[str, str] | None = None
     """Where some tokens are held back: arguments of the function that chooses them, as `keys`. Old log-probs are needed
     before the update."""
-
-    @property
-    def clips(self) -> bool:
-        """Whether it stops what has moved too far from the policy that its ratio is to."""
-        return "clip_low" in self.keys.values()
+    holds: bool = False
+    """Whether a token that has moved too far from the policy of its old log-probs is pushed no further, by bounds that
+    leave room for several updates: old ones of the policy that drew stale responses then hold the run near it. Not so
+    where only a weight is bounded (cispo), or where the bounds are those of a single update (gspo)."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +87,17 @@ ESTIMATORS: dict[str, EstimatorRow] = {
     "optimal_token_baseline": EstimatorRow(groups=True, energy=True),
 }
 LOSSES: dict[str, LossRow] = {
-    "clip": LossRow({**_BOUNDS, "dual": "dual_clip"}, tokenwise=True),
+    "clip": LossRow({**_BOUNDS, "dual": "dual_clip"}, tokenwise=True, holds=True),
     "gspo": LossRow(_BOUNDS),
     "cispo": LossRow(_BOUNDS, tokenwise=True),
     "sapo": LossRow({"positive": "sapo_positive", "negative": "sapo_negative"}, tokenwise=True),
-    "geo_mean": LossRow(_BOUNDS),
-    "clip_cov": LossRow(_BOUNDS, tokenwise=True, held={"share": "cov_share", "low": "cov_low", "high": "cov_high"}),
+    "geo_mean": LossRow(_BOUNDS, holds=True),
+    "clip_cov": LossRow(
+        _BOUNDS, tokenwise=True, held={"share": "cov_share", "low": "cov_low", "high": "cov_high"}, holds=True
+    ),
     "kl_cov": LossRow({"weight": "cov_kl"}, tokenwise=True, held={"share": "cov_share"}),
-    "dppo_tv": LossRow({**_BOUNDS, "cap": "ratio_cap"}, tokenwise=True),
-    "dppo_kl": LossRow({**_BOUNDS, "cap": "ratio_cap"}, tokenwise=True),
+    "dppo_tv": LossRow({**_BOUNDS, "cap": "ratio_cap"}, tokenwise=True, holds=True),
+    "dppo_kl": LossRow({**_BOUNDS, "cap": "ratio_cap"}, tokenwise=True, holds=True),
     "dro": LossRow({"beta": "dro_beta"}, tokenwise=True),
     "importance": LossRow({"cap": "ratio_cap", "of": "ratio_of"}),
     "policy_gradient": LossRow(ratio=False, tokenwise=True),

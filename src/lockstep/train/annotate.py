@@ -96,12 +96,17 @@ def _planned(experience: Experience, update: UpdateLines, models: Models) -> Upd
 
 
 def old_needed(recipe: Recipe, updates: int) -> bool:
-    """With one update a step the old log-probs are the current ones, unless something before it needs them."""
+    """Whether the trainer scores responses before the first update of a step.
+
+    With one update a step the old log-probs are the current ones, unless something before it needs them; with bypass
+    they are the engine's, and only what compares the two needs the trainer's.
+    """
     algorithm = recipe.algorithm
-    in_reward = algorithm.kl.in_reward()
+    if algorithm.correction.compares or estimator_row(algorithm.advantage).energy:
+        return True
     chosen_before = loss_row(algorithm.loss).held is not None
-    energy = estimator_row(algorithm.advantage).energy
-    return updates * algorithm.epochs > 1 or algorithm.correction.compares or in_reward or chosen_before or energy
+    needed = updates * algorithm.epochs > 1 or algorithm.kl.in_reward() or chosen_before
+    return needed and not algorithm.correction.bypass
 
 
 def annotate(
@@ -109,7 +114,7 @@ def annotate(
 ) -> Annotated:
     old_K = trainer_K = squares_K = reference_K = values_K = None
     settings, energy = recipe.algorithm.correction, estimator_row(recipe.algorithm.advantage).energy
-    if settings.compares or energy or (old_needed(recipe, len(plans)) and not settings.bypass):
+    if old_needed(recipe, len(plans)):
         with phases("old_log_prob"):
             if energy:
                 both = torch.cat([models.logprobs_and_squares(plan) for plan in plans], 1)

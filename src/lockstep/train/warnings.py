@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lockstep.recipe import Recipe
-from lockstep.recipe.rows import estimator_row
+from lockstep.recipe.rows import estimator_row, loss_row
 from lockstep.reward.scorer import active_weights
 
 # A warning is said once; it is said again after its sign has been away for this many steps.
@@ -36,7 +36,8 @@ class Warnings:
                 "entropy has fallen below a twentieth of where it began: the policy hardly tries anything any more. "
                 "Raise algorithm.clip_high or algorithm.entropy, or lower optim.lr",
             ),
-            *([RUNS_AWAY] if recipe.rollout.max_staleness and not recipe.algorithm.correction.bypass else []),
+            *([_runs_away(recipe)] if recipe.rollout.max_staleness and not recipe.algorithm.correction.bypass else []),
+            *_since_the_draw(recipe),
             *COMMON,
         ]
 
@@ -70,26 +71,53 @@ CONSTANT = WarningSign(
     "in every group all responses earned the same reward, so this step teaches nothing. Usually the task is far too "
     "hard or too easy for the model, or the reward cannot tell answers apart; look at samples.jsonl",
 )
-# Two seeds of one task: a run that learned stayed at 0.002, one that fell apart passed 0.02 on its way to 0.06.
-RUNS_AWAY = WarningSign(
-    "runs away",
-    lambda metrics: metrics.get("rollout_corr/k3", 0.0) > 0.02,
-    "the policy runs away from the one that drew the responses (rollout_corr/k3 is over 0.02), which truncated "
-    "importance sampling does not stop. Set algorithm.correction.bypass=true, or lower optim.lr or "
-    "rollout.max_staleness",
-)
+
+
+def _runs_away(recipe: Recipe) -> WarningSign:
+    """Two seeds of one task: a run that learned stayed at 0.002, one that fell apart passed 0.02 on its way to 0.06."""
+    held = "Remove algorithm.correction.weight and set algorithm.correction.bypass=true, or lower"
+    remedy = held if loss_row(recipe.algorithm.loss).holds else "Lower"
+    return WarningSign(
+        "runs away",
+        lambda metrics: metrics.get("rollout_corr/k3", 0.0) > 0.02,
+        "the policy runs away from the one that drew the responses (rollout_corr/k3 is over 0.02), which truncated "
+        f"importance sampling does not stop. {remedy} optim.lr or rollout.max_staleness",
+    )
+
+
+def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
+    """How far the policy is from the one that its ratios are to. That of stale responses is some steps away."""
+    stale = bool(recipe.rollout.max_staleness)
+    from_draw = stale and recipe.algorithm.correction.bypass
+    fewer = "or make fewer updates of a step (algorithm.epochs, batch.prompts_per_update)"
+    if stale:
+        fewer = f"or rollout.max_staleness, {fewer}"
+    corrected = recipe.algorithm.correction.bypass or recipe.algorithm.correction.weight != "none"
+    remedy = "Try model.dtype=fp32" + ("" if corrected else ", or set algorithm.correction.weight=token")
+    if stale:
+        remedy = "Lower optim.lr or rollout.max_staleness"
+    return [
+        WarningSign(
+            "clipped",
+            lambda metrics: metrics.get("actor/pg_clipfrac", 0.0) > 0.3,
+            f"over 30 % of the tokens hit the clip: an update moves the policy too far. Lower optim.lr, {fewer}",
+        ),
+        WarningSign(
+            "moved",
+            lambda metrics: abs(metrics.get("actor/ppo_kl", 0.0)) > 0.2,
+            f"the policy moved by more than 0.2 nats a token {'since the draw' if from_draw else 'within a step'}. "
+            "Usually optim.lr is too high",
+        ),
+        WarningSign(
+            "disagreement",
+            lambda metrics: metrics.get("training/rollout_probs_diff_mean", 0.0) > 0.05,
+            "engine and trainer disagree on the probability of tokens by more than 0.05 on average: updates are off "
+            f"policy. {remedy}",
+        ),
+    ]
+
+
 COMMON = [
-    WarningSign(
-        "clipped",
-        lambda metrics: metrics.get("actor/pg_clipfrac", 0.0) > 0.3,
-        "over 30 % of the tokens hit the clip: an update moves the policy too far. Lower optim.lr, or make fewer "
-        "updates of a step (algorithm.epochs, batch.prompts_per_update)",
-    ),
-    WarningSign(
-        "moved",
-        lambda metrics: abs(metrics.get("actor/ppo_kl", 0.0)) > 0.2,
-        "the policy moved by more than 0.2 nats a token within a step. Usually optim.lr is too high",
-    ),
     WarningSign(
         "drifted",
         lambda metrics: max(metrics.get("actor/kl", 0.0), metrics.get("actor/reward_kl_penalty", 0.0)) > 1.0,
@@ -101,11 +129,5 @@ COMMON = [
         lambda metrics: metrics.get("response_length/clip_ratio", 0.0) > 0.5,
         "over half of the responses reach rollout.max_tokens and are cut off. Usually the model does not end its "
         "answers (check the template's end token), or the limit is too low",
-    ),
-    WarningSign(
-        "disagreement",
-        lambda metrics: metrics.get("training/rollout_probs_diff_mean", 0.0) > 0.05,
-        "engine and trainer disagree on the probability of tokens by more than 0.05 on average: updates are off "
-        "policy. Try model.dtype=fp32, or set algorithm.correction.weight=token",
     ),
 ]
