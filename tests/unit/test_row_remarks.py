@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from conftest import chat_rows, question_rows, run, write_jsonl
+from lockstep.commands.plan import show_plan
 from lockstep.data.examples import SupervisedRows
 from lockstep.data.prompts import PromptRows
 from lockstep.device.select import select
@@ -102,3 +103,17 @@ def test_data_sources_without_a_rule_are_refused_before_a_reward_is_opened(onlin
         remarks(online_file, *ruled)
     assert [problem.where for problem in refused.value.problems] == ["data_source 'hers'", "data_source 'mine'"]
     assert remarks(online_file, *ruled, "reward.rules={mine: exact, hers: exact}") == []
+
+
+def test_a_plan_tells_how_weights_mix_the_sources(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 48 and 12 rows an epoch of 60 takes a quarter and three quarters."""
+    few = write_jsonl(tmp_path / "few.jsonl", chat_rows(12, seed=7))
+    sources = [{"path": str(tmp_path / "train.jsonl"), "weight": 1}, {"path": str(few), "weight": 3}]
+    show_plan(load_recipe(str(recipe_file), [f"data.train={sources}"]), 1)
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "train.jsonl: 25.0%, 15 rows an epoch from 48" in said
+    assert "few.jsonl: 75.0%, 45 rows an epoch from 12" in said
+    show_plan(load_recipe(str(recipe_file)), 1)
+    assert "rows an epoch from" not in " ".join("".join(capsys.readouterr()).split())

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from rich.table import Table
 
 from lockstep.commands.plan_engines import engine_lines
+from lockstep.data.dataset import Dataset
+from lockstep.data.prompts import PromptSet
 from lockstep.device.select import explain
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.progress import Console
 from lockstep.run.screen import Screen
-from lockstep.train.plan import MemoryPlan, refuse_misfit
+from lockstep.train.plan import MemoryPlan, make_loader, refuse_misfit
 from lockstep.train.prepare import prepare, prepare_online
 
 
@@ -27,6 +32,7 @@ def show_plan(recipe: Recipe, devices: int) -> None:
         f"plan of {recipe.run.name}",
         [
             *[("data", note) for note in prepared.train.notes],
+            *[("mix", share) for share in _mix(recipe, prepared.train)],
             ("tokens", counts.sentence()),
             ("left out", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"),
             *prepared.batches.lines(),
@@ -43,6 +49,15 @@ def show_plan(recipe: Recipe, devices: int) -> None:
     available = device.memory().total
     refuse_misfit(prepared.memory, available, device.name)
     console.say(f"fits: {device.name} has {available / 2**30:.1f} GiB")
+
+
+def _mix(recipe: Recipe, train: Dataset[Any] | PromptSet) -> Iterator[str]:
+    """Where weights mix the sources: what an epoch takes of each."""
+    counts = make_loader(recipe, train).mixture.counts
+    if counts is None:
+        return
+    for source, rows, count in zip(recipe.data.taken, train.sources, counts, strict=True):
+        yield f"{source.path}: {count / sum(counts):.1%}, {count:,} rows an epoch from {len(rows):,}"
 
 
 def _memory_table(memory: MemoryPlan) -> Table:
