@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen2Config
+from transformers import LlamaConfig, Qwen2Config
 
 from hand_rollouts import recipe_of
 from lockstep.commands.plan_cluster import show_cluster_plan
@@ -328,9 +328,9 @@ def test_a_fit_takes_the_fastest_way() -> None:
 
 
 def test_where_no_keys_help_more_nodes_do_or_nothing() -> None:
-    """In slices the state is small, and weights that are whole for a moment still fit."""
+    """In slices the state is small, and layers that are gathered for a moment still fit."""
     recipe = recipe_of(method="sft", batch__rows_per_update=8, batch__tokens=50, model__gradient_checkpointing=True)
-    outlook, cluster = Outlook.of(recipe, CONFIG, EqualRows(8, 50)), TargetCluster(1, 1, replace(ROUND, memory=420_000))
+    outlook, cluster = Outlook.of(recipe, CONFIG, EqualRows(8, 50)), TargetCluster(1, 1, replace(ROUND, memory=600_000))
     assert outlook.over(cluster)
     found = fitting(outlook, cluster)
     assert found is not None
@@ -344,6 +344,42 @@ def test_where_no_keys_help_more_nodes_do_or_nothing() -> None:
     largest = outlook.over(cluster)[0]
     assert f"({largest.total:,} bytes)" in caught.value.problems[0].why
     assert "no keys make it fit" in caught.value.problems[0].remedy
+
+
+def test_a_model_that_no_device_holds_is_loaded_in_slices() -> None:
+    """133 billion numbers are 265 GB in bf16, an H200 has 151; on 128 of them loading is no obstacle."""
+    config = LlamaConfig(
+        vocab_size=128_000,
+        hidden_size=10_240,
+        intermediate_size=35_000,
+        num_hidden_layers=100,
+        num_attention_heads=80,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
+    cluster = cluster_named("16x8:h200")
+    # Queries and output, keys and values, feed-forward; the norms. The embedding, the head and the last norm.
+    multiplied = 2 * 10_240 * 10_240 + 2 * 10_240 * 1_024 + 3 * 10_240 * 35_000
+    layer, outside = multiplied + 2 * 10_240, 2 * 128_000 * 10_240 + 10_240
+    whole = 100 * layer + outside
+    assert 2 * whole > 1.5 * cluster.memory
+    keys: dict[str, Any] = {"model__dtype": "bf16", "model__gradient_checkpointing": True, "batch__tokens": 4096}
+    rows = EqualRows(128, 4096)
+    sft = Outlook.of(recipe_of(method="sft", batch__rows_per_update=128, **keys), config, rows)
+    # A share, what no layer has with the buffer that it came in, and the same of a layer.
+    (load, *_) = sft.phases(cluster)
+    assert (load.name, load.total) == ("load", 2 * (whole // 128 + 2 * outside + 2 * layer))
+    assert sft.over(cluster) == []
+    # Each of eight devices has an eighth of the layers, but whole norms.
+    grpo = Outlook.of(
+        recipe_of(method="grpo", batch__prompts=128, rollout__n=8, parallel__tensor=8, **keys),
+        config,
+        OnlineSteps(1024, 1024, 1024),
+    )
+    (load, *_) = grpo.phases(cluster)
+    reference = 2 * whole // 128
+    assert load.total == 2 * (whole // 128 + 2 * outside + 2 * (multiplied // 8 + 2 * 10_240)) + reference
+    assert [phase.name for phase in grpo.over(cluster)] == []
 
 
 def test_a_key_that_is_not_counted_is_refused() -> None:

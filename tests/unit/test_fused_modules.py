@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
+from host_kernels import HOST, host_norm, turned, unscaled
 from lockstep.kernels import fused_modules, fused_rotary
-from lockstep.kernels.fused_modules import DeviceKernels, ModuleKernel, plug_in
-from lockstep.kernels.fused_rotary import Rotary, RotaryKernel, scales_of
-from lockstep.kernels.plain_modules import epsilon_of, is_gated, is_rms_norm
-from lockstep.kernels.trial import KernelTrial
+from lockstep.kernels.fused_modules import ModuleKernel, plug_in
+from lockstep.kernels.fused_rotary import Rotary
+from lockstep.kernels.plain_modules import is_rms_norm
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -30,43 +29,6 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "attn_implementation": "eager",
 }
-turned: list[tuple[int, ...]] = []
-
-
-def host_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x, self.weight.shape, self.weight, epsilon_of(self))
-
-
-def host_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def host_rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    turned.append(tuple(q.shape))
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        low, high = x.chunk(2, -1)
-        return torch.cat(
-            [
-                low * cos.chunk(2, -1)[0] - high * sin.chunk(2, -1)[0],
-                high * cos.chunk(2, -1)[0] + low * sin.chunk(2, -1)[0],
-            ],
-            -1,
-        )
-
-    return turn(q), turn(k)
-
-
-def unscaled(module: nn.Module) -> bool:
-    return all(abs(scale) <= 1 for scale in scales_of(module))
-
-
-HOST = DeviceKernels(
-    (ModuleKernel("host_norm", is_rms_norm, host_norm), ModuleKernel("host_gated", is_gated, host_gated)),
-    RotaryKernel("host_rotary", host_rotate, lambda *given: True, unscaled, only_tried=True),
-    KernelTrial({torch.float32: 1e-5, torch.bfloat16: 3e-2}, smallest=1.0, gradients=True, wait=lambda: None),
-)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig, MixtralConfig, Qwen2Config
 
 from hand_rollouts import question, recipe_of
 from lockstep.data.batching import plan_micro_batches
@@ -367,6 +367,31 @@ def test_weights_on_the_host_leave_a_layer_on_the_device() -> None:
         "parallel.offload=params": share + 4 * PARAMETERS // 2 - layer,
         "parallel.offload=all": 2 * 4 * PARAMETERS // 2 + share + 4 * PARAMETERS // 2 - layer,
     }
+
+
+def test_loading_takes_a_share_and_what_is_gathered_to_enter_the_model() -> None:
+    keys = {"method": "sft", "batch__rows_per_update": 4, "batch__tokens": 400}
+
+    def load(devices: int, config: Any = CONFIG, **more: Any) -> int:
+        return phase(plan_memory(recipe_of(**keys, **more), config, devices, LONGEST, ROWS), "load").total
+
+    hidden, words = CONFIG.hidden_size, CONFIG.vocab_size
+    outside = hidden * (words if CONFIG.tie_word_embeddings else 2 * words) + hidden
+    layer = (PARAMETERS - outside) // CONFIG.num_hidden_layers
+    beside = outside + 2 * layer + max(outside, layer)
+    assert load(1) == 4 * PARAMETERS
+    assert load(4) == 4 * (PARAMETERS // 4 + beside)
+    # Two copies of two slices each.
+    assert load(4, parallel__shard=2) == 4 * (PARAMETERS // 2 + beside)
+    # Slices that live on the host never were on the device.
+    assert load(4, parallel__offload="all") == 4 * beside
+    # Merged experts are whole on the host only, but divided over a tensor group on the device before they are sliced.
+    sizes = {"hidden_size": 64, "intermediate_size": 4096, "num_hidden_layers": 16, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2}
+    merged = MixtralConfig(**sizes, **heads, tie_word_embeddings=False)
+    attention, experts, rest = 2 * 64 * 64 + 2 * 64 * 32, 2 * 3 * 64 * 4096, 2 * 64 + 2 * 64
+    whole, both = 16 * (attention + experts + rest) + 2 * 64 * 64 + 64, 16 * (attention + experts) // 2
+    assert load(8, merged, parallel__tensor=2) == 4 * (whole // 8 + both - both // 4)
 
 
 def test_a_reference_on_the_host_comes_for_its_own_pass() -> None:

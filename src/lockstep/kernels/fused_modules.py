@@ -8,7 +8,8 @@ call that a kernel cannot take goes to the module's own forward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from lockstep.kernels.plain_modules import epsilon_of, own_forward
 from lockstep.kernels.trial import TOKENS, Answers, KernelTrial, drawn
 
 Forward = Callable[..., torch.Tensor]
+# Makes what a module holds itself whole for a while, where ranks hold slices of it.
+Gather = Callable[[nn.Module], AbstractContextManager[object]]
 
 
 class ModuleKernel(NamedTuple):
@@ -38,10 +41,11 @@ class DeviceKernels(NamedTuple):
     trial: KernelTrial
 
 
-def plug_in(model: nn.Module, kernels: DeviceKernels) -> list[str]:
-    """Put the kernels in; returns what was replaced, for the log."""
+def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullcontext) -> list[str]:
+    """Put the kernels in; returns what was replaced, for the log. A module is tried while `gather` holds for it and for
+    all that it stands in, so that of a model in slices no more than these is whole at a time."""
     found: Counter[str] = Counter()
-    for module in model.modules():
+    for module in _gathered_one_by_one(model, gather, set()):
         for kernel in kernels.modules:
             if kernel.looks(module) and _same(module, kernel, kernels.trial):
                 module.forward = MethodType(kernel.forward, module)
@@ -49,6 +53,17 @@ def plug_in(model: nn.Module, kernels: DeviceKernels) -> list[str]:
     for source in plug_rotary(model, kernels.rotary, kernels.trial):
         found[f"{FUNCTION} of {source} by {kernels.rotary.name}"] += 1
     return [f"{count} x {what}" if count > 1 else what for what, count in sorted(found.items())]
+
+
+def _gathered_one_by_one(module: nn.Module, gather: Gather, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """As `modules()` walks, each with its parents gathered."""
+    if module in seen:
+        return
+    seen.add(module)
+    with gather(module):
+        yield module
+        for child in module.children():
+            yield from _gathered_one_by_one(child, gather, seen)
 
 
 def _same(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) -> bool:

@@ -26,7 +26,7 @@ from lockstep.model.kernel_trial import PLAIN, refuse_kernel, wrong_kernel
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.verified import fingerprint, hardware, is_verified, remember
-from lockstep.parallel.shard import root_gathered
+from lockstep.parallel.shard import unit_gathered
 from lockstep.types import MicroBatch
 
 # How far our packed log-probabilities may lie from transformers' own before the model counts as unsupported.
@@ -278,7 +278,7 @@ def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> N
     policy.eval()
     try:
         ours = _whole(policy, line_of(sequences, device))
-        with root_gathered(policy), policy.generating():
+        with unit_gathered(policy), policy.generating():
             own = [own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences]
     except RUN_ERRORS as error:
         refuse_trouble(error, device)

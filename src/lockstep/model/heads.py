@@ -104,7 +104,7 @@ def load_value_model(
         raise Refusal.at(f"{key} {path}", f"the weights lack {missing[0]}", "use a whole model folder")
     kernel = kernel_of(settings, kernel)
     try:
-        if source is None:
+        if sharding is None:
             decoder.to(device)
             head.to(device)
             fuse(decoder, kernel)
@@ -112,7 +112,7 @@ def load_value_model(
         if settings.lora is not None:
             _inject(decoder, settings.lora, seed)
         divide_model(decoder, styles, source, sharding)
-        found = ValueModel(decoder if source is not None else decoder.to(device), head, kernel)
+        found = ValueModel(decoder, head, kernel)
         if settings.lora is None:
             found.digits = digits_of(found, model, source, model_folder(path), DTYPES[settings.dtype])
         spread(found, source, sharding, decoder, kernel)

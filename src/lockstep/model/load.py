@@ -9,7 +9,7 @@ import torch
 from lockstep.device.trouble import refuse_trouble
 from lockstep.errors import Refusal, first_line
 from lockstep.kernels.attention import ATTENTION, register_attention
-from lockstep.kernels.fused import FUSED, fuse
+from lockstep.kernels.fused import fuse
 from lockstep.kernels.wide_products import prepare_products
 from lockstep.model.adapter import lora_config, start_from
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, enter, unsupported
@@ -22,7 +22,7 @@ from lockstep.model.streamed import Streamed, adapters_on_host, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
 from lockstep.model.tensor_trial import check_division
 from lockstep.model.tokenizer import tokenizer_of
-from lockstep.parallel.shard import Sharding, gathered, shard
+from lockstep.parallel.shard import Sharding, shard, unit_gathered
 from lockstep.parallel.tensor import Style, divide
 from lockstep.recipe.schema import Lora, Model
 
@@ -65,7 +65,7 @@ def load_policy(
     else:
         model = source.model
     try:
-        if source is None:
+        if sharding is None:
             model.to(device)
             fuse(model, kernel)
         styles = division_of(model, sharding)
@@ -87,17 +87,18 @@ def load_policy(
 
 
 def spread(root: Any, source: Streamed | None, sharding: Sharding | None, model: Any, kernel: str) -> None:
-    """Shard a policy or value model around `model`; one that is streamed gets its weights and fused operators here."""
+    """Shard a policy or value model around `model`: layer by layer it comes to its device in slices, from the files or
+    from the host, and gets its fused operators. Without a mesh it has all that already."""
+    if sharding is None:
+        return
     if source is None:
         shard(root, root.layers(), sharding)
-        return
-    assert sharding is not None
-    source.shard(root, root.layers(), sharding)
+    else:
+        source.shard(root, root.layers(), sharding)
     enter(root, sharding.device)
-    if kernel in FUSED:
-        # Operators are tried on the weights of each module.
-        with gathered(root):
-            fuse(model, kernel)
+    # Operators are tried on the weights of each module.
+    with unit_gathered(root):
+        fuse(model, kernel, unit_gathered)
 
 
 def division_of(model: PreTrainedModel, sharding: Sharding | None) -> dict[str, Style]:

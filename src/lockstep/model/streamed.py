@@ -89,7 +89,7 @@ def weight_files(path: str) -> list[Path] | None:
 def places_of(model: PreTrainedModel, stored: StoredTensors) -> dict[nn.Parameter, str] | None:
     """Where in the files each parameter is; None where loading is more than copying them. Tied parameters have several
     names, of which the files may have any."""
-    if _beyond_copying(model):
+    if beyond_copying(model):
         return None
     found: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -98,7 +98,7 @@ def places_of(model: PreTrainedModel, stored: StoredTensors) -> dict[nn.Paramete
     return found if all(parameter in found for parameter in model.parameters()) else None
 
 
-def _beyond_copying(model: PreTrainedModel) -> bool:
+def beyond_copying(model: PreTrainedModel) -> bool:
     """Whether loading is more than a copy of each tensor in the model's dtype."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

@@ -69,19 +69,19 @@ def materialise(root: nn.Module, sharding: Sharding) -> None:
 
 
 @contextmanager
-def root_gathered(root: nn.Module) -> Iterator[None]:
-    """The root's own parameters whole, so that the modules below it can be entered; layers gather themselves. The root
-    must have been entered once before."""
+def unit_gathered(module: nn.Module) -> Iterator[None]:
+    """What is sharded with this module whole: of a layer all of it, of the root what no layer has, so that the modules
+    below it can be entered and layers gather themselves. The root must have been entered once before."""
     from torch.distributed.fsdp import FSDPModule
 
-    if not isinstance(root, FSDPModule):
+    if not isinstance(module, FSDPModule):
         yield
         return
-    root.unshard()
+    module.unshard()
     try:
         yield
     finally:
-        root.reshard()
+        module.reshard()
 
 
 def _sharded(root: nn.Module) -> list[FSDPModule]:

@@ -110,7 +110,7 @@ def divide(
     model: nn.Module, decoder: nn.Module, styles: Mapping[str, Style], group: TensorGroup
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Divide the modules of `decoder`, by name, over the group; returns the new parameter of each that was divided."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard
 
     divided: dict[nn.Parameter, nn.Parameter] = {}
     for name, style in styles.items():
@@ -118,8 +118,11 @@ def divide(
         for part, dimension in divided_dimensions(module, style).items():
             whole = module._parameters[part]
             assert whole is not None
-            # Every rank has the whole one, or nobody has any of it.
-            sliced = distribute_tensor(whole.detach(), group.mesh, [Shard(dimension)], src_data_rank=None)
+            # Every rank has the whole one, or nobody has any of it; only the part of it goes to the device.
+            own = whole.detach().chunk(group.size, dimension)[group.mesh.get_local_rank()].contiguous()
+            sliced = DTensor.from_local(
+                own, group.mesh, [Shard(dimension)], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
             divided[whole] = nn.Parameter(sliced, whole.requires_grad)
             module.register_parameter(part, divided[whole])
         if style == "experts":

@@ -16,9 +16,11 @@ from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
 from lockstep.kernels.plain_modules import fused_feed_forwards
+from lockstep.model.decoder import decoder_layers
 from lockstep.model.load import DTYPES, load_config, with_lora
+from lockstep.model.streamed import beyond_copying
 from lockstep.model.tensor_plan import divided_parameters
-from lockstep.parallel.mesh import grid_of
+from lockstep.parallel.mesh import Grid, grid_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.parallel import Parallel
@@ -186,6 +188,12 @@ class Counted:
     """Those that the ranks of a tensor group divide."""
     largest: int
     """Those of the largest tensor that is trained."""
+    layer: int
+    """Those of the largest layer, whole."""
+    outside: int
+    """Those that no layer has: the embedding, the output head, the last norm."""
+    made: bool
+    """Whether transformers makes its tensors of others that are in the files, so that every process loads all."""
     fused: bool
     """Whether every feed-forward is one that devices with lean layers have fused, where no adapter is in it."""
     frozen: dict[str, int]
@@ -199,12 +207,27 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         # The norms, biases and adapters of a tensor group are too small to count apart.
         divided = divided_parameters(base, recipe.parallel.tensor)
+        layers, made = decoder_layers(base), beyond_copying(base)
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == config.num_hidden_layers
         model = with_lora(base, recipe.model.lora, seed=0)
     parameters = sum(p.numel() for p in model.parameters())
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     frozen = _frozen(recipe, parameters - (sum(trained) if recipe.model.lora is not None else 0))
-    return Counted(parameters, sum(trained), divided, max(trained, default=0), fused, frozen)
+    each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    outside, largest = parameters - sum(each), max(trained, default=0)
+    return Counted(parameters, sum(trained), divided, largest, max(each, default=0), outside, made, fused, frozen)
+
+
+def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
+    """Numbers that a device has for a moment beside its slices, while a sharded model is loaded: in the pass that
+    enters it, what no layer has is gathered, and of the layers one, in the buffer that it came in, while that of the
+    layer before it is there still. Fused operators, which are tried one layer at a time, hold less."""
+    kept = counted.divided // grid.tensor
+    layer = counted.layer - (counted.divided - kept) // max(1, config.num_hidden_layers)
+    entered = counted.outside + 2 * layer + max(counted.outside, layer)
+    # What every process has whole on the host is divided over a tensor group before it is sliced.
+    parted = kept - kept // grid.shard if counted.made and grid.tensor > 1 else 0
+    return max(entered, parted)
 
 
 @dataclass(frozen=True)
@@ -267,8 +290,9 @@ def plan_memory(
         Phase("forward and backward", kept.weights, gradients, kept.optimizer, layers + head),
         Phase("forward and backward", kept.weights, gradients + arriving, kept.optimizer, last),
     )
+    beside = loaded_beside(counted, config, grid) * size if devices > 1 else 0
     phases = (
-        Phase("load", parameters * size),
+        Phase("load", weights + beside),
         max(ends, key=lambda phase: phase.total),
         Phase("optimizer step", kept.weights, gradients, kept.optimizer),
         Phase("validation", kept.weights, 0, kept.optimizer, layers // max(1, config.num_hidden_layers) + head),

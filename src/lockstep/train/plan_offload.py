@@ -69,7 +69,8 @@ def freed_by(
 def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: bool = False) -> Phase:
     """A phase of a model that lives on the host in part. `gathered`: its weights are whole on the device in it."""
     if phase.name == "load":
-        return phase  # everything comes to the device first
+        # Slices come from the files to where they live. What an optimizer keeps is made later.
+        return replace(phase, weights=phase.weights - (part.weights if offload in ("params", "all") else 0))
     if offload in ("optimizer", "all"):
         stays = part.updated if phase.name == STEP else 0
         phase = replace(phase, optimizer=phase.optimizer - part.state + stays)
