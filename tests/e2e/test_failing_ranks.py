@@ -98,9 +98,9 @@ NativeEngine.generate = generate
 def test_a_hang_in_generation_names_the_sample_that_is_waited_for(online_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
     program = changed_lockstep(tmp_path, WITHHELD.format(metrics=str(run / "metrics.jsonl")))
-    words = ["train", online_file, "parallel.stall_seconds=5", "run.export=false"]
+    words = ["train", online_file, "parallel.stall_seconds=20", "run.export=false"]
     done = completed([*warm_python(), str(program), *map(str, words)], HANG, {})
     assert done.returncode == 75, done.stderr
-    where = r"step 2, gen, sample 1 of prompt 2 of the step \(.*\.jsonl row \d+\)\n"
+    where = r"step 2, gen, sample 1 of prompt 2 of the step \(.*\.jsonl line \d+\)\n"
     assert re.search(rf"\n  rank 0 has been \d+ s at {where}", done.stderr), done.stderr
     assert re.search(where, (run / "stacks" / "rank_0.txt").read_text())
