@@ -24,6 +24,7 @@ import transformers
 import memory
 from lockstep.device.chips import CHIPS
 from lockstep.device.select import DEVICES
+from lockstep.model.tiny import write_tiny
 from lockstep.recipe.checks import with_derived_defaults
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.schema import Recipe
@@ -270,6 +271,28 @@ def cpu_rows() -> Iterator[Prediction]:
         yield Prediction(what, generate.open, record["generation"][number], fitted=number == 0)
 
 
+def scale_rows() -> Iterator[Prediction]:
+    """An SFT update of one process and of two, sharded over gloo, wall-clock seconds: bench/scale.py."""
+    record = json.loads((RESULTS / "scale_cpu.json").read_text())
+    settings = record["settings"]
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny(Path(folder) / "model")
+        config = transformers.AutoConfig.from_pretrained(Path(folder) / "model")
+    for kind, ranks in (("one process", "1"), ("strong", "2"), ("weak", "2")):
+        found = record["weak" if kind == "weak" else "strong"][ranks]
+        batch = {"tokens": settings["tokens"], "rows_per_update": found["rows"]}
+        recipe = recipe_of({"method": "sft", "model": {"dtype": settings["dtype"]}, "batch": batch})
+        outlook = Outlook.of(recipe, config, EqualRows(found["rows"], settings["length"]))
+        times = outlook.times(cluster_named(f"1x{ranks}:cpu")) or []
+        what = f"scaling, {kind}, {found['rows']} x {settings['length']}"
+        if ranks == "1":
+            yield Prediction(what, seconds(times), found["seconds"])
+        else:
+            hidden = sum(phase.hidden for phase in times)
+            yield Prediction(f"{what}: collectives hide", hidden, found["seconds"])
+            yield Prediction(f"{what}: nothing hides", seconds(times), found["seconds"])
+
+
 def measure_cpu() -> dict[str, Any]:
     """The rows above, each the better of two."""
     import torch
@@ -346,7 +369,7 @@ def measured_generation(sizes: dict[str, int], prompts: int, n: int, prompt: int
 def predictions() -> list[Prediction]:
     cluster = cluster_named("1x1:h200")
     fine_tuning = [*sft_rows(cluster), *fine_tuning_rows(cluster)]
-    ours = [*engine_rows(cluster), *fine_tuning, *grpo_rows(cluster), *cpu_rows()]
+    ours = [*engine_rows(cluster), *fine_tuning, *grpo_rows(cluster), *cpu_rows(), *scale_rows()]
     return [*ours, *published_rows(), *verl_rows()]
 
 

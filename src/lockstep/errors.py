@@ -33,6 +33,10 @@ class Refusal(Exception):
         return cls([Problem(str(where), why, remedy)])
 
 
+class Lost(Refusal):
+    """What a run needs was killed or hangs, by no fault of the input: the same run may go on from its checkpoint."""
+
+
 def refuse_all(problems: Sequence[Problem], what: str = "") -> None:
     """Refuse where there is any; of many problems with `what` the first are told and the others counted."""
     if problems:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands import cold_lockstep, lockstep
+from commands import changed_lockstep, cold_lockstep, completed, lockstep, warm_python
+from hang import HANG
 from kills import lines
 from ranks import assert_none_left
 from runs import facts, stored
@@ -72,3 +73,34 @@ def test_a_lone_process_that_is_stuck_ends_with_its_stacks(recipe_file: Path, tm
     alone = lockstep("train", recipe_file, "parallel.launcher=ray", "parallel.devices=1", RANK="0", WORLD_SIZE="1")
     assert alone.returncode == 2
     assert "parallel.launcher" in alone.stderr
+
+
+# One response of the second step never comes; all others do.
+WITHHELD = """
+from pathlib import Path
+from lockstep.rollout.native.engine import NativeEngine
+
+own = NativeEngine.generate
+
+def generate(engine, requests, sampling):
+    if not Path({metrics!r}).exists():
+        yield from own(engine, requests, sampling)
+        return
+    for completion in own(engine, requests, sampling):
+        if (completion.request, completion.sample) != (2, 1):
+            yield completion
+    time.sleep(1e6)
+
+NativeEngine.generate = generate
+"""
+
+
+def test_a_hang_in_generation_names_the_sample_that_is_waited_for(online_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    program = changed_lockstep(tmp_path, WITHHELD.format(metrics=str(run / "metrics.jsonl")))
+    words = ["train", online_file, "parallel.stall_seconds=20", "run.export=false"]
+    done = completed([*warm_python(), str(program), *map(str, words)], HANG, {})
+    assert done.returncode == 75, done.stderr
+    where = r"step 2, gen, sample 1 of prompt 2 of the step \(.*\.jsonl line \d+\)\n"
+    assert re.search(rf"\n  rank 0 has been \d+ s at {where}", done.stderr), done.stderr
+    assert re.search(where, (run / "stacks" / "rank_0.txt").read_text())

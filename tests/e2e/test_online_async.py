@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from commands import lockstep
+from commands import cold_lockstep, lockstep
 from hang import wait_until
 from kills import interrupted, killed, lines
 from lockstep.device.cpu import Cpu
@@ -26,6 +28,7 @@ from lockstep.train.online_async import train_online_async
 from lockstep.train.plan import MemoryPlan
 from lockstep.train.prepare import prepare_online
 from runs import facts
+from struck import struck
 
 
 def train(recipe: Path, *overrides: str) -> None:
@@ -123,6 +126,37 @@ def test_a_run_that_is_ended_leaves_no_worker(online_file: Path, tmp_path: Path,
     mark = str(run / "rollout").encode()
     wait_until(lambda: not [pid for pid in Path("/proc").glob("[0-9]*") if mark in _command(pid)])
     assert (run / "rollout" / "worker.log").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(
+    online_file: Path, tmp_path: Path, restarts: int
+) -> None:
+    """The one that generates falls after step 3. What it has answered ahead is still trained: the run ends when it
+    turns to it next, with a checkpoint of step 2 or of step 4."""
+    run = tmp_path / "runs" / "run"
+    words = ["train", online_file, "run.steps=6", "rollout.max_staleness=1", "run.export=false", "checkpoint.every=2"]
+    words += ["checkpoint.asynchronous=false", f"parallel.max_restarts={restarts}"]
+    environment, once = struck(tmp_path / "blow", 0, signal.SIGKILL, lines(run / "metrics.jsonl", 3), worker=True)
+    done = cold_lockstep(*words, **environment, **({} if restarts else {"RANK": "0", "WORLD_SIZE": "1"}))  # alone
+    assert once.exists(), done.stdout
+    said = " ".join(done.stderr.split())
+    assert said.count("the process that generates was killed (SIGKILL)") == 1
+    assert "Traceback" not in done.stderr
+    told = dict(read_metrics(run / "metrics.jsonl"))
+    if not restarts:
+        assert done.returncode == 75
+        assert "the same command goes on from the last checkpoint" in said
+        assert max(told) < 6
+        return
+    assert done.returncode == 0, done.stderr
+    assert said.count("restart 1 of 1") == 1
+    resumed = re.search(rf"resuming{run}afterstep([24])", "".join(done.stdout.split()))  # lines may be broken
+    assert resumed is not None, done.stdout
+    assert sorted(told) == [1, 2, 3, 4, 5, 6]
+    assert told[int(resumed[1]) + 1]["async/staleness_max"] == 0  # generated anew, with the weights of the checkpoint
+    assert all(metrics["async/staleness_max"] <= 1 for metrics in told.values())
 
 
 def _command(process: Path) -> bytes:

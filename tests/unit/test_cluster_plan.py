@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from dataclasses import replace
@@ -276,6 +277,19 @@ def test_predictions_are_near_what_was_measured() -> None:
     assert len(core) == 6
     assert all(abs(one.error) < (0.15 if "update" in one.what else 0.35) for one in core)
     found = [one for one in found if one not in core]
+    # Of two processes over gloo: the time is near, and the loss to one another is foretold far too small.
+    scaled = [one for one in found if one.what.startswith("scaling")]
+    alone, strong, weak = (
+        next(one for one in scaled if kind in one.what and "collectives hide" not in one.what)
+        for kind in ("one process", "strong", "weak")
+    )
+    assert len(scaled) == 5
+    assert 0 < alone.error < 0.15
+    assert all(0 < one.error < 0.06 for one in scaled if one is not alone)
+    for kind, two, ideal in (("strong", strong, 2), ("weak", weak, 1)):
+        foretold, told = (getattr(alone, side) / ideal / getattr(two, side) for side in ("predicted", "measured"))
+        assert 0.07 < foretold - told < 0.11, kind
+    found = [one for one in found if one not in scaled]
     seconds = [one for one in found if one.unit == "s"]
     steps = [one for one in seconds if one.what.endswith("step")]
     assert (len(steps), len(seconds), len(found)) == (2, 16, 22)
@@ -317,6 +331,28 @@ def test_what_a_recipe_may_not_say_is_not_proposed() -> None:
     assert found.keys["parallel.offload"] == "optimizer"
     assert other is not None
     assert "parallel.offload" not in other.keys
+
+
+def test_a_reward_model_is_counted_and_its_leaving_is_proposed(tmp_path: Path) -> None:
+    """As large as the policy, in fp32: a device with room for one of them while it trains, and for both to generate."""
+    config = copy.deepcopy(CONFIG)
+    config.architectures, config.num_labels = ["Qwen2ForSequenceClassification"], 1
+    config.save_pretrained(tmp_path)
+    own = 4 * (PARAMETERS - 6400 + 64)  # one row in the head's place
+    (alone, cluster), (judged, _) = (small(10**9, **keys) for keys in ({}, {"reward__model": str(tmp_path)}))
+    before = {phase.name: phase.weights for phase in alone.phases(cluster)}
+    assert {phase.name: phase.weights - before[phase.name] for phase in judged.phases(cluster)} == dict.fromkeys(
+        before, own
+    )
+    moved = judged.with_recipe(with_keys(judged.recipe, {"parallel.offload_reward": True}))
+    left = {phase.name: phase.weights - before[phase.name] for phase in moved.phases(cluster)}
+    assert left == {name: own if name == "generate" else 0 for name in before}
+    room = max(phase.total for phase in moved.phases(cluster))
+    tight = replace(cluster, chip=replace(cluster.chip, memory=room))
+    assert judged.over(tight)
+    found = fitting(judged, tight)
+    assert found is not None
+    assert not judged.with_recipe(with_keys(judged.recipe, found.keys)).over(found.cluster)
 
 
 def test_a_fit_takes_the_fastest_way() -> None:

@@ -8,8 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+import torch.distributed as dist
 
 from hang import HANG
+from lockstep.parallel.watch import Watch
 from lockstep.parallel.world import World
 from lockstep.rollout.collect import collect
 from lockstep.types import Completion, Failure, Origin, Prompt, Question, Request, Sampling, Score
@@ -88,6 +90,41 @@ def test_rollouts_come_in_order_whatever_was_finished_first() -> None:
     assert judge.flushed == 1
     assert phases.names == ["gen", "reward"]
     assert sum(advanced) == 6
+
+
+def test_the_sample_that_is_waited_for_is_named() -> None:
+    """Looked at each time that the engine goes on to the next response, where one that hangs would stay."""
+    watch = Watch(dist.HashStore(), rank=0, size=1, after=1000)
+    seen: list[str] = []
+
+    class Looking(Script):
+        def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+            for completion in super().generate(requests, sampling):
+                seen.append(watch._moment.where)
+                yield completion
+            seen.append(watch._moment.where)
+
+    @contextmanager
+    def phases(name: str) -> Iterator[None]:
+        with watch.stage(name):
+            yield
+
+    try:
+        prompts = [prompt(n) for n in range(3)]
+        with watch.stage("step 4"):
+            collect(Looking(MIXED), Judge(), prompts, [70, 71, 72], 2, SAMPLING, World(watch=watch), decode, phases)
+    finally:
+        watch.close()
+    # Six are left, then five, ...; of those the one that was asked first.
+    assert seen == [
+        "step 4, gen, sample 0 of prompt 0 of the step (rows row 0) and 5 more",
+        "step 4, gen, sample 0 of prompt 0 of the step (rows row 0) and 4 more",
+        "step 4, gen, sample 1 of prompt 0 of the step (rows row 0) and 3 more",
+        "step 4, gen, sample 1 of prompt 0 of the step (rows row 0) and 2 more",
+        "step 4, gen, sample 1 of prompt 0 of the step (rows row 0) and 1 more",
+        "step 4, gen, sample 1 of prompt 0 of the step (rows row 0)",
+        "step 4, gen",
+    ]
 
 
 def test_a_slow_judge_does_not_stop_decoding() -> None:

@@ -407,6 +407,51 @@ def test_a_reference_on_the_host_comes_for_its_own_pass() -> None:
     ]
 
 
+# A reward model of the policy's sizes has no head but one row; a process reward model is a causal LM.
+REWARD = 100 * 64 + 2 * LAYER + 64 + 64
+
+
+def config_folder(folder: Path, architecture: str, dtype: str | None) -> str:
+    settings = copy.deepcopy(CONFIG)
+    settings.architectures, settings.num_labels = [architecture], 1
+    settings.dtype = dtype
+    settings.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_reward_models_are_whole_on_every_device_and_leave_it_where_that_is_asked(tmp_path: Path, devices: int) -> None:
+    half, single = (
+        config_folder(tmp_path / str(dtype), "Qwen2ForSequenceClassification", dtype) for dtype in ("bfloat16", None)
+    )
+    process = config_folder(tmp_path / "process", "Qwen2ForCausalLM", "float32")
+    # In the precision that each is stored in, whatever the policy's; fp32 where it does not say.
+    for keys, own in (
+        ({"reward__model": half}, 2 * REWARD),
+        ({"reward__model": [half, single]}, (2 + 4) * REWARD),
+        ({"reward__process": process}, 4 * PARAMETERS),
+        ({"reward__model": half, "reward__process": process}, 2 * REWARD + 4 * PARAMETERS),
+    ):
+        shared = {"method": "grpo", "rollout__n": 3, "parallel__offload_reference": True}
+        none, kept = memory(devices, **shared), memory(devices, **shared, **keys)
+        moved = memory(devices, **shared, **keys, parallel__offload_reward=True)
+        for one in none.phases:
+            assert phase(kept, one.name).weights - one.weights == own, one.name
+            # It scores while other responses are still generated.
+            assert phase(moved, one.name).weights - one.weights == (own if one.name == "generation" else 0), one.name
+            assert phase(kept, one.name).activations == one.activations
+        for plan, chosen in ((kept, False), (moved, True)):
+            (told,) = [freed for freed in plan.freed if freed.setting == "parallel.offload_reward=true"]
+            assert (told.bytes, told.chosen) == (own, chosen)
+        assert not [freed for freed in none.freed if "reward" in freed.setting]
+
+
+def test_a_reward_model_that_is_none_is_refused_by_the_plan(tmp_path: Path) -> None:
+    wrong = config_folder(tmp_path / "wrong", "Qwen2ForCausalLM", None)
+    with pytest.raises(Refusal, match="is not a sequence classification model but Qwen2ForCausalLM"):
+        memory(method="grpo", reward__model=wrong)
+
+
 def test_a_critics_optimizer_on_the_host() -> None:
     keys = {"method": "ppo", "rollout__n": 1}
     kept, moved = memory(**keys), memory(**keys, parallel__offload_critic="optimizer")

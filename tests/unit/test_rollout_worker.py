@@ -6,7 +6,8 @@ import copy
 import os
 import signal
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, pairwise
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,17 @@ from conftest import write_online_recipe
 from hang import wait_until
 from lockstep.data.batching import micro_batch
 from lockstep.device.cpu import Cpu
-from lockstep.errors import Refusal
+from lockstep.errors import Lost, Refusal
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy, evaluating
 from lockstep.processes.descendants import NOBODY, descendants
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.rollout.worker import engine as engine_module
 from lockstep.rollout.worker.engine import WorkerEngine
+from lockstep.rollout.worker.generation import _Worker
 from lockstep.rollout.worker.group import WeightGroup
 from lockstep.rollout.worker.memory import WeightMemory
+from lockstep.rollout.worker.messages import Answered, Ask, HandOver, Opening
 from lockstep.types import Example, Origin, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=200, seed=3)
@@ -145,8 +148,9 @@ def test_a_corrupted_hand_over_is_caught_by_the_probe(worker: WorkerEngine, monk
     monkeypatch.setattr(worker.channel, "write", corrupted(worker.channel.write, worker.channel))
     wrong = next(VERSIONS)
     said = rf"(?s)after {wrong} updates.*differs by up to .* in the worker, .* in the trainer"
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(Refusal, match=said) as caught:
         worker.hand_over(wrong, [], SAMPLING)
+    assert not isinstance(caught.value, Lost)
 
 
 def test_weights_that_were_not_handed_over_are_caught_however_small_the_update(
@@ -200,7 +204,7 @@ def test_weights_come_through_a_collective_and_are_probed(
 def test_a_worker_killed_before_a_collective_hand_over_is_told(worker: WorkerEngine) -> None:
     worker.hand_over(next(VERSIONS), [], SAMPLING)
     os.kill(child_of(worker), signal.SIGKILL)
-    with pytest.raises(Refusal, match=r"the process that generates was killed \(SIGKILL\)"):
+    with pytest.raises(Lost, match=r"the process that generates was killed \(SIGKILL\)"):
         worker.hand_over(next(VERSIONS), [], SAMPLING)
 
 
@@ -208,7 +212,7 @@ def test_a_killed_worker_ends_the_run_with_a_message_and_leaves_nobody(worker: W
     long = Request([8, 9], 4, 8)
     worker.hand_over(next(VERSIONS), [long], SAMPLING)
     os.kill(child_of(worker), signal.SIGKILL)
-    with pytest.raises(Refusal, match=r"the process that generates was killed \(SIGKILL\)"):
+    with pytest.raises(Lost, match=r"the process that generates was killed \(SIGKILL\)"):
         list(worker.generate([long], SAMPLING))
     assert living(worker) == []
 
@@ -219,7 +223,7 @@ def test_a_worker_that_hangs_is_not_waited_for(worker: WorkerEngine, monkeypatch
     worker.hand_over(next(VERSIONS), [long], SAMPLING)
     os.kill(child_of(worker), signal.SIGSTOP)
     monkeypatch.setattr(engine_module, "SILENT_SECONDS", 0.5)
-    with pytest.raises(Refusal, match=r"has said nothing for 0\.5 s"):
+    with pytest.raises(Lost, match=r"has said nothing for 0\.5 s"):
         list(worker.generate([long], SAMPLING))
     worker.process.kill()
     assert living(worker) == []
@@ -229,10 +233,57 @@ def test_a_worker_that_cannot_load_says_why(recipe: Recipe, tmp_path: Path) -> N
     gone = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path / "gone")})})
     engine = WorkerEngine(policy_of(recipe), CPU, gone, (), tmp_path / "rollout" / "worker.log")
     try:
-        with pytest.raises(Refusal, match="gone"):
+        with pytest.raises(Refusal, match="gone") as caught:
             engine.hand_over(0, [], SAMPLING)
+        assert not isinstance(caught.value, Lost)  # it would be refused again
     finally:
         engine.close()
+
+
+def test_a_slow_prompt_is_never_starved_by_those_of_later_steps(recipe: Recipe) -> None:
+    """The worker's own side, in this process. There are two rows; the slow response comes with the first weights, and
+    each later hand-over, eight rounds after the one before, brings more short ones than the rows can take."""
+    few = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_sequences": 2})})
+    policy = policy_of(recipe)
+    memory = WeightMemory.of(policy.trainable())
+    memory.write(policy.trainable())
+    ours, its = Pipe()
+    worker = _Worker(its, Opening(few, [], memory.places, torch.get_num_threads()), [memory.file])
+    slow, tokens, answered, waited_for = 0, [0], [], []
+
+    def heard() -> None:
+        while ours.poll():
+            said = ours.recv()
+            if isinstance(said, Answered):
+                answered.append(said.number)
+
+    for step in range(20):
+        requests = {100 * step + i: Request([5, 6, 7 + i], 100 * step + i, max_tokens=3) for i in range(1, 9)}
+        if step == 0:
+            requests = {slow: Request([8, 9], 0, max_tokens=60), **requests}
+        worker._hear(HandOver(step, Ask(requests, SAMPLING)))
+        if step == 2:
+            # What the trainer waits for goes before all others, and no further.
+            waited_for = [1000, 1001, 1002]
+            worker._hear(Ask({n: Request([3, 4], n, max_tokens=2) for n in waited_for}, SAMPLING, first=True))
+        worker.engine.pause = (lambda rounds: lambda: next(rounds) == 8)(count())  # type: ignore[attr-defined]
+        worker._generate(worker._together())
+        heard()
+        if slow in answered:
+            break
+        (job,) = (job for job in worker.jobs if job.number == slow)
+        tokens.append(len(job.begun[0].ids))
+    assert slow in answered
+    # Of eight rounds up to three go to the prompt and to its tokens so far, which are computed again.
+    grown = [after - before for before, after in pairwise(tokens)]
+    assert all(more >= 5 for i, more in enumerate(grown) if i != 2), tokens
+    assert set(waited_for) <= set(answered)
+    # Beside it, not after it, and in the order they came: nobody of a later step overtakes one of an earlier.
+    later = [number for number in answered if number not in (slow, *waited_for)]
+    assert later == sorted(later)
+    assert len(later) > 8
+    assert len([job for job in worker.jobs if job.number >= 100]) > 8  # and many more could have taken its place
+    memory.close()
 
 
 def test_the_memory_of_a_closed_worker_is_free(recipe: Recipe) -> None:

@@ -52,6 +52,9 @@ def ray_cluster(recipe: Recipe) -> Iterator[Start]:
         import ray
     except ImportError as error:
         raise missing_extra("ray", "ray", "parallel.launcher=ray") from error
+    from lockstep.parallel.elastic import refuse_rigid
+
+    refuse_rigid(recipe.parallel)
     devices = recipe.parallel.devices or 1
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     try:
@@ -121,20 +124,23 @@ class Cluster:
         allowed and some are gone."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
+        from lockstep.parallel.elastic import fitting_devices, layout_of
+
         asked, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic
         given_up = time.monotonic() + (_RETURN_SECONDS if turn else _PLACE_SECONDS)
-        together = self.recipe.parallel.group
         while True:
             there = int(self.ray.cluster_resources().get(self.resource, 0))
-            # Whole groups of those that work together.
-            devices = min(asked, there) // together * together if elastic else asked
+            devices = fitting_devices(self.recipe.parallel, there) if elastic else asked
             if 0 < devices <= there:
                 bundles = [{"CPU": 1.0, self.resource: 1.0}] * devices
                 group = placement_group(bundles, strategy="PACK", name=self.recipe.run.name)
                 try:
                     if group.wait(_TRY_SECONDS):
                         if devices < asked:
-                            _say(f"the cluster has {there} {self.resource} of {asked}: the run goes on with {devices}")
+                            said = f"the cluster has {there} {self.resource} of {asked}: the run goes on with {devices}"
+                            rounded = devices < min(asked, there)
+                            why = f", the most that {layout_of(self.recipe.parallel)} leaves even" if rounded else ""
+                            _say(said + why)
                         yield group, devices
                         return
                 finally:

@@ -117,9 +117,12 @@ class Watch:
                 self._stages[0] = f"what comes after {name}"
             self._move(self._stages[-1])
 
-    def progress(self, next_part: str = "") -> None:
-        """Something is done of what this rank is at, which may take long as a whole."""
+    def progress(self, next_part: str | None = None) -> None:
+        """Something is done of what this rank is at, which may take long as a whole. What it waits for stays the same
+        without a name, and is nothing special with an empty one."""
         where = f"{self._stages[-1]}, {next_part}" if next_part else self._stages[-1]
+        if next_part is None:
+            where = self._moment.where
         self._moment = self._moment._replace(where=where, since=time.monotonic(), done=self._moment.done + 1)
 
     def _move(self, where: str, inside: bool = False) -> None:

@@ -170,8 +170,8 @@ class World:
         """What the ranks do inside: told by the others when this rank is waited for."""
         return nullcontext() if self.watch is None else self.watch.stage(name)
 
-    def progress(self, next_part: str = "") -> None:
-        """A part of a long stage is done, so the run has not stalled; the next one by name, where it has one."""
+    def progress(self, next_part: str | None = None) -> None:
+        """A part of a long stage is done, so the run has not stalled; the next one by name, where it is another."""
         if self.watch is not None:
             self.watch.progress(next_part)
 

@@ -79,11 +79,10 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     """The folder's model in the precision it is stored in; refused unless it gives one score for a whole text."""
     where = f"reward.model {path}"
     folder = model_folder(path, "reward.model")
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    config = pretrained(AutoConfig, folder, where, "its config.json")
+    config = reward_config(path)
     tokenizer = tokenizer_of(folder, where)
-    _refuse_wrong_kind(where, config)
     mean, std = _statistics(Path(folder) / STATS)
     kind, how = AutoModelForSequenceClassification, {"dtype": "auto", "output_loading_info": True}
     model, info = pretrained(kind, folder, where, "its weights", config=config, **how)
@@ -99,6 +98,16 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     model.to(device).eval().requires_grad_(False)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     return RewardModel(model, tokenizer, device, context, mean, std)
+
+
+def reward_config(path: str) -> Any:
+    """Of the folder's model; refused unless it gives one score for a whole text."""
+    from transformers import AutoConfig
+
+    where = f"reward.model {path}"
+    config = pretrained(AutoConfig, model_folder(path, "reward.model"), where, "its config.json")
+    _refuse_wrong_kind(where, config)
+    return config
 
 
 def normalized_by_config(model: RewardModel) -> RewardModel:

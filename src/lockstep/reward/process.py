@@ -21,7 +21,7 @@ from lockstep.data.marks import Marks
 from lockstep.data.steps import StepWriter
 from lockstep.errors import Refusal, first_line
 from lockstep.model.output_head import output_head
-from lockstep.model.pretrained import whole_model
+from lockstep.model.pretrained import pretrained, whole_model
 from lockstep.model.resolve import model_folder
 from lockstep.model.tokenizer import tokenizer_of
 from lockstep.parallel.offload import keep_on_host, resident
@@ -82,6 +82,13 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
     model.to(device).eval().requires_grad_(False)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return ProcessModel(model, StepWriter(tokenizer, marks), device, context)
+
+
+def process_config(path: str) -> Any:
+    """Of the folder's model."""
+    from transformers import AutoConfig
+
+    return pretrained(AutoConfig, model_folder(path, "reward.process"), f"reward.process {path}", "its config.json")
 
 
 def read_judging(folder: Path) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def collect(
             begun = time.perf_counter()
             for completion in asked.generate(sampling):
                 index = asked.indices[completion.request]
+                asked.answered(index, completion.sample)
                 text = decode(completion.ids)
                 made = {
                     "prompt_index": index,
@@ -89,13 +90,12 @@ def collect(
                 if world.speaks:
                     judged.append((made, judge.submit(prompts[index].question, text)))
                 advance(1)
-                world.progress()
             seconds = time.perf_counter() - begun
         with phases("reward"):
             judge.flush()
             done = []
             for made, score in judged:
-                world.progress(f"the score of sample {made['sample']} of prompt {made['prompt_index']} of the step")
+                world.progress(f"the score of {_sample(prompts, made['prompt_index'], made['sample'])}")
                 done.append(_judged(made, score.result(), decode))
     done.sort(key=lambda made: (made["prompt_index"], made["sample"]))
     return Collected(
@@ -103,20 +103,43 @@ def collect(
     )
 
 
+def _sample(prompts: Sequence[Prompt], index: int, sample: int) -> str:
+    """As it is named when it is waited for."""
+    return f"sample {sample} of prompt {index} of the step ({prompts[index].question.origin})"
+
+
 class _OwnShare:
     """What this rank asks its engine: all of its share at once, or as there is room for it (`Further`)."""
 
-    def __init__(self, engine: Engine, prompts: Sequence[Prompt], keys: Sequence[int], n: int, shares: Shares):
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Prompt], keys: Sequence[int], n: int, shares: Shares, world: World
+    ):
         self.engine, self.prompts, self.keys, self.n, self.shares = engine, prompts, keys, n, shares
+        self.world = world
         self.longest_prompt = max((len(prompt.ids) for prompt in prompts), default=0)
         self.indices: list[int] = []
         """The prompt of each request, in the order they were asked."""
+        self._pending: dict[tuple[int, int], None] = {}
+        """Prompts and samples that were asked and have not come, in the order they were asked."""
 
     def generate(self, sampling: Sampling) -> Iterator[Any]:
         return self.engine.generate(self._requests(self.shares.own()), sampling)
 
+    def answered(self, index: int, sample: int) -> None:
+        """A sample has come; from now on the one that was asked first of those left is the one that is waited for."""
+        del self._pending[index, sample]
+        self._tell()
+
+    def _tell(self) -> None:
+        first = next(iter(self._pending), None)
+        others = f" and {len(self._pending) - 1} more" if len(self._pending) > 1 else ""
+        self.world.progress("" if first is None else f"{_sample(self.prompts, *first)}{others}")
+
     def _requests(self, indices: Sequence[int]) -> list[Request]:
         self.indices += indices
+        self._pending |= dict.fromkeys((index, sample) for index in indices for sample in range(self.n))
+        if indices:
+            self._tell()
         return [Request(self.prompts[i].ids, self.keys[i], self.n, question=self.prompts[i].question) for i in indices]
 
 
@@ -156,10 +179,10 @@ def _asked(
     # a deterministic run leaves each to its share, and so do ranks that divide a model, which all ask the same of it.
     alone = world.size == 1 or world.tensor > 1 or not isinstance(engine, NativeEngine)
     if alone or torch.are_deterministic_algorithms_enabled():
-        yield _OwnShare(engine, prompts, keys, n, Shares(costs, world.engine, world.engines))
+        yield _OwnShare(engine, prompts, keys, n, Shares(costs, world.engine, world.engines), world)
         return
     *counters, ended = world.counters(world.size + 1)
-    yield _OpenShare(engine, prompts, keys, n, Shares(costs, world.rank, world.size, counters))
+    yield _OpenShare(engine, prompts, keys, n, Shares(costs, world.rank, world.size, counters), world)
     if ended.take(1) == world.size - 1:  # nobody counts any more
         for counter in (*counters, ended):
             counter.remove()

@@ -71,7 +71,9 @@ def _fastest(outlook: Outlook, cluster: TargetCluster) -> KeyValues | None:
 def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[KeyValues]:
     """All combinations that the recipe may have, with as many sequences at once as the cache then has room for."""
     recipe = outlook.recipe
-    for parts in product(*(one(recipe, cluster) for one in (_slices, _hosts, _references, _layers, _contexts))):
+    for parts in product(
+        *(one(recipe, cluster) for one in (_slices, _hosts, _references, _rewards, _layers, _contexts))
+    ):
         shared: KeyValues = {key: value for part in parts for key, value in part.items()}
         context = shared.get("parallel.context", recipe.parallel.context)
         for micro in _micro_batches(outlook, context):
@@ -119,6 +121,11 @@ def _hosts(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
 def _references(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     absent = reference_kind(recipe) != "model" or recipe.parallel.offload_reference
     return [{}] if absent else [{}, {"parallel.offload_reference": True}]
+
+
+def _rewards(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
+    absent = recipe.method not in ONLINE or not (recipe.reward.model or recipe.reward.process)
+    return [{}] if absent or recipe.parallel.offload_reward else [{}, {"parallel.offload_reward": True}]
 
 
 def _layers(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:

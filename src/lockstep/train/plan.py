@@ -27,6 +27,7 @@ from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.rows import estimator_row
 from lockstep.rollout.native.prefill import prefill_bytes
 from lockstep.train.plan_offload import Freed, TrainedBytes, freed_by, without, without_frozen
+from lockstep.train.plan_reward import reward_bytes
 
 # Updates whose packing is tried out for the plan; the rest look alike.
 SAMPLED_UPDATES = 100
@@ -197,6 +198,8 @@ class Counted:
     fused: bool
     """Whether every feed-forward is one that devices with lean layers have fused, where no adapter is in it."""
     frozen: dict[str, int]
+    reward: int = 0
+    """Bytes of the reward models, which have a precision of their own and are whole on every device."""
 
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
@@ -215,7 +218,8 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
     frozen = _frozen(recipe, parameters - (sum(trained) if recipe.model.lora is not None else 0))
     each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     outside, largest = parameters - sum(each), max(trained, default=0)
-    return Counted(parameters, sum(trained), divided, largest, max(each, default=0), outside, made, fused, frozen)
+    sizes = (parameters, sum(trained), divided, largest, max(each, default=0), outside)
+    return Counted(*sizes, made, fused, frozen, reward_bytes(recipe))
 
 
 def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
@@ -299,7 +303,7 @@ def plan_memory(
     )
     state = size + 2 * (4 if masters else size) + (4 if masters else 0)
     plan = MemoryPlan(parameters, trained, phases, trained * state)
-    frozen = {key: count * size // shards for key, count in counted.frozen.items()}
+    frozen = {key: count * size // shards for key, count in counted.frozen.items()} | {"offload_reward": counted.reward}
     plan = _with_weights(plan, sum(frozen.values()))
     layer = parameters * size // max(1, config.num_hidden_layers)
     largest = counted.largest // shards

@@ -83,14 +83,18 @@ def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: boo
 
 def without_frozen(phases: tuple[Phase, ...], settings: Parallel, frozen: dict[str, int]) -> tuple[Phase, ...]:
     """A reference is on the device for its own pass, without anything that is kept for a backward pass; a teacher
-    answers in the middle of the student's."""
+    answers in the middle of the student's, a reward model while others of its responses are still generated."""
     reference = frozen.get("offload_reference", 0) * int(settings.offload_reference)
     teacher = frozen.get("offload_teacher", 0) * int(settings.offload_teacher)
+    reward = frozen.get("offload_reward", 0) * int(settings.offload_reward)
     validation = next(phase for phase in phases if phase.name == "validation")
     found = []
     for phase in phases:
         gone = 0 if phase.name == "load" else reference
         if phase.name in (STEP, "generation"):
             gone += teacher
+        if phase.name != "generation":
+            gone += reward  # also while the policy is loaded: the rewards are tried before, and have left
         found.append(replace(phase, weights=phase.weights - gone))
-    return (*found, replace(validation, name="reference")) if reference else tuple(found)
+    own_pass = replace(validation, name="reference", weights=validation.weights - reward)
+    return (*found, own_pass) if reference else tuple(found)

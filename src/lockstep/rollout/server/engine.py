@@ -141,7 +141,7 @@ class ServerEngine:
                     if not event.server.up:
                         self.fleet.watch(event.server)
                 else:
-                    self.world.progress("responses of the server")
+                    self.world.progress()  # still for the response that is named already
                     self.life.refuse_all_silent()
         finally:
             events.close()

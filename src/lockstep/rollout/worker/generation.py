@@ -46,7 +46,7 @@ def work(connection: int) -> None:
         line.send(Failed(f"{first.where}: {first.why}", first.remedy))
         raise
     except Exception as error:
-        line.send(Failed(f"{type(error).__name__}: {error}"))
+        line.send(Failed(f"{type(error).__name__}: {error}", refused=False))
         raise
 
 

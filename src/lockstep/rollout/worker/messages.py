@@ -80,3 +80,5 @@ class Failed:
 
     why: str
     remedy: str = field(default="")
+    refused: bool = True
+    """What it was given cannot be worked with; False where something of its own went wrong, which may not again."""

@@ -1,0 +1,66 @@
+"""With how many devices a run goes on that has lost some: the most that its layout comes out even on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.errors import Refusal
+from lockstep.parallel.elastic import fitting_devices, layout_of, refuse_rigid
+from lockstep.parallel.mesh import grid_of
+from lockstep.recipe.parallel import Parallel
+
+
+@pytest.mark.parametrize(
+    ("keys", "asked", "there", "taken"),
+    [
+        ({}, 4, 3, 3),
+        ({}, 4, 9, 4),  # never more than were asked for
+        ({"shard": 2}, 4, 3, 2),
+        ({"shard": 4}, 8, 7, 4),
+        ({"shard": 4}, 8, 3, 0),
+        ({"replicate": 3}, 9, 8, 6),
+        ({"shard": 2, "replicate": 2}, 4, 3, 0),
+        ({"tensor": 2}, 8, 7, 6),
+        ({"tensor": 2, "shard": 2}, 8, 7, 4),
+        ({"context": 3}, 9, 8, 6),
+        ({"context": 2, "shard": 3}, 12, 11, 6),  # 9 has whole slices, 10 whole groups
+        ({"offload": "params"}, 2, 1, 0),
+    ],
+    ids=str,
+)
+def test_the_most_that_come_out_even(keys: dict[str, Any], asked: int, there: int, taken: int) -> None:
+    settings = Parallel(devices=asked, elastic=True, **keys)
+    assert fitting_devices(settings, there) == taken
+    if taken:
+        grid_of(settings, taken)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why", "remedy"),
+    [
+        (
+            {"shard": 2, "replicate": 2},
+            "no fewer than 4 devices fit parallel.shard=2 and parallel.replicate=2",
+            "remove parallel.shard or parallel.replicate",
+        ),
+        ({"shard": 4}, "no fewer than 4 devices fit parallel.shard=4", "ask for more"),
+        ({"tensor": 4}, "no fewer than 4 devices fit parallel.tensor=4", "ask for more"),
+    ],
+    ids=str,
+)
+def test_a_layout_that_fits_no_fewer_is_refused_at_the_start(keys: dict[str, Any], why: str, remedy: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        refuse_rigid(Parallel(devices=4, elastic=True, **keys))
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.why) == ("parallel.elastic", why)
+    assert problem.remedy.startswith(remedy)
+    refuse_rigid(Parallel(devices=4, **keys))  # who does not ask for it waits for what was lost
+
+
+def test_what_may_lose_some_is_not_refused() -> None:
+    for keys in ({}, {"shard": 2}, {"tensor": 2, "context": 2}):
+        refuse_rigid(Parallel(devices=8, elastic=True, **keys))
+    refuse_rigid(Parallel(devices=1, elastic=True))
+    assert layout_of(Parallel(devices=8, shard=2, context=2)) == "parallel.shard=2 and parallel.context=2"
