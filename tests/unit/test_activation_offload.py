@@ -145,9 +145,7 @@ def test_gradients_are_bit_for_bit_those_without(
     assert travelled.back == len(travelled.out)  # each comes back once, however many have kept it
 
 
-def test_bf16_and_a_critic_are_the_same_too(
-    folder: Path, batches: dict[bool, MicroBatch], travelled: Travelled
-) -> None:
+def test_a_critic_in_bf16_is_the_same_too(folder: Path, batches: dict[bool, MicroBatch], travelled: Travelled) -> None:
     found = []
     for offload in (False, True):
         settings = Model(path=str(folder), dtype="bf16", activation_offload=offload)
@@ -305,12 +303,14 @@ RUNS: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize("method", RUNS)
+@pytest.mark.parametrize(
+    "method", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "grpo")), "dpo", "ppo"]
+)
 def test_a_run_is_the_same_run(folder: Path, tmp_path: Path, travelled: Travelled, method: str) -> None:
-    write = {"sft": write_sft_recipe, "dpo": lambda *where: write_recipe(*where, "dpo")}.get(
-        method, write_online_recipe
-    )
-    recipe = write(tmp_path, folder)
+    if method == "dpo":
+        recipe = write_recipe(tmp_path, folder, method)
+    else:
+        recipe = (write_sft_recipe if method == "sft" else write_online_recipe)(tmp_path, folder)
     common = ["run.steps=2", "run.export=false", "optim.warmup=0", *RUNS[method]]
     for name, more in (("device", []), ("host", ["model.activation_offload=true"])):
         assert not travelled.out
