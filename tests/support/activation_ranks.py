@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from job_ranks import train
 from lockstep.parallel import activations
@@ -23,12 +24,16 @@ travelled = 0
 
 def watch() -> None:
     """Weights are told from activations by what gathers them: the storages of all parameters that a module ever had."""
-    weights: set[int] = set()
+    # Held, so that no other storage gets the address of one that is gone.
+    weights: dict[int, StorageWeakRef] = {}
     begin, call = activations._Storage.__init__, nn.Module._call_impl
 
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Inside of a layer its parameters are whole.
-        weights.update(p.untyped_storage()._cdata for p in self._parameters.values() if p is not None)
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                storage = parameter.untyped_storage()
+                weights.setdefault(storage._cdata, StorageWeakRef(storage))
         return call(self, *args, **kwargs)
 
     def begun(self: activations._Storage, beside: Any, host: torch.Tensor, here: torch.Tensor) -> None:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from lockstep.algorithms.supervised import nll
 from lockstep.data.batching import micro_batch
 from lockstep.data.examples import Encoder, SupervisedColumns
 from lockstep.errors import Refusal
-from lockstep.model.decoder import Decoder
 from lockstep.model.heads import load_value_model
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.tiny import write_tiny
@@ -286,12 +284,11 @@ def test_two_layers_at_most_are_on_the_device(monkeypatch: pytest.MonkeyPatch, t
     assert not travelled.waiting
 
 
-def test_a_model_without_layers_is_refused() -> None:
-    model = SimpleNamespace(_no_split_modules=None, modules=lambda: [])
-    decoder = Decoder.__new__(Decoder)
-    decoder.model = model  # type: ignore[assignment]
-    with pytest.raises(Refusal, match=r"model\.activation_offload: transformers does not say"):
-        decoder.keep_activations_on_host(CPU)
+def test_a_model_without_layers_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.Qwen2ForCausalLM._no_split_modules", [])
+    monkeypatch.setattr("transformers.Qwen2Model._no_split_modules", [])
+    with pytest.raises(Refusal, match=r"model\.activation_offload: transformers does not say what the layers of Qwen2"):
+        load_policy(Model(path=str(folder), activation_offload=True), CPU, "sdpa", seed=0)
 
 
 ONLINE = ["batch.prompts_per_update=2", "log.samples=99"]

@@ -29,6 +29,8 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, kernel: str):
         self.model, self.kernel = model, kernel
+        # A layer that was sharded has another name.
+        self._layers = decoder_layers(model)
         self.tells_routers = False
         """Whether a pass keeps what the routers of its experts said, in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
@@ -63,14 +65,13 @@ class Decoder:
 
     def keep_activations_on_host(self, device: torch.device) -> None:
         """From now on what its layers keep for the backward pass waits on the host."""
-        layers = decoder_layers(self.model)
-        if not layers:
+        if not self._layers:
             raise Refusal.at(
                 "model.activation_offload",
                 f"transformers does not say what the layers of {type(self.model).__name__} are",
                 "set it to false, or model.gradient_checkpointing instead",
             )
-        self._activations = ActivationOffload(layers, device)
+        self._activations = ActivationOffload(self._layers, device)
 
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """The last layer's output for every token."""
