@@ -255,6 +255,26 @@ def test_what_lives_on_the_host_is_copied() -> None:
     assert kept.hidden == kept.open
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_that_wait_on_the_host_are_copied(checkpointing: bool) -> None:
+    """Of 8 rows of 50 tokens, of the first of two layers."""
+    keys = {"method": "sft", "batch__rows_per_update": 8, "batch__tokens": 400, "model__dtype": "fp32"}
+    kept, moved = (
+        times(
+            TargetCluster(1, 1, ROUND),
+            EqualRows(8, 50),
+            **keys,
+            model__gradient_checkpointing=checkpointing,
+            model__activation_offload=on,
+        )["update"]
+        for on in (False, True)
+    )
+    # Numbers of a token: its state, or all that a layer keeps (see test_online_plan.py). There and back in fp32.
+    numbers = 64 if checkpointing else 4 * 64 + 3 * 8 * 16 + 64 + 4 * 128 + 4 * 64
+    assert moved.host - kept.host == pytest.approx(2 * 400 * 4 * numbers / 500)
+    assert moved.computing == kept.computing
+
+
 def test_a_critic_is_scored_and_updated_too() -> None:
     assert list(times(TargetCluster(1, 1, ROUND), method="ppo", rollout__n=1)) == [
         *("generate", "reference", "old probs", "values", "update", "critic"),

@@ -42,6 +42,8 @@ def value(done: Conversion, key: str) -> Any:
         ),
         ([f"{A}.optim.lr_scheduler_type=cosine", f"{A}.optim.betas=[0.9,0.95]"], {"optim.betas": [0.9, 0.95]}),
         ([f"{A}.optim.clip_grad=0.5"], {"optim.clip": 0.5}),
+        (["actor_rollout_ref.model.enable_activation_offload=True"], {"model.activation_offload": True}),
+        (["actor_rollout_ref.model.enable_activation_offload=False"], {"model.activation_offload": False}),
         (
             [
                 f"{A}.use_kl_loss=True",

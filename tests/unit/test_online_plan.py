@@ -459,6 +459,35 @@ def test_a_critics_optimizer_on_the_host() -> None:
     assert phase(kept, "optimizer step").optimizer == phase(moved, "optimizer step").optimizer
 
 
+def test_activations_on_the_host_leave_two_layers_on_the_device() -> None:
+    config = Qwen2Config(**{**CONFIG.to_dict(), "num_hidden_layers": 5, "layer_types": None})
+    keys = {"method": "sft", "batch__rows_per_update": 4, "batch__tokens": 400, "model__dtype": "fp32"}
+
+    def plans(**more: Any) -> list[MemoryPlan]:
+        switched = (recipe_of(**keys, **more, model__activation_offload=on) for on in (False, True))
+        # Two rows of the longest are a micro-batch of 100 tokens.
+        return [plan_memory(recipe, config, 1, LONGEST, 2) for recipe in switched]
+
+    # Four tensors of 64 numbers, three times queries, keys and values of 4 + 2 + 2 heads of 16, the attention's output,
+    # four of the feed-forward's 128, all in fp32; and four fp32 copies of 64 in the norms.
+    layer = 100 * 4 * (4 * 64 + 3 * 8 * 16 + 64 + 4 * 128 + 4 * 64)
+    states = 100 * 4 * 64
+    for more, gone in (({}, 3 * layer), ({"model__gradient_checkpointing": True}, 3 * states)):
+        kept, moved = plans(**more)
+        for one, two in zip(kept.phases, moved.phases, strict=True):
+            assert one.activations - two.activations == (gone if one.name == "forward and backward" else 0), one.name
+        (told,) = [freed for freed in kept.freed if freed.setting == "model.activation_offload=true"]
+        assert (told.bytes, told.chosen) == (gone, False)
+        assert [freed.setting for freed in moved.freed if freed.chosen] == ["model.activation_offload=true"]
+    # The head's chunk of logits is three copies of 100 words, its gradient 100 x 64.
+    (_, whole), (_, checkpointed) = plans(), plans(model__gradient_checkpointing=True)
+    head = 3 * 4 * 100 * 100 + 4 * 100 * 64
+    assert phase(whole, "forward and backward").activations == 2 * layer + head
+    assert phase(checkpointed, "forward and backward").activations == 2 * states + layer + head
+    # Two layers have nothing that could wait.
+    assert "model.activation_offload=true" not in {freed.setting for freed in memory(method="sft").freed}
+
+
 def test_slices_are_those_of_one_copy() -> None:
     whole, copies = memory(4, method="dr_grpo"), memory(4, method="dr_grpo", parallel__shard=2)
     assert phase(whole, "optimizer step").weights == 4 * PARAMETERS // 4

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from lockstep.errors import Refusal
 from lockstep.kernels.divided import DividedLayout
 from lockstep.kernels.layout import Layout, make_layout, padded_layout
 from lockstep.kernels.masks import SHAPE, BeyondCausal, read_windows
 from lockstep.kernels.rotary import own_positions, sequences
+from lockstep.parallel.activations import ActivationOffload
 from lockstep.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -26,9 +29,12 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, kernel: str):
         self.model, self.kernel = model, kernel
+        # A layer that was sharded has another name.
+        self._layers = decoder_layers(model)
         self.tells_routers = False
         """Whether a pass keeps what the routers of its experts said, in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
+        self._activations: ActivationOffload | None = None
         if not next(model.parameters()).is_meta:
             self.attentions  # noqa: B018  # a model that is filled later is looked at when it first runs
         self.moving = own_positions(model)
@@ -57,12 +63,23 @@ class Decoder:
         heads, size, _ = shapes.pop()
         return max(layers) + 1, heads, size
 
+    def keep_activations_on_host(self, device: torch.device) -> None:
+        """From now on what its layers keep for the backward pass waits on the host."""
+        if not self._layers:
+            raise Refusal.at(
+                "model.activation_offload",
+                f"transformers does not say what the layers of {type(self.model).__name__} are",
+                "set it to false, or model.gradient_checkpointing instead",
+            )
+        self._activations = ActivationOffload(self._layers, device)
+
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """The last layer's output for every token."""
         decoder: Any = inner_decoder(self.model)
         own_T = None if batch.context is None else batch.context.own_T
         assert self.attentions
-        with sequences(self.moving, batch.lengths, batch.input_ids_NT.shape, batch.line_E, batch.packed, own_T):
+        lines = sequences(self.moving, batch.lengths, batch.input_ids_NT.shape, batch.line_E, batch.packed, own_T)
+        with lines, self._activations.waiting_on_host() if self._activations else nullcontext():
             output = decoder(
                 input_ids=batch.input_ids_NT,
                 position_ids=batch.position_ids_NT,

@@ -121,6 +121,8 @@ def load_value_model(
         raise
     if settings.gradient_checkpointing:
         decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if settings.activation_offload:
+        found.runner.keep_activations_on_host(device)
     return found.train()
 
 

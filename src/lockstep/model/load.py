@@ -83,6 +83,8 @@ def load_policy(
     check_policy(policy, settings.path, device)
     if settings.gradient_checkpointing:
         policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if settings.activation_offload and not frozen:
+        policy.decoder.keep_activations_on_host(device)
     return policy
 
 

@@ -154,6 +154,13 @@ class Model(Section):
         description="Recompute activations in the backward pass: less memory, more time.",
         effect=Effect("harmless", "activations are computed again, with the same values"),
     )
+    activation_offload: bool = Field(
+        False,
+        description="What the layers keep for the backward pass waits on the host, and comes back before it is needed: "
+        "of the policy and the critic. With `model.gradient_checkpointing` these are the inputs of the layers.",
+        effect=Effect("harmless", "activations wait elsewhere, with the same values"),
+        resumable=True,
+    )
     attention: Literal["auto", "sdpa"] = Field(
         "auto",
         description="`auto` takes the device's packed attention kernel and its fused norms, feed-forwards and rotary "

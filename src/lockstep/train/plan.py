@@ -26,7 +26,7 @@ from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.rows import estimator_row
 from lockstep.rollout.native.prefill import prefill_bytes
-from lockstep.train.plan_offload import Freed, TrainedBytes, freed_by, without, without_frozen
+from lockstep.train.plan_offload import Freed, TrainedBytes, freed_by, waiting_activations, without, without_frozen
 from lockstep.train.plan_reward import reward_bytes
 
 # Updates whose packing is tried out for the plan; the rest look alike.
@@ -283,15 +283,17 @@ def plan_memory(
     kernels = kernels_of(recipe, counted, device, devices)
     checkpointing = recipe.model.gradient_checkpointing
     layers = activation_bytes(config, tokens, size, checkpointing, kernels, tensor=tensor)
+    last, each = (kept_by_layer(config, tokens, size, one, kernels, tensor=tensor) for one in (False, checkpointing))
+    waiting = waiting_activations(config.num_hidden_layers, each)
+    here = layers - waiting * int(recipe.model.activation_offload)
     head = head_bytes(config, tokens, recipe.model.lora is None)
     kept = Phase("", weights, 0, moments + master_bytes)
     # Gradients of a micro-batch grow while its activations go. Beside those of the micro-batches before, which masters
     # have in fp32, they are all there at its end, and with few activations that is the larger end.
     on_host = recipe.parallel.offload in ("params", "all")
     arriving = trained * size // shards if masters and not single and not on_host else 0
-    last = activation_bytes(config, tokens, size, False, kernels, tensor=tensor) // max(1, config.num_hidden_layers)
     ends = (
-        Phase("forward and backward", kept.weights, gradients, kept.optimizer, layers + head),
+        Phase("forward and backward", kept.weights, gradients, kept.optimizer, here + head),
         Phase("forward and backward", kept.weights, gradients + arriving, kept.optimizer, last),
     )
     beside = loaded_beside(counted, config, grid) * size if devices > 1 else 0
@@ -317,7 +319,9 @@ def plan_memory(
         if after.weights > before.weights:
             state, critic_weights = after.optimizer - before.optimizer, after.weights - before.weights
             critic = TrainedBytes(state, critic_weights, 0, layer, largest)
-    return _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
+    plan = _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
+    activations = Freed("model.activation_offload=true", waiting, recipe.model.activation_offload)
+    return replace(plan, freed=(*plan.freed, *([activations] if waiting else [])))
 
 
 def _micro_batch_tokens(recipe: Recipe, rows: int, longest: int) -> int:
@@ -474,6 +478,15 @@ def activation_bytes(
     return config.num_hidden_layers * layer
 
 
+def kept_by_layer(
+    config: Any, tokens: int, size: int, checkpointing: bool, kernels: LayerKernels, *, tensor: int = 1
+) -> int:
+    """Of what the layers keep until the backward pass reaches them, the part of one: with checkpointing its input."""
+    if checkpointing:
+        return tokens * int(config.hidden_size) * size
+    return activation_bytes(config, tokens, size, False, kernels, tensor=tensor) // max(1, config.num_hidden_layers)
+
+
 def head_bytes(config: Any, tokens: int, head_trained: bool) -> int:
     """A chunk of logits with its working copies, and the head's fp32 gradient."""
     chunk = min(FUSED_CHUNK_BYTES, 3 * 4 * config.vocab_size * tokens)
@@ -488,7 +501,7 @@ def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
             "memory",
             f"{peak.name} needs about {peak.total / 2**30:.1f} GiB on each device, "
             f"and {device} has {available / 2**30:.1f} GiB",
-            "lower batch.tokens, set model.gradient_checkpointing, train a LoRA adapter (model.lora.rank), "
-            "use model.dtype=bf16, keep the optimizer on the host (parallel.offload=optimizer), or shard over more "
-            "devices (parallel.devices, torchrun)",
+            "lower batch.tokens, set model.gradient_checkpointing or model.activation_offload, train a LoRA adapter "
+            "(model.lora.rank), use model.dtype=bf16, keep the optimizer on the host (parallel.offload=optimizer), or "
+            "shard over more devices (parallel.devices, torchrun)",
         )

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # Master, moments and gradient in fp32, of a number that an update brings to the device.
 UPDATED_BYTES = 16
 STEP = "optimizer step"
+# Of the layers whose activations wait on the host: the one that computes, and the one whose are on their way.
+LAYERS_HERE = 2
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ def freed_by(
         found += [Freed(f"parallel.{key}={kind}", size, chosen == kind) for kind, size in sizes.items()]
     found += [Freed(f"parallel.{key}=true", size, bool(getattr(settings, key))) for key, size in frozen.items() if size]
     return found
+
+
+def waiting_activations(layers: int, each: int) -> int:
+    """Bytes on the host, with `model.activation_offload`, of layers that keep `each` for the backward pass."""
+    return max(0, layers - LAYERS_HERE) * each
 
 
 def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: bool = False) -> Phase:

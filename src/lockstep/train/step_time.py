@@ -16,7 +16,7 @@ from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
 from lockstep.train.annotate import old_needed
 from lockstep.train.cluster import Members, TargetCluster
-from lockstep.train.plan import Counted, LayerKernels, activation_bytes
+from lockstep.train.plan import Counted, LayerKernels, activation_bytes, kept_by_layer
 from lockstep.train.roofline import ModelCost, attention_flops, cache_seconds, weights_seconds
 from lockstep.train.step_work import StepWork
 
@@ -193,7 +193,7 @@ class StepTimes:
         links = whole.links + back.links + self.cluster.sum_seconds(slice_bytes, self.copies) + cut.links
         traffic = cut.traffic + sums.traffic + whole.traffic
         traffic += Traffic(scattered=back.traffic.gathered, summed=2 * _others(slice_bytes, self.copies))
-        host = self._host_bytes(own, micro, masters) / self.chip.host
+        host = (self._host_bytes(own, micro, masters) + self._activations(tokens)) / self.chip.host
         all_traffic = Traffic(*(times * part for part in traffic))
         computing = times * (passes + adding + adamw)
         return PhaseTime("update", computing, times * sums.waiting, times * links, times * host, traffic=all_traffic)
@@ -293,6 +293,14 @@ class StepTimes:
         if offload in ("params", "all"):
             found += micro * (2 * self.models.counted.parameters * self.size / self.pieces + 4 * own)
         return found
+
+    def _activations(self, tokens: float) -> float:
+        """Those of an update that wait on the host, there and back: of all layers but the last."""
+        model, config = self.recipe.model, self.models.config
+        if not model.activation_offload:
+            return 0.0
+        how = (self.size, model.gradient_checkpointing, self.kernels)
+        return 2 * (config.num_hidden_layers - 1) * kept_by_layer(config, int(tokens), *how, tensor=self.grid.tensor)
 
 
 def _others(whole: float, group: Members) -> float:

@@ -106,10 +106,11 @@ ROWS: list[KeyRow] = [
     part(f"{M}.path", "model.path"),
     part(f"{M}.use_remove_padding", "batch.tokens", note="packed micro-batches"),
     same(f"{M}.enable_gradient_checkpointing", "model.gradient_checkpointing", True, convert=bool),
+    same(f"{M}.enable_activation_offload", "model.activation_offload", False, "the critic's too", convert=bool),
     *lora_rows(M),
     *idle(
         f"{M}.use_liger {M}.use_fused_kernels {M}.fused_kernel_options.* {M}.tiled_mlp.* {M}.use_shm {M}.torch_dtype "
-        f"{M}.enable_activation_offload {M}.hf_config_path {A}.use_fused_kernels {A}.use_torch_compile "
+        f"{M}.hf_config_path {A}.use_fused_kernels {A}.use_torch_compile "
         f"{A}.entropy_from_logits_with_chunking {A}.entropy_checkpointing {A}.calculate_sum_pi_squared "
         f"{A}.use_prefix_grouper {A}.use_remove_padding {A}.data_loader_seed",
         f"{SPEED}: the output head is run in chunks, fused kernels are chosen by model.attention",

@@ -55,6 +55,7 @@ ROWS: list[KeyRow] = [
     part("model.path", "model.path"),
     *lora_rows("model"),
     same("model.enable_gradient_checkpointing", "model.gradient_checkpointing", True, convert=bool),
+    same("model.enable_activation_offload", "model.activation_offload", False, convert=bool),
     part("model.fsdp_config.model_dtype", "model.master_weights", default="fp32"),
     part("engine.model_dtype", "model.master_weights", default="fp32"),
     *refused(
@@ -64,8 +65,7 @@ ROWS: list[KeyRow] = [
     *refused("model.override_config.*", "a model is taken as its config.json says; edit that file"),
     *idle(
         "model.use_liger model.fsdp_config.* model.use_shm model.use_remove_padding model.use_fused_kernels "
-        "model.enable_activation_offload engine.* ulysses_sequence_parallel_size use_remove_padding "
-        "model.tokenizer_path model.hf_config_path",
+        "engine.* ulysses_sequence_parallel_size use_remove_padding model.tokenizer_path model.hf_config_path",
         "memory and speed, not results: offloading, sharding, kernels",
     ),
     *idle(

@@ -77,7 +77,8 @@ def locate(run: Run, models: Models, tape: TapeFolder, step: int, blamed: Blamed
 
 def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Learner:
     """The recorded weights in a model of its own on the CPU: untouched by what the replay may have wrong."""
-    plain = recipe.model.model_copy(update={"gradient_checkpointing": False, "attention": "sdpa"})
+    whole = {"gradient_checkpointing": False, "activation_offload": False}
+    plain = recipe.model.model_copy(update={**whole, "attention": "sdpa"})
     recipe = recipe.model_copy(update={"model": plain, "device": "cpu"})
     device, torch_device = Cpu(), torch.device("cpu")
     build = build_critic if name == "critic" else build_learner
