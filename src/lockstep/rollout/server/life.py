@@ -21,7 +21,7 @@ from lockstep.rollout.server.line import Lines, ServerLine, is_address
 from lockstep.rollout.server.process import refuse_absent, start_server
 
 T = TypeVar("T")
-# Of a server of ours that ends before it has got weights.
+# Restarts in a row of a server of ours that is lost again before it has weights; at the next loss the run ends.
 STARTS = 3
 POLL_SECONDS = 1.0
 
