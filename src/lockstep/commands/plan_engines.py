@@ -17,8 +17,8 @@ from lockstep.rollout.server.dialect import ServerNeeds
 from lockstep.rollout.server.memory import by_memory
 from lockstep.rollout.server.process import dialect_of
 
-# The flag of each engine for its share of a device's memory, and the share without it (of vLLM 0.26 and 0.32; SGLang computes it
-# from the device's size and its own settings).
+# The flag of each engine for its share of a device's memory, and the share without it (of vLLM 0.26 and 0.32; SGLang
+# computes it from the device's size and its own settings).
 SHARES: dict[str, tuple[str, float | None]] = {
     "vllm": ("--gpu-memory-utilization", 0.92),
     "sglang": ("--mem-fraction-static", None),
