@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lockstep.device.serving import SERVING
-from lockstep.rollout.server.dialect import ServerStart
+from lockstep.rollout.server.dialect import ServerNeeds, ServerStart
 from lockstep.rollout.server.sglang import Sglang
 from sglang_schema import FORMS, GENERATE, MASK_LIMIT, SAMPLING, TOP_K_ALL
 from sglang_server import VERSION, parser
@@ -133,20 +133,22 @@ def server_fields() -> dict[str, Any]:
 def test_flags_of_the_command_line_exist(device: str, rank: int | None) -> None:
     known = server_fields()
     assert {action.dest for action in parser()._actions} - {"help"} <= set(known)
-    command = Sglang().command(ServerStart("python", "model", "bf16", "127.0.0.1", 1, 1, device, True, rank))
+    command = Sglang().command(
+        ServerStart("python", "model", "bf16", "127.0.0.1", 1, 1, ServerNeeds(device, True, rank))
+    )
     for word in command:
         if word.startswith("--"):
             assert word[2:].replace("-", "_") in known, word
     # What `facts` and `sleep` read of the server.
     assert {"enable_deterministic_inference", "quantization", "speculative_algorithm", "dtype"} <= set(known)
-    assert {"context_length", "enable_memory_saver", "enable_weights_cpu_backup"} <= set(known)
+    assert {"context_length", "enable_memory_saver", "enable_weights_cpu_backup", "enable_lora"} <= set(known)
     assert {"tp_size", "dp_size", "pp_size"} <= set(known)
     assert known["sampling_mask_max_tokens"] == MASK_LIMIT
 
 
 def test_variables_of_the_environment_exist() -> None:
     text = (SOURCE / "sglang/srt/environ.py").read_text(encoding="utf-8")
-    start = ServerStart("python", "model", "bf16", "127.0.0.1", 1, 1, "npu", True)
+    start = ServerStart("python", "model", "bf16", "127.0.0.1", 1, 1, ServerNeeds("npu", True))
     for name in Sglang().environment(start):
         if name.startswith("SGLANG_"):
             assert f"    {name} = Env" in text, name

@@ -17,6 +17,7 @@ from lockstep.rollout.server.vllm import SAMPLES
 
 DATA = Path(__file__).parents[1] / "data" / "engines"
 _VERSION = re.compile(r"\b([0-9a-f]{8})-(\d+)\b")
+_SUMS = re.compile(r"(\\*\"sums\\*\": )\[[^\]]*\]")
 _FOLDER = re.compile(r"[^\"\\ ]*/lockstep-weights-[^/\"\\]+")
 
 # What a fault makes of an answer: another status and body, or None to cut the connection.
@@ -24,8 +25,9 @@ Fault = Callable[[str, Any, int, Any], "tuple[int, Any] | None"]
 
 
 def plain(value: Any) -> str:
-    """Without what differs from run to run: the run's mark in versions, and the folder that weights went through."""
-    text = json.dumps(value, sort_keys=True)
+    """Without what differs from run to run, or from machine to machine: the run's mark in versions, the folder that
+    weights went through, and the sums of their bits, of which the last are the processor's own."""
+    text = _SUMS.sub(r"\1[]", json.dumps(value, sort_keys=True))
     return _FOLDER.sub("FOLDER", _VERSION.sub(r"RUN-\2", text))
 
 

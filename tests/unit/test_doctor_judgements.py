@@ -14,6 +14,7 @@ from lockstep.doctor.judge_packages import unfit_packages
 from lockstep.doctor.machine import CommandOutput, Disk
 
 CACHE = "/home/me/.cache/torch_extensions/py311_cpu/cpu_adam"
+SGLANG = {"sglang": "0.5.13", "torch_memory_saver": "0.0.9"}
 NOSET = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
 
 
@@ -145,6 +146,7 @@ CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
     (A2.having(packages={"deepspeed": "0.18"}), "npu", "deepspeed", "warning", "FSDP2"),
     (A2.having(packages={"torchvision": "0.28.0+cu130"}), "npu", "torchvision", "warning", "whl/cpu"),
     (A2.having(packages={"sglang": "0.5.6", "timm": "1.0"}), "npu", "timm", "warning", "uninstall -y timm"),
+    (A2.having(packages={"sglang": "0.5.13"}), "npu", "torch_memory_saver", "warning", "or do without sleep"),
     (A2.having(packages={"vllm": "0.23.0", "vllm-ascend": "0.22.1rc1"}), "npu", "vllm-ascend", "broken", "0.22.1"),
     (A2.having(packages={"vllm": "0.8.5.post1", "vllm-ascend": "0.8.5rc1"}), "npu", "vllm-ascend", "warning", "line"),
     (A2.having(packages={"vllm": "0.23.0"}), "npu", "vllm", "warning", "together"),
@@ -221,8 +223,9 @@ def test_judgement(machine: RecordedMachine, device: str, row: str, verdict: str
         (A2.having(variables={"ASCEND_RT_VISIBLE_DEVICES": "0,1", NOSET: "0"}), "npu"),
         (A2.having(variables={"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}), "npu"),
         (A2.having(variables={"HCCL_IF_BASE_PORT": "65520"}), "npu"),
-        (A2.having(packages={"sglang": "0.5.13"}, variables={"SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1"}), "npu"),
-        (A2.having(packages={"sglang": "0.5.13"}, variables={"TASK_QUEUE_ENABLE": "2"}), "npu"),
+        (A2.having(packages=SGLANG, variables={"SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1"}), "npu"),
+        (A2.having(packages=SGLANG, variables={"TASK_QUEUE_ENABLE": "2"}), "npu"),
+        (H200.having(packages={"sglang": "0.5.17"}), "cuda"),
         (CPU.having(variables={"VLLM_USE_V1": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}), "cpu"),
         (A2.having(files={DRIVER: output("driver-25.0.rc1.1.info")}), "npu"),
         (CPU.having(packages={"torch_npu": "2.13.0"}, variables={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}), "cpu"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.commands.plan_engines import engine_lines
+from lockstep.device.base import Device
 from lockstep.device.cpu import Cpu
 from lockstep.device.cuda import Cuda
 from lockstep.device.npu import Npu
@@ -45,9 +46,51 @@ def test_settings_of_the_device_are_shown_with_their_reasons(online_file: Path) 
     assert any(text.startswith("VLLM_ASCEND_ENABLE_NZ=0: ") for text in told)
     assert any(text.startswith("PYTORCH_NPU_ALLOC_CONF=expandable_segments:False: ") for text in told)
     assert any(text.startswith("--enforce-eager: ") for text in told)
-    assert "engine memory" not in dict(lines)
-    awake = dict(engine_lines(planned(online_file, "rollout.engine=vllm"), Npu()))
-    assert "rollout.sleep" in awake["engine memory"]
+    assert any(text.startswith("--enable-sleep-mode: rollout.sleep") for text in told)
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "words", "flags"),
+    [
+        ("vllm", Cuda(), (), []),
+        ("vllm", Cuda(), ("rollout.sleep=true",), ["--enable-sleep-mode"]),
+        ("vllm", Cpu(), ("rollout.sleep=true",), ["--no-enable-chunked-prefill"]),
+        ("vllm", Cuda(), ("model.lora.rank=12",), ["--enable-lora --max-loras 1 --max-lora-rank 16"]),
+        ("sglang", Npu(), ("rollout.sleep=true",), ["--enable-memory-saver", "--attention-backend ascend"]),
+        (
+            "sglang",
+            Cuda(),
+            ("rollout.sleep=true", "model.lora.rank=4"),
+            [
+                "--enable-lora --max-lora-rank 4 --lora-target-modules all",
+                "--enable-memory-saver",
+                "--enable-weights-cpu-backup",
+            ],
+        ),
+    ],
+)
+def test_flags_for_sleep_and_adapters_are_shown(
+    online_file: Path, engine: str, device: Device, words: tuple[str, ...], flags: list[str]
+) -> None:
+    lines = engine_lines(planned(online_file, f"rollout.engine={engine}", *words), device)
+    told = [text.partition(": ")[0] for label, text in lines if label == "engine setting"]
+    assert [flag for flag in told if flag.startswith("--")] == flags
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "share of the run's own devices, 0.92, which leaves 8% to the run, while the run trains, too"),
+        (("rollout.sleep=true",), "0.92, which leaves 8% to the run, while it is awake: say less by rollout.server"),
+        (("rollout.server.args=[--gpu-memory-utilization,'0.4']",), "--gpu-memory-utilization 0.4 of the run's own de"),
+        (("rollout.server.args=[--gpu-memory-utilization=0.3]",), "--gpu-memory-utilization 0.3 of the run's own dev"),
+        (("rollout.server.devices=[1]",), None),
+    ],
+)
+def test_the_share_of_the_runs_own_devices_is_told(online_file: Path, words: tuple[str, ...], told: str | None) -> None:
+    lines = dict(engine_lines(planned(online_file, "rollout.engine=vllm", *words), Cuda()))
+    assert told in lines["engine memory"] if told else "engine memory" not in lines
+    assert "engine memory" not in dict(engine_lines(planned(online_file, "rollout.engine=vllm", *words), Cpu()))
 
 
 def test_the_way_of_the_weights_is_told(online_file: Path) -> None:

@@ -14,11 +14,12 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.rollout import RolloutSettings
-from lockstep.rollout.server.dialect import ServerStart, WantedSample
+from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart, WantedSample
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.line import Lines, ServerLine
 from lockstep.rollout.server.probe import Bounds, ProbeResult, calibrated, repeat_noise, why_refused
 from lockstep.rollout.server.process import refuse_absent
+from lockstep.rollout.server.sglang import Sglang
 from lockstep.rollout.server.vllm import PLUGIN, Vllm
 from lockstep.rollout.server.weights import fingerprint, travelling, written_weights
 from lockstep.types import Sampling
@@ -102,7 +103,27 @@ def test_files_hold_what_was_written_and_are_gone_afterwards(tmp_path: Path) -> 
         read = load_file(file)
         assert list(pushed.names) == ["a", "b.c"]
         assert all(torch.equal(read[name], tensor.bfloat16()) for name, tensor in weights)
+        assert list(pushed.sums) == [int(read[name].view(torch.int16).sum(dtype=torch.int64)) for name, _ in weights]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_bit_that_is_lost_on_the_way_is_found_by_the_servers_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the plugin does with the files in vLLM's workers, which take the tensors one by one."""
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    from lockstep_vllm import _as_written, _tensors
+
+    pushed = written_weights(tmp_path, [("a", torch.randn(3, 2)), ("b.c", torch.randn(4))], torch.bfloat16)
+    (file,), sums = pushed.files, dict(zip(pushed.names, pushed.sums, strict=True))
+    assert [name for name, _ in _as_written(_tensors([str(file)]), sums)] == ["a", "b.c"]
+    whole = bytearray(file.read_bytes())
+    whole[-1] ^= 1  # of the tensor that was written last
+    file.write_bytes(whole)
+    arriving = _as_written(_tensors([str(file)]), sums)
+    assert next(arriving)[0] == "a"
+    with pytest.raises(ValueError, match=r"b\.c in the files is not what the run has written"):
+        next(arriving)
 
 
 def test_another_runs_folder_may_go_while_it_is_looked_at(tmp_path: Path) -> None:
@@ -148,7 +169,7 @@ def test_a_request_leaves_nothing_to_the_servers_defaults() -> None:
 
 
 def test_an_adapter_has_room_and_is_named() -> None:
-    flags = Vllm().flags(lora_rank=12)
+    flags = Vllm().flags(ServerNeeds("cuda", lora_rank=12))
     assert flags[flags.index("--max-lora-rank") + 1] == "16"
     assert Vllm().ask(WantedSample([1], Sampling(max_tokens=1), 1, 0, "lockstep-a-1"))[1]["model"] == "lockstep-a-1"
 
@@ -162,12 +183,31 @@ def test_the_plugin_needs_nothing_of_lockstep() -> None:
 
 
 def test_the_server_sees_the_plugin_and_the_flags() -> None:
-    start = ServerStart(sys.executable, "folder", "bf16", "127.0.0.1", 8000, 2, "cpu", sleep=True)
+    start = ServerStart(sys.executable, "folder", "bf16", "127.0.0.1", 8000, 2, ServerNeeds("cpu", sleep=True))
     assert Vllm().environment(start)["PYTHONPATH"] == str(PLUGIN)
     assert (PLUGIN / "lockstep_vllm.py").is_file()
-    flags = Vllm().flags()
+    flags = Vllm().command(start)
     assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert flags[flags.index("--generation-config") + 1] == "vllm"
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu", "cpu"])
+@pytest.mark.parametrize("sleep", [False, True])
+@pytest.mark.parametrize("rank", [None, 8])
+@pytest.mark.parametrize("dialect", [Vllm(), Sglang()], ids=lambda dialect: dialect.name)
+def test_a_server_of_a_user_is_told_every_flag_that_one_of_ours_has(
+    dialect: Dialect, device: str, sleep: bool, rank: int | None
+) -> None:
+    """The line that a refusal names: for this run, with its adapter and its sleep."""
+    needs = ServerNeeds(device, sleep, rank)
+    told = dialect.started_by_hand(needs).split()
+    assert ("--enable-lora" in told) == (rank is not None)
+    assert "8" in told[told.index("--max-lora-rank") :][:2] if rank else "--max-lora-rank" not in told
+    # vLLM for CPUs refuses the flag.
+    saves = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}[dialect.name]
+    assert (saves in told) == (sleep and (device != "cpu" or dialect.name == "sglang"))
+    ours = dialect.command(ServerStart("python", "folder", "bf16", "127.0.0.1", 8000, 1, needs))
+    assert all(word in ours for flag in dialect.settings(needs) for word in flag.split())
 
 
 # -- HTTP

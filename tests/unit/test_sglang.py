@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,7 +25,7 @@ from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server import probe
-from lockstep.rollout.server.dialect import Answer, PushedWeights, ServerStart, WantedSample
+from lockstep.rollout.server.dialect import Answer, PushedWeights, ServerNeeds, ServerStart, WantedSample
 from lockstep.rollout.server.engine import ServerEngine
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.sglang import Sglang
@@ -39,6 +38,7 @@ FLAGS = ("--enable-deterministic-inference", "--dtype", "float32")
 END, STOPS = 7, (7, 257, 9, 11)
 GREEDY = Sampling(max_tokens=8, temperature=0.0, stop_ids=STOPS)
 DRAWN = Sampling(max_tokens=8, temperature=0.7, stop_ids=STOPS, seed=5)
+MIXED = Sampling(max_tokens=64, temperature=0.9, seed=5)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -254,9 +254,8 @@ def test_what_sglang_would_tell_other_log_probs_of_is_not_asked_for(
 @pytest.mark.parametrize("device", SERVING)
 @pytest.mark.parametrize(("sleep", "rank"), [(False, None), (True, None), (True, 8)])
 def test_the_command_line_has_flags_that_sglang_has(device: str, sleep: bool, rank: int | None) -> None:
-    start = ServerStart(
-        "python3", "model", "bf16", "127.0.0.1", 30000, 2, device, sleep, rank, ("--mem-fraction-static", "0.5")
-    )
+    needs, args = ServerNeeds(device, sleep, rank), ("--mem-fraction-static", "0.5")
+    start = ServerStart("python3", "model", "bf16", "127.0.0.1", 30000, 2, needs, args)
     command = Sglang().command(start)
     assert command[:3] == ["python3", "-m", "sglang.launch_server"]
     flags = parser().parse_args(command[3:])
@@ -410,10 +409,10 @@ def test_files_that_do_not_hold_what_was_announced_are_not_pushed(policy: Policy
 
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ServerFailed, match=r"missing \['b'\]"):
-        Sglang().push(None, PushedWeights([tmp_path / "model.safetensors"], ["a", "b"]))  # type: ignore[arg-type]
+        Sglang().push(None, PushedWeights([tmp_path / "model.safetensors"], ["a", "b"], [0, 0]))  # type: ignore[arg-type]
     save_file({"c": torch.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(ServerFailed, match="not this push alone"):
-        Sglang().push(None, PushedWeights([tmp_path / "model.safetensors"], ["a"]))  # type: ignore[arg-type]
+        Sglang().push(None, PushedWeights([tmp_path / "model.safetensors"], ["a"], [0]))  # type: ignore[arg-type]
 
 
 def test_an_adapter_is_pushed_alone_and_takes_the_place_of_the_one_before(
@@ -449,28 +448,59 @@ def test_weights_come_again_to_a_server_that_slept(policy: Policy, folder: Path,
         assert [each.ids for each in run(engine, requests, GREEDY)] == [each.ids for each in before]
 
 
-def test_a_server_that_gives_no_memory_back_is_not_asked_to(policy: Policy, folder: Path, shared: Server) -> None:
-    refused = pytest.raises(Refusal, match="--enable-memory-saver")
-    with engine_at(policy, folder, shared, sleep=True) as engine, refused:
-        engine.free()
+@pytest.mark.parametrize(
+    ("flags", "rank", "why"),
+    [
+        ((), None, "it gives no memory back: start it with --enable-memory-saver"),
+        (("--enable-memory-saver",), 4, "it takes no adapters, and the run's has rank 4"),
+        (
+            ("--enable-memory-saver", "--enable-lora"),
+            4,
+            "its weights would be lost: start it with --enable-weights-cpu",
+        ),
+    ],
+)
+def test_a_server_that_cannot_sleep_or_take_the_adapter_is_refused_before_a_push(
+    policy: Policy, folder: Path, flags: tuple[str, ...], rank: int | None, why: str
+) -> None:
+    policy = load(folder, Lora(rank=rank, alpha=8.0)) if rank else policy
+    with serving(folder, *FLAGS, *flags) as server:
+        with pytest.raises(Refusal, match=why) as refusal, engine_at(policy, folder, server, sleep=True):
+            pass
+        assert {path for path, _ in server.engine.asked} <= {"/health", "/server_info"}
+    assert "--enable-memory-saver" in refusal.value.problems[0].remedy
+    assert ("--enable-lora --max-lora-rank 4" in refusal.value.problems[0].remedy) == (rank is not None)
 
 
 # Servers that are lost.
 
 
+def drawn(server: Server) -> set[tuple[int, int]]:
+    """Seed and most tokens of each sample that it was asked for; those of a probe have another temperature."""
+    bodies = [body["sampling_params"] for path, body in server.engine.asked if path == "/generate"]
+    return {(how["sampling_seed"], how["max_new_tokens"]) for how in bodies if how["temperature"] == MIXED.temperature}
+
+
 def test_what_a_killed_server_had_not_finished_is_asked_of_the_other(
     policy: Policy, folder: Path, requests: list[Request]
 ) -> None:
+    """Of each server one sample is finished at once; when the first of them is there, the long ones are under way."""
+    asked = [replace(requests[0], max_tokens=2), *requests[1:]]
     with ExitStack() as stack:
         one, other = (stack.enter_context(serving(folder, *FLAGS)) for _ in range(2))
         engine = stack.enter_context(engine_at(policy, folder, one, other))
-        whole = run(engine, requests, DRAWN)
-        assert all(any(path == "/generate" for path, _ in server.engine.asked) for server in (one, other))
+        whole = run(engine, asked, MIXED)
+        halves = drawn(one), drawn(other)
+        assert [sorted(most for _, most in half) for half in halves] == [[2, 64, 64], [2, 64, 64]]
+        for server in (one, other):
+            server.engine.asked.clear()
         made: list[Completion] = []
-        for completion in engine.generate(requests, DRAWN):
+        for completion in engine.generate(asked, MIXED):
+            if not made:
+                one.die()
             made.append(completion)
-            if len(made) == 2:
-                threading.Thread(target=one.die).start()
         made.sort(key=lambda each: (each.request, each.sample))
         assert [(each.ids, each.stop) for each in made] == [(each.ids, each.stop) for each in whole]
-        assert one.dead
+        assert drawn(one) == halves[0]
+        long = {sample for sample in halves[0] if sample[1] == 64}
+        assert long | halves[1] <= drawn(other)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
 from lockstep.doctor.engines import engines_here, packages_in
 from lockstep.doctor.facts import installed_packages
 from lockstep.doctor.machine import Machine
 from lockstep.recipe import Recipe
+from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.rows import ENGINES
 from lockstep.rollout.server.collective import by_collective
+from lockstep.rollout.server.dialect import ServerNeeds
 from lockstep.rollout.server.memory import by_memory
 from lockstep.rollout.server.process import dialect_of
+
+# The flag of each engine for its share of a device's memory, and the share without it (of vLLM 0.26 and 0.32; SGLang
+# computes it from the device's size and its own settings).
+SHARES: dict[str, tuple[str, float | None]] = {
+    "vllm": ("--gpu-memory-utilization", 0.92),
+    "sglang": ("--mem-fraction-static", None),
+}
 
 
 def engine_lines(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
@@ -51,15 +62,36 @@ def _way(recipe: Recipe, device: Device) -> str:
 
 
 def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
-    rollout = recipe.rollout
-    settings = serving_on(device.name, rollout.engine).settings(sleep=rollout.sleep)
+    rollout, lora = recipe.rollout, recipe.model.lora
+    needs = ServerNeeds(device.name, rollout.sleep, None if lora is None else lora.rank)
+    settings = [
+        *dialect_of(rollout).settings(needs).items(),
+        *serving_on(device.name, rollout.engine).settings(sleep=rollout.sleep),
+    ]
     lines = [("engine setting", f"{what}: {why}") for what, why in settings]
-    if device.visible_variable is not None and rollout.server.devices is None and not rollout.sleep:
-        lines.append(
-            (
-                "engine memory",
-                "taken of the run's own devices while it trains: say how much by rollout.server.args, give it back by "
-                "rollout.sleep, or name other devices by rollout.server.devices",
-            )
-        )
+    if device.visible_variable is not None and rollout.server.devices is None:
+        lines.append(("engine memory", _memory(rollout)))
     return lines
+
+
+def _memory(rollout: RolloutSettings) -> str:
+    """What a server on the run's own devices takes of them."""
+    flag, default = SHARES[rollout.engine]
+    when = "while it is awake" if rollout.sleep else "while the run trains, too (rollout.sleep gives it back)"
+    said = _said(rollout.server.args, flag)
+    if said is not None:
+        return f"{flag} {said} of the run's own devices, {when}"
+    share = "most of it" if default is None else f"{default:g}, which leaves {1 - default:.0%} to the run"
+    return (
+        f"the engine's own share of the run's own devices, {share}, {when}: say less by rollout.server.args "
+        f'[{flag}, "0.5"], or name other devices by rollout.server.devices'
+    )
+
+
+def _said(words: Sequence[str], flag: str) -> str | None:
+    """The value of a flag on a command line; of several the last, as the engines read them."""
+    found = None
+    for word, after in zip(words, [*words, ""][1:], strict=True):
+        if word == flag or word.startswith(f"{flag}="):
+            found = after if word == flag else word.partition("=")[2]
+    return found

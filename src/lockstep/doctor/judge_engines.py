@@ -58,6 +58,16 @@ def sglang_is_alone(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
             yield warning(name, "SGLang's stack on this device goes without it", f"pip uninstall -y {name}")
 
 
+def sglang_can_sleep(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
+    """On other devices SGLang's own package brings it along."""
+    if device == "npu" and "sglang" in facts.packages and "torch_memory_saver" not in facts.packages:
+        yield warning(
+            "torch_memory_saver",
+            "SGLang gives no memory back without it: rollout.sleep does not work",
+            "build it from sgl-kernel-npu (lockstep doctor --pins ascend-sglang-0.5 shows how), or do without sleep",
+        )
+
+
 def segments_can_sleep(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     if not any(name in facts.packages for name in SLEEPERS):
         return
@@ -126,6 +136,7 @@ def operators_are_queued(facts: MachineFacts, device: str) -> Iterator[Diagnosis
 JUDGEMENTS: tuple[Examination, ...] = (
     engines_match,
     sglang_is_alone,
+    sglang_can_sleep,
     segments_can_sleep,
     weights_keep_their_layout,
     logprobs_are_sampled_ones,

@@ -54,6 +54,8 @@ class PushedWeights:
 
     files: Sequence[Path]
     names: Sequence[str]
+    sums: Sequence[int]
+    """Of the bits of each tensor, as `Announced` has them."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,17 @@ class Placed(Announced):
 
 
 @dataclass(frozen=True)
+class ServerNeeds:
+    """What a run needs of a server, whoever starts it."""
+
+    device: str
+    """Name of the device class (`device/`)."""
+    sleep: bool = False
+    lora_rank: int | None = None
+    """None: no adapter."""
+
+
+@dataclass(frozen=True)
 class ServerStart:
     """A server that is to be started."""
 
@@ -102,10 +115,7 @@ class ServerStart:
     host: str
     port: int
     tensor_parallel: int
-    device: str
-    """Name of the device class (`device/`)."""
-    sleep: bool
-    lora_rank: int | None = None
+    needs: ServerNeeds
     args: Sequence[str] = ()
 
 
@@ -149,7 +159,10 @@ class Dialect(Protocol):
     def environment(self, start: ServerStart) -> dict[str, str]:
         """Environment variables of a server, besides those of the run; `rollout.server.env` wins over them."""
 
-    def started_by_hand(self) -> str:
+    def settings(self, needs: ServerNeeds) -> dict[str, str]:
+        """Flags that depend on what the run needs (`--name value`), each with why; for people and for `command`."""
+
+    def started_by_hand(self, needs: ServerNeeds) -> str:
         """How a user starts a server for `rollout.url`: the flags and variables that it must have."""
 
     # -- generate
@@ -169,8 +182,8 @@ class Dialect(Protocol):
     def resume(self, line: Channel) -> None: ...
 
     def push(self, line: Channel, weights: PushedWeights) -> None:
-        """Take the weights from the files. Returns when they can be deleted; `Failed` where a tensor is missing or one
-        too many."""
+        """Take the weights from the files. Returns when they can be deleted; `Failed` where a tensor is missing, one
+        too many, or (of engines that can tell) not what was written."""
 
     def end(self, line: Channel, version: str) -> None:
         """All weights have come; from here on they are `version`."""
@@ -224,4 +237,4 @@ class Dialect(Protocol):
     def healthy(self, line: Channel) -> None:
         """`Failed` where it does not answer yet, or any more."""
 
-    def facts(self, line: Channel) -> ServerFacts: ...
+    def facts(self, line: Channel, needs: ServerNeeds) -> ServerFacts: ...

@@ -56,20 +56,20 @@ class ServerEngine:
         """Of its parts."""
         self._drawn_by = 0
         self._pushed: tuple[int, ...] | None = None
-        self.life = ServerLife(dialect, policy, settings, place)
+        self.life = ServerLife(dialect, policy, device, settings, place)
         self.fleet = self.life.fleet
         self.handover = WeightHandOver(self.life, device)
         try:
-            self._open(device)
+            self._open()
             self._on_main(self.life.wait_for_all)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, device: Device) -> None:
+    def _open(self) -> None:
         addresses = named_servers(self.settings)
         if addresses is None:
-            addresses = [self._on_main(lambda: self.life.start(device))]
+            addresses = [self._on_main(self.life.start)]
         if not self.fleet.servers:
             self.life.find(addresses)
 

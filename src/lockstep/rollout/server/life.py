@@ -14,14 +14,14 @@ from lockstep.model.load import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.place import RunPlace
-from lockstep.rollout.server.dialect import Channel, Dialect, ServerFacts
+from lockstep.rollout.server.dialect import Channel, Dialect, ServerFacts, ServerNeeds
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Fleet, Server
 from lockstep.rollout.server.line import Lines, ServerLine, is_address
 from lockstep.rollout.server.process import refuse_absent, start_server
 
 T = TypeVar("T")
-# Of a server of ours that ends before it has got weights.
+# Restarts in a row of a server of ours that is lost again before it has weights; at the next loss the run ends.
 STARTS = 3
 POLL_SECONDS = 1.0
 
@@ -29,11 +29,13 @@ POLL_SECONDS = 1.0
 class ServerLife:
     """Of all servers of a run, as rank 0 leads it; the other ranks know the addresses."""
 
-    def __init__(self, dialect: Dialect, policy: Policy, settings: RolloutSettings, place: RunPlace):
+    def __init__(self, dialect: Dialect, policy: Policy, device: Device, settings: RolloutSettings, place: RunPlace):
         self.dialect, self.policy, self.settings, self.place = dialect, policy, settings, place
+        self.device = device
         self.world = place.world
         self.dtype: torch.dtype = next(policy.parameters()).dtype
         self.lora_rank = _lora_rank(policy)
+        self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank)
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""
         self.lines = Lines()
@@ -41,13 +43,13 @@ class ServerLife:
 
     # -- start
 
-    def start(self, device: Device) -> str:
+    def start(self) -> str:
         """One server of ours; its address. It is not waited for."""
-        refuse_absent(self.settings, device)
+        refuse_absent(self.settings, self.device)
         dtype = next(name for name, kind in DTYPES.items() if kind == self.dtype)
         log = self.place.folder / f"{self.dialect.name}.log"
         process, address = start_server(
-            self.dialect, self.settings, device, self.place.model, dtype, self.lora_rank, log
+            self.dialect, self.settings, self.device, self.place.model, dtype, self.lora_rank, log
         )
         self.fleet.servers = [Server(self._line(address), process, since=time.monotonic())]
         return address
@@ -71,7 +73,7 @@ class ServerLife:
                     self.refuse_silent(server)
                     self.world.progress(f"the start of {server.line.address}")
                     time.sleep(POLL_SECONDS)
-            facts = self.asked(server, self.dialect.facts)
+            facts = self.asked(server, lambda line: self.dialect.facts(line, self.needs))
             self.engines[server.line.address] = facts.engine
             self._refuse_unfit(server, facts)
 
@@ -81,7 +83,7 @@ class ServerLife:
             return verb(server.line)
         except ServerFailed as error:
             where = f"rollout.engine {self.dialect.name} at {server.line.address}"
-            raise Refusal.at(where, str(error), self.dialect.started_by_hand()) from error
+            raise Refusal.at(where, str(error), self.dialect.started_by_hand(self.needs)) from error
 
     # -- lost servers
 
@@ -122,7 +124,8 @@ class ServerLife:
             self.refuse_silent(max(self.fleet.servers, key=lambda server: server.since))
 
     def _refuse_unfit(self, server: Server, facts: ServerFacts) -> None:
-        where, remedy = f"rollout.engine {self.dialect.name} at {server.line.address}", self.dialect.started_by_hand()
+        where = f"rollout.engine {self.dialect.name} at {server.line.address}"
+        remedy = self.dialect.started_by_hand(self.needs)
         rows = self.policy.causal_lm.get_input_embeddings().weight.shape[0]
         for wrong in facts.wrong:
             raise Refusal.at(where, wrong, remedy)

@@ -17,7 +17,7 @@ from lockstep.model.resolve import model_folder
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.rows import ENGINES, imported
-from lockstep.rollout.server.dialect import Dialect, ServerStart
+from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart
 
 HOST = "127.0.0.1"
 LAST_LINES = 25
@@ -123,9 +123,7 @@ def start_server(
         HOST,
         _free_port(),
         server.tensor_parallel,
-        device.name,
-        settings.sleep,
-        lora_rank,
+        ServerNeeds(device.name, settings.sleep, lora_rank),
         tuple(server.args),
     )
     environment = {**dialect.environment(start), **server.env}

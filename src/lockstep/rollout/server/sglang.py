@@ -21,6 +21,7 @@ from lockstep.rollout.server.dialect import (
     Placed,
     PushedWeights,
     ServerFacts,
+    ServerNeeds,
     ServerStart,
     WantedSample,
 )
@@ -46,22 +47,28 @@ class Sglang:
     # -- start
 
     def command(self, start: ServerStart) -> list[str]:
-        said = [start.python, "-m", "sglang.launch_server", *self.flags(start.lora_rank)]
+        device = start.needs.device
+        said = [start.python, "-m", "sglang.launch_server", *self.flags(start.needs)]
         said += ["--model-path", start.model, "--host", start.host, "--port", str(start.port)]
-        said += ["--dtype", _DTYPES[start.dtype], "--tp-size", str(start.tensor_parallel), "--device", start.device]
-        if start.sleep:
-            said += ["--enable-memory-saver"]
-            if start.lora_rank is not None:
-                # Only the adapter comes again: what it stands on must outlive the sleep.
-                said += ["--enable-weights-cpu-backup"]
-        return [*said, *serving_on(start.device, self.name).words, *start.args]
+        said += ["--dtype", _DTYPES[start.dtype], "--tp-size", str(start.tensor_parallel), "--device", device]
+        return [*said, *serving_on(device, self.name).words, *start.args]
 
-    def flags(self, lora_rank: int | None = None) -> list[str]:
+    def flags(self, needs: ServerNeeds) -> list[str]:
         """What a server must be started with, whoever starts it."""
         # Without it SGLang reads seeds and does nothing with them.
         said = ["--enable-deterministic-inference"]
-        if lora_rank is not None:
-            said += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--lora-target-modules", "all"]
+        return [*said, *(word for flag in self.settings(needs) for word in flag.split())]
+
+    def settings(self, needs: ServerNeeds) -> dict[str, str]:
+        said = {}
+        if needs.lora_rank is not None:
+            lora = f"--enable-lora --max-lora-rank {needs.lora_rank} --lora-target-modules all"
+            said[lora] = "the run's adapter"
+        if needs.sleep:
+            said["--enable-memory-saver"] = "rollout.sleep: without it SGLang keeps its memory"
+        if needs.sleep and needs.lora_rank is not None:
+            backup = "only the adapter comes again: what it stands on must outlive the sleep"
+            said["--enable-weights-cpu-backup"] = backup
         return said
 
     def environment(self, start: ServerStart) -> dict[str, str]:
@@ -70,13 +77,12 @@ class Sglang:
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
             # Otherwise the health of a server is told by a generation, which a pause holds up.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-            **serving_on(start.device, self.name).environment(sleep=start.sleep),
+            **serving_on(start.needs.device, self.name).environment(sleep=start.needs.sleep),
         }
 
-    def started_by_hand(self) -> str:
-        return (
-            f"start it with python -m sglang.launch_server --model-path FOLDER --dtype DTYPE {' '.join(self.flags())}"
-        )
+    def started_by_hand(self, needs: ServerNeeds) -> str:
+        flags = " ".join(self.flags(needs))
+        return f"start it with python -m sglang.launch_server --model-path FOLDER --dtype DTYPE {flags}"
 
     # -- generate
 
@@ -251,11 +257,8 @@ class Sglang:
     # -- memory
 
     def sleep(self, line: Channel, *, discard_weights: bool) -> None:
-        info = line.get("/server_info")
-        if not info.get("enable_memory_saver"):
-            raise ServerFailed(f"{line.address}: it gives no memory back: start it with --enable-memory-saver")
-        if not discard_weights and not info.get("enable_weights_cpu_backup"):
-            raise ServerFailed(f"{line.address}: its weights would be lost: start it with --enable-weights-cpu-backup")
+        if wrong := _keeps_memory(line.get("/server_info"), discard_weights=discard_weights):
+            raise ServerFailed(f"{line.address}: {wrong}")
         line.post("/release_memory_occupation", {"tags": list(_TAGS.values())})
 
     def wake(self, line: Channel, part: MemoryPart) -> None:
@@ -266,7 +269,7 @@ class Sglang:
     def healthy(self, line: Channel) -> None:
         line.get("/health", seconds=SWITCH_SECONDS)
 
-    def facts(self, line: Channel) -> ServerFacts:
+    def facts(self, line: Channel, needs: ServerNeeds) -> ServerFacts:
         info = line.get("/server_info")
         wrong = []
         if not info.get("enable_deterministic_inference"):
@@ -275,6 +278,10 @@ class Sglang:
             wrong.append(f"its weights are quantized ({info['quantization']}): start it without")
         if info.get("speculative_algorithm") is not None:
             wrong.append(f"its draft model ({info['speculative_algorithm']}) gets no new weights: start it without")
+        if needs.lora_rank is not None and not info.get("enable_lora"):
+            wrong.append(f"it takes no adapters, and the run's has rank {needs.lora_rank}")
+        if needs.sleep and (kept := _keeps_memory(info, discard_weights=needs.lora_rank is None)):
+            wrong.append(kept)
         dtype, longest = info.get("dtype"), info.get("context_length")
         return ServerFacts(
             f"sglang {info['version']}",
@@ -282,6 +289,15 @@ class Sglang:
             dtype=dtype if dtype != "auto" else None,
             wrong=wrong,
         )
+
+
+def _keeps_memory(info: Any, *, discard_weights: bool) -> str | None:
+    """Why a server cannot sleep; None where it can."""
+    if not info.get("enable_memory_saver"):
+        return "it gives no memory back: start it with --enable-memory-saver"
+    if not discard_weights and not info.get("enable_weights_cpu_backup"):
+        return "its weights would be lost: start it with --enable-weights-cpu-backup"
+    return None
 
 
 def _refuse_untellable(sampling: Sampling) -> None:

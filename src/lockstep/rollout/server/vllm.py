@@ -20,6 +20,7 @@ from lockstep.rollout.server.dialect import (
     Placed,
     PushedWeights,
     ServerFacts,
+    ServerNeeds,
     ServerStart,
     WantedSample,
 )
@@ -49,30 +50,32 @@ class Vllm:
 
     def command(self, start: ServerStart) -> list[str]:
         # Not the console script: it asks for a distribution called vllm, which the builds for other devices are not.
-        flags = self.flags(start.lora_rank)
-        said = [start.python, "-m", "vllm.entrypoints.openai.api_server", *flags]
+        said = [start.python, "-m", "vllm.entrypoints.openai.api_server", *self.flags(start.needs)]
         said += ["--model", start.model, "--host", start.host, "--port", str(start.port)]
         said += ["--dtype", _DTYPES[start.dtype], "--tensor-parallel-size", str(start.tensor_parallel)]
         # Numbers about each token, which nobody reads.
         said += ["--disable-uvicorn-access-log", "--disable-log-stats"]
-        if start.device == "cpu":
-            # A prompt in two pieces takes the noise of a seeded sample back by a step, which a CPU's generator cannot:
-            # vLLM 0.32 dies of it.
-            said += ["--no-enable-chunked-prefill"]
-        elif start.sleep:
-            said += ["--enable-sleep-mode"]
-        return [*said, *serving_on(start.device, self.name).words, *start.args]
+        return [*said, *serving_on(start.needs.device, self.name).words, *start.args]
 
-    def flags(self, lora_rank: int | None = None) -> list[str]:
+    def flags(self, needs: ServerNeeds) -> list[str]:
         """What a server must be started with, whoever starts it."""
         said = ["--served-model-name", MODEL, "--logprobs-mode", "processed_logprobs"]
         # Sampling defaults of the model's folder must not act.
         said += ["--generation-config", "vllm"]
         said += ["--worker-extension-cls", "lockstep_vllm.WeightExtension"]
         said += ["--middleware", "lockstep_samples.SampleRoute", "--scheduler-cls", "lockstep_scheduler.scheduler"]
-        if lora_rank is not None:
-            room = next((rank for rank in _LORA_RANKS if rank >= lora_rank), lora_rank)
-            said += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)]
+        return [*said, *(word for flag in self.settings(needs) for word in flag.split())]
+
+    def settings(self, needs: ServerNeeds) -> dict[str, str]:
+        said = {}
+        if needs.device == "cpu":
+            # A prompt in two pieces takes the noise of a seeded sample back by a step, which a CPU's generator cannot.
+            said["--no-enable-chunked-prefill"] = "vLLM 0.32 dies of a seeded request in two pieces"
+        elif needs.sleep:
+            said["--enable-sleep-mode"] = "rollout.sleep: without it vLLM keeps its memory"
+        if needs.lora_rank is not None:
+            room = next((rank for rank in _LORA_RANKS if rank >= needs.lora_rank), needs.lora_rank)
+            said[f"--enable-lora --max-loras 1 --max-lora-rank {room}"] = "the run's adapter"
         return said
 
     def environment(self, start: ServerStart) -> dict[str, str]:
@@ -82,12 +85,12 @@ class Vllm:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         }
-        return said | serving_on(start.device, self.name).environment(sleep=start.sleep)
+        return said | serving_on(start.needs.device, self.name).environment(sleep=start.needs.sleep)
 
-    def started_by_hand(self) -> str:
+    def started_by_hand(self, needs: ServerNeeds) -> str:
         return (
             f"start it with PYTHONPATH={PLUGIN} VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m "
-            f"vllm.entrypoints.openai.api_server --model FOLDER --dtype DTYPE {' '.join(self.flags())}"
+            f"vllm.entrypoints.openai.api_server --model FOLDER --dtype DTYPE {' '.join(self.flags(needs))}"
         )
 
     # -- generate
@@ -138,7 +141,8 @@ class Vllm:
         line.post("/resume", seconds=SWITCH_SECONDS)
 
     def push(self, line: Channel, weights: PushedWeights) -> None:
-        _call(line, "lockstep_load", files=[str(file) for file in weights.files], names=list(weights.names))
+        files = [str(file) for file in weights.files]
+        _call(line, "lockstep_load", files=files, names=list(weights.names), sums=list(weights.sums))
 
     def take(self, line: Channel, placed: Placed) -> str | None:
         said = _call(line, "lockstep_take", **asdict(placed))
@@ -209,7 +213,7 @@ class Vllm:
     def healthy(self, line: Channel) -> None:
         line.get("/health", seconds=SWITCH_SECONDS)
 
-    def facts(self, line: Channel) -> ServerFacts:
+    def facts(self, line: Channel, needs: ServerNeeds) -> ServerFacts:
         try:
             said = _call(line, "lockstep_facts")[0]
             line.get(SAMPLES)
@@ -222,6 +226,12 @@ class Vllm:
             wrong.append(f"--logprobs-mode is {said['logprobs_mode']}: set processed_logprobs")
         if said["quantization"] is not None:
             wrong.append(f"its weights are quantized ({said['quantization']}): start it without")
+        if needs.sleep and not said["sleep"] and said["device"] != "cpu":
+            # Its route answers all the same.
+            wrong.append("it would give no memory back (rollout.sleep): start it with --enable-sleep-mode")
+        if needs.lora_rank is not None and (said["lora_rank"] or 0) < needs.lora_rank:
+            takes = f"adapters of rank {said['lora_rank']} at most" if said["lora_rank"] else "no adapters"
+            wrong.append(f"it takes {takes}, and the run's has rank {needs.lora_rank}")
         return ServerFacts(f"vllm {said['version']}", said["vocabulary"], said["longest"], said["dtype"], wrong)
 
 

@@ -44,11 +44,18 @@ def written_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], d
     shapes = {name: tensor.shape for name, tensor in weights}
     _refuse_no_room(folder, sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
     tensors = dict(weights)
+    sums: dict[str, int] = {}
+
+    def summed(name: str) -> torch.Tensor:
+        tensor = tensors[name].detach().to(dtype)
+        sums[name] = int(bit_sum(tensor))
+        return tensor
+
     try:
-        write_model(folder, shapes, dtype, tensors.__getitem__)
+        write_model(folder, shapes, dtype, summed)
     except OSError as error:
         raise unwritten(folder, error, f"name another {KEY}") from error
-    return PushedWeights(sorted(folder.glob("*.safetensors")), list(shapes))
+    return PushedWeights(sorted(folder.glob("*.safetensors")), list(shapes), [sums[name] for name in shapes])
 
 
 def write_adapter(folder: Path, model: Any) -> None:

@@ -41,6 +41,7 @@ class WeightExtension:
         import vllm
 
         config = self.vllm_config.model_config  # type: ignore[attr-defined]
+        adapters = self.vllm_config.lora_config  # type: ignore[attr-defined]
         return {
             "version": vllm.__version__,
             "vocabulary": config.get_vocab_size(),
@@ -48,6 +49,9 @@ class WeightExtension:
             "dtype": str(config.dtype).removeprefix("torch."),
             "logprobs_mode": str(getattr(config.logprobs_mode, "value", config.logprobs_mode)),
             "quantization": config.quantization,
+            "device": self.device.type,  # type: ignore[attr-defined]
+            "sleep": config.enable_sleep_mode,
+            "lora_rank": None if adapters is None else adapters.max_lora_rank,
         }
 
     @_told
@@ -58,11 +62,11 @@ class WeightExtension:
         return {"version": getattr(self, "_lockstep_version", FRESH)}
 
     @_told
-    def lockstep_load(self, files: list[str], names: list[str]) -> dict[str, Any]:
+    def lockstep_load(self, files: list[str], names: list[str], sums: list[int]) -> dict[str, Any]:
         """Take all weights of the model from safetensors files in the names of its checkpoint."""
         found = _names_in(files)
         _refuse_other_names(found, names)
-        _load(self, _tensors(files))
+        _load(self, _as_written(_tensors(files), dict(zip(names, sums, strict=True))))
         return {"loaded": len(found)}
 
     @_told
@@ -175,6 +179,16 @@ def _tensors(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no dict
                 yield name, opened.get_tensor(name)
+
+
+def _as_written(
+    tensors: Iterator[tuple[str, torch.Tensor]], sums: dict[str, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each is held against its announced sum before it is taken: one that is not what was written ends the load."""
+    for name, tensor in tensors:
+        if int(bit_sum(tensor)) != sums[name]:
+            raise ValueError(f"{name} in the files is not what the run has written")
+        yield name, tensor
 
 
 def _refuse_other_names(found: list[str], names: list[str]) -> None:
