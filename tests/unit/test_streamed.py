@@ -17,13 +17,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen2 import modeling_qwen2
 
+from allocated import allocated, marked
+from host_kernels import HOST
+from lockstep.kernels.fused import FUSED, replaced
+from lockstep.kernels.fused_modules import plug_in
 from lockstep.model.decoder import decoder_layers
-from lockstep.model.load import load_config, load_transformers, stream_transformers, with_lora
+from lockstep.model.load import load_config, load_transformers, spread, stream_transformers, with_lora
+from lockstep.model.policy import Policy
+from lockstep.model.tiny import write_tiny
 from lockstep.parallel.shard import Sharding
 from lockstep.recipe.schema import Lora
 
 RANKS = 4
+DEEP = 8
 CPU = torch.device("cpu")
 
 
@@ -33,6 +41,16 @@ def sharding() -> Iterator[Sharding]:
     dist.init_process_group("fake", rank=1, world_size=RANKS, store=FakeStore())
     try:
         yield Sharding(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",)), CPU)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone() -> Iterator[Sharding]:
+    """Of a rank without others: what it gathers are its own numbers, and not what happens to be in memory."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield Sharding(init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)), CPU)
     finally:
         dist.destroy_process_group()
 
@@ -124,6 +142,48 @@ def test_no_more_than_a_share_and_one_tensor_is_held(tiny_folder: Path, sharding
     with Held() as whole:
         AutoModelForCausalLM.from_config(load_config(str(tiny_folder)))
     assert whole.peak > allowed  # the measure sees a whole model
+
+
+@pytest.fixture(scope="module")
+def deep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In files of single tensors: of a file that is mapped all bytes count."""
+    folder = tmp_path_factory.mktemp("deep") / "model"
+    write_tiny(folder, hidden=64, layers=DEEP)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="50KB")
+    return folder
+
+
+def deep_sizes(folder: Path) -> tuple[int, int]:
+    """Bytes of a layer, and of what no layer has."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    return layer, sum(p.nbytes for p in model.parameters()) - DEEP * layer
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_kernels_are_tried_layer_by_layer(
+    deep_folder: Path, alone: Sharding, monkeypatch: pytest.MonkeyPatch, merged: bool
+) -> None:
+    """A rank alone holds all of the model, and never a second one; also of a model that was loaded whole."""
+    monkeypatch.setitem(FUSED, "sdpa", lambda model, gather: plug_in(model, HOST, gather))
+    monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb)
+    layer, outside = deep_sizes(deep_folder)
+    whole = DEEP * layer + outside
+    source = None if merged else stream_transformers(AutoModelForCausalLM, str(deep_folder), "fp32")
+    with allocated() as held:
+        model = source.model if source else load_transformers(AutoModelForCausalLM, str(deep_folder), "fp32")[0]
+        policy = Policy(model, "sdpa")
+        marked("spread", spread)(policy, source, alone, model, "sdpa")
+    assert replaced(policy) == [
+        f"{DEEP} x Qwen2MLP by host_gated",
+        f"{2 * DEEP + 1} x Qwen2RMSNorm by host_norm",
+        "apply_rotary_pos_emb of modeling_qwen2 by host_rotary",
+    ]
+    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())  # what was gathered is gone
+    # A layer, and beside it what no layer has; then a trial's 64 tokens, in a model as narrow as this one.
+    assert whole + outside + layer <= held["spread"] <= whole + outside + DEEP // 2 * layer
 
 
 def test_other_names_or_shapes_are_left_to_transformers(tiny_folder: Path, tmp_path: Path) -> None:

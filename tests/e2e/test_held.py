@@ -1,0 +1,69 @@
+"""No rank ever holds a whole model or optimizer: what torch's allocator gave out, in each stage of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import held_ranks
+from commands import torchrun
+from lockstep.model.tiny import write_tiny
+
+pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
+RANKS, LAYERS = 2, 12
+RECIPE = """
+method: sft
+run: {name: held, export: false}
+model: {path: model, dtype: fp32, gradient_checkpointing: true}
+data: {train: rows.jsonl}
+batch: {rows_per_update: 2, tokens: 32}
+checkpoint: {asynchronous: false}
+"""
+
+
+def held(folder: Path, steps: int) -> list[dict[str, int]]:
+    """Of each rank, by stage."""
+    words = ("train", folder / "recipe.yaml", f"model.path={folder / 'model'}", f"data.train={folder / 'rows.jsonl'}")
+    run = (f"run.folder={folder / 'runs'}", f"run.steps={steps}")
+    done = torchrun(folder, *words, *run, program=Path(held_ranks.__file__), processes=RANKS)
+    assert done.returncode == 0, done.stderr
+    assert f"{LAYERS} x Qwen2MLP by host_gated" in " ".join(done.stdout.split())
+    assert ("resuming" in done.stdout) == (steps > 1)
+    return [json.loads((folder / f"held.{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def test_a_rank_holds_its_share_and_a_few_layers(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "model", hidden=128, layers=LAYERS)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    # Files of single tensors: of one that is mapped all bytes count.
+    (tmp_path / "model" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "model", max_shard_size="300KB")
+    rows = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": str(i)}]} for i in range(4)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    share, outside = whole // RANKS, whole - LAYERS * layer
+    first, second = held(tmp_path, 1), held(tmp_path, 2)
+    # Gathered for a pass: what no layer has, a layer, its buffer, that of the layer before and gloo's own copy; a
+    # little for activations. All twelve layers are not among these.
+    loaded = share + outside + 5 * layer
+    # Weights, gradients and two moments of the share; a layer's weights and gradients, whole, in their buffers.
+    updated = 4 * share + outside + 7 * layer
+    # And weights and moments once more, since what is written is copied first.
+    saved = 7 * share + 2 * layer
+    # Weights and moments, and what is read of them at a time.
+    resumed = 4 * share + 2 * layer
+    for rank in (*first, *second):
+        print(rank, share, layer)
+        assert share < rank["load"] <= loaded < share + whole
+        assert 4 * share < rank["update"] <= updated < 4 * share + whole
+        assert 3 * share < rank["save"] <= saved < 4 * share + 3 * whole
+    for rank in second:
+        assert 3 * share < rank["resume"] <= resumed < 3 * share + whole
