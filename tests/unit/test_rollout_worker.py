@@ -17,7 +17,7 @@ from conftest import write_online_recipe
 from hang import wait_until
 from lockstep.data.batching import micro_batch
 from lockstep.device.cpu import Cpu
-from lockstep.errors import Lost, Refusal
+from lockstep.errors import LostProcess, Refusal
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy, evaluating
 from lockstep.processes.descendants import NOBODY, descendants
@@ -150,7 +150,7 @@ def test_a_corrupted_hand_over_is_caught_by_the_probe(worker: WorkerEngine, monk
     said = rf"(?s)after {wrong} updates.*differs by up to .* in the worker, .* in the trainer"
     with pytest.raises(Refusal, match=said) as caught:
         worker.hand_over(wrong, [], SAMPLING)
-    assert not isinstance(caught.value, Lost)
+    assert not isinstance(caught.value, LostProcess)
 
 
 def test_weights_that_were_not_handed_over_are_caught_however_small_the_update(
@@ -204,7 +204,7 @@ def test_weights_come_through_a_collective_and_are_probed(
 def test_a_worker_killed_before_a_collective_hand_over_is_told(worker: WorkerEngine) -> None:
     worker.hand_over(next(VERSIONS), [], SAMPLING)
     os.kill(child_of(worker), signal.SIGKILL)
-    with pytest.raises(Lost, match=r"the process that generates was killed \(SIGKILL\)"):
+    with pytest.raises(LostProcess, match=r"the process that generates was killed \(SIGKILL\)"):
         worker.hand_over(next(VERSIONS), [], SAMPLING)
 
 
@@ -212,7 +212,7 @@ def test_a_killed_worker_ends_the_run_with_a_message_and_leaves_nobody(worker: W
     long = Request([8, 9], 4, 8)
     worker.hand_over(next(VERSIONS), [long], SAMPLING)
     os.kill(child_of(worker), signal.SIGKILL)
-    with pytest.raises(Lost, match=r"the process that generates was killed \(SIGKILL\)"):
+    with pytest.raises(LostProcess, match=r"the process that generates was killed \(SIGKILL\)"):
         list(worker.generate([long], SAMPLING))
     assert living(worker) == []
 
@@ -223,7 +223,7 @@ def test_a_worker_that_hangs_is_not_waited_for(worker: WorkerEngine, monkeypatch
     worker.hand_over(next(VERSIONS), [long], SAMPLING)
     os.kill(child_of(worker), signal.SIGSTOP)
     monkeypatch.setattr(engine_module, "SILENT_SECONDS", 0.5)
-    with pytest.raises(Lost, match=r"has said nothing for 0\.5 s"):
+    with pytest.raises(LostProcess, match=r"has said nothing for 0\.5 s"):
         list(worker.generate([long], SAMPLING))
     worker.process.kill()
     assert living(worker) == []
@@ -235,7 +235,7 @@ def test_a_worker_that_cannot_load_says_why(recipe: Recipe, tmp_path: Path) -> N
     try:
         with pytest.raises(Refusal, match="gone") as caught:
             engine.hand_over(0, [], SAMPLING)
-        assert not isinstance(caught.value, Lost)  # it would be refused again
+        assert not isinstance(caught.value, LostProcess)  # it would be refused again
     finally:
         engine.close()
 

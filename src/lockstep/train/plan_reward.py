@@ -13,8 +13,8 @@ from lockstep.reward.process import process_config
 
 
 def reward_bytes(recipe: Recipe) -> int:
-    """The weights of `reward.model` and `reward.process`, each in the precision it is stored in. Every device has all of
-    them: they are not sliced."""
+    """The weights of `reward.model` and `reward.process`, each in the precision it is stored in. Every device has all
+    of them: they are not sliced."""
     if recipe.method not in ONLINE:
         return 0
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
