@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count, pairwise
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -24,10 +27,10 @@ from lockstep.processes.descendants import NOBODY, descendants
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.rollout.worker import engine as engine_module
 from lockstep.rollout.worker.engine import WorkerEngine
-from lockstep.rollout.worker.generation import _Worker
+from lockstep.rollout.worker.generation import _Worker, work
 from lockstep.rollout.worker.group import WeightGroup
 from lockstep.rollout.worker.memory import WeightMemory
-from lockstep.rollout.worker.messages import Answered, Ask, HandOver, Opening
+from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Opening
 from lockstep.types import Example, Origin, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=200, seed=3)
@@ -236,6 +239,9 @@ def test_a_worker_that_cannot_load_says_why(recipe: Recipe, tmp_path: Path) -> N
         with pytest.raises(Refusal, match="gone") as caught:
             engine.hand_over(0, [], SAMPLING)
         assert not isinstance(caught.value, LostProcess)  # it would be refused again
+        assert engine._failed is not None
+        engine._failed = replace(engine._failed, refused=False)
+        assert isinstance(engine._refusal(), LostProcess)
     finally:
         engine.close()
 
@@ -284,6 +290,21 @@ def test_a_slow_prompt_is_never_starved_by_those_of_later_steps(recipe: Recipe) 
     assert len(later) > 8
     assert len([job for job in worker.jobs if job.number >= 100]) > 8  # and many more could have taken its place
     memory.close()
+
+
+def test_what_a_worker_refuses_is_told_from_what_fails_in_it(recipe: Recipe, tmp_path: Path) -> None:
+    """Its own side, in this process: a model that is not there, and a word that it does not know."""
+    gone = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path / "gone")})})
+    for said, kind, refused in ((Opening(gone, [], [], 1), Refusal, True), ("nonsense", AttributeError, False)):
+        ours, its = socket.socketpair()
+        socket.send_fds(ours, [b"."], [])
+        with Connection(ours.detach()) as line:
+            line.send(said)
+            with pytest.raises(kind):
+                work(its.detach())
+            told = line.recv()
+        assert isinstance(told, Failed)
+        assert told.refused == refused
 
 
 def test_the_memory_of_a_closed_worker_is_free(recipe: Recipe) -> None:
