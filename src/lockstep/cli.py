@@ -368,7 +368,7 @@ def _bar(words: str) -> tuple[str, float]:
 
 def main() -> None:
     """The entry point: refusals become advice on stderr and exit code 2, or 75 where another try is worth it."""
-    from lockstep.errors import Interrupted, Lost, Refusal, refusal_of_machine
+    from lockstep.errors import Interrupted, LostProcess, Refusal, refusal_of_machine
     from lockstep.parallel.restarts import STALLED
 
     never_fail_to_encode()
@@ -382,7 +382,7 @@ def main() -> None:
         app()
     except Refusal as refusal:
         _report(refusal)
-        sys.exit(STALLED if isinstance(refusal, Lost) else 2)
+        sys.exit(STALLED if isinstance(refusal, LostProcess) else 2)
     except Interrupted as stop:
         write(f"{stop}")
         sys.exit(130)

@@ -33,8 +33,8 @@ class Refusal(Exception):
         return cls([Problem(str(where), why, remedy)])
 
 
-class Lost(Refusal):
-    """What a run needs was killed or hangs, by no fault of the input: the same run may go on from its checkpoint."""
+class LostProcess(Refusal):
+    """A process that a run needs was killed or hangs, by no fault of the input: it may go on from its checkpoint."""
 
 
 def refuse_all(problems: Sequence[Problem], what: str = "") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep import cli
-from lockstep.errors import Lost, Refusal
+from lockstep.errors import LostProcess, Refusal
 from lockstep.parallel.restarts import STALLED, status_of, with_restarts, worst
 
 
@@ -45,7 +45,7 @@ def test_a_signal_as_a_shell_tells_it() -> None:
     assert [status_of(code) for code in (0, 2, -9)] == [0, 2, 137]
 
 
-@pytest.mark.parametrize(("kind", "turns"), [(Refusal, 1), (Lost, 2)])
+@pytest.mark.parametrize(("kind", "turns"), [(Refusal, 1), (LostProcess, 2)])
 def test_what_was_lost_is_worth_another_try_and_what_was_refused_is_not(
     kind: type[Refusal], turns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,5 +60,5 @@ def test_what_was_lost_is_worth_another_try_and_what_was_refused_is_not(
 
     monkeypatch.setattr(cli, "app", app)
     monkeypatch.setattr("sys.argv", ["lockstep"])
-    assert with_restarts(start, 1) == (STALLED if kind is Lost else 2)
+    assert with_restarts(start, 1) == (STALLED if kind is LostProcess else 2)
     assert capsys.readouterr().err.count("is gone") == turns

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count, pairwise
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -17,17 +20,17 @@ from conftest import write_online_recipe
 from hang import wait_until
 from lockstep.data.batching import micro_batch
 from lockstep.device.cpu import Cpu
-from lockstep.errors import Lost, Refusal
+from lockstep.errors import LostProcess, Refusal
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy, evaluating
 from lockstep.processes.descendants import NOBODY, descendants
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.rollout.worker import engine as engine_module
 from lockstep.rollout.worker.engine import WorkerEngine
-from lockstep.rollout.worker.generation import _Worker
+from lockstep.rollout.worker.generation import _Worker, work
 from lockstep.rollout.worker.group import WeightGroup
 from lockstep.rollout.worker.memory import WeightMemory
-from lockstep.rollout.worker.messages import Answered, Ask, HandOver, Opening
+from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Opening
 from lockstep.types import Example, Origin, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=200, seed=3)
@@ -150,7 +153,7 @@ def test_a_corrupted_hand_over_is_caught_by_the_probe(worker: WorkerEngine, monk
     said = rf"(?s)after {wrong} updates.*differs by up to .* in the worker, .* in the trainer"
     with pytest.raises(Refusal, match=said) as caught:
         worker.hand_over(wrong, [], SAMPLING)
-    assert not isinstance(caught.value, Lost)
+    assert not isinstance(caught.value, LostProcess)
 
 
 def test_weights_that_were_not_handed_over_are_caught_however_small_the_update(
@@ -204,7 +207,7 @@ def test_weights_come_through_a_collective_and_are_probed(
 def test_a_worker_killed_before_a_collective_hand_over_is_told(worker: WorkerEngine) -> None:
     worker.hand_over(next(VERSIONS), [], SAMPLING)
     os.kill(child_of(worker), signal.SIGKILL)
-    with pytest.raises(Lost, match=r"the process that generates was killed \(SIGKILL\)"):
+    with pytest.raises(LostProcess, match=r"the process that generates was killed \(SIGKILL\)"):
         worker.hand_over(next(VERSIONS), [], SAMPLING)
 
 
@@ -212,7 +215,7 @@ def test_a_killed_worker_ends_the_run_with_a_message_and_leaves_nobody(worker: W
     long = Request([8, 9], 4, 8)
     worker.hand_over(next(VERSIONS), [long], SAMPLING)
     os.kill(child_of(worker), signal.SIGKILL)
-    with pytest.raises(Lost, match=r"the process that generates was killed \(SIGKILL\)"):
+    with pytest.raises(LostProcess, match=r"the process that generates was killed \(SIGKILL\)"):
         list(worker.generate([long], SAMPLING))
     assert living(worker) == []
 
@@ -223,7 +226,7 @@ def test_a_worker_that_hangs_is_not_waited_for(worker: WorkerEngine, monkeypatch
     worker.hand_over(next(VERSIONS), [long], SAMPLING)
     os.kill(child_of(worker), signal.SIGSTOP)
     monkeypatch.setattr(engine_module, "SILENT_SECONDS", 0.5)
-    with pytest.raises(Lost, match=r"has said nothing for 0\.5 s"):
+    with pytest.raises(LostProcess, match=r"has said nothing for 0\.5 s"):
         list(worker.generate([long], SAMPLING))
     worker.process.kill()
     assert living(worker) == []
@@ -235,7 +238,10 @@ def test_a_worker_that_cannot_load_says_why(recipe: Recipe, tmp_path: Path) -> N
     try:
         with pytest.raises(Refusal, match="gone") as caught:
             engine.hand_over(0, [], SAMPLING)
-        assert not isinstance(caught.value, Lost)  # it would be refused again
+        assert not isinstance(caught.value, LostProcess)  # it would be refused again
+        assert engine._failed is not None
+        engine._failed = replace(engine._failed, refused=False)
+        assert isinstance(engine._refusal(), LostProcess)
     finally:
         engine.close()
 
@@ -284,6 +290,21 @@ def test_a_slow_prompt_is_never_starved_by_those_of_later_steps(recipe: Recipe) 
     assert len(later) > 8
     assert len([job for job in worker.jobs if job.number >= 100]) > 8  # and many more could have taken its place
     memory.close()
+
+
+def test_what_a_worker_refuses_is_told_from_what_fails_in_it(recipe: Recipe, tmp_path: Path) -> None:
+    """Its own side, in this process: a model that is not there, and a word that it does not know."""
+    gone = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path / "gone")})})
+    for said, kind, refused in ((Opening(gone, [], [], 1), Refusal, True), ("nonsense", AttributeError, False)):
+        ours, its = socket.socketpair()
+        socket.send_fds(ours, [b"."], [])
+        with Connection(ours.detach()) as line:
+            line.send(said)
+            with pytest.raises(kind):
+                work(its.detach())
+            told = line.recv()
+        assert isinstance(told, Failed)
+        assert told.refused == refused
 
 
 def test_the_memory_of_a_closed_worker_is_free(recipe: Recipe) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from signal import SIGHUP, SIGINT, SIGTERM
 
-# EX_TEMPFAIL of sysexits.h: the run has stalled, or has lost what it needs (`Lost`), and is worth another try.
+# EX_TEMPFAIL of sysexits.h: the run has stalled, or has lost what it needs (`LostProcess`), and is worth another try.
 STALLED = 75
 # Input that would be refused again.
 _REFUSED = 2

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import Lost, Refusal
+from lockstep.errors import LostProcess, Refusal
 from lockstep.model.policy import Policy
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe import Recipe
@@ -212,14 +212,14 @@ class WorkerEngine:
             why = f"weights did not come through to the rollout worker by {self.collective}: {error}"
             remedy = "set rollout.hand_over=memory; the last checkpoint is untouched"
             # A way that has worked before may work again.
-            kind = Refusal if self._said_before is None else Lost
+            kind = Refusal if self._said_before is None else LostProcess
             raise kind.at("rollout.hand_over", why, remedy) from error
         finally:
             if self.collective is not None:
                 self.waited += time.monotonic() - begun
 
-    def _silent(self) -> Lost:
-        return Lost.at(
+    def _silent(self) -> LostProcess:
+        return LostProcess.at(
             KEY,
             f"the rollout worker has said nothing for {SILENT_SECONDS:g} s{self._last_lines()}",
             "it hangs: the same command goes on from the last checkpoint",
@@ -228,9 +228,9 @@ class WorkerEngine:
     def _refusal(self) -> Refusal:
         how = self.process.ended()
         if self._failed is not None:
-            kind = Refusal if self._failed.refused else Lost
+            kind = Refusal if self._failed.refused else LostProcess
             return kind.at("rollout worker", self._failed.why, self._failed.remedy)
-        return Lost.at(
+        return LostProcess.at(
             "rollout worker",
             f"the process that generates {how}{self._last_lines()}",
             "the same command goes on from the last checkpoint; where memory ran out, lower rollout.cache_gb",
