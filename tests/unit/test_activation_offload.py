@@ -159,6 +159,7 @@ def test_what_does_not_train_keeps_nothing(folder: Path, batches: dict[bool, Mic
     settings = Model(path=str(folder), activation_offload=True)
     frozen = load_policy(settings, CPU, "sdpa", seed=0, frozen=True)
     frozen(batches[True])
+    assert frozen.decoder._activations is None
     policy = load_policy(settings, CPU, "sdpa", seed=0)
     with torch.no_grad():
         policy(batches[True])

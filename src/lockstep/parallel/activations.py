@@ -144,7 +144,7 @@ class _Pass:
         number = len(self._layers) - 1
         if number >= self._last:
             return _Stays(tensor)
-        return _Kept(self._storage(tensor), number, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Kept(self._storage(tensor), number, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, kept: _Kept | _Stays | torch.Tensor) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
