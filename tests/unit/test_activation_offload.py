@@ -72,19 +72,19 @@ class Travelled:
 @pytest.fixture
 def travelled(monkeypatch: pytest.MonkeyPatch) -> Travelled:
     seen = Travelled()
-    begin, bring = activations._Storage.__init__, activations._Pass._bring
+    begin, bring = activations._Storage.__init__, activations._KeepingPass._bring
 
     def begun(self: activations._Storage, beside: Any, host: torch.Tensor, here: torch.Tensor) -> None:
         begin(self, beside, host, here)
         seen.out.append((here.numel(), here.data_ptr()))
         seen.waiting.add(self)
 
-    def brought(self: activations._Pass, storages: Sequence[activations._Storage]) -> None:
+    def brought(self: activations._KeepingPass, storages: Sequence[activations._Storage]) -> None:
         bring(self, storages)
         seen.back += len(storages)
 
     monkeypatch.setattr(activations._Storage, "__init__", begun)
-    monkeypatch.setattr(activations._Pass, "_bring", brought)
+    monkeypatch.setattr(activations._KeepingPass, "_bring", brought)
     return seen
 
 
@@ -159,6 +159,7 @@ def test_what_does_not_train_keeps_nothing(folder: Path, batches: dict[bool, Mic
     settings = Model(path=str(folder), activation_offload=True)
     frozen = load_policy(settings, CPU, "sdpa", seed=0, frozen=True)
     frozen(batches[True])
+    assert frozen.decoder._activations is None
     policy = load_policy(settings, CPU, "sdpa", seed=0)
     with torch.no_grad():
         policy(batches[True])

@@ -485,7 +485,7 @@ def test_activations_on_the_host_leave_two_layers_on_the_device() -> None:
     assert phase(whole, "forward and backward").activations == 2 * layer + head
     assert phase(checkpointed, "forward and backward").activations == 2 * states + layer + head
     # Two layers have nothing that could wait.
-    assert "model.activation_offload=true" not in {freed.setting for freed in memory(method="sft").freed}
+    assert "model.activation_offload=true" not in {freed.setting for freed in memory(method="dr_grpo").freed}
 
 
 def test_slices_are_those_of_one_copy() -> None:

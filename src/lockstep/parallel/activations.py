@@ -29,7 +29,7 @@ class ActivationOffload:
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device):
         self.layers, self.device = len(layers), device
-        self._under_way: _Pass | None = None
+        self._under_way: _KeepingPass | None = None
         for layer in layers:
             layer.register_forward_hook(self._layer_done)
 
@@ -44,7 +44,7 @@ class ActivationOffload:
         if not torch.is_grad_enabled():
             yield
             return
-        one = self._under_way = _Pass(self.beside, self.layers)
+        one = self._under_way = _KeepingPass(self.beside, self.layers)
         try:
             with saved_tensors_hooks(one.pack, one.unpack):
                 yield
@@ -131,7 +131,7 @@ class _Layer:
         return [storage for one in self.storages if (storage := one()) is not None]
 
 
-class _Pass:
+class _KeepingPass:
     def __init__(self, beside: _Beside, layers: int):
         self._beside, self._last = beside, layers - 1
         self._layers = [_Layer()]
@@ -144,7 +144,7 @@ class _Pass:
         number = len(self._layers) - 1
         if number >= self._last:
             return _Stays(tensor)
-        return _Kept(self._storage(tensor), number, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Kept(self._storage(tensor), number, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, kept: _Kept | _Stays | torch.Tensor) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
