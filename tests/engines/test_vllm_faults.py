@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -206,7 +207,7 @@ def test_a_server_that_is_killed_in_mid_step_comes_back(
         assert len(seen.answered) == len(set(seen.answered)) == 12
         assert [one.ids for one in ordered(made)] == [one.ids for one in whole]
         assert run(engine, requests(2), SAMPLED) == short
-        assert not list(Path("/dev/shm").glob("lockstep-weights-*"))
+        assert not list(Path("/dev/shm").glob(f"lockstep-weights-{os.getpid()}-*"))
 
 
 def test_two_servers_share_the_samples_and_one_is_enough(

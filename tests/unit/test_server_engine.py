@@ -154,8 +154,13 @@ def test_a_server_without_room_for_the_adapter_is_refused_with_the_flags(
         return 200, answer
 
     with replaying("vllm-lora", fault) as server:
-        told = refused(server.address, load(embedded, lora=8), embedded, tmp_path)
+        with (
+            pytest.raises(Refusal) as caught,
+            opened(server.address, load(embedded, lora=8), embedded, tmp_path),
+        ):
+            pass
         assert not [path for path, _ in server.asked if path.startswith("/pause")]
+    told = str(caught.value)
     assert why in told
     assert "--enable-lora --max-loras 1 --max-lora-rank 8" in told
 
