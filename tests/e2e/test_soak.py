@@ -30,13 +30,21 @@ def assert_unharmed(whole: Outcome, struck: Outcome, apart: list[str], blows: in
     assert struck.shared_memory == []
 
 
-def test_a_killed_scorer_and_a_killed_rank_leave_no_trace(tmp_path: Path) -> None:
+def test_a_stopped_scorer_and_a_killed_rank_leave_no_trace(tmp_path: Path) -> None:
     """The score is asked for again; the rank is started again, from the last checkpoint."""
-    plan = Plan(blows=2, seed=1, kinds=("worker", "rank"), stops=False)
-    whole, struck, apart = soak(tmp_path, plan, steps=8, ranks=1, python=tuple(warm_python()))
+    plan = Plan(blows=2, seed=14, kinds=("worker", "rank"))
+    whole, struck, apart = soak(tmp_path, plan, steps=8, ranks=1, stall=600, python=tuple(warm_python()))
     assert_unharmed(whole, struck, apart, 2)
-    assert {blow.kind for blow in struck.blows} == {"worker", "rank"}
+    assert [(blow.kind, blow.signal) for blow in struck.blows] == [("worker", "SIGSTOP"), ("rank", "SIGKILL")]
     assert struck.restarts == 1
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_all_with_it_and_the_command_goes_on(tmp_path: Path) -> None:
+    whole, struck, apart = soak(tmp_path, Plan(blows=2, seed=0, kinds=("launcher",)), steps=8)
+    assert_unharmed(whole, struck, apart, 2)
+    assert struck.starts == 3
+    assert struck.restarts == 0
 
 
 @pytest.mark.slow
