@@ -192,7 +192,9 @@ class Striker:
         stops = self.plan.stops and self.draw.random() < 0.3
         number = signal.SIGSTOP if stops and kind != "launcher" else signal.SIGKILL
         while process.poll() is None:
-            pids = sorted(pid for pid, what in self.look().items() if what == kind)
+            # The launcher by its number: a rank looks like one until it is told who it is.
+            found = self.look()
+            pids = [process.pid] if kind == "launcher" else sorted(pid for pid, what in found.items() if what == kind)
             if pids:
                 # One number, however many there are: what is drawn after it stays the same.
                 pid = pids[int(self.draw.random() * len(pids))]
