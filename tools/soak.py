@@ -95,7 +95,7 @@ reward:
   max_failures: 0
   time_limit: 10
 optim: {{lr: 1e-3}}
-checkpoint: {{every: 1}}
+checkpoint: {{every: 3}}
 log: {{samples: 8}}
 parallel: {{devices: {ranks}, max_restarts: 1}}
 """,

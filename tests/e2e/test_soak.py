@@ -13,7 +13,7 @@ from commands import warm_python
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from soak import MARK, SHARED_MEMORY, Outcome, Plan, Striker, leaked, soak
+from soak import MARK, SHARED_MEMORY, Outcome, Plan, Striker, differences, leaked, soak
 
 pytestmark = [
     pytest.mark.torchrun,
@@ -37,6 +37,12 @@ def test_a_stopped_scorer_and_a_killed_rank_leave_no_trace(tmp_path: Path) -> No
     assert_unharmed(whole, struck, apart, 2)
     assert [(blow.kind, blow.signal) for blow in struck.blows] == [("worker", "SIGSTOP"), ("rank", "SIGKILL")]
     assert struck.restarts == 1
+    # Samples that were lost, or stored twice, would be found.
+    run, alone = tmp_path / "struck" / "run", tmp_path / "whole" / "run"
+    stored = (run / "samples.jsonl").read_text().splitlines(keepends=True)
+    for wrong in (stored[:-1], [*stored[:8], *stored]):
+        (run / "samples.jsonl").write_text("".join(wrong))
+        assert differences(run, alone) == ["samples"]
 
 
 @pytest.mark.slow
