@@ -87,8 +87,9 @@ $(VENV)/.test: $(BIN)/pip pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e ".[test,interpret]"
 	@touch $@ $(VENV)/.core
 
+# With what Ray's jobs need.
 $(VENV)/.ray: $(VENV)/.test
-	$(PIP_INSTALL) -e ".[ray]"
+	$(PIP_INSTALL) -e ".[ray]" "ray[default]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test

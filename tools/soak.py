@@ -4,8 +4,10 @@
 
 A GRPO run of two ranks with a reward function in processes of its own, under `parallel.max_restarts`. Blow after blow,
 a process of the run (a rank, one that scores, one that watches over that) is killed (SIGKILL) or stopped (SIGSTOP) at a
-random moment: after some progress, or while the ranks are still starting. Then it must have ended well, with the
-metrics and the weights of a run that nothing happened to, bit for bit; no process and no shared memory may be left.
+random moment: after some progress, or while the ranks are still starting. The launcher, which nobody watches over, is
+killed only: all others must end with it, and the command is given again. Then the run must have ended well, with the
+metrics, the samples and the weights of one that nothing happened to, bit for bit and each once; no process and no
+shared memory may be left.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from pathlib import Path
 
 MARK = "LOCKSTEP_SOAK"
 SHARED_MEMORY = Path("/dev/shm")
-KINDS = ("rank", "warden", "worker")
-# For what hangs: the longest that a run may be without an end after its last blow.
-HANG = 1800
+KINDS = ("rank", "warden", "worker", "launcher")
+# For what hangs: the longest that a run may be without an end after its last blow, and that what ends may take to go.
+HANG, GOING = 1800, 120
 
 # A file beside the runs: no more blows.
 OVER = "over"
@@ -61,6 +63,8 @@ class Outcome:
     restarts: int
     seconds: float
     blows: list[Blow] = field(default_factory=list)
+    starts: int = 1
+    """How often the command was given."""
     left: list[int] = field(default_factory=list)
     shared_memory: list[str] = field(default_factory=list)
     said: str = ""
@@ -91,7 +95,8 @@ reward:
   max_failures: 0
   time_limit: 10
 optim: {{lr: 1e-3}}
-checkpoint: {{every: 1}}
+checkpoint: {{every: 3}}
+log: {{samples: 8}}
 parallel: {{devices: {ranks}, max_restarts: 1}}
 """,
         encoding="utf-8",
@@ -184,9 +189,12 @@ class Striker:
     def strike(self, process: subprocess.Popen[bytes]) -> bool:
         """One process, of a kind that is drawn first; False where the run has ended."""
         kind = self.draw.choice(self.plan.kinds)
-        number = signal.SIGSTOP if self.plan.stops and self.draw.random() < 0.3 else signal.SIGKILL
+        stops = self.plan.stops and self.draw.random() < 0.3
+        number = signal.SIGSTOP if stops and kind != "launcher" else signal.SIGKILL
         while process.poll() is None:
-            pids = sorted(pid for pid, what in self.look().items() if what == kind)
+            # The launcher by its number: a rank looks like one until it is told who it is.
+            found = self.look()
+            pids = [process.pid] if kind == "launcher" else sorted(pid for pid, what in found.items() if what == kind)
             if pids:
                 # One number, however many there are: what is drawn after it stays the same.
                 pid = pids[int(self.draw.random() * len(pids))]
@@ -202,31 +210,43 @@ class Striker:
 def run(
     recipe: Path, runs: Path, words: list[str], plan: Plan | None = None, python: tuple[str, ...] = (sys.executable,)
 ) -> Outcome:
-    """`lockstep train`, struck so often, or left alone."""
+    """`lockstep train`, struck so often, or left alone; given again where the launcher was struck."""
     token, log = secrets.token_hex(8), runs.with_suffix(".log")
-    began = time.monotonic()
+    command = [*python, "-m", "lockstep", "train", str(recipe), f"run.folder={runs}", *words]
+    began, starts, left = time.monotonic(), 1, list[int]()
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*python, "-m", "lockstep", "train", str(recipe), f"run.folder={runs}", *words],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, MARK: token},
-        )
+
+        def start() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, MARK: token})
+
+        process = start()
         striker = Striker(token, runs / "run" / "metrics.jsonl", plan or Plan(0, 0))
         for _ in range(striker.plan.blows):
             striker.wait_for_moment(process)
             if not striker.strike(process):
                 break
+            if striker.blows[-1].kind == "launcher":
+                process.wait()
+                if left := not_going(token):
+                    break
+                process, starts = start(), starts + 1
         (runs.parent / OVER).touch()
         status = striker.wait_for_end(process)
-    said = log.read_text(errors="replace")
-    seconds = time.monotonic() - began
-    # What was killed may take a moment to go.
-    for _ in range(200):
-        if not (left := sorted(processes_of(token))):
-            break
+    left = left or not_going(token)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    said, seconds = log.read_text(errors="replace"), time.monotonic() - began
+    shared = leaked(striker.shared)
+    return Outcome(status, said.count("; restart "), seconds, striker.blows, starts, left, shared, said)
+
+
+def not_going(token: str) -> list[int]:
+    """Processes of a run that has ended which are still there when there was time to go."""
+    given_up = time.monotonic() + GOING
+    while (left := sorted(processes_of(token))) and time.monotonic() < given_up:
         time.sleep(0.05)
-    return Outcome(status, said.count("; restart "), seconds, striker.blows, left, leaked(striker.shared), said)
+    return left
 
 
 def leaked(shared: set[str]) -> list[str]:
@@ -235,7 +255,8 @@ def leaked(shared: set[str]) -> list[str]:
 
 
 def differences(run: Path, whole: Path) -> list[str]:
-    """What of a run is not as in the other: metrics but for the clocks, and weights and optimizer of the last step."""
+    """What of a run is not as in the other: metrics but for the clocks; samples, each once and in order; weights and
+    optimizer of the last step."""
     import torch
 
     from lockstep.run import checkpoint as checkpoints
@@ -250,6 +271,9 @@ def differences(run: Path, whole: Path) -> list[str]:
     ours, theirs = facts(run), facts(whole)
     found = [f"steps {sorted(ours)} and {sorted(theirs)}"] if ours.keys() != theirs.keys() else []
     found += [f"metrics of step {step}" for step in theirs if step in ours and ours[step] != theirs[step]]
+    # A restart forgets the lines of the steps after its checkpoint, which it writes again.
+    if (run / "samples.jsonl").read_bytes() != (whole / "samples.jsonl").read_bytes():
+        found.append("samples")
     last = max(theirs)
     kept = [checkpoints.read(checkpoints.folder_of(folder / "checkpoints", last)) for folder in (run, whole)]
     for part in ("weights", "optimizer"):
@@ -293,7 +317,8 @@ def main() -> None:
         whole, struck, apart = soak(Path(folder), Plan(args.blows, args.seed), steps=steps, stall=args.stall)
     for blow in struck.blows:
         print(f"{blow.second:7.1f} s  {blow.signal} {blow.kind} {blow.pid}, after {blow.steps} steps")
-    print(f"status {struck.status}, {struck.restarts} restarts, {struck.seconds:.0f} s (alone {whole.seconds:.0f} s)")
+    print(f"status {struck.status}, {struck.restarts} restarts, the command given {struck.starts} times")
+    print(f"{struck.seconds:.0f} s (alone {whole.seconds:.0f} s)")
     well = struck.status == 0 and len(struck.blows) == args.blows and not (apart or struck.left or struck.shared_memory)
     print(f"left: {struck.left or 'no process'}, {struck.shared_memory or 'no shared memory'}")
     print("as if nothing had happened" if well else f"NOT as if nothing had happened: {apart}\n{struck.said[-3000:]}")
@@ -310,6 +335,7 @@ def main() -> None:
             "seconds": round(struck.seconds, 1),
             "status": struck.status,
             "restarts": struck.restarts,
+            "starts": struck.starts,
             "differences": apart,
             "processes_left": struck.left,
             "shared_memory_left": struck.shared_memory,

@@ -1,8 +1,8 @@
 """Two emulated NPUs over HCCL, however they share models and sequences, train what one does.
 
 SFT and GRPO, sharded, in copies, with modules or sequences divided by two, and with every offload; two copies of two
-slices on four. In fp32: responses and their scores equal, metrics within 1e-4 (relative; 2e-5 absolute), weights within
-1e-5. That one NPU trains what a CPU does is test_recipes.py's.
+slices on four; DPO and PPO, with its critic, sharded. In fp32: responses and their scores equal, metrics within 1e-4
+(relative; 2e-5 absolute), weights within 1e-5. That one NPU trains what a CPU does is test_recipes.py's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 import job_ranks
 from conftest import write_online_recipe, write_sft_recipe
 from lockstep.model.tiny import write_tiny
+from preference_rows import write_recipe
 from runs import difference, samples
 
 from .processes import torchrun
@@ -26,7 +27,13 @@ COMMON = [
     *("device=npu", f"run.steps={STEPS}", "run.export=false"),
     *("optim.eps=1e-4", "optim.warmup=0", "log.samples=99"),
 ]
-METHODS = {"sft": [], "grpo": ["batch.prompts_per_update=2", "algorithm.kl.where=loss"]}
+METHODS: dict[str, list[str]] = {
+    "sft": [],
+    "dpo": [],
+    "grpo": ["batch.prompts_per_update=2", "algorithm.kl.where=loss"],
+    "ppo": ["method=ppo", "rollout.n=1", "batch.prompts_per_update=2", "critic.lr=1e-3", "algorithm.kl.where=reward"],
+}
+IN_EVERY_LAYOUT = ("sft", "grpo")
 LAYOUTS = {
     "sharded": [],
     "copies": ["parallel.replicate=2"],
@@ -48,9 +55,13 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("worlds")
     write_tiny(folder / "model", hidden=128, layers=1)
     found = {}
-    for method, write in (("sft", write_sft_recipe), ("grpo", write_online_recipe)):
+    for method in METHODS:
         (folder / method).mkdir()
-        found[method] = write(folder / method, folder / "model")
+        if method == "dpo":
+            found[method] = write_recipe(folder / method, folder / "model", "dpo")
+        else:
+            write = write_sft_recipe if method == "sft" else write_online_recipe
+            found[method] = write(folder / method, folder / "model")
     return found
 
 
@@ -76,7 +87,8 @@ def differences(
     found = []
     for method, name, _ in cases:
         runs = recipes[method].parent / "runs"
-        told = difference(runs / f"{name}-{ranks}", runs / "one", STEPS)
+        parts = ("weights", "critic") if method == "ppo" else ("weights",)
+        told = difference(runs / f"{name}-{ranks}", runs / "one", STEPS, parts)
         found += [f"{method}, {name}: {told}"] if told else []
     return found
 
@@ -88,13 +100,19 @@ def test_two_npus_train_what_one_does(recipes: dict[str, Path], tmp_path: Path) 
 
 @pytest.mark.slow
 def test_two_npus_train_what_one_does_in_every_layout(recipes: dict[str, Path], tmp_path: Path) -> None:
-    cases = [(method, name, words) for method in METHODS for name, words in LAYOUTS.items()]
+    cases = [(method, name, words) for method in IN_EVERY_LAYOUT for name, words in LAYOUTS.items()]
     cases.append(("grpo", "host-reference", ["parallel.offload_reference=true"]))
     assert not differences(recipes, cases, 2, tmp_path)
     assert len(samples(recipes["grpo"].parent / "runs" / "one")) > STEPS
 
 
 @pytest.mark.slow
+def test_two_npus_train_preferences_and_a_critic_as_one_does(recipes: dict[str, Path], tmp_path: Path) -> None:
+    assert not differences(recipes, [("dpo", "sharded", []), ("ppo", "sharded", [])], 2, tmp_path)
+    assert len(samples(recipes["ppo"].parent / "runs" / "one")) > STEPS
+
+
+@pytest.mark.slow
 def test_four_npus_train_what_one_does_in_copies_of_slices(recipes: dict[str, Path], tmp_path: Path) -> None:
     words = ["parallel.shard=2", "parallel.replicate=2"]
-    assert not differences(recipes, [(method, "hybrid", words) for method in METHODS], 4, tmp_path)
+    assert not differences(recipes, [(method, "hybrid", words) for method in IN_EVERY_LAYOUT], 4, tmp_path)

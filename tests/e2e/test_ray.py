@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +98,14 @@ def wait_for(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None
     assert process.poll() is None, process.communicate()[0]
 
 
-def told(environ: Path, variables: dict[str, str]) -> bool:
-    """Whether a living process was given these."""
-    try:
-        there = environ.read_text(errors="replace").split("\0")
-    except OSError:
-        return False
-    return all(f"{name}={value}" in there for name, value in variables.items())
+def bearers(variables: dict[str, str]) -> set[int]:
+    """Living processes that were given these."""
+    wanted, found = {f"{name}={value}" for name, value in variables.items()}, set()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it ended while it was looked at
+            if wanted <= set(environ.read_text(errors="replace").split("\0")):
+                found.add(int(environ.parent.name))
+    return found
 
 
 def test_two_actors_train_what_one_process_does(whole: Path, recipe: Path) -> None:
@@ -166,7 +168,31 @@ def test_ctrl_c_saves_and_a_cluster_of_its_own_ends_with_the_run(recipe: Path, t
     assert process.returncode == 130, said
     assert "the same command goes on from there" in said
     assert len(list((runs / "run" / "checkpoints").glob("step_*"))) == 1
-    wait_until(lambda: not [file for file in Path("/proc").glob("[0-9]*/environ") if told(file, own)])
+    wait_until(lambda: not bearers(own))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of a cluster that runs", "of its own cluster"])
+def test_a_killed_driver_leaves_no_process(own: bool, cluster: Any, recipe: Path, tmp_path: Path) -> None:
+    """Nor does a cluster of its own outlive it. The same command goes on: nobody holds the run folder."""
+    runs = tmp_path / "runs"
+    words = ["train", str(recipe), f"run.folder={runs}", *RAY]
+    mark = {"LOCKSTEP_TEST": str(tmp_path)}
+    process = begun([*words, "run.steps=100000"], **mark, **({"RAY_ADDRESS": "local"} if own else {}))
+    try:
+        wait_for(process, lambda: len(list(runs.glob("run/checkpoints/step_*"))) > 0)
+        # The ranks are told the mark on any cluster; so is all of a cluster that the driver starts.
+        assert {process.pid, *ranks_of(runs).values()} <= bearers(mark)
+        assert len(ranks_of(runs)) == 2
+    finally:
+        process.kill()
+        process.communicate(timeout=HANG)
+    wait_until(lambda: not bearers(mark))
+    if own:
+        return
+    left = max(int(folder.name.removeprefix("step_")) for folder in runs.glob("run/checkpoints/step_*"))
+    done = cold_lockstep(*words, f"run.steps={left + 2}")
+    assert done.returncode == 0, done.stderr
+    assert [step for step, _ in facts(runs / "run")] == list(range(1, left + 3))
 
 
 BUNDLES = """
@@ -233,3 +259,4 @@ def test_a_lost_node_is_done_without(cluster: Any, recipe: Path, tmp_path: Path)
     told, wanted = facts(runs / "run"), facts(recipe.parent / "runs" / "long")
     assert [step for step, _ in told] == list(range(1, 61))
     assert [one["train/loss"] for _, one in told] == pytest.approx([one["train/loss"] for _, one in wanted], rel=1e-4)
+    assert close(stored(runs / "run", 60), stored(recipe.parent / "runs" / "long", 60))

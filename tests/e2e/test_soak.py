@@ -13,7 +13,7 @@ from commands import warm_python
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from soak import MARK, SHARED_MEMORY, Outcome, Plan, Striker, leaked, soak
+from soak import MARK, SHARED_MEMORY, Outcome, Plan, Striker, differences, leaked, soak
 
 pytestmark = [
     pytest.mark.torchrun,
@@ -30,13 +30,27 @@ def assert_unharmed(whole: Outcome, struck: Outcome, apart: list[str], blows: in
     assert struck.shared_memory == []
 
 
-def test_a_killed_scorer_and_a_killed_rank_leave_no_trace(tmp_path: Path) -> None:
+def test_a_stopped_scorer_and_a_killed_rank_leave_no_trace(tmp_path: Path) -> None:
     """The score is asked for again; the rank is started again, from the last checkpoint."""
-    plan = Plan(blows=2, seed=1, kinds=("worker", "rank"), stops=False)
-    whole, struck, apart = soak(tmp_path, plan, steps=8, ranks=1, python=tuple(warm_python()))
+    plan = Plan(blows=2, seed=14, kinds=("worker", "rank"))
+    whole, struck, apart = soak(tmp_path, plan, steps=8, ranks=1, stall=600, python=tuple(warm_python()))
     assert_unharmed(whole, struck, apart, 2)
-    assert {blow.kind for blow in struck.blows} == {"worker", "rank"}
+    assert [(blow.kind, blow.signal) for blow in struck.blows] == [("worker", "SIGSTOP"), ("rank", "SIGKILL")]
     assert struck.restarts == 1
+    # Samples that were lost, or stored twice, would be found.
+    run, alone = tmp_path / "struck" / "run", tmp_path / "whole" / "run"
+    stored = (run / "samples.jsonl").read_text().splitlines(keepends=True)
+    for wrong in (stored[:-1], [*stored[:8], *stored]):
+        (run / "samples.jsonl").write_text("".join(wrong))
+        assert differences(run, alone) == ["samples"]
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_all_with_it_and_the_command_goes_on(tmp_path: Path) -> None:
+    whole, struck, apart = soak(tmp_path, Plan(blows=2, seed=0, kinds=("launcher",)), steps=8)
+    assert_unharmed(whole, struck, apart, 2)
+    assert struck.starts == 3
+    assert struck.restarts == 0
 
 
 @pytest.mark.slow

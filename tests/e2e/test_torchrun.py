@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from safetensors.torch import load_file
 
 from commands import changed_lockstep, lockstep, torchrun
 from conftest import write_jsonl
+from hang import HANG
 from lockstep.run.metrics import read_metrics
 from runs import close, stored
 
@@ -40,6 +44,43 @@ def test_two_processes_train_what_one_does(recipe_file: Path, tmp_path: Path, lo
     assert close(load_file(double / "export" / "model.safetensors"), load_file(single / "export" / "model.safetensors"))
     # Rank 0 alone speaks.
     assert two.stdout.count("saved ") == one.stdout.count("saved ")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_two_agents_that_meet_train_what_one_process_does(recipe_file: Path, tmp_path: Path) -> None:
+    """One torchrun a node, as on two machines: each starts one rank, and they find each other at an address."""
+    common = ["optim.eps=1e-4", "run.export=false"]
+    one = lockstep("train", recipe_file, "run.name=one", *common)
+    assert one.returncode == 0, one.stderr
+    meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "two"]
+    meeting += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *meeting, "-m", "lockstep", "train", str(recipe_file)]
+    files = [tmp_path / f"agent_{number}.txt" for number in range(2)]
+    agents = []
+    try:
+        for file in files:
+            with file.open("w") as out:
+                words = [*command, "run.name=two", *common]
+                agents.append(subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT))
+        for agent in agents:
+            agent.wait(timeout=HANG)
+    finally:
+        for agent in agents:
+            agent.terminate()  # which ends its rank too
+            agent.wait()
+    told = [file.read_text() for file in files]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(told)
+    assert sum("on each of 2 device(s)" in text for text in told) == 1  # rank 0 alone speaks, whichever agent has it
+    single, double = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    for metric in ("train/loss", "train/grad_norm", "val/loss", "train/tokens", "train/trained_tokens"):
+        assert history(double, metric) == pytest.approx(history(single, metric), rel=1e-5), metric
+    assert close(weights(double), weights(single))
 
 
 @pytest.mark.slow

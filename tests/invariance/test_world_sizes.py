@@ -1,7 +1,8 @@
 """The number of processes, and how they share models and sequences, change nothing: 1 process against 2, 3 and 4.
 
 SFT, DPO, GRPO and PPO, sharded, in copies, with modules or sequences divided by two, and with every offload. In fp32:
-responses and their scores equal, metrics within 1e-4 (relative; 2e-5 absolute), weights within 1e-5.
+responses and their scores equal, metrics within 1e-4 (relative; 2e-5 absolute), weights within 1e-5. What one process
+may have on the host changes no bit.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import job_ranks
 from commands import torchrun
 from conftest import write_online_recipe, write_sft_recipe
 from lockstep.model.tiny import write_tiny
 from preference_rows import write_recipe
-from runs import difference, samples
+from runs import difference, facts, samples, stored
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun]
 STEPS = 2
@@ -68,6 +70,29 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     # What is compared has samples, and more than one step of them.
     assert all(len(samples(found[method].parent / "runs" / "one")) > STEPS for method in ("grpo", "ppo"))
     return found
+
+
+def on_the_host(method: str) -> dict[str, list[str]]:
+    """What one process may have there, each key by itself and all together. The weights it trains, with several."""
+    keys = {"optimizer": "parallel.offload=optimizer"}
+    keys |= {"reference": "parallel.offload_reference=true"} if method != "sft" else {}
+    keys |= {"critic": "parallel.offload_critic=optimizer"} if method == "ppo" else {}
+    return {f"host-{what}-1": [word] for what, word in keys.items()} | {"host-1": list(keys.values())}
+
+
+def test_one_process_trains_the_same_whatever_is_on_the_host(recipes: dict[str, Path], tmp_path: Path) -> None:
+    cases = [(method, name, words) for method in METHODS for name, words in on_the_host(method).items()]
+    jobs = [job(recipes[method], method, name, words) for method, name, words in cases]
+    done = torchrun(job_ranks.write_jobs(tmp_path, jobs), program=job_ranks.PROGRAM, processes=1)
+    assert done.returncode == 0, done.stderr
+    for method, name, _ in cases:
+        run, one = (recipes[method].parent / "runs" / folder for folder in (name, "one"))
+        assert samples(run) == samples(one), (method, name)
+        assert facts(run) == facts(one), (method, name)
+        for part in ("weights", "optimizer", *(("critic", "critic_optimizer") if method == "ppo" else ())):
+            found, wanted = stored(run, STEPS, part), stored(one, STEPS, part)
+            assert found.keys() == wanted.keys(), (method, name, part)
+            assert all(torch.equal(found[tensor], wanted[tensor]) for tensor in wanted), (method, name, part)
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)

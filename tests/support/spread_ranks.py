@@ -1,13 +1,12 @@
 """What each rank of test_spread.py does: responses that are spread over the ranks, against the same step in one place.
 
-Started by torchrun with a folder, into which every rank writes how many bytes of responses it holds. Every rank adds
+Started by torchrun with a folder, into which every rank writes how many bytes of the step it holds. Every rank adds
 the same number of prompts to the step. A rank that finds a difference ends with an error.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
 import random
 import sys
 import time
@@ -32,6 +31,7 @@ from lockstep.train.models import Models, Packing
 from lockstep.train.moving import moved
 from lockstep.train.policy_loss import held_tokens
 from lockstep.types import Prompt, Rollout, Score
+from object_sizes import sizes_of
 
 EACH, SAMPLES = 8, 4
 # Sums of float64 in another order, then rounded to float32.
@@ -59,8 +59,11 @@ def answered(index: int, draw: random.Random) -> list[Rollout]:
     ]
 
 
-def step(prompts: int) -> list[Rollout]:
-    return [rollout for index in range(prompts) for rollout in answered(index, random.Random(index))]
+def step(prompts: int, times: int = 1) -> list[Rollout]:
+    """`times`: by how much the responses are longer."""
+    found = [rollout for index in range(prompts) for rollout in answered(index, random.Random(index))]
+    repeated = [(one, one.ids * times, one.logprobs * times) for one in found]
+    return [replace(one, ids=ids, logprobs=logprobs, trained=()) for one, ids, logprobs in repeated]
 
 
 def spread(every: list[Rollout], world: World, models: Models, recipe: Recipe) -> tuple[Experience, list[Any]]:
@@ -179,20 +182,19 @@ def check_weights(
 
 
 def held_bytes(world: World, folder: Path) -> None:
-    """What a rank holds of the step, when it trains."""
+    """What a rank holds of the step when it trains, field by field; the same where responses are thrice as long."""
     prompts = EACH * world.size
-    recipe = recipe_of(batch__prompts=prompts, batch__tokens=400)
-    models = Models(torch.nn.Identity(), Packing.of(recipe, world, 0), torch.device("cpu"))
-    here, plans = spread(step(prompts), world, models, recipe)
-    numbers = [vector for vector in vars(here).values() if isinstance(vector, torch.Tensor)]
-    tokens = [*(vector for vector in numbers if len(vector) != here.sequences), *vectors(here).values()]
-    counted = {
-        "objects": len(pickle.dumps([(one.ids, one.logprobs, one.trained, one.text) for one in here.rollouts])),
-        "examples": len(pickle.dumps([(list(one.ids), list(one.trained)) for one in here.examples])),
-        "vectors": sum(vector.nbytes for vector in tokens),
-        "batches": sum(len(pickle.dumps(vars(batch))) for plan in plans for batch in plan.batches),
-    }
-    (folder / f"{world.size}.{world.rank}.json").write_text(json.dumps(counted))
+    told = {}
+    for name, times in (("short", 1), ("long", 3)):
+        recipe = recipe_of(batch__prompts=prompts, batch__tokens=400 * times)
+        models = Models(torch.nn.Identity(), Packing.of(recipe, world, 0), torch.device("cpu"))
+        here, plans = spread(step(prompts, times), world, models, recipe)
+        known = Annotated(**vectors(here))
+        learned = Learned(here, known, estimate_advantages(here, known, estimating("grpo", KEYS[1]), 0.1))
+        assert here.written_S is not None  # made when it is asked for, and kept
+        # The responses last: what they have in common with another field, that field holds.
+        told[name] = sizes_of(prompts=here.prompts, summaries=here.summaries, plans=plans, learned=learned)
+    (folder / f"{world.size}.{world.rank}.json").write_text(json.dumps(told))
 
 
 def check_shares(world: World) -> None:

@@ -1,0 +1,89 @@
+"""`ray job submit -- lockstep train ...`: a run that a cluster starts by itself, from a folder in which nothing is."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import lockstep
+from conftest import write_sft_recipe
+from hang import HANG
+from ranks import assert_none_left
+from runs import difference
+
+pytest.importorskip("ray", reason="Ray is not installed; `make test-ray` installs it")
+pytest.importorskip("aiohttp_cors", reason="jobs need ray[default]; `make test-ray` installs it")
+pytestmark = [pytest.mark.ray, pytest.mark.torchrun]
+RAY = Path(sys.executable).parent / "ray"
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[str]:
+    """The address that jobs are sent to, of a head with two processors."""
+    from ray.cluster_utils import Cluster
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    # What a job finds first is this environment's.
+    path = os.environ["PATH"]
+    os.environ["PATH"] = f"{RAY.parent}{os.pathsep}{path}"
+    head = {"num_cpus": 2, "include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
+    found: Any = None
+    try:
+        for left in (2, 1, 0):
+            try:
+                found = Cluster(initialize_head=True, head_node_args=head)
+                break
+            except Exception:
+                # A raylet that does not start in 30 s is given up by Ray; on a busy machine that happens.
+                if not left:
+                    raise
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.environ["PATH"] = path
+        if found is not None:
+            found.shutdown()
+
+
+def submitted(jobs: str, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Given in a folder; returns when the job has ended, with what it said."""
+    command = [str(RAY), "job", "submit", "--address", jobs, *map(str, words)]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG)
+
+
+def test_a_job_from_an_empty_folder_trains_what_one_process_does(jobs: str, tmp_path: Path, tiny_folder: Path) -> None:
+    """With paths that hold everywhere, and with a copy of a folder to which they are relative."""
+    recipe = write_sft_recipe(tmp_path, tiny_folder)
+    common = ["run.steps=3", "run.export=false", "optim.eps=1e-4", "checkpoint.every=3"]
+    assert lockstep("train", recipe, "run.name=one", *common).returncode == 0
+    two = [*common, "parallel.launcher=ray", "parallel.devices=2", f"run.folder={tmp_path / 'runs'}"]
+    (tmp_path / "empty").mkdir()
+    done = submitted(jobs, tmp_path / "empty", "--", "lockstep", "train", recipe, "run.name=absolute", *two)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 3/3" in done.stdout
+    assert list((tmp_path / "empty").iterdir()) == []
+    # Beside the recipe, and without a word of where that is.
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "recipe.yaml").write_text(recipe.read_text().replace(f"{tmp_path}/", ""))
+    for name in ("train.jsonl", "val.jsonl"):
+        (tmp_path / "job" / name).write_bytes((tmp_path / name).read_bytes())
+    command = ["lockstep", "train", "recipe.yaml", f"model.path={tiny_folder}"]
+    copied = ["--working-dir", tmp_path / "job", "--", *command]
+    done = submitted(jobs, tmp_path / "empty", *copied, "run.name=copied", *two)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("absolute", "copied"):
+        assert difference(tmp_path / "runs" / name, tmp_path / "runs" / "one", 3) == "", name
+    assert_none_left(tmp_path / "runs")
+    # A status that is not 0 is the job's too.
+    refused = submitted(jobs, tmp_path / "empty", *copied, "run.folder=runs", *two[:-1])
+    assert refused.returncode != 0
+    assert "run.folder" in refused.stdout + refused.stderr
