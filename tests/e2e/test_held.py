@@ -13,7 +13,7 @@ from commands import torchrun
 from lockstep.model.tiny import write_tiny
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
-RANKS, LAYERS = 2, 12
+RANKS, LAYERS = 2, 32
 RECIPE = """
 method: sft
 run: {name: held, export: false}
@@ -36,7 +36,7 @@ def held(folder: Path, steps: int) -> list[dict[str, int]]:
 
 
 def test_a_rank_holds_its_share_and_a_few_layers(tmp_path: Path) -> None:
-    write_tiny(tmp_path / "model", hidden=128, layers=LAYERS)
+    write_tiny(tmp_path / "model", hidden=64, layers=LAYERS)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     # Files of single tensors: of one that is mapped all bytes count.
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -52,7 +52,7 @@ def test_a_rank_holds_its_share_and_a_few_layers(tmp_path: Path) -> None:
     share, outside = whole // RANKS, whole - LAYERS * layer
     first, second = held(tmp_path, 1), held(tmp_path, 2)
     # Gathered for a pass: what no layer has, a layer, its buffer and that of the layer before. Threads of gloo let go
-    # of some buffers unseen, so a few layers more are allowed: all twelve are not among these.
+    # of some buffers unseen, so a few layers more are allowed, of the many that there are.
     loaded = share + outside + 8 * layer
     # Weights, gradients and two moments of the share; a layer's weights and gradients, whole, in their buffers.
     updated = 4 * share + outside + 9 * layer

@@ -52,8 +52,23 @@ def trouble(error: BaseException) -> Known | None:
     return next((known for known in (*npu_errors.TABLE, *TABLE) if re.search(known.pattern, text)), None)
 
 
+# What collectives say when a process at the other end is gone or silent.
+LOST_PEER = (
+    r"gloo[/\\].*(?:Connection|Timed out|timeout)|Connection (?:closed|reset) by peer|ncclRemoteError|Socket Timeout"
+)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because of another process: the error of a run that may be started again."""
+    collective = isinstance(error, torch.distributed.DistError) if torch.distributed.is_available() else False
+    return collective or (isinstance(error, RuntimeError) and re.search(LOST_PEER, str(error)) is not None)
+
+
 def refuse_trouble(error: BaseException, device: torch.device) -> None:
-    """Refuse an error of the device with its own text, so that nobody takes it for one of the model."""
+    """Refuse an error of the device with its own text, so that nobody takes it for one of the model. One of another
+    process is raised as it is."""
+    if is_lost_peer(error):
+        raise error
     known = trouble(error)
     if known is not None:
         raise Refusal.at(f"device {device}", f"{first_line(error)} ({known.cause})", known.remedy) from error
