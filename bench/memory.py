@@ -28,7 +28,7 @@ from lockstep.recipe.checks import with_derived_defaults
 from lockstep.recipe.schema import Recipe
 from lockstep.train.host_optim import HostOptimizer
 from lockstep.train.optim import Optimizer
-from lockstep.train.plan import MemoryPlan, plan_memory
+from lockstep.train.plan_memory import MemoryPlan, plan_memory
 from lockstep.train.step import Learner
 from lockstep.types import Example, Origin
 

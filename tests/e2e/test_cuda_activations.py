@@ -19,7 +19,7 @@ from lockstep.recipe.schema import Model
 from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
-from lockstep.train.plan import LayerKernels, kept_by_layer
+from lockstep.train.plan_layers import LayerKernels, kept_by_layer
 from lockstep.train.plan_offload import waiting_activations
 from lockstep.types import Example, Origin
 from runs import facts, samples, stored

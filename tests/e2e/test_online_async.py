@@ -25,7 +25,7 @@ from lockstep.tape.format import TapeFolder
 from lockstep.tape.rows import rollouts_of
 from lockstep.train.beside import collective_of, refuse_beside
 from lockstep.train.online_async import train_online_async
-from lockstep.train.plan import MemoryPlan
+from lockstep.train.plan_memory import MemoryPlan
 from lockstep.train.prepare import prepare_online
 from runs import facts
 from struck import struck

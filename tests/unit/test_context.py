@@ -30,7 +30,9 @@ from lockstep.parallel.gathered import GatheredLayout, _GatheredAttention
 from lockstep.parallel.ring import RingLayout, _RingAttention
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
-from lockstep.train.plan import OnlinePlan, activation_bytes, head_bytes, plan_memory
+from lockstep.train.plan import OnlinePlan
+from lockstep.train.plan_layers import activation_bytes, head_bytes
+from lockstep.train.plan_memory import plan_memory
 from lockstep.types import Example, MicroBatch, Origin, Ranking
 from recipe_files import keys, refused, write
 from thread_group import on_every_rank

@@ -16,7 +16,9 @@ from lockstep.device.base import Device
 from lockstep.device.cpu import Cpu
 from lockstep.device.cuda import Cuda
 from lockstep.errors import Refusal
-from lockstep.train.plan import MemoryPlan, OnlinePlan, Phase, kv_bytes, plan_memory, plan_online
+from lockstep.train.plan import OnlinePlan, plan_online
+from lockstep.train.plan_layers import kv_bytes
+from lockstep.train.plan_memory import MemoryPlan, Phase, plan_memory
 from lockstep.train.prepare import prompt_limit
 from lockstep.types import Prompt
 

@@ -360,7 +360,7 @@ def test_ours_are_named_in_so_many_files(name: str) -> None:
 
 def test_a_key_is_declared_and_read() -> None:
     # The third counts the memory that it keeps.
-    assert reading(SOURCE, "free_cache") == {"recipe/rollout.py", "rollout/native/engine.py", "train/plan.py"}
+    assert reading(SOURCE, "free_cache") == {"recipe/rollout.py", "rollout/native/engine.py", "train/plan_memory.py"}
 
 
 def test_the_counts_can_fail(tmp_path: Path) -> None:

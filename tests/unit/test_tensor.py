@@ -22,7 +22,7 @@ from lockstep.model.miniature import miniature_config
 from lockstep.model.tensor_plan import refuse_indivisible
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.load import load_recipe
-from lockstep.train.plan import plan_memory
+from lockstep.train.plan_memory import plan_memory
 
 SIZES = {
     "vocab_size": 100,

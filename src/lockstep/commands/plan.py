@@ -15,7 +15,8 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.progress import Console
 from lockstep.run.screen import Screen
-from lockstep.train.plan import MemoryPlan, make_loader, refuse_misfit
+from lockstep.train.plan import make_loader
+from lockstep.train.plan_memory import MemoryPlan, refuse_misfit
 from lockstep.train.prepare import prepare, prepare_online
 
 

@@ -16,7 +16,7 @@ from lockstep.run.screen import Screen
 from lockstep.train.cluster import TargetCluster, cluster_named
 from lockstep.train.fitting import fitting
 from lockstep.train.outlook import Outlook, refuse_over, refuse_uncounted
-from lockstep.train.plan import Phase
+from lockstep.train.plan_memory import Phase
 from lockstep.train.prepare import PreparedOnline, prepare, prepare_online
 from lockstep.train.step_time import PhaseTime
 from lockstep.train.step_work import OfflineSteps, OnlineSteps, StepSource, StepWork

@@ -10,7 +10,8 @@ from lockstep.errors import Refusal
 from lockstep.model.load import DTYPES
 from lockstep.recipe import Recipe
 from lockstep.rollout.native.prefill import prefill_bytes
-from lockstep.train.plan import MemoryPlan, Phase, kv_bytes
+from lockstep.train.plan_layers import kv_bytes
+from lockstep.train.plan_memory import MemoryPlan, Phase
 
 KEY = "rollout.max_staleness"
 _TURNS = "remove the key: generation and training then take turns"

@@ -14,7 +14,9 @@ from lockstep.recipe.parallel import Parallel
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.prefill import fitting_prefill
 from lockstep.train.cluster import TargetCluster
-from lockstep.train.plan import MemoryPlan, Phase, count_parameters, kernels_of, plan_memory
+from lockstep.train.plan_counts import count_parameters
+from lockstep.train.plan_layers import kernels_of
+from lockstep.train.plan_memory import MemoryPlan, Phase, plan_memory
 from lockstep.train.roofline import model_cost
 from lockstep.train.step_time import ModelCosts, PhaseTime, StepTimes
 from lockstep.train.step_work import StepSource

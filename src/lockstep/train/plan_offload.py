@@ -9,7 +9,7 @@ from lockstep.recipe.parallel import Offload, Parallel
 from lockstep.train.host_optim import TOGETHER
 
 if TYPE_CHECKING:
-    from lockstep.train.plan import Phase
+    from lockstep.train.plan_memory import Phase
 
 # Master, moments and gradient in fp32, of a number that an update brings to the device.
 UPDATED_BYTES = 16

@@ -44,15 +44,8 @@ from lockstep.rollout.server.process import refuse_absent
 from lockstep.run.progress import Console
 from lockstep.train.beside import refuse_beside, with_worker
 from lockstep.train.own_functions import try_functions
-from lockstep.train.plan import (
-    BatchPlan,
-    MemoryPlan,
-    OnlinePlan,
-    plan_batches,
-    plan_memory,
-    plan_online,
-    refuse_misfit,
-)
+from lockstep.train.plan import BatchPlan, OnlinePlan, plan_batches, plan_online
+from lockstep.train.plan_memory import MemoryPlan, plan_memory, refuse_misfit
 from lockstep.train.row_remarks import repeated_rows, seen_in_training
 from lockstep.train.trained import refuse_indivisible_models, refuse_routers
 from lockstep.types import Question

@@ -16,7 +16,8 @@ from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
 from lockstep.train.annotate import old_needed
 from lockstep.train.cluster import Members, TargetCluster
-from lockstep.train.plan import Counted, LayerKernels, activation_bytes, kept_by_layer
+from lockstep.train.plan_counts import Counted
+from lockstep.train.plan_layers import LayerKernels, activation_bytes, kept_by_layer
 from lockstep.train.roofline import ModelCost, attention_flops, cache_seconds, weights_seconds
 from lockstep.train.step_work import StepWork
 
