@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ from commands import end_warm_server
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# In the background of a shell Ctrl-C is ignored, by all that is started from there too; some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # What architectures passed their check is remembered for these tests alone, and by all workers together.
 os.environ.setdefault("LOCKSTEP_CACHE", tempfile.mkdtemp(prefix="lockstep-cache-"))
 

@@ -95,6 +95,7 @@ NativeEngine.generate = generate
 """
 
 
+@pytest.mark.slow  # it waits half a minute
 def test_a_hang_in_generation_names_the_sample_that_is_waited_for(online_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
     program = changed_lockstep(tmp_path, WITHHELD.format(metrics=str(run / "metrics.jsonl")))

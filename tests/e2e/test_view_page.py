@@ -135,6 +135,21 @@ class Page:
         self.browser.call("Input.insertText", text=text)
         self.browser.settle()
 
+    def place_of(self, selector: str) -> tuple[float, float, float, float]:
+        """Left, top, width and height, once they stay: charts that are drawn later move it, and a bar to scroll by."""
+        script = f"""(({{left, top, width, height}}) => [left, top, width, height])(
+          document.querySelector({json.dumps(selector)}).getBoundingClientRect())"""
+        found = [self.tell(script)]
+
+        def stays() -> bool:
+            self.browser.settle()
+            found.append(self.tell(script))
+            return bool(found[-1] == found[-2])
+
+        wait_until(stays)
+        left, top, width, height = found[-1]
+        return left, top, width, height
+
     def click(self, selector: str) -> None:
         left, top, width, height = self.tell(
             f"""(() => {{
@@ -221,10 +236,7 @@ def test_a_thinned_curve_keeps_its_extremes(page: Page) -> None:
 
 def test_zoom_shows_steps_that_were_thinned_out(page: Page) -> None:
     page.wait_for_chart()
-    left, top, width, height = page.tell(
-        """(() => { const {left, top, width, height} = document.querySelector(".catcher").getBoundingClientRect();
-          return [left, top, width, height]; })()"""
-    )
+    left, top, width, height = page.place_of(".catcher")
     y = top + height / 2
     page.browser.mouse("moved", left + width * 0.5, y)
     page.browser.mouse("pressed", left + width * 0.5, y, pressed=True, clicks=1)

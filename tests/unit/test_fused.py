@@ -12,11 +12,12 @@ from torch import nn
 
 from conftest import run
 from lockstep.kernels import fused
+from lockstep.kernels.fused_modules import Gather
 from lockstep.model.load import load_policy
 from lockstep.recipe.schema import Lora, Model
 
 
-def plug_norms(model: nn.Module) -> list[str]:
+def plug_norms(model: nn.Module, _: Gather) -> list[str]:
     """Torch's own fused norm, where a device's plug-in would put the device's."""
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     for norm in norms:

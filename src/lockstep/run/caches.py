@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -98,7 +99,8 @@ class MadeFolder:
 def _sweep(home: Path) -> None:
     """Clear what a kill left half made or half removed."""
     for leftover in [*home.glob(f"{ASIDE}*"), *home.glob(f"{_REMOVING}*")]:
-        made = MadeFolder(home / leftover.name.removeprefix(ASIDE).removeprefix(_REMOVING))
+        # Whoever makes a folder may write it aside too: its name then has the beginning twice.
+        made = MadeFolder(home / re.sub(f"^({re.escape(ASIDE)}|{re.escape(_REMOVING)})+", "", leftover.name))
         with contextlib.suppress(OSError), made._making.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody is making it
             shutil.rmtree(leftover)
