@@ -2,6 +2,7 @@
 
 python bench/memory.py --out bench/results/memory.json
 python bench/memory.py --cases 7b --out bench/results/memory_7b.json   # all weights trained, AdamW's state on the host
+python bench/memory.py --cases activations --out bench/results/memory_activations.json   # kept on the host or not
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ HALF_BILLION = [
 ]
 ON_HOST = {"dtype": "bf16", "tokens": 8192, "gradient_checkpointing": True, "offload": "optimizer"}
 SEVEN_BILLION = [ON_HOST, {**ON_HOST, "micro_batches": 3}]
-CASES = {"0.5b": HALF_BILLION, "7b": SEVEN_BILLION}
+LONG = {"dtype": "bf16", "tokens": 65536}
+# What the layers keep for the backward pass, on the device and on the host.
+ACTIVATIONS = [
+    {**LONG, **keys, **where}
+    for keys in ({}, {"gradient_checkpointing": True})
+    for where in ({}, {"activation_offload": True})
+]
+CASES = {"0.5b": HALF_BILLION, "7b": SEVEN_BILLION, "activations": ACTIVATIONS}
 UPDATES = 3
 # Bytes that a case may find on the device: tables of libraries.
 LEFT_OVER = 2**27
