@@ -26,6 +26,13 @@ def corner(device: torch.device) -> torch.Tensor:
     return torch.ones(CORNER, CORNER, dtype=torch.bool).triu(1).to(device)
 
 
+def wait() -> None:
+    """Until the device has done all that was asked of it."""
+    import torch_npu
+
+    torch_npu.npu.synchronize()
+
+
 def fusion_fits(query_THD: torch.Tensor, layout: Layout, dropout: float) -> bool:
     return fusion_problem(query_THD, layout.ends, dropout) is None
 
