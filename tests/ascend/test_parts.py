@@ -81,17 +81,18 @@ def test_the_device_kernel_is_chosen_after_a_trial(dtype: torch.dtype) -> None:
     assert partial_kernel("sdpa", query, value, where) is PLAIN
 
 
-@pytest.mark.parametrize("given", [{"softmax_layout": ""}, {"attention_in": None}, {"sparse_mode": 2}], ids=str)
+@pytest.mark.parametrize("given", [{"softmax_layout": ""}, {"sparse_mode": 2}, {}], ids=str)
 def test_an_operator_that_takes_an_argument_otherwise_is_not_used(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if statistics stood head by head, or the gradient came from the part's own output, or from the start."""
+    """Statistics head by head, causal sequences from their start, and a gradient from the part's own output."""
 
     def replaced(name: str, real: Any) -> Any:
         def call(*args: Any, **more: Any) -> Any:
-            if "attention_in" in given and name.endswith("grad"):
+            if not given and name.endswith("grad"):
                 more["attention_in"] = PLAIN.forward(*args[:3], where_of(more), more["scale_value"])[0]
-            known = {key: value for key, value in given.items() if key in more and value is not None}
+            # Another alignment of causal sequences alone.
+            known = {key: value for key, value in given.items() if key == "softmax_layout" or more["sparse_mode"]}
             return real(*args, **{**more, **known})
 
         return call
@@ -108,7 +109,7 @@ def where_of(more: dict[str, Any]) -> Sections:
         [end - start for start, end in zip([0, *ends], ends, strict=False)]
         for ends in (more["actual_seq_qlen"], more["actual_seq_kvlen"])
     ]
-    return sections(*lengths, "atten_mask" in more, NPU)
+    return sections(*lengths, more["atten_mask"] is not None, NPU)
 
 
 def test_statistics_stand_head_by_head_within_each_sequence_by_default() -> None:

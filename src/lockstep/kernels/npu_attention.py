@@ -16,7 +16,7 @@ from lockstep.kernels.npu_limits import decode_problem, fusion_problem
 
 # A causal mask of any size is given as this corner of it; True is masked out.
 CORNER = 2048
-RIGHT_DOWN_CAUSAL, BAND = 3, 4
+WHOLE, RIGHT_DOWN_CAUSAL, BAND = 0, 3, 4
 UNBOUNDED = 2**31 - 1
 
 

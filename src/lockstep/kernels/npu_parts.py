@@ -12,11 +12,11 @@ Contract-tested on an emulated CANN, not yet run on Ascend hardware.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from lockstep.kernels.npu_attention import BAND, RIGHT_DOWN_CAUSAL, UNBOUNDED, corner, wait
+from lockstep.kernels.npu_attention import BAND, RIGHT_DOWN_CAUSAL, UNBOUNDED, WHOLE, corner, wait
 from lockstep.kernels.parts import Gradients, PartialKernel, Sections, Tensors
 from lockstep.kernels.trial import KernelTrial
 
@@ -35,6 +35,7 @@ def fusion_part(
 ) -> Tensors:
     import torch_npu
 
+    seen = _seen(where, window, query_THD.device)
     out, largest_TH8, total_TH8, *_ = torch_npu.npu_fusion_attention(
         query_THD,
         key_SGD,
@@ -42,7 +43,13 @@ def fusion_part(
         query_THD.shape[1],
         LINE,
         scale=scale,
-        **_seen(where, window, query_THD.device),
+        actual_seq_qlen=seen.query_ends,
+        actual_seq_kvlen=seen.key_ends,
+        atten_mask=seen.mask,
+        pre_tockens=seen.before,
+        next_tockens=seen.after,
+        sparse_mode=seen.mode,
+        softmax_layout=LINE,
     )
     return out, (largest_TH8[..., 0] + total_TH8[..., 0].log()).t().contiguous()
 
@@ -60,6 +67,7 @@ def fusion_part_backward(
 ) -> Gradients:
     import torch_npu
 
+    seen = _seen(where, window, query_THD.device)
     largest_TH8 = lse_HT.float().t()[:, :, None].expand(-1, -1, COPIES).contiguous()
     dq, dk, dv, *_ = torch_npu.npu_fusion_attention_grad(
         query_THD,
@@ -72,27 +80,36 @@ def fusion_part_backward(
         softmax_sum=torch.ones_like(largest_TH8),
         attention_in=out_THD.to(query_THD.dtype).contiguous(),
         scale_value=scale,
-        **_seen(where, window, query_THD.device),
+        actual_seq_qlen=seen.query_ends,
+        actual_seq_kvlen=seen.key_ends,
+        atten_mask=seen.mask,
+        pre_tockens=seen.before,
+        next_tockens=seen.after,
+        sparse_mode=seen.mode,
+        softmax_layout=LINE,
     )
     return dq, dk, dv
 
 
-def _seen(where: Sections, window: int | None, device: torch.device) -> dict[str, Any]:
-    """Which keys each query sees, the same in both directions. Without a mask, all of its sequence."""
-    sequences = {
-        "actual_seq_qlen": list(accumulate(where.queries)),
-        "actual_seq_kvlen": list(accumulate(where.keys)),
-        "softmax_layout": LINE,
-    }
+class _Seen(NamedTuple):
+    """Which keys each query sees, in the operator's words: the same in both directions."""
+
+    query_ends: list[int]
+    key_ends: list[int]
+    mask: torch.Tensor | None = None
+    """Without one, a query sees its whole sequence."""
+    before: int = UNBOUNDED
+    after: int = UNBOUNDED
+    mode: int = WHOLE
+
+
+def _seen(where: Sections, window: int | None, device: torch.device) -> _Seen:
+    queries, keys = (list(accumulate(lengths)) for lengths in (where.queries, where.keys))
     if not where.causal:
-        return sequences
-    return {
-        **sequences,
-        "atten_mask": corner(device),
-        "pre_tockens": window - 1 if window else UNBOUNDED,
-        "next_tockens": 0,
-        "sparse_mode": BAND if window else RIGHT_DOWN_CAUSAL,
-    }
+        return _Seen(queries, keys)
+    if window is None:
+        return _Seen(queries, keys, corner(device), after=0, mode=RIGHT_DOWN_CAUSAL)
+    return _Seen(queries, keys, corner(device), window - 1, 0, BAND)
 
 
 FUSION_PARTS = PartialKernel(fusion_part, fusion_part_backward)
