@@ -20,7 +20,14 @@ TRIAL = "LOCKSTEP_EVIDENCE_TRIAL" in os.environ
 INSTALLED = find_spec("torch_npu") is not None
 
 # These import the emulator or compare with what only it can tell.
-ONLY_EMULATED = ["test_emulator_*.py", "test_recipes.py", "test_kernels.py", "test_device.py", "test_contract.py"]
+ONLY_EMULATED = [
+    "test_emulator_*.py",
+    "test_recipes.py",
+    "test_kernels.py",
+    "test_parts.py",
+    "test_device.py",
+    "test_contract.py",
+]
 collect_ignore_glob = ["test_*.py"] if not INSTALLED else [] if EMULATED else ONLY_EMULATED if REAL else ["test_*.py"]
 
 

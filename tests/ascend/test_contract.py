@@ -21,8 +21,9 @@ from transformers.models.llama import modeling_llama
 
 import lockstep
 from hang import HANG
-from lockstep.kernels import npu_attention, npu_modules
+from lockstep.kernels import npu_attention, npu_modules, npu_parts
 from lockstep.kernels.layout import make_layout
+from lockstep.kernels.parts import sections
 
 pytestmark = pytest.mark.ascend
 
@@ -205,6 +206,20 @@ def fusion(window: int | None) -> Case:
     return run
 
 
+def part() -> tuple[Any, list[Shape]]:
+    query, key, value = (meta(TOKENS, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS))
+    out, lse_HT = npu_parts.fusion_part(query, key, value, sections(LENGTHS, LENGTHS, True, META), SIZE**-0.5)
+    assert (tuple(lse_HT.shape), lse_HT.dtype) == ((HEADS, TOKENS), torch.float32)
+    return out, [(TOKENS, HEADS, SIZE)]
+
+
+def part_backward() -> tuple[Any, list[Shape]]:
+    query, key, value = (meta(TOKENS, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS))
+    whole = (query, meta(HEADS, TOKENS, dtype=torch.float32), sections(LENGTHS, LENGTHS, False, META))
+    back = npu_parts.fusion_part_backward(query, query, key, value, *whole, SIZE**-0.5)
+    return back, [(TOKENS, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
+
+
 def infer() -> tuple[Any, list[Shape]]:
     keys, values = (meta(6 * BLOCK, GROUPS, SIZE) for _ in range(2))
     table = meta(3, 2, dtype=torch.int64)
@@ -231,7 +246,8 @@ def swiglu() -> tuple[Any, list[Shape]]:
 
 # Our own functions around each operator: what they give, and the shapes that their callers expect.
 SHAPES: dict[str, list[Case]] = {
-    "npu_fusion_attention": [fusion(None), fusion(4)],
+    "npu_fusion_attention": [fusion(None), fusion(4), part],
+    "npu_fusion_attention_grad": [part_backward],
     "npu_fused_infer_attention_score": [infer],
     "npu_rms_norm": [rms_norm],
     "npu_rotary_mul": [rotary],

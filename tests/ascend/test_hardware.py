@@ -24,7 +24,10 @@ from lockstep.kernels.fused_modules import plug_in
 from lockstep.kernels.layout import make_layout
 from lockstep.kernels.noise import noise_bits, sequence_keys, wraps
 from lockstep.kernels.npu_attention import infer_decode, infer_fits
+from lockstep.kernels.npu_parts import FUSION_PARTS
 from lockstep.kernels.paged import gathered_decode
+from lockstep.kernels.partial import PLAIN
+from lockstep.kernels.parts import PartialKernel, merge, sections
 from lockstep.kernels.varlen import varlen_attention
 from lockstep.run.metrics import read_metrics
 from preference_rows import write_recipe
@@ -98,6 +101,35 @@ def test_fusion_attention(dtype: torch.dtype, window: int | None) -> None:
     shapes = [(sum(lengths), heads, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
     inputs = [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     agree(attend("npu_fusion"), attend("sdpa"), inputs, dtype)
+
+
+@every_dtype
+def test_attention_in_parts(dtype: torch.dtype) -> None:
+    """Two parts of the keys, merged, and their gradients from the whole's output and log of sums."""
+    queries, parts = (1, 127, 700), (((1, 127, 2500), True), ((64, 129, 300), False))
+    query, upstream = (random(sum(queries), HEADS, SIZE, seed=seed).to(dtype) for seed in (0, 9))
+    seen = [
+        [random(sum(keys), GROUPS, SIZE, seed=seed).to(dtype) for seed in (2 * number + 1, 2 * number + 2)]
+        for number, (keys, _) in enumerate(parts)
+    ]
+
+    def answers(kernel: PartialKernel, device: str, wide: bool) -> list[torch.Tensor]:
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.float() if wide else tensor.to(device)
+
+        where = [sections(queries, keys, causal, torch.device(device)) for keys, causal in parts]
+        q, up, kv = moved(query), moved(upstream), [[moved(tensor) for tensor in pair] for pair in seen]
+        first, second = (kernel.forward(q, *pair, at, SIZE**-0.5) for pair, at in zip(kv, where, strict=True))
+        out, lse = merge(first[0].float(), first[1], *second)
+        gradients = [
+            kernel.backward(up, q, *pair, out.to(q.dtype), lse, at, SIZE**-0.5)
+            for pair, at in zip(kv, where, strict=True)
+        ]
+        return [out, lse, *(one for three in gradients for one in three)]
+
+    found, wanted = answers(FUSION_PARTS, "npu", False), answers(PLAIN, "cpu", True)
+    for ours, theirs in zip(found, wanted, strict=True):
+        close(ours, theirs, dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -81,7 +81,10 @@ def variants(case: Case, layout: str) -> list[Case]:
     return found
 
 
-def check_attention(case: Case, group: ContextGroup, dtype: torch.dtype, seed: int) -> None:
+def check_attention(
+    case: Case, group: ContextGroup, dtype: torch.dtype, seed: int, kernel: str = "sdpa", on: str = "cpu"
+) -> None:
+    """Of the device `on`, whose attention kernel is called `kernel`."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(case.lengths)
 
@@ -101,8 +104,8 @@ def check_attention(case: Case, group: ContextGroup, dtype: torch.dtype, seed: i
     own_T = division.own_T
     filler = sum(division.lengths) - total
     mine = [torch.cat([tensor, tensor.new_zeros(filler, *tensor.shape[1:])])[own_T] for tensor in whole[:3]]
-    mine = [tensor.requires_grad_() for tensor in [*mine, whole[3].clone()]]
-    layout = division.layout(torch.device("cpu"), "sdpa")
+    mine = [tensor.to(on).requires_grad_() for tensor in [*mine, whole[3].clone()]]
+    layout = division.layout(torch.device(on), kernel)
     out = layout.attend(
         *mine[:3],
         scale=0.3,
@@ -111,20 +114,20 @@ def check_attention(case: Case, group: ContextGroup, dtype: torch.dtype, seed: i
         softcap=case.softcap,
         sinks_H=mine[3] if case.sinks else None,
     )
-    out.backward(torch.cat([upstream, upstream.new_zeros(filler, *upstream.shape[1:])])[own_T])
+    out.backward(torch.cat([upstream, upstream.new_zeros(filler, *upstream.shape[1:])])[own_T].to(on))
     real = own_T < total
     where = own_T[real]
     told = f"{group.layout}, rank {group.rank} of {group.size}, {case}, {dtype}"
-    close(out.detach()[real], wanted.detach()[where], dtype, f"output: {told}")
+    close(out.detach().cpu()[real], wanted.detach()[where], dtype, f"output: {told}")
     for name, tensor, other in zip(("query", "key", "value"), mine, exact, strict=False):
         assert tensor.grad is not None
         assert other.grad is not None
-        close(tensor.grad[real], other.grad[where], dtype, f"gradient of the {name}: {told}")
-        assert not tensor.grad[~real].any(), f"padding has a gradient: {told}"
+        close(tensor.grad.cpu()[real], other.grad[where], dtype, f"gradient of the {name}: {told}")
+        assert not tensor.grad.cpu()[~real].any(), f"padding has a gradient: {told}"
     if case.sinks:
         assert mine[3].grad is not None
         summed = group.sum_shares(mine[3].grad.repeat(group.size))
-        close(summed, exact[3].grad, dtype, f"gradient of the sinks: {told}")
+        close(summed.cpu(), exact[3].grad, dtype, f"gradient of the sinks: {told}")
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor | None, dtype: torch.dtype, told: str) -> None:

@@ -16,7 +16,7 @@ from lockstep.kernels.npu_limits import decode_problem, fusion_problem
 
 # A causal mask of any size is given as this corner of it; True is masked out.
 CORNER = 2048
-RIGHT_DOWN_CAUSAL, BAND = 3, 4
+WHOLE, RIGHT_DOWN_CAUSAL, BAND = 0, 3, 4
 UNBOUNDED = 2**31 - 1
 
 
@@ -24,6 +24,13 @@ UNBOUNDED = 2**31 - 1
 def corner(device: torch.device) -> torch.Tensor:
     """Made on the host: one copy for each device, whatever the lengths are."""
     return torch.ones(CORNER, CORNER, dtype=torch.bool).triu(1).to(device)
+
+
+def wait() -> None:
+    """Until the device has done all that was asked of it."""
+    import torch_npu
+
+    torch_npu.npu.synchronize()
 
 
 def fusion_fits(query_THD: torch.Tensor, layout: Layout, dropout: float) -> bool:

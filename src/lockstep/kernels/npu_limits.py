@@ -46,6 +46,24 @@ def fusion_problem(query_THD: torch.Tensor, ends: Sequence[int], dropout: float)
     )
 
 
+def part_problem(
+    query_THD: torch.Tensor, value_SGE: torch.Tensor, queries: Sequence[int], keys: Sequence[int]
+) -> str | None:
+    """Of some queries to some of their keys, sequence by sequence. No numbers of a batch are in the words, so that each
+    of them is said once."""
+    _, heads, size = query_THD.shape
+    return _first(
+        (query_THD.dtype not in FLOATING, f"type {query_THD.dtype}"),
+        # The gradient has one size for all, the forward pass smaller values too.
+        (size != value_SGE.shape[-1], f"values of {value_SGE.shape[-1]} for keys of {size}"),
+        (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS}"),
+        (heads % value_SGE.shape[1] != 0, f"{heads} query heads for {value_SGE.shape[1]} key heads"),
+        (size > LARGEST_HEAD, f"heads of {size}, at most {LARGEST_HEAD}"),
+        (len(queries) > MOST_SEQUENCES, f"more than {MOST_SEQUENCES} sequences"),
+        (max(sum(queries), sum(keys)) > MOST_TOKENS, f"more than {MOST_TOKENS} tokens"),
+    )
+
+
 def decode_problem(
     query_BHD: torch.Tensor, keys: torch.Tensor, block: int, window: int | None, longest: int
 ) -> str | None:

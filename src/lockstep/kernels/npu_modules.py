@@ -14,6 +14,7 @@ from torch import nn
 
 from lockstep.kernels.fused_modules import DeviceKernels, ModuleKernel
 from lockstep.kernels.fused_rotary import RotaryKernel, scales_of
+from lockstep.kernels.npu_attention import wait
 from lockstep.kernels.npu_limits import norm_problem, rotary_problem, swiglu_problem
 from lockstep.kernels.plain_modules import epsilon_of, is_gated, is_rms_norm, own_forward
 from lockstep.kernels.trial import KernelTrial
@@ -56,17 +57,11 @@ def _unscaled(embedding: nn.Module) -> bool:
     return all(abs(scale) <= 1 for scale in scales_of(embedding))
 
 
-def _wait() -> None:
-    import torch_npu
-
-    torch_npu.npu.synchronize()
-
-
 KERNELS = DeviceKernels(
     modules=(ModuleKernel("npu_rms_norm", is_rms_norm, rms_norm), ModuleKernel("npu_swiglu", is_gated, gated)),
     rotary=RotaryKernel("npu_rotary_mul", rotate, _rotary_fits, _unscaled, only_tried=True),
     # The operators round in other places than the modules do.
     trial=KernelTrial(
-        {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}, smallest=1.0, gradients=False, wait=_wait
+        {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}, smallest=1.0, gradients=False, wait=wait
     ),
 )

@@ -5,20 +5,53 @@ Shapes: T queries, S keys, H query heads, G key/value heads, D numbers of a key,
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 
 from lockstep.kernels.explicit import SCORE_BYTES
 from lockstep.kernels.flash import FLASH_PARTS, flash_part_fits
+from lockstep.kernels.npu_limits import part_problem
+from lockstep.kernels.npu_parts import FUSION_PARTS, TRIAL
+from lockstep.kernels.part_trial import same_parts
 from lockstep.kernels.parts import Gradients, PartialKernel, Sections, Tensors
 
 
-def partial_kernel(name: str, query_THD: torch.Tensor, value_SGE: torch.Tensor) -> PartialKernel:
+def partial_kernel(
+    name: str, query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sections, window: int | None = None
+) -> PartialKernel:
     """The kernel of the device whose `attention` is called `name`, where it takes these numbers; else plain torch."""
     if name in ("flash_varlen", "invariant") and flash_part_fits(query_THD, value_SGE):
         return FLASH_PARTS
+    if name == "npu_fusion" and _fusion_serves(query_THD, value_SGE, where, window):
+        return FUSION_PARTS
     return PLAIN
+
+
+def _fusion_serves(query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sections, window: int | None) -> bool:
+    problem = part_problem(query_THD, value_SGE, where.queries, where.keys)
+    if problem is not None:
+        _tell(problem)
+        return False
+    shape = (query_THD.shape[1], value_SGE.shape[1], query_THD.shape[2])
+    return _fusion_passes(query_THD.device, query_THD.dtype, shape, window is not None)
+
+
+@cache
+def _tell(problem: str) -> None:
+    """Once for each of them."""
+    warnings.warn(
+        f"attention over parallel.context is plain torch: npu_fusion_attention has no {problem}", stacklevel=4
+    )
+
+
+@cache
+def _fusion_passes(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], windowed: bool) -> bool:
+    """Tried once for each kind of call, on each device."""
+    like = torch.empty(0, dtype=dtype, device=device)
+    return same_parts("npu_fusion_attention", FUSION_PARTS, PLAIN, TRIAL, like, shape, windowed)
 
 
 # -- the twin

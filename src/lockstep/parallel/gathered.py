@@ -92,14 +92,13 @@ class _GatheredAttention(torch.autograd.Function):
         window: int | None,
     ) -> torch.Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
-        kernel, size = partial_kernel(layout.kernel, query, value), key.shape[-1]
+        size = key.shape[-1]
         out = query.new_empty(*query.shape[:2], value.shape[-1], dtype=wide)
         lse_HT = query.new_empty(query.shape[1], len(query), dtype=wide)
         for asking, _, seen in _heads(layout, query, key, value):
-            k, v = seen[..., :size].contiguous(), seen[..., size:].contiguous()
-            out[:, asking], lse_HT[asking] = kernel.forward(
-                query[:, asking].contiguous(), k, v, layout.where, scale, window
-            )
+            q, k, v = (tensor.contiguous() for tensor in (query[:, asking], seen[..., :size], seen[..., size:]))
+            kernel = partial_kernel(layout.kernel, q, v, layout.where, window)
+            out[:, asking], lse_HT[asking] = kernel.forward(q, k, v, layout.where, scale, window)
         if sinks_H is not None:
             out, lse_HT = with_sinks(out, lse_HT, sinks_H)
         out = out.to(query.dtype)
@@ -113,13 +112,16 @@ class _GatheredAttention(torch.autograd.Function):
         query, key, value, sinks_H, out, lse_HT = ctx.saved_tensors
         layout: GatheredLayout = ctx.layout
         wide = torch.promote_types(query.dtype, torch.float32)
-        kernel, size = partial_kernel(layout.kernel, query, value), key.shape[-1]
+        size = key.shape[-1]
         dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
         for asking, heads, seen in _heads(layout, query, key, value):
+            q, k, v = (tensor.contiguous() for tensor in (query[:, asking], seen[..., :size], seen[..., size:]))
+            kernel = partial_kernel(layout.kernel, q, v, layout.where, ctx.window)
             part_q, part_k, part_v = kernel.backward(
-                *(tensor[:, asking].contiguous() for tensor in (upstream, query)),
-                seen[..., :size].contiguous(),
-                seen[..., size:].contiguous(),
+                upstream[:, asking].contiguous(),
+                q,
+                k,
+                v,
                 out[:, asking].contiguous(),
                 lse_HT[asking].contiguous(),
                 layout.where,

@@ -134,7 +134,6 @@ class _RingAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         group, size = layout.group, key.shape[-1]
         wide = torch.promote_types(query.dtype, torch.float32)
-        kernel = partial_kernel(layout.kernel, query, value)
         passing = torch.cat([key, value], -1)
         out = lse_HT = None
         for number, hop in enumerate(layout.hops):
@@ -143,6 +142,7 @@ class _RingAttention(torch.autograd.Function):
                 count = layout.counts[(group.rank - number - 1) % group.size]
                 arriving = group.pass_on(passing, (count, *passing.shape[1:]))
             if hop is not None:
+                kernel = partial_kernel(layout.kernel, query, value, hop.where)
                 seen = _rows(passing, hop.keys)
                 k, v = seen[..., :size].contiguous(), seen[..., size:].contiguous()
                 part, part_lse_HT = kernel.forward(_rows(query, hop.queries).contiguous(), k, v, hop.where, scale)
@@ -171,7 +171,6 @@ class _RingAttention(torch.autograd.Function):
         layout: RingLayout = ctx.layout
         group, size = layout.group, key.shape[-1]
         wide = torch.promote_types(query.dtype, torch.float32)
-        kernel = partial_kernel(layout.kernel, query, value)
         passing = torch.cat([key, value], -1)
         dq = torch.zeros_like(query, dtype=wide)
         travelling = None
@@ -183,6 +182,7 @@ class _RingAttention(torch.autograd.Function):
                 arriving = group.pass_on(passing, (layout.counts[before], *passing.shape[1:]))
             found = torch.zeros_like(passing, dtype=wide)
             if hop is not None:
+                kernel = partial_kernel(layout.kernel, query, value, hop.where)
                 seen = _rows(passing, hop.keys)
                 queries, gradients, outputs = (_rows(one, hop.queries).contiguous() for one in (query, upstream, out))
                 part_q, part_k, part_v = kernel.backward(

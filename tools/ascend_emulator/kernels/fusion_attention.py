@@ -82,6 +82,8 @@ def fusion_attention(
     check_arguments(query, key, value, call)
     forward = _forward_packed if input_layout == "TND" else _forward
     out, largest, total = forward(query, key, value, call)
+    if by_sequence(call, softmax_layout):
+        largest, total = (_heads_in_front(statistic, call) for statistic in (largest, total))
     # What follows is the unused softmax, and the seed, offset and length of the dropout mask.
     return out, _copies(largest), _copies(total), torch.empty(0, dtype=query.dtype), 0, 0, 0
 
@@ -101,7 +103,7 @@ def fusion_attention_grad(
     softmax_max: torch.Tensor,
     softmax_sum: torch.Tensor,
     softmax_in: torch.Tensor | None = None,
-    attention_in: torch.Tensor | None = None,
+    attention_in: torch.Tensor,
     scale_value: float = 1.0,
     keep_prob: float = 1.0,
     pre_tockens: int = UNLIMITED,
@@ -121,10 +123,14 @@ def fusion_attention_grad(
 ) -> tuple[torch.Tensor, ...]:
     masking = Masking(atten_mask, sparse_mode, pre_tockens, next_tockens)
     call = Call(head_num, input_layout, scale_value, masking, actual_seq_qlen, actual_seq_kvlen)
+    check_arguments(query, key, value, call)
+    check_forward(query, softmax_max, softmax_sum, attention_in)
     largest, total = softmax_max[..., :1], softmax_sum[..., :1]
+    if by_sequence(call, softmax_layout):
+        largest, total = (_heads_behind(statistic, call) for statistic in (largest, total))
     gradients = _gradients_packed if input_layout == "TND" else _gradients
     nothing = torch.empty(0)  # gradients of position bias and sink
-    return *gradients(query, key, value, dy, largest, total, call), nothing, nothing.clone()
+    return *gradients(query, key, value, dy, attention_in, largest, total, call), nothing, nothing.clone()
 
 
 def check_arguments(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> None:
@@ -140,6 +146,39 @@ def check_arguments(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     if heads_at is not None and query.shape[heads_at] != call.heads:
         raise RuntimeError(f"npu_fusion_attention: head_num {call.heads}, but query is {tuple(query.shape)}")
     _check_sizes(query, key, value, call)
+
+
+def check_forward(
+    query: torch.Tensor, softmax_max: torch.Tensor, softmax_sum: torch.Tensor, attention_in: torch.Tensor
+) -> None:
+    """What the gradient gets from the forward pass."""
+    for statistic in (softmax_max, softmax_sum):
+        if statistic.dtype != torch.float32 or statistic.shape[-1] != _COPIES:
+            found = f"{statistic.dtype} of {tuple(statistic.shape)}"
+            raise RuntimeError(f"npu_fusion_attention_grad: softmax statistics are {_COPIES} float32 each, got {found}")
+    if attention_in.dtype != query.dtype:
+        raise RuntimeError(f"npu_fusion_attention_grad: attention_in of {attention_in.dtype} for {query.dtype}")
+
+
+def by_sequence(call: Call, softmax_layout: str) -> bool:
+    """Whether the statistics stand head by head within each sequence: so they do by default in TND, in its shape."""
+    if softmax_layout not in ("", "TND") or (softmax_layout and call.layout != "TND"):
+        raise RuntimeError(f"softmax_layout is for TND, and 'TND' or nothing: got {softmax_layout!r}, {call.layout}")
+    return call.layout == "TND" and not softmax_layout
+
+
+def _heads_in_front(statistic: torch.Tensor, call: Call) -> torch.Tensor:
+    heads, found = statistic.shape[1], torch.zeros_like(statistic).flatten()
+    for queries, _ in call.packed():
+        found[queries.start * heads : queries.stop * heads] = statistic[queries].transpose(0, 1).flatten()
+    return found.view_as(statistic)
+
+
+def _heads_behind(statistic: torch.Tensor, call: Call) -> torch.Tensor:
+    heads, flat, found = statistic.shape[1], statistic.flatten(), torch.zeros_like(statistic)
+    for queries, _ in call.packed():
+        found[queries] = flat[queries.start * heads : queries.stop * heads].view(heads, -1, 1).transpose(0, 1)
+    return found
 
 
 def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> None:
@@ -193,6 +232,7 @@ def _gradients(
     key: torch.Tensor,
     value: torch.Tensor,
     by_out: torch.Tensor,
+    out: torch.Tensor,
     largest: torch.Tensor,
     total: torch.Tensor,
     call: Call,
@@ -201,7 +241,10 @@ def _gradients(
     upstream = to_heads_first(by_out, call.layout, call.heads).float()
     weights = softmax_weights(masked_scores(q, k, call.scale, call.masking), largest, total)
     by_weights = upstream @ for_every_query_head(v, q.shape[1]).mT
-    by_scores = weights * (by_weights - (by_weights * weights).sum(-1, keepdim=True)) * call.scale
+    # What the gradient of a softmax subtracts comes from the output it is given, not from these weights: they are the
+    # same only where the statistics are of these keys alone.
+    along = (upstream * to_heads_first(out, call.layout, call.heads).float()).sum(-1, keepdim=True)
+    by_scores = weights * (by_weights - along) * call.scale
     by_query = by_scores @ for_every_query_head(k, q.shape[1])
     by_key = _sum_of_groups(by_scores.mT @ q.float(), k.shape[1])
     by_value = _sum_of_groups(weights.mT @ upstream, k.shape[1])
@@ -226,6 +269,7 @@ def _gradients_packed(
     key: torch.Tensor,
     value: torch.Tensor,
     by_out: torch.Tensor,
+    out: torch.Tensor,
     largest: torch.Tensor,
     total: torch.Tensor,
     call: Call,
@@ -237,6 +281,7 @@ def _gradients_packed(
             key[keys][None],
             value[keys][None],
             by_out[queries][None],
+            out[queries][None],
             largest[queries].transpose(0, 1)[None],
             total[queries].transpose(0, 1)[None],
             _of_one_sequence(call, queries, keys),
