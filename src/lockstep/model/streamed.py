@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lockstep.model.made import META, Place, Unmapped, conversions_of, fill_from, places_by_name, refuse_operations
-from lockstep.parallel.shard import Sharding, materialise, shard
+from lockstep.model.pretrained import refuse_not_finite
+from lockstep.parallel.shard import Sharding, held_part, materialise, shard
 from lockstep.parallel.stored import StoredTensors
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Streamed:
     model: Any
     stored: StoredTensors
     places: dict[nn.Parameter, Place]
+    where: str
+    """Begins the refusal of what is in the files."""
 
     def replaced(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         """Parameters of the model that others stand for now."""
@@ -48,9 +51,10 @@ class Streamed:
         materialise(root, sharding)
         parameters = dict(root.named_parameters())
         fill_from(self.stored, [(place, parameters[name]) for name, place in places.items()])
+        refuse_not_finite({name: held_part(parameters[name].detach())[0] for name in places}, self.where)
 
 
-def streamed(build: Callable[[], PreTrainedModel], path: str) -> Streamed | None:
+def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Streamed | None:
     """What `build` makes, without weights; None where the folder must be loaded whole."""
     files = weight_files(path)
     if files is None:
@@ -69,7 +73,7 @@ def streamed(build: Callable[[], PreTrainedModel], path: str) -> Streamed | None
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_dict(json.loads(generation.read_text(encoding="utf-8")))
-    return Streamed(model, stored, places)
+    return Streamed(model, stored, places, where)
 
 
 def weight_files(path: str) -> list[Path] | None:

@@ -232,6 +232,6 @@ def _read_whole(recipe: Recipe, counted: Counted, devices: int) -> tuple[str, ..
         return ()
     size = counted.parameters * DTYPES[recipe.model.dtype].itemsize
     return (
-        f"every process reads all of {recipe.model.path} into the host's memory ({size / 2**30:.1f} GiB each) before it "
-        f"keeps its slices: {counted.whole}",
+        f"every process reads all of {recipe.model.path} into the host's memory ({size / 2**30:.1f} GiB each) before "
+        f"it keeps its slices: {counted.whole}",
     )
