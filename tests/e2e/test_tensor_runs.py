@@ -155,7 +155,7 @@ def test_methods_that_compare_and_judge(model: Path, tmp_path: Path, method: str
     ids=["norms of heads", "experts"],
 )
 def test_other_models(model: Path, tmp_path: Path, config: PreTrainedConfig) -> None:
-    """Of experts transformers merges the tensors of the files, so each process has the whole model first."""
+    """Experts that the files have one by one: each process reads its own."""
     torch.manual_seed(0)
     folder = shutil.copytree(model, tmp_path / "model")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

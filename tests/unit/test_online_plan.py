@@ -387,13 +387,28 @@ def test_loading_takes_a_share_and_what_is_gathered_to_enter_the_model() -> None
     assert load(4, parallel__shard=2) == 4 * (PARAMETERS // 2 + beside)
     # Slices that live on the host never were on the device.
     assert load(4, parallel__offload="all") == 4 * beside
-    # Merged experts are whole on the host only, but divided over a tensor group on the device before they are sliced.
+    # Of merged experts a device has its own too: of a layer that a tensor group divides the norms and the router are
+    # whole. What every process reads whole, as a quantised model, is divided on the device before it is sliced.
     sizes = {"hidden_size": 64, "intermediate_size": 4096, "num_hidden_layers": 16, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2}
     merged = MixtralConfig(**sizes, **heads, tie_word_embeddings=False)
+    quantised = MixtralConfig(**sizes, **heads, tie_word_embeddings=False, quantization_config={"quant_method": "fp8"})
     attention, experts, rest = 2 * 64 * 64 + 2 * 64 * 32, 2 * 3 * 64 * 4096, 2 * 64 + 2 * 64
     whole, both = 16 * (attention + experts + rest) + 2 * 64 * 64 + 64, 16 * (attention + experts) // 2
-    assert load(8, merged, parallel__tensor=2) == 4 * (whole // 8 + both - both // 4)
+    entered = 2 * 64 * 64 + 64 + 3 * ((attention + experts) // 2 + rest)
+    assert load(8, merged, parallel__tensor=2) == 4 * (whole // 8 + entered)
+    assert load(8, quantised, parallel__tensor=2) == 4 * (whole // 8 + both - both // 4)
+
+
+def test_a_model_that_every_process_reads_whole_is_told() -> None:
+    def remarks(devices: int, **more: Any) -> tuple[str, ...]:
+        config = MixtralConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=64, **more)
+        return plan_memory(recipe_of(method="sft", batch__rows_per_update=4), config, devices, LONGEST, ROWS).remarks
+
+    quantised = {"quantization_config": {"quant_method": "fp8"}}
+    assert remarks(2) == remarks(1, **quantised) == ()
+    (told,) = remarks(2, **quantised)
+    assert told.endswith("(0.0 GiB each) before it keeps its slices: it is quantised")
 
 
 def test_a_reference_on_the_host_comes_for_its_own_pass() -> None:

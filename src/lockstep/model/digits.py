@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from lockstep.model.made import Place, fill_from, stored_bytes
 from lockstep.model.streamed import Streamed, places_of, weight_files
 from lockstep.parallel.stored import StoredTensors
 
@@ -26,17 +27,17 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class Digits:
-    """By the name of a trained parameter: its tensor in the files. `lost` says that there are such digits, and that
+    """By the name of a trained parameter: where it is in the files. `lost` says that there are such digits, and that
     the files cannot be read tensor by tensor."""
 
     stored: StoredTensors | None
-    keys: Mapping[str, str]
+    places: Mapping[str, Place]
     lost: bool = False
 
     def into(self, masters: Mapping[str, torch.Tensor]) -> None:
         """Into the masters, sharded or not, of those weights that have more digits in the files."""
         if self.stored is not None:
-            self.stored.fill({key: masters[name] for name, key in self.keys.items() if name in masters})
+            fill_from(self.stored, [(place, masters[name]) for name, place in self.places.items() if name in masters])
 
 
 NONE = Digits(None, {})
@@ -45,18 +46,18 @@ NONE = Digits(None, {})
 def digits_of(root: Trained, model: Any, source: Streamed | None, folder: str, dtype: torch.dtype) -> Digits:
     """Of `root`, which trains (parts of) `model`, before it is sharded: sharded parameters are other objects."""
     if source is not None:
-        stored, places = source.stored, source.names
+        stored, places = source.stored, source.places
     else:
         found = _read(model, folder)
         if found is None:
             return Digits(None, {}, lost=dtype != torch.float32 and _said_to_be_fp32(folder))
         stored, places = found
-    keys = {name: places[p] for name, p in root.trainable() if p in places}
-    keys = {name: key for name, key in keys.items() if stored.dtype(key).itemsize > dtype.itemsize}
-    return Digits(stored, keys) if keys else NONE
+    trained = {name: places[p] for name, p in root.trainable() if p in places}
+    longer = {name: place for name, place in trained.items() if stored_bytes(stored, place) > dtype.itemsize}
+    return Digits(stored, longer) if longer else NONE
 
 
-def _read(model: Any, folder: str) -> tuple[StoredTensors, dict[nn.Parameter, str]] | None:
+def _read(model: Any, folder: str) -> tuple[StoredTensors, dict[nn.Parameter, Place]] | None:
     files = weight_files(folder)
     if files is None:
         return None

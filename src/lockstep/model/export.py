@@ -16,7 +16,10 @@ from lockstep.model.heads import load_value_model, merge_adapters
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, stream_transformers, with_lora
 from lockstep.model.pretrained import save_generation, save_model, whole_model
 from lockstep.model.resolve import model_folder
+from lockstep.model.saved_names import SavedNames, saved_names
+from lockstep.model.streamed import stored_buffers
 from lockstep.model.weights import refuse_other_weights, restore_weights
+from lockstep.parallel.stored import shapes_of
 from lockstep.recipe.schema import Model
 from lockstep.run.checkpoint import Checkpoint
 from lockstep.run.files import written_aside
@@ -68,9 +71,13 @@ def export_model(
 
     if settings.lora is None:
         source = stream_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
+        names = None
         if source is not None:
+            refuse_other_weights(source.model, weights, where)
+            names = saved_names(source.model, {**shapes_of(weights), **shapes_of(_buffers(source.model))})
+        if source is not None and names is not None:
             with _written(settings, out) as aside:
-                _write_by_tensor(source.model, settings, weights, aside, where, end_tokens)
+                _write_by_tensor(source.model, names, settings, weights, aside, end_tokens)
                 for name, content in files.items():
                     (aside / name).write_text(content, encoding="utf-8")
             return
@@ -95,22 +102,26 @@ def export_model(
 
 def _write_by_tensor(
     model: PreTrainedModel,
+    names: SavedNames,
     settings: Model,
     weights: Mapping[str, torch.Tensor],
     folder: Path,
-    where: str,
     end_tokens: Sequence[int],
 ) -> None:
     """What `save_pretrained` would write, of a model without storage and weights that are read one by one."""
-    parameters = refuse_other_weights(model, weights, where)
     model.config.dtype = str(DTYPES[settings.dtype]).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     _stop_at(model, end_tokens)
     folder.mkdir(parents=True)
     model.config.save_pretrained(folder)
     save_generation(model, folder)
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    write_model(folder, shapes, DTYPES[settings.dtype], weights.__getitem__)
+    buffers = _buffers(model)
+    read = names.reader(lambda name: buffers[name] if name in buffers else weights[name])
+    write_model(folder, names.shapes, DTYPES[settings.dtype], read)
+
+
+def _buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: model.get_buffer(name) for name in stored_buffers(model)}
 
 
 def export_value_model(

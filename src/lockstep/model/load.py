@@ -134,7 +134,7 @@ def load_transformers(kind: Any, path: str, dtype: str, **more: Any) -> tuple[An
     how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION, "output_loading_info": True}
     where = f"model.path {path}"
     model, info = pretrained(kind, model_folder(path), where, "its weights", config=config, **how)
-    refuse_not_finite(model, where)
+    refuse_not_finite(dict(model.named_parameters()), where)
     return model, info
 
 
@@ -144,7 +144,8 @@ def stream_transformers(kind: Any, path: str, dtype: str) -> Streamed | None:
     prepare_products(DTYPES[dtype])
     config = load_config(path)
     how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION}
-    return streamed(lambda: kind.from_config(config, trust_remote_code=False, **how), model_folder(path))
+    folder, where = model_folder(path), f"model.path {path}"
+    return streamed(lambda: kind.from_config(config, trust_remote_code=False, **how), folder, where)
 
 
 def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:

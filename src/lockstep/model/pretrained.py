@@ -48,7 +48,7 @@ def whole_model(kind: Any, path: str, where: str, what: str, **settings: Any) ->
     """The same of a model, all of whose weights must be in its files: transformers fills the others with noise."""
     model, info = pretrained(kind, path, where, what, output_loading_info=True, **settings)
     refuse_partial(info, where)
-    refuse_not_finite(model, where)
+    refuse_not_finite(dict(model.named_parameters()), where)
     return model
 
 
@@ -65,14 +65,14 @@ def refuse_partial(info: Mapping[str, Any], where: str) -> None:
     refuse_all(problems, "weights")
 
 
-def refuse_not_finite(model: torch.nn.Module, where: str) -> None:
+def refuse_not_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
     """Refuse weights that are no numbers: whatever is computed with them is none either."""
     import torch
 
     refuse_all(
         [
             Problem(where, f"its weight {name} holds NaN or infinity", "copy or download it again")
-            for name, weight in model.named_parameters()
+            for name, weight in weights.items()
             # A sum first, which takes no memory: it is finite unless a part of it is not (or it is too large).
             if not torch.isfinite(weight.detach().sum(dtype=torch.float32)) and not torch.isfinite(weight).all()
         ],

@@ -1,7 +1,7 @@
 """A model whose weights come from their files a slice at a time: no rank ever holds more than its share and one tensor.
 
-The modules are built without storage, sharded, and filled from the safetensors files of the folder. That needs files
-whose tensors are the model's parameters under their own names; of other folders transformers loads the whole model.
+The modules are built without storage, sharded, and filled from the safetensors files of the folder, under their own
+names or as transformers renames and merges them (`made.py`). What that cannot be done for transformers loads whole.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from lockstep.parallel.shard import Sharding, materialise, shard
+from lockstep.model.made import META, Place, Unmapped, conversions_of, fill_from, places_by_name, refuse_operations
+from lockstep.model.pretrained import refuse_not_finite
+from lockstep.parallel.shard import Sharding, held_part, materialise, shard
 from lockstep.parallel.stored import StoredTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,28 @@ class Streamed:
 
     model: Any
     stored: StoredTensors
-    names: dict[nn.Parameter, str]
+    places: dict[nn.Parameter, Place]
+    where: str
+    """Begins the refusal of what is in the files."""
 
     def replaced(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         """Parameters of the model that others stand for now."""
         for before, now in others.items():
-            if before in self.names:
-                self.names[now] = self.names.pop(before)
+            if before in self.places:
+                self.places[now] = self.places.pop(before)
 
     def shard(self, root: nn.Module, layers: list[nn.Module], sharding: Sharding) -> None:
         """Shard `root` and fill it; what is no part of the model keeps its values."""
         # Sharded parameters are other objects.
-        names = {name: self.names[p] for name, p in root.named_parameters() if p in self.names}
+        places = {name: self.places[p] for name, p in root.named_parameters() if p in self.places}
         shard(root, layers, sharding)
         materialise(root, sharding)
         parameters = dict(root.named_parameters())
-        self.stored.fill({key: parameters[name] for name, key in names.items()})
+        fill_from(self.stored, [(place, parameters[name]) for name, place in places.items()])
+        refuse_not_finite({name: held_part(parameters[name].detach())[0] for name in places}, self.where)
 
 
-def streamed(build: Callable[[], PreTrainedModel], path: str) -> Streamed | None:
+def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Streamed | None:
     """What `build` makes, without weights; None where the folder must be loaded whole."""
     files = weight_files(path)
     if files is None:
@@ -62,15 +65,15 @@ def streamed(build: Callable[[], PreTrainedModel], path: str) -> Streamed | None
         stored = StoredTensors(files)
     except (OSError, SafetensorError):
         return None  # transformers says what is wrong with them
-    names = places_of(model, stored)
-    if names is None:
+    places = places_of(model, stored)
+    if places is None or not _with_buffers(model, stored):
         return None
     generation = Path(path) / "generation_config.json"
     if model.can_generate() and generation.is_file():
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_dict(json.loads(generation.read_text(encoding="utf-8")))
-    return Streamed(model, stored, names)
+    return Streamed(model, stored, places, where)
 
 
 def weight_files(path: str) -> list[Path] | None:
@@ -86,32 +89,70 @@ def weight_files(path: str) -> list[Path] | None:
     return [alone] if alone.is_file() else None
 
 
-def places_of(model: PreTrainedModel, stored: StoredTensors) -> dict[nn.Parameter, str] | None:
-    """Where in the files each parameter is; None where loading is more than copying them. Tied parameters have several
+def places_of(model: PreTrainedModel, stored: StoredTensors) -> dict[nn.Parameter, Place] | None:
+    """Where in the files each parameter is; None where that is not known for all of them. Tied parameters have several
     names, of which the files may have any."""
-    if beyond_copying(model):
+    if loaded_whole(model, model.dtype) is not None:
         return None
-    found: dict[nn.Parameter, str] = {}
+    try:
+        known = places_by_name(model, stored)
+    except Unmapped:
+        return None
+    found: dict[nn.Parameter, Place] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in stored and stored.shape(name) == parameter.shape:
-            found.setdefault(parameter, name)
+        if name in known:
+            found.setdefault(parameter, known[name])
     return found if all(parameter in found for parameter in model.parameters()) else None
 
 
-def beyond_copying(model: PreTrainedModel) -> bool:
-    """Whether loading is more than a copy of each tensor in the model's dtype."""
-    from transformers import PreTrainedModel
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+def _with_buffers(model: PreTrainedModel, stored: StoredTensors) -> bool:
+    """Give the model those of its buffers that are in the files (a router's bias), whole, which they are on every rank;
+    whether all were found."""
+    names = stored_buffers(model)
+    if not names:
+        return True
+    kept, known = _kept_in_fp32(model, model.dtype), places_by_name(model, stored)
+    for name in names:
+        place = known.get(name)
+        if not isinstance(place, str):
+            return False
+        module, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(module)
+        value = stored[place].to(torch.float32 if kept(name) else owner.get_buffer(leaf).dtype)
+        owner._buffers[leaf] = value
+    return True
 
-    kinds = {module.config.model_type for module in model.modules() if isinstance(module, PreTrainedModel)}
-    buffers = dict(model.named_buffers()).keys() & model.state_dict().keys()
-    return bool(
-        buffers
-        or getattr(model.config, "quantization_config", None)
-        or getattr(model, "_keep_in_fp32_modules", None)
-        or getattr(model, "_keep_in_fp32_modules_strict", None)
-        or any(get_checkpoint_conversion_mapping(kind) for kind in kinds)
-    )
+
+def stored_buffers(model: PreTrainedModel) -> list[str]:
+    """Those that `save_pretrained` writes beside the parameters."""
+    saved = model.state_dict().keys()
+    return [name for name, _ in model.named_buffers() if name in saved]
+
+
+def _kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Which tensors transformers keeps in fp32 although the model has that dtype."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return lambda name: False
+    pattern, *_ = build_glob_alternation(list(plan))
+    return lambda name: pattern.search(name) is not None
+
+
+def loaded_whole(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
+    """Why every process loads a whole model, as far as its class and its configuration say."""
+    if getattr(model.config, "quantization_config", None):
+        return "it is quantised"
+    kept = _kept_in_fp32(model, dtype)
+    mixed = next((name for name, _ in model.named_parameters() if kept(name)), None)
+    if mixed is not None:
+        return f"transformers keeps {mixed} in fp32"
+    try:
+        refuse_operations(conversions_of(model))
+    except Unmapped as why:
+        return str(why)
+    return None
 
 
 @contextmanager

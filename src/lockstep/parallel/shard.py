@@ -120,6 +120,14 @@ def is_sliced(tensor: object) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor)
 
 
+def held_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What this rank holds of a tensor, and where in the whole that begins."""
+    if not is_sliced(tensor):
+        return tensor, (0,) * tensor.ndim
+    (chunk,) = tensor.__create_chunk_list__()
+    return tensor.to_local(), tuple(chunk.offsets)
+
+
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Tensors that one operator may take together: those of one mesh, sliced along the same dimensions of it."""
     groups: dict[Any, list[torch.Tensor]] = {}

@@ -90,7 +90,7 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     if missing:
         problems = [Problem(where, f"the weights lack {key}, which would start random") for key in missing]
         raise Refusal(shortened(problems, "weights"))
-    refuse_not_finite(model, where)
+    refuse_not_finite(dict(model.named_parameters()), where)
     largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
     if largest >= rows:
         why = f"its tokenizer has a token with id {largest}, but its embedding has {rows} rows"

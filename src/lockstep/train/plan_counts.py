@@ -9,8 +9,8 @@ import torch
 
 from lockstep.kernels.plain_modules import fused_feed_forwards
 from lockstep.model.decoder import decoder_layers
-from lockstep.model.load import load_config, with_lora
-from lockstep.model.streamed import beyond_copying
+from lockstep.model.load import DTYPES, load_config, with_lora
+from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters
 from lockstep.parallel.mesh import Grid
 from lockstep.recipe import Recipe
@@ -33,8 +33,8 @@ class Counted:
     """Those of the largest layer, whole."""
     outside: int
     """Those that no layer has: the embedding, the output head, the last norm."""
-    made: bool
-    """Whether transformers makes its tensors of others that are in the files, so that every process loads all."""
+    whole: str | None
+    """Why every process loads the whole model into the host's memory, where that is so."""
     fused: bool
     """Whether every feed-forward is one that devices with lean layers have fused, where no adapter is in it."""
     frozen: dict[str, int]
@@ -50,7 +50,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         # The norms, biases and adapters of a tensor group are too small to count apart.
         divided = divided_parameters(base, recipe.parallel.tensor)
-        layers, made = decoder_layers(base), beyond_copying(base)
+        layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == config.num_hidden_layers
         model = with_lora(base, recipe.model.lora, seed=0)
     parameters = sum(p.numel() for p in model.parameters())
@@ -59,7 +59,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
     each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     outside, largest = parameters - sum(each), max(trained, default=0)
     sizes = (parameters, sum(trained), divided, largest, max(each, default=0), outside)
-    return Counted(*sizes, made, fused, frozen, reward_bytes(recipe))
+    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe))
 
 
 def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
@@ -70,7 +70,7 @@ def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
     layer = counted.layer - (counted.divided - kept) // max(1, config.num_hidden_layers)
     entered = counted.outside + 2 * layer + max(counted.outside, layer)
     # What every process has whole on the host is divided over a tensor group before it is sliced.
-    parted = kept - kept // grid.shard if counted.made and grid.tensor > 1 else 0
+    parted = kept - kept // grid.shard if counted.whole and grid.tensor > 1 else 0
     return max(entered, parted)
 
 

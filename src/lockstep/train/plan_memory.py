@@ -42,6 +42,7 @@ class MemoryPlan:
     checkpoint_bytes: int
     freed: tuple[Freed, ...] = ()
     """What could be kept on the host, or is."""
+    remarks: tuple[str, ...] = ()
 
     @property
     def peak(self) -> Phase:
@@ -104,7 +105,7 @@ def plan_memory(
         Phase("validation", kept.weights, 0, kept.optimizer, layers // max(1, config.num_hidden_layers) + head),
     )
     state = size + 2 * (4 if masters else size) + (4 if masters else 0)
-    plan = MemoryPlan(parameters, trained, phases, trained * state)
+    plan = MemoryPlan(parameters, trained, phases, trained * state, remarks=_read_whole(recipe, counted, devices))
     frozen = {key: count * size // shards for key, count in counted.frozen.items()} | {"offload_reward": counted.reward}
     plan = _with_weights(plan, sum(frozen.values()))
     layer = parameters * size // max(1, config.num_hidden_layers)
@@ -209,7 +210,7 @@ def _with_online_parts(
     passes = prefill_bytes(config.get_text_config(), min(engine.prefill_tokens, prompts), size)
     generation = Phase("generation", gathered * size + beside, 0, standing.optimizer, cache + passes)
     own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
-    return MemoryPlan(plan.parameters, plan.trained, (*phases, generation), plan.checkpoint_bytes + own)
+    return replace(plan, phases=(*phases, generation), checkpoint_bytes=plan.checkpoint_bytes + own)
 
 
 def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
@@ -224,3 +225,13 @@ def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
             "(model.lora.rank), use model.dtype=bf16, keep the optimizer on the host (parallel.offload=optimizer), or "
             "shard over more devices (parallel.devices, torchrun)",
         )
+
+
+def _read_whole(recipe: Recipe, counted: Counted, devices: int) -> tuple[str, ...]:
+    if counted.whole is None or devices == 1:
+        return ()
+    size = counted.parameters * DTYPES[recipe.model.dtype].itemsize
+    return (
+        f"every process reads all of {recipe.model.path} into the host's memory ({size / 2**30:.1f} GiB each) before "
+        f"it keeps its slices: {counted.whole}",
+    )

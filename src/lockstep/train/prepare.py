@@ -189,6 +189,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     )
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
+    remarks += memory.remarks
     return Prepared(recipe, tokenizer, config, questions, memory, train, val, batches, limit, remarks)
 
 
@@ -287,7 +288,7 @@ def prepare_online(
     memory = with_worker(memory, recipe, config, batches.longest, prefill_tokens, on_host=on_host)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
-    remarks = repeated_rows(recipe, train)
+    remarks = [*repeated_rows(recipe, train), *memory.remarks]
     if questions:
         asked = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))
         remarks += seen_in_training(train.items, asked, "val.questions")
