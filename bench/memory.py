@@ -8,7 +8,6 @@ python bench/memory.py --cases activations --out bench/results/memory_activation
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import tempfile
@@ -99,8 +98,6 @@ def measure(folder: Path, case: dict, device_name: str) -> dict:
     device = select(device_name)
     recipe = recipe_of(case, folder)
     plan = planned(recipe, load_config(str(folder)), device)
-    # Modules with kernels of ours refer to themselves: those of the case before go when they are looked for.
-    gc.collect()
     torch.cuda.empty_cache()
     before = device.memory().allocated
     if before > LEFT_OVER:

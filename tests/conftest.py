@@ -34,6 +34,16 @@ settings.register_profile("unhurried", deadline=None, suppress_health_check=UNAS
 settings.load_profile("unhurried")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """pytest-xdist 3.8 tells a test's group by its name, in a place where pytest looks no more since 9.2: without this
+    the tests of a group are dealt out one by one, and each process sets up what they share."""
+    for item in items:
+        named = vars(item).get("_nodeid")
+        if named is not None and named != item.nodeid:
+            item._id = type(item.id).parse(named)  # type: ignore[attr-defined]
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection need look at it again, and no process that a test forks copy it."""
     gc.collect()

@@ -52,6 +52,11 @@ class Example:
         """How many tokens are really predicted."""
         return self.trained[1:].count(1)
 
+    @property
+    def trained_tokens(self) -> int:
+        """How many tokens something is learned at, for people."""
+        return self.targets
+
     def cut(self, span: slice) -> Self:
         """The tokens of the span alone."""
         return replace(self, ids=self.ids[span], trained=self.trained[span])
@@ -74,6 +79,11 @@ class Probe(Example):
     @property
     def targets(self) -> int:
         return len(self.positions) * len(self.token_ids)
+
+    @property
+    def trained_tokens(self) -> int:
+        """However many answers are weighed at each."""
+        return len(self.positions)
 
     def cut(self, span: slice) -> Self:
         kept = tuple(position - span.start for position in self.positions if span.start <= position < span.stop)

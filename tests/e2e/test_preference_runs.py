@@ -211,6 +211,7 @@ def test_metrics_plan_and_rows_of_every_method(tiny_folder: Path, tmp_path: Path
     words = [
         "run.steps=2",
         "run.export=false",
+        "data.shuffle=false",
         "val.at_start=true",
         "log.track=[tensorboard]",
         *taught(method, teacher),
@@ -234,6 +235,12 @@ def test_metrics_plan_and_rows_of_every_method(tiny_folder: Path, tmp_path: Path
     shown = CliRunner().invoke(app, ["data", "show", str(recipe_file), "--rows", "1", *words])
     assert shown.exit_code == 0, shown.output
     assert f"{tmp_path / 'train.jsonl'} line 1" in shown.output
+    if method == "prm":
+        # Steps, not the words that are weighed at each of them.
+        steps = [len(row["labels"]) for row in METHODS[method](24, 0)]
+        assert f" tokens, {steps[0]} trained" in shown.output
+        assert f"of which {sum(steps):,} trained" in plan.output
+        assert [step["train/trained_tokens"] for step in (first, second)] == [sum(steps[:6]), sum(steps[6:12])]
     if method in ("dpo", "rm"):
         assert "chosen" in shown.output
         assert "rejected" in shown.output

@@ -41,12 +41,16 @@ def host_rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> t
     return turn(q), turn(k)
 
 
+def takes_all(*given: Any) -> bool:
+    return True
+
+
 def unscaled(module: nn.Module) -> bool:
     return all(abs(scale) <= 1 for scale in scales_of(module))
 
 
 HOST = DeviceKernels(
     (ModuleKernel("host_norm", is_rms_norm, host_norm), ModuleKernel("host_gated", is_gated, host_gated)),
-    RotaryKernel("host_rotary", host_rotate, lambda *given: True, unscaled, only_tried=True),
+    RotaryKernel("host_rotary", host_rotate, takes_all, unscaled, only_tried=True),
     KernelTrial({torch.float32: 1e-5, torch.bfloat16: 3e-2}, smallest=1.0, gradients=True, wait=lambda: None),
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep
 from conftest import chat_rows, write_online_recipe, write_sft_recipe
 from lockstep.algorithms.supervised import nll
 from lockstep.data.batching import micro_batch
@@ -97,7 +98,7 @@ def learned(module: nn.Module, run: Callable[[nn.Module], torch.Tensor]) -> dict
     return {"loss": loss.detach(), **found}
 
 
-def alike(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+def alike(mine: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
@@ -153,6 +154,23 @@ def test_a_critic_in_bf16_is_the_same_too(folder: Path, batches: dict[bool, Micr
         found.append(learned(critic, lambda module: module(batches[True]).square().sum()))
     assert travelled.out
     assert alike(*found)
+
+
+def test_a_handle_trains_to_the_same_bits(folder: Path, tmp_path: Path, travelled: Travelled) -> None:
+    """Its reference keeps nothing, and takes nothing to the host."""
+    steps, ends = [], []
+    for offload in (False, True):
+        model = lockstep.load(folder, device="cpu", lr=1e-3, reference=True, activation_offload=offload)
+        rows = [model.example("2+3=", "5"), model.example("10+20=", "thirty, I think")]
+        assert [row.shape for row in model.logprobs(rows, reference=True)] != []
+        assert not travelled.out
+        model.forward_backward(rows, "nll")
+        steps.append(model.optim_step())
+        ends.append(dict(enumerate(model.logprobs(rows))))
+    assert travelled.out
+    assert travelled.back == len(travelled.out)
+    assert steps[0] == steps[1]
+    assert alike(*ends)  # of the weights after the step
 
 
 def test_what_does_not_train_keeps_nothing(folder: Path, batches: dict[bool, MicroBatch], travelled: Travelled) -> None:

@@ -383,6 +383,37 @@ def test_a_fit_takes_the_fastest_way() -> None:
     assert list(found.keys) == ["batch.tokens"]
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_leave_where_nothing_else_makes_a_long_row_fit(checkpointing: bool) -> None:
+    """One row, so that no smaller micro-batch holds it, of so many layers that their inputs outweigh all else."""
+    config = copy.deepcopy(CONFIG)
+    config.num_hidden_layers, config.layer_types = 32, 32 * ["full_attention"]
+    keys = {"method": "sft", "batch__rows_per_update": 1, "batch__tokens": 8000, "model__dtype": "fp32"}
+    recipe = recipe_of(**keys, model__gradient_checkpointing=checkpointing)
+    outlook = Outlook.of(recipe, config, EqualRows(1, 8000))
+    tried = {"model.gradient_checkpointing": True, "parallel.offload": "optimizer"}
+    moved = {"model.gradient_checkpointing": True, "model.activation_offload": True}
+
+    def update(keys: dict[str, Any]) -> int:
+        phases = outlook.with_recipe(with_keys(recipe, keys)).phases(TargetCluster(1, 1, ROUND))
+        return next(phase.total for phase in phases if phase.name == "update")
+
+    # Inputs of 64 numbers a token, in fp32, of all layers but two.
+    assert update({"model.gradient_checkpointing": True}) - update(moved) == 30 * 8000 * 64 * 4
+    cluster = TargetCluster(1, 1, replace(ROUND, memory=update(moved)))
+    assert update(tried) > cluster.memory
+    found = fitting(outlook, cluster)
+    assert found is not None
+    assert found.cluster == cluster
+    # What the recipe has is not said again.
+    assert found.keys == ({"model.activation_offload": True} if checkpointing else moved)
+    # It is not said where layers that are computed twice are enough.
+    room = replace(cluster, chip=replace(ROUND, memory=update({"model.gradient_checkpointing": True})))
+    enough = fitting(outlook, room)
+    assert enough is not None
+    assert enough.keys == ({} if checkpointing else {"model.gradient_checkpointing": True})
+
+
 def test_where_no_keys_help_more_nodes_do_or_nothing() -> None:
     """In slices the state is small, and layers that are gathered for a moment still fit."""
     recipe = recipe_of(method="sft", batch__rows_per_update=8, batch__tokens=50, model__gradient_checkpointing=True)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +20,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from host_kernels import HOST, host_norm, turned, unscaled
+from lockstep.data.batching import micro_batch
 from lockstep.kernels import fused_modules, fused_rotary
 from lockstep.kernels.fused_modules import ModuleKernel, plug_in
 from lockstep.kernels.fused_rotary import Rotary
 from lockstep.kernels.plain_modules import is_rms_norm
+from lockstep.methods.sft import token_loss
+from lockstep.model.load import load_policy
+from lockstep.parallel.world import World
+from lockstep.recipe.schema import Model, Optim
+from lockstep.train.optim import Optimizer
+from lockstep.train.step import Learner
+from lockstep.types import Example, Origin
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -65,6 +78,45 @@ def test_what_computes_the_same_is_replaced_and_the_numbers_stay(gradients: bool
         ]
     torch.testing.assert_close(logits(model), wanted, atol=1e-5, rtol=1e-5)
     assert turned == [(1, 4, 6, 8)] * 2
+
+
+def plugged(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(vars(module).get("forward"), fused_modules._InPlace)]
+
+
+def test_weights_go_with_their_model_though_nobody_looks_for_circles(tiny_folder: Path) -> None:
+    """As between two models on one device: also after a step, with the optimizer gone."""
+    policy = load_policy(Model(path=str(tiny_folder)), torch.device("cpu"), "sdpa", seed=0)
+    plug_in(policy.model, HOST)
+    assert len(plugged(policy)) > 2
+    rows = [Example([1, 2, 3, 4, 5], [0, 1, 1, 1, 1], Origin("rows", 0))]
+    optimizer = Optimizer(policy.trainable(), Optim(), masters=False, fused=False)
+    learner = Learner(policy, optimizer, torch.device("cpu"), World())
+    gc.collect()
+    gc.disable()
+    try:
+        learner.forward_backward([micro_batch(rows, packed=True, pad_id=0)], token_loss)
+        learner.optim_step(1e-3)
+        weights = [weakref.ref(parameter) for parameter in policy.parameters()]
+        del policy, optimizer, learner
+        assert weights
+        assert not [one for one in weights if one() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_computes_with_its_own_weights(copied: Any) -> None:
+    model = llama()
+    plug_in(model, HOST)
+    before, other = logits(model), copied(model)
+    assert len(plugged(other)) == len(plugged(model)) > 2
+    with torch.no_grad():
+        for module in plugged(model):
+            for parameter in module.parameters():
+                parameter.zero_()
+    assert torch.equal(logits(other), before)
+    assert not torch.equal(logits(model), before)
 
 
 def test_another_model_of_the_file_keeps_its_own_rotation() -> None:

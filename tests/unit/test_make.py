@@ -49,3 +49,11 @@ def test_all_parts_run_and_the_status_tells(
     ]
     assert (done.returncode == 0) == (not failed), done.stdout + done.stderr
     assert (f"make test: FAILED:{failed}\n" in done.stdout) == bool(failed)
+
+
+@pytest.mark.xdist_group("whole")
+def test_a_group_is_told_to_whoever_deals_the_tests_out(request: pytest.FixtureRequest) -> None:
+    """By the end of a test's name, as pytest-xdist reads it: what a group shares is then set up once."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("one process, or tests that are dealt out one by one")
+    assert request.node.nodeid.endswith("@whole")

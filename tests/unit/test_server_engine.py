@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 
 from engine_replay import Replay, replaying
 from engine_session import SAMPLED, adapted, load, move, opened, requests, run, scored, session, slept, sync
-from lockstep.errors import Refusal
+from lockstep.errors import LostProcess, Refusal
 from lockstep.model.policy import Policy
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
+from lockstep.rollout.server.life import STARTS
+from lockstep.rollout.server.process import ServerProcess
 
 GENERATE = "/lockstep/samples"
 
@@ -290,9 +293,113 @@ def test_a_response_that_the_servers_context_cut_ends_the_run(policy: Policy, em
 def test_a_server_that_never_answers_is_given_up(policy: Policy, embedded: Path, tmp_path: Path) -> None:
     with replaying("vllm") as server:
         address = server.address
-    told = refused(address, policy, embedded, tmp_path, server={"start_limit": 0.5})
-    assert "no answer in 0.5 s" in told
-    assert "rollout.server.start_limit" in told
+    with (
+        pytest.raises(Refusal, match=r"no answer in 0\.5 s") as caught,
+        opened(address, policy, embedded, tmp_path, server={"start_limit": 0.5}),
+    ):
+        pass
+    assert "rollout.server.start_limit" in str(caught.value)
+    assert not isinstance(caught.value, LostProcess)  # it would be refused again
+
+
+def test_a_server_that_ends_before_it_ever_answered_is_refused(
+    policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started by lockstep, with a flag that it does not know."""
+    package = tmp_path / "package" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    words = "import argparse; argparse.ArgumentParser().parse_args()"
+    (package / "api_server.py").write_text(words, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "package"))
+    with (
+        pytest.raises(
+            Refusal, match=r"the server ended with status 2(.|\n)*unrecognized arguments: (.|\n)*--speed 9"
+        ) as c,
+        opened(None, policy, embedded, tmp_path, server={"args": ["--speed", "9"]}),
+    ):
+        pass
+    assert not isinstance(c.value, LostProcess)
+
+
+@dataclass
+class CutOff:
+    """From when it is told, every connection is cut."""
+
+    gone: bool = False
+
+    def __call__(self, path: str, body: Any, number: int, answer: Any) -> tuple[int, Any] | None:
+        return None if self.gone else (200, answer)
+
+
+def ends_at_once(log: Path) -> ServerProcess:
+    return ServerProcess([sys.executable, "-c", "raise SystemExit('no memory left')"], {}, log)
+
+
+@pytest.mark.parametrize("when", ["generation", "hand-over"])
+def test_a_server_of_ours_that_is_lost_again_and_again_may_work_after_a_restart(
+    policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It has worked, is then gone, and each of its successors ends before it answers."""
+    restarts: list[ServerProcess] = []
+    restart = ServerProcess.restart
+    monkeypatch.setattr(ServerProcess, "restart", lambda self: (restarts.append(self), restart(self)))
+    cut = CutOff()
+    with replaying("vllm", cut) as server, opened(server.address, policy, embedded, tmp_path) as engine:
+        engine.fleet.servers[0].process = ends_at_once(tmp_path / "vllm.log")
+        sync(engine)
+        cut.gone = True
+        move(policy)
+        with pytest.raises(LostProcess, match=r"the server was lost 4 times in a row(.|\n)*no memory left"):
+            run(engine, requests(), SAMPLED) if when == "generation" else sync(engine, 1)
+    assert len(restarts) == STARTS
+
+
+def test_a_server_of_others_that_does_not_come_back_may_work_after_a_restart(
+    policy: Policy, embedded: Path, tmp_path: Path
+) -> None:
+    cut = CutOff()
+    with (
+        replaying("vllm", cut) as server,
+        opened(server.address, policy, embedded, tmp_path, server={"start_limit": 0.5}) as engine,
+    ):
+        sync(engine)
+        cut.gone = True
+        with pytest.raises(LostProcess, match=r"no answer in 0\.5 s from"):
+            run(engine, requests(), SAMPLED)
+
+
+def test_a_response_that_is_lost_with_every_server_may_be_had_after_a_restart(
+    policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server comes back each time, and is lost under the response again."""
+    monkeypatch.setattr("lockstep.rollout.server.fleet._HEALTH_PAUSE", 0.01)
+
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any] | None:
+        return None if generated(path, body) else (200, answer)
+
+    with replaying("vllm", fault) as server, opened(server.address, policy, embedded, tmp_path) as engine:
+        sync(engine)
+        with pytest.raises(LostProcess, match="was asked for 6 times in vain"):
+            run(engine, requests(), SAMPLED)
+
+
+@pytest.mark.parametrize(("before", "kind"), [(False, Refusal), (True, LostProcess)])
+def test_a_server_that_breaks_in_a_push_may_take_it_after_a_restart_if_it_ever_did(
+    policy: Policy, embedded: Path, tmp_path: Path, before: bool, kind: type[Refusal]
+) -> None:
+    broken = [not before]
+
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
+        return (500, "EngineDeadError") if broken == [True] and path.startswith("/pause") else (200, answer)
+
+    with replaying("vllm", fault) as server, opened(server.address, policy, embedded, tmp_path) as engine:
+        if before:
+            sync(engine)
+            broken[:] = [True]
+            move(policy)
+        with pytest.raises(Refusal, match="did not take the weights after 1 updates") as caught:
+            sync(engine, 1)
+    assert type(caught.value) is kind
 
 
 def test_an_address_must_be_one(policy: Policy, embedded: Path, tmp_path: Path) -> None:
@@ -351,19 +458,26 @@ class Ranks(World):
 
 def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None:
     laid: list[Any] = []
-    with replaying("vllm") as server:
+    cut = CutOff()
+    with replaying("vllm", cut) as server:
         for number in range(2):
             world = Ranks(number, 2, laid=laid)
-            with opened(server.address, load(embedded), embedded, tmp_path, world) as engine:
+            limit = {"start_limit": 0.5}
+            with opened(server.address, load(embedded), embedded, tmp_path, world, server=limit) as engine:
                 sync(engine)
                 # The server is rank 0's to push to; by now it has gone on to the third push.
                 if number == 0:
                     assert len(run(engine, requests(), SAMPLED)) == 6
                 assert engine.handover.pushes == (2 if number == 0 else 0)
                 assert engine.fleet.version.endswith("-2")
-                # What rank 0 is refused ends all.
+                # What rank 0 is refused ends all, and what it lost.
                 move(engine.policy, by=0.5)
-                with pytest.raises(Refusal, match="log-probs of the probe"):
+                with pytest.raises(Refusal, match="log-probs of the probe") as caught:
                     sync(engine, 1)
+                assert type(caught.value) is Refusal
+                cut.gone = True
+                move(engine.policy, by=0.5)
+                with pytest.raises(LostProcess, match=r"rollout\.server\.start_limit"):
+                    sync(engine, 2)
     assert pushes(server) == 3
     assert laid == []

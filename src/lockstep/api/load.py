@@ -41,6 +41,7 @@ def load(
     template: str | Path = "auto",
     batch_tokens: int = 4096,
     gradient_checkpointing: bool = False,
+    activation_offload: bool = False,
     seed: int = 0,
 ) -> Handle:
     """A handle on the model of a Hugging Face folder (or of a run folder).
@@ -49,7 +50,9 @@ def load(
     `reference` keeps a frozen copy of the model, or of another folder's, to ask for log-probabilities; with `lora`
     the model without its adapter is one at no cost, and needs no copy. `template` is the recipe's `data.template`:
     by `auto` a text is a user's message where the tokenizer has a chat template; `none`, `chatml`, `llama3`, `qwen` or
-    the path of a `.jinja` file. `batch_tokens` bounds the micro-batches, which never change a gradient.
+    the path of a `.jinja` file. `batch_tokens` bounds the micro-batches, which never change a gradient; nor do
+    `gradient_checkpointing`, by which layers are computed twice, and `activation_offload`, by which what they keep for
+    the backward pass waits on the host.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Refusal.at("lockstep.load", "a handle is one process on one device", "use lockstep.train under torchrun")
@@ -57,7 +60,14 @@ def load(
     folder = model_folder(str(model))
     adapter = _adapter(lora)
     _refuse_dtype(dtype, chosen)
-    settings = Model(path=folder, dtype=dtype, lora=adapter, gradient_checkpointing=gradient_checkpointing)
+    settings = checked(
+        Model,
+        path=folder,
+        dtype=dtype,
+        lora=adapter,
+        gradient_checkpointing=gradient_checkpointing,
+        activation_offload=activation_offload,
+    )
     data = checked(Data, train=["-"], template=str(template))
     tokenizer, config = with_template(load_tokenizer(folder), data), load_config(folder)
     refuse_foreign_tokenizer(tokenizer, config.vocab_size, folder)
@@ -104,7 +114,7 @@ def _frozen(settings: Model, path: str, device: Device, torch_device: torch.devi
         raise Refusal.at(
             f"reference {path}", f"has {other:,} tokens, and the model {vocabulary:,}", "use one of its family"
         )
-    alone = settings.model_copy(update={"path": path, "lora": None})
+    alone = settings.model_copy(update={"path": path, "lora": None, "activation_offload": False})
     policy = load_policy(alone, torch_device, device.attention, seed=0)
     policy.requires_grad_(False)
     return policy

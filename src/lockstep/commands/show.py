@@ -58,7 +58,7 @@ def _show_examples(recipe: Recipe, rows: int) -> None:
     for source in prepared.train.sources:
         for item in source[:rows]:
             for number, example in enumerate(item.examples):
-                title = f"{item.origin}{role_of(item, number)}: {len(example)} tokens, {example.targets} trained"
+                title = f"{item.origin}{role_of(item, number)}: {len(example)} tokens, {example.trained_tokens} trained"
                 screen.print(shown(title, "bold"), soft_wrap=True)
                 screen.print(render(example, prepared.tokenizer, marks=not screen.is_terminal), soft_wrap=True)
     counts = prepared.train.counts

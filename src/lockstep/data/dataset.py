@@ -40,7 +40,7 @@ class Kept(Generic[T]):
     @classmethod
     def of(cls, item: Any, truncated: bool, ends: tuple[int, ...] = ()) -> Kept[T]:
         examples = item.examples
-        trained = sum(example.targets for example in examples)
+        trained = sum(example.trained_tokens for example in examples)
         return cls(item, tuple(len(example) for example in examples), trained, truncated, ends)
 
 

@@ -7,11 +7,11 @@ call that a kernel cannot take goes to the module's own forward.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -48,11 +48,28 @@ def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullconte
     for module in _gathered_one_by_one(model, gather, set()):
         for kernel in kernels.modules:
             if kernel.looks(module) and _same(module, kernel, kernels.trial):
-                module.forward = MethodType(kernel.forward, module)
+                module.forward = _InPlace(kernel.forward, module)
                 found[f"{type(module).__name__} by {kernel.name}"] += 1
     for source in plug_rotary(model, kernels.rotary, kernels.trial):
         found[f"{FUNCTION} of {source} by {kernels.rotary.name}"] += 1
     return [f"{count} x {what}" if count > 1 else what for what, count in sorted(found.items())]
+
+
+class _InPlace:
+    """A kernel as the forward of one module, which holds it and is not held by it: a bound method would hold the module
+    in turn, and its weights would stay on the device until the garbage collector looks for such circles. A copy of the
+    module has one of its own."""
+
+    def __init__(self, forward: Forward, module: nn.Module):
+        self._forward, self._module = forward, weakref.ref(module)
+
+    def __call__(self, *given: Any, **named: Any) -> torch.Tensor:
+        module = self._module()
+        assert module is not None  # it is what is called
+        return self._forward(module, *given, **named)
+
+    def __reduce__(self) -> tuple[type[_InPlace], tuple[Forward, nn.Module | None]]:
+        return type(self), (self._forward, self._module())
 
 
 def _gathered_one_by_one(module: nn.Module, gather: Gather, seen: set[nn.Module]) -> Iterator[nn.Module]:

@@ -63,11 +63,13 @@ class MethodModels(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """One update: its micro-batches, the loss of one of them (a sum), and what the update's sum is divided by."""
+    """One update: its micro-batches, the loss of one of them (a sum), and what the update's sum is divided by. At a
+    trained token stand `answers` targets."""
 
     batches: Sequence[MicroBatch]
     loss: Loss
     divisor: float
+    answers: int = 1
 
 
 class Objective(Protocol):

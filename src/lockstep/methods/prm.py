@@ -54,4 +54,4 @@ class Stepwise(Plain):
             labels = labels_K[batch.index_K].to(logprobs.device)
             return step_loss(logprobs.view(-1, self.judging), labels.view(-1, self.judging))
 
-        return Task(update.batches, loss, update.targets / self.judging)
+        return Task(update.batches, loss, update.targets / self.judging, self.judging)

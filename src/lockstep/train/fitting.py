@@ -129,7 +129,11 @@ def _rewards(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
 
 
 def _layers(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
-    return [{}] if recipe.model.gradient_checkpointing else [{}, {"model.gradient_checkpointing": True}]
+    """Activations wait on the host only where layers keep no more than their inputs: all that a layer keeps would take
+    a host's memory, which nobody counts here, and its link."""
+    whole: KeyValues = {} if recipe.model.gradient_checkpointing else {"model.gradient_checkpointing": True}
+    moved: KeyValues = {} if recipe.model.activation_offload else {"model.activation_offload": True}
+    return [{}, *([whole] if whole else []), *([{**whole, **moved}] if moved else [])]
 
 
 def _contexts(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:

@@ -85,6 +85,6 @@ def train_step(rows: Sequence[Any], offline: Offline, step: int) -> dict[str, fl
         "train/loss": outcome.loss,
         **{f"train/{name}": value for name, value in reported.items()},
         "train/tokens": outcome.tokens,
-        "train/trained_tokens": outcome.targets,
+        "train/trained_tokens": outcome.targets // task.answers,
         **learner.optim_step(learning_rate(step, batches.steps, run.recipe.optim)),
     }

@@ -20,7 +20,7 @@ from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Back, Done, Lost
 from lockstep.rollout.server.handover import WeightHandOver
-from lockstep.rollout.server.life import ServerLife, named_servers
+from lockstep.rollout.server.life import GOES_ON, ServerLife, named_servers, refusal_kind
 from lockstep.rollout.server.process import dialect_of
 from lockstep.rollout.server.weights import fingerprint
 from lockstep.types import Completion, Request, Sampling
@@ -62,6 +62,7 @@ class ServerEngine:
         try:
             self._open()
             self._on_main(self.life.wait_for_all)
+            self.life.met = True
         except BaseException:
             self.close()
             raise
@@ -133,7 +134,8 @@ class ServerEngine:
                     yield self._completion(*places[event.number], asked[event.number], event.answer)
                 elif isinstance(event, ServerFailed):
                     where = f"rollout.engine {self.dialect.name}"
-                    raise Refusal.at(where, str(event), "the last checkpoint is untouched")
+                    remedy = GOES_ON if event.lost else "the last checkpoint is untouched"
+                    raise refusal_kind(lost=event.lost).at(where, str(event), remedy)
                 elif isinstance(event, Lost):
                     self.life.start_again(event.server)
                 elif isinstance(event, Back):
@@ -156,7 +158,7 @@ class ServerEngine:
                 raise Refusal.at(
                     f"rollout.engine {self.dialect.name} at {server.line.address}",
                     f"its weights became those of version {found} while it generated with {self.fleet.version}",
-                    "the same command goes on from the last checkpoint",
+                    GOES_ON,
                 )
 
     def _completion(self, number: int, sample: int, wanted: WantedSample, answer: Answer) -> Completion:
@@ -195,17 +197,18 @@ class ServerEngine:
     def _on_main(self, work: Callable[[], T]) -> T:
         """Rank 0 does it; all have its result, or its refusal."""
         result: Any = None
+        kind: type[Refusal] = Refusal
         problems = None
         if self.world.main:
             try:
                 result = work()
             except Refusal as refusal:
-                problems = refusal.problems
+                kind, problems = type(refusal), refusal.problems
                 if self.world.size == 1:
                     raise
-        result, problems = self.world.gather((result, problems))[0]
+        result, kind, problems = self.world.gather((result, kind, problems))[0]
         if problems:
-            raise Refusal(problems)
+            raise kind(problems)
         return result
 
 

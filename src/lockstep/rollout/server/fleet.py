@@ -142,7 +142,7 @@ class Fleet:
                 continue
             heard.put(Done(number, answer))
             return
-        heard.put(ServerFailed(f"a response was asked for {TRIES} times in vain, the last time: {why}"))
+        heard.put(ServerFailed(f"a response was asked for {TRIES} times in vain, the last time: {why}", lost=True))
 
     async def sampled(self, server: Server, wanted: WantedSample) -> Answer:
         """Ask one server, once."""

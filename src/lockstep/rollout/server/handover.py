@@ -17,7 +17,7 @@ from lockstep.rollout.server.collective import WeightLink, Weights, by_collectiv
 from lockstep.rollout.server.dialect import Answer, Placed, WantedSample
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Server
-from lockstep.rollout.server.life import POLL_SECONDS, ServerLife
+from lockstep.rollout.server.life import GOES_ON, POLL_SECONDS, ServerLife, refusal_kind
 from lockstep.rollout.server.memory import REMEDY as MEMORY_REMEDY
 from lockstep.rollout.server.memory import SharedMemory, Unopened, by_memory
 from lockstep.rollout.server.probe import (
@@ -267,10 +267,12 @@ class WeightHandOver:
                 link.close(told=server.process is None)
 
     def _push_refused(self, server: Server, error: ServerFailed) -> Refusal:
-        return Refusal.at(
+        # A server that breaks at its first push would break again; one that had weights may take them again.
+        lost = error.lost and self.bounds is not None
+        return refusal_kind(lost=lost).at(
             f"rollout.engine {self.dialect.name} at {server.line.address}",
             f"it did not take the weights after {self.updates} updates: {error}",
-            _UNTOUCHED,
+            GOES_ON if lost else _UNTOUCHED,
         )
 
     # -- the probe

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from lockstep.device.base import Device
-from lockstep.errors import Refusal
+from lockstep.errors import LostProcess, Refusal
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.recipe.rollout import RolloutSettings
@@ -24,6 +24,7 @@ T = TypeVar("T")
 # Restarts in a row of a server of ours that is lost again before it has weights; at the next loss the run ends.
 STARTS = 3
 POLL_SECONDS = 1.0
+GOES_ON = "the same command goes on from the last checkpoint"
 
 
 class ServerLife:
@@ -38,6 +39,8 @@ class ServerLife:
         self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank)
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""
+        self.met = False
+        """Whether all servers have answered and fit the run: one that is lost from then on may work again."""
         self.lines = Lines()
         self.fleet = Fleet(dialect, self.lines, [], settings.server.answer_limit)
 
@@ -83,7 +86,9 @@ class ServerLife:
             return verb(server.line)
         except ServerFailed as error:
             where = f"rollout.engine {self.dialect.name} at {server.line.address}"
-            raise Refusal.at(where, str(error), self.dialect.started_by_hand(self.needs)) from error
+            lost = error.lost and self.met
+            remedy = GOES_ON if lost else self.dialect.started_by_hand(self.needs)
+            raise refusal_kind(lost=lost).at(where, str(error), remedy) from error
 
     # -- lost servers
 
@@ -94,17 +99,21 @@ class ServerLife:
             return
         server.starts += 1
         if server.starts > STARTS:
-            raise Refusal.at(
+            raise LostProcess.at(
                 f"rollout.engine {self.dialect.name}",
                 f"the server was lost {server.starts} times in a row: {server.why}{server.process.last_lines()}",
-                "the same command goes on from the last checkpoint",
+                GOES_ON,
             )
         server.process.restart()
 
     def refuse_silent(self, server: Server) -> None:
-        """A server that has ended, or is waited for too long."""
+        """A server that has ended, or is waited for too long. One of ours that has worked before is tried again."""
         limit = self.settings.server.start_limit
         if server.process is not None and not server.process.alive:
+            if self.met:
+                server.why = f"it {server.process.how_ended()} before it answered"
+                self.start_again(server)
+                return
             raise Refusal.at(
                 f"rollout.engine {self.dialect.name}",
                 f"the server {server.process.ended()}",
@@ -112,10 +121,10 @@ class ServerLife:
             )
         if time.monotonic() - server.since > limit:
             last = server.process.last_lines() if server.process is not None else ""
-            raise Refusal.at(
+            raise refusal_kind(lost=self.met).at(
                 "rollout.server.start_limit",
                 f"no answer in {limit:g} s from {server.told()}{last}",
-                "raise it, or look why the server does not come up",
+                "raise it, or look why the server does not come up" + (f"; {GOES_ON}" if self.met else ""),
             )
 
     def refuse_all_silent(self) -> None:
@@ -141,6 +150,11 @@ class ServerLife:
             if server.process is not None:
                 server.process.close()
         self.lines.close()
+
+
+def refusal_kind(*, lost: bool) -> type[Refusal]:
+    """What a failure of a server is: of one that was lost the run may go on, what it refuses it would refuse again."""
+    return LostProcess if lost else Refusal
 
 
 def named_servers(settings: RolloutSettings) -> list[str] | None:

@@ -6,9 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
@@ -22,9 +20,6 @@ from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart
 HOST = "127.0.0.1"
 LAST_LINES = 25
 _LOOK_SECONDS = 300.0
-# What says which rank of the run we are: the server's own processes would take themselves for it.
-_OF_A_RANK = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-_OF_TORCHRUN = ("TORCHELASTIC_", "ROLE_")
 
 
 class ServerProcess:
@@ -35,7 +30,7 @@ class ServerProcess:
         self._process = self._begin()
 
     def _begin(self) -> FunctionProcess:
-        return FunctionProcess("lockstep.rollout.server.process:serve", (self._command, self._environment), self.log)
+        return FunctionProcess("lockstep.rollout.server.becoming:serve", (self._command, self._environment), self.log)
 
     @property
     def alive(self) -> bool:
@@ -45,9 +40,12 @@ class ServerProcess:
         self.close()
         self._process = self._begin()
 
+    def how_ended(self) -> str:
+        return self._process.ended()
+
     def ended(self) -> str:
         """How it ended, and what it said last."""
-        return f"{self._process.ended()}{self.last_lines()}"
+        return f"{self.how_ended()}{self.last_lines()}"
 
     def last_lines(self) -> str:
         if not self.log.is_file():
@@ -57,20 +55,6 @@ class ServerProcess:
 
     def close(self) -> None:
         self._process.kill()
-
-
-def serve(connection: int, command: list[str], environment: dict[str, str]) -> NoReturn:
-    """Runs below the warden: this process becomes the server."""
-    os.close(connection)
-    os.execvpe(command[0], command, {**_without_rank(os.environ), **environment})
-
-
-def _without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in _OF_A_RANK and not name.startswith(_OF_TORCHRUN)
-    }
 
 
 def python_of(settings: RolloutSettings) -> str:
