@@ -42,6 +42,8 @@ class MemoryPlan:
     checkpoint_bytes: int
     freed: tuple[Freed, ...] = ()
     """What could be kept on the host, or is."""
+    handed_bytes: int = 0
+    """Of the host's memory, for each rank that hands its rollout worker weights through it."""
 
     @property
     def peak(self) -> Phase:
