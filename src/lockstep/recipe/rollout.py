@@ -116,10 +116,10 @@ class RolloutSettings(Section):
     max_staleness: int | None = Field(
         None,
         ge=0,
-        description="A process of its own, for each rank, generates while the run trains, with weights that are at most "
-        "so many steps older than those its responses train (0: it waits for them). Default: generation and training take turns. "
-        "Over 0, `algorithm.correction.bypass` is `true` where the recipe does not say and the loss clips, otherwise "
-        "`algorithm.correction.weight` is `token`.",
+        description="A process of its own, one for each rank, generates while the run trains, with weights that are at "
+        "most so many steps older than those its responses train (0: it waits for them). Default: generation and "
+        "training take turns. Over 0, `algorithm.correction.bypass` is `true` where the recipe does not say and the "
+        "loss clips, otherwise `algorithm.correction.weight` is `token`.",
         effect=Effect("matters", "responses are drawn by weights of earlier steps, and how early is a matter of time"),
     )
     worker_device: int | None = Field(
