@@ -93,7 +93,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_staleness_0_on_any_number_of_ranks_is_one_process(recipe: Path, ranks: int) -> None:
     """In fp32: responses and their scores equal, metrics within 1e-4 (relative; 2e-5 absolute), weights within 1e-5."""
     cases = {(name, "grpo"): words for name, words in LAYOUTS[ranks].items()}
-    cases |= {("", method): [] for method in METHODS if ranks == 2 and method != "grpo"}
+    cases |= {("sharded", method): [] for method in METHODS if ranks == 2 and method != "grpo"}
     jobs = {
         f"{name}-{method}-{ranks}": [*METHODS[method], *words, "rollout.max_staleness=0"]
         for (name, method), words in cases.items()
