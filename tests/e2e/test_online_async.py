@@ -23,7 +23,7 @@ from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.rows import rollouts_of
-from lockstep.train.beside import collective_of, refuse_beside
+from lockstep.train.beside import collective_of, device_of_worker, handed_lines, refuse_beside
 from lockstep.train.online_async import train_online_async
 from lockstep.train.plan_memory import MemoryPlan
 from lockstep.train.prepare import prepare_online
@@ -171,8 +171,11 @@ def test_what_is_not_made_for_it_is_refused_by_name(online_file: Path, tmp_path:
     with pytest.raises(Refusal, match=r"rollout\.max_staleness.*cannot run rollout\.function"):
         load_recipe(str(online_file), ["rollout.max_staleness=0", f"rollout.function={tmp_path}/turns.py:respond"])
     recipe = load_recipe(str(online_file), ["rollout.max_staleness=0"])
-    with pytest.raises(Refusal, match=r"rollout\.max_staleness: .* made for one process, and these are 2"):
-        prepare_online(recipe, Cpu(), 2, Console.silent())
+    divided = load_recipe(str(online_file), ["rollout.max_staleness=0", "parallel.tensor=2"])
+    with pytest.raises(
+        Refusal, match=r"(?s)rollout\.max_staleness: .* parallel\.tensor=2 divides it.*remove parallel\.tensor"
+    ):
+        prepare_online(divided, Cpu(), 2, Console.silent())
     with pytest.raises(Refusal, match=r"rollout\.max_staleness: two processes on one cpu device"):
         prepare_online(recipe, Alone(), 1, Console.silent())
 
@@ -186,6 +189,16 @@ class Alone(Cpu):
         return 2
 
 
+AHEAD, APART = ["rollout.max_staleness=1"], ["rollout.worker_device=2"]
+
+
+class Four(Alone):
+    """One of four."""
+
+    def count(self) -> int:
+        return 4
+
+
 class Beside(Alone):
     """One on which somebody may."""
 
@@ -193,9 +206,9 @@ class Beside(Alone):
 
 
 def test_a_device_of_its_own_and_a_way_for_the_weights(online_file: Path) -> None:
-    def beside(device: Cpu, *words: str) -> str | None:
+    def beside(device: Cpu, *words: str, ranks: int = 1) -> str | None:
         recipe = load_recipe(str(online_file), ["rollout.max_staleness=1", *words])
-        refuse_beside(recipe, device, 1)
+        refuse_beside(recipe, device, ranks, device.count())
         return collective_of(recipe, device)
 
     # By shared memory on one device, by the collective between two, or as the recipe says.
@@ -212,6 +225,13 @@ def test_a_device_of_its_own_and_a_way_for_the_weights(online_file: Path) -> Non
         beside(Beside(), "rollout.hand_over=collective")
     with pytest.raises(Refusal, match=r"rollout\.worker_device: cpu device 2 is asked for, and 2 can be seen"):
         beside(Beside(), "rollout.worker_device=2")
+    # Of several ranks on a machine the r-th has the r-th device from there on.
+    assert beside(Four(), "rollout.worker_device=2", ranks=2) == "gloo"
+    assert [device_of_worker(load_recipe(str(online_file), [*AHEAD, *words]), 1) for words in ([], APART)] == [1, 3]
+    with pytest.raises(Refusal, match=r"(?s)cpu devices 1 to 2 are asked for, and the 2 ranks .* on 0 to 1.*use 2 or"):
+        beside(Four(), "rollout.worker_device=1", ranks=2)
+    with pytest.raises(Refusal, match=r"cpu devices 3 to 5 are asked for, and 4 can be seen"):
+        beside(Four(), "rollout.worker_device=3", ranks=3)
     for key in ("worker_device=1", "hand_over=memory"):
         with pytest.raises(
             Refusal, match=rf"rollout\.{key.split('=')[0]}: says how .* beside training, and there is none"
@@ -246,6 +266,16 @@ def test_the_plan_counts_the_worker(online_file: Path) -> None:
             # The run itself has the cache only while it generates.
             own = 0 if phase.name == "generation" else by_name[phase.name].activations
             assert phase.activations >= own + (worker.activations if weights else 0)
+    # Through the host's memory, which the plan tells of where it is another than the device's.
+    assert [plan.handed_bytes for plan in (turns, same, group, apart)] == [0, copy, 0, 0]
+    assert handed_lines(turns, 2) == []
+    (line,) = handed_lines(same, 2)
+    assert line.endswith(f"take {copy / 2**20:,.1f} MiB of the host's memory, for each of 2 ranks")
+    # Of two ranks each worker has the whole model and half of the prompts.
+    ahead = ["rollout.max_staleness=1"]
+    one, two = (prepare_online(load_recipe(str(online_file), ahead), Cpu(), n, Console.silent()).memory for n in (1, 2))
+    assert one.phases[-1].weights == two.phases[-1].weights == copy
+    assert one.phases[-1].activations == 2 * two.phases[-1].activations
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,11 @@ def samples(run: Path) -> list[tuple[str, float]]:
     return [(sample["response"], sample["score"]) for sample in told]
 
 
-def difference(run: Path, one: Path, steps: int, parts: Sequence[str] = ("weights",)) -> str:
-    """The first thing that is another in a run than in one of so many steps, in words; empty where nothing is.
+def difference(
+    run: Path, one: Path, steps: int, parts: Sequence[str] = ("weights",), leaving: str | None = None
+) -> str:
+    """The first thing that is another in a run than in one of so many steps, in words; empty where nothing is. Metrics
+    whose names begin with `leaving` are left out.
 
     In fp32: responses and their scores equal, metrics within 1e-4 (relative; 2e-5 absolute), weights within 1e-5.
     """
@@ -50,7 +53,8 @@ def difference(run: Path, one: Path, steps: int, parts: Sequence[str] = ("weight
     told, wanted = facts(run), facts(one)
     if [step for step, _ in told] != [step for step, _ in wanted] or len(wanted) < steps:
         return "other steps"
-    for (step, ours), (_, theirs) in zip(told, wanted, strict=True):
+    for (step, every), (_, theirs) in zip(told, wanted, strict=True):
+        ours = {name: value for name, value in every.items() if leaving is None or not name.startswith(leaving)}
         if ours.keys() != theirs.keys():
             return f"other metrics: {sorted(ours.keys() ^ theirs.keys())}"
         for name, value in theirs.items():

@@ -254,7 +254,7 @@ def test_a_slow_prompt_is_never_starved_by_those_of_later_steps(recipe: Recipe) 
     memory = WeightMemory.of(policy.trainable())
     memory.write(policy.trainable())
     ours, its = Pipe()
-    worker = _Worker(its, Opening(few, [], memory.places, torch.get_num_threads()), [memory.file])
+    worker = _Worker(its, Opening(few, [], memory.places, 0, torch.get_num_threads()), [memory.file])
     slow, tokens, answered, waited_for = 0, [0], [], []
 
     def heard() -> None:
@@ -295,7 +295,7 @@ def test_a_slow_prompt_is_never_starved_by_those_of_later_steps(recipe: Recipe) 
 def test_what_a_worker_refuses_is_told_from_what_fails_in_it(recipe: Recipe, tmp_path: Path) -> None:
     """Its own side, in this process: a model that is not there, and a word that it does not know."""
     gone = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path / "gone")})})
-    for said, kind, refused in ((Opening(gone, [], [], 1), Refusal, True), ("nonsense", AttributeError, False)):
+    for said, kind, refused in ((Opening(gone, [], [], 0, 1), Refusal, True), ("nonsense", AttributeError, False)):
         ours, its = socket.socketpair()
         socket.send_fds(ours, [b"."], [])
         with Connection(ours.detach()) as line:

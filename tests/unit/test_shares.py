@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hand_rollouts import question
 from lockstep.rollout import shares as shares_module
-from lockstep.rollout.shares import ExpectedLengths, Shares, balanced
-from lockstep.types import Prompt
+from lockstep.rollout.shares import AskedAhead, ExpectedLengths, Shares, balanced
+from lockstep.types import Prompt, Sampling
 
 
 @dataclass
@@ -31,6 +31,25 @@ def test_the_longest_go_first_to_who_has_the_least() -> None:
     assert balanced([1, 1, 1, 1, 1], 3) == [[0, 3], [1, 4], [2]]
     assert balanced([2], 3) == [[0], [], []]
     assert balanced([1, 9, 2], 1) == [[0, 1, 2]]
+    # What a rank was asked for before is its own, and counts: 9 is with the first, so 4 and 5 go to the second.
+    assert balanced([3, 9, 1, 5, 4], 2, {1: 0}) == [[1, 0], [3, 4, 2]]
+    assert balanced([3, 9, 1, 5, 4], 2, {1: 1, 3: 1}) == [[4, 0, 2], [1, 3]]
+
+
+def test_what_was_asked_ahead_is_taken_where_it_was_asked() -> None:
+    """Both ranks, side by side: 5 + 2 x 10 tokens go to the first, 3 + 2 x 4 and 1 + 2 x 4 to the second."""
+    first, second = (AskedAhead(rank, 2) for rank in (0, 1))
+    prompts = [Prompt(question(n), [1] * length) for n, length in enumerate((3, 5, 1))]
+    sampled, greedy = Sampling(max_tokens=9), Sampling(max_tokens=9, temperature=0.0)
+    asked = [one.ask(prompts, range(70, 73), 2, sampled, [4, 10, 4]) for one in (first, second)]
+    assert [[(request.key, request.n, len(request.ids)) for request in own] for own in asked] == [
+        [(71, 2, 5)],
+        [(70, 2, 3), (72, 2, 1)],
+    ]
+    for one in (first, second):
+        assert one.take([70, 71], 1, sampled) == one.take([70, 71], 2, greedy) == {}
+        assert one.take([90, 72, 71], 2, sampled) == {1: 1, 2: 0}
+        assert one.take([70, 71, 72], 2, sampled) == {0: 1}  # once
 
 
 def test_a_share_whose_owner_has_not_come_is_left_alone_while_there_is_something_to_do() -> None:

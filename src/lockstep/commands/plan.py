@@ -15,6 +15,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.progress import Console
 from lockstep.run.screen import Screen
+from lockstep.train.beside import handed_lines
 from lockstep.train.plan import make_loader
 from lockstep.train.plan_memory import MemoryPlan, refuse_misfit
 from lockstep.train.prepare import prepare, prepare_online
@@ -45,8 +46,8 @@ def show_plan(recipe: Recipe, devices: int) -> None:
     for remark in prepared.remarks:
         console.warn(remark)
     Screen.on_stdout().print(_memory_table(prepared.memory))
-    for freed in prepared.memory.freed:
-        console.say(freed.line())
+    for line in (*(freed.line() for freed in prepared.memory.freed), *handed_lines(prepared.memory, devices)):
+        console.say(line)
     available = device.memory().total
     refuse_misfit(prepared.memory, available, device.name)
     console.say(f"fits: {device.name} has {available / 2**30:.1f} GiB")

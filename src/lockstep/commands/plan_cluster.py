@@ -7,17 +7,19 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from lockstep.device.cpu import Cpu
+from lockstep.device.select import DEVICES
 from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.rows import ENGINES
 from lockstep.run.progress import Console
 from lockstep.run.screen import Screen
+from lockstep.train.beside import handed_lines, refuse_beside
 from lockstep.train.cluster import TargetCluster, cluster_named
 from lockstep.train.fitting import fitting
 from lockstep.train.outlook import Outlook, refuse_over, refuse_uncounted
 from lockstep.train.plan_memory import Phase
-from lockstep.train.prepare import PreparedOnline, prepare, prepare_online
+from lockstep.train.prepare import Prepared, PreparedOnline, prepare, prepare_online
 from lockstep.train.step_time import PhaseTime
 from lockstep.train.step_work import OfflineSteps, OnlineSteps, StepSource, StepWork
 
@@ -31,7 +33,12 @@ def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) ->
     _refuse_other_count(recipe, cluster)
     console = Console.open()
     # Rows and prompts are read here; what depends on the device comes from the table.
-    prepared = (prepare_online if online else prepare)(recipe, Cpu(), cluster.devices, console, must_fit=False)
+    prepared: Prepared | PreparedOnline
+    if online:
+        refuse_beside(recipe, DEVICES[cluster.chip.kind], cluster.each, None)
+        prepared = prepare_online(recipe, Cpu(), cluster.devices, console, must_fit=False, here=False)
+    else:
+        prepared = prepare(recipe, Cpu(), cluster.devices, console, must_fit=False)
     steps: StepSource
     if isinstance(prepared, PreparedOnline):
         steps = OnlineSteps.of(prepared.train.items, response_tokens or recipe.rollout.max_tokens)
@@ -49,7 +56,10 @@ def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) ->
     )
     times = outlook.times(cluster)
     Screen.on_stdout().print(_table(outlook.phases(cluster), times or []))
-    for line in _lines(recipe, cluster, steps.work(recipe), times):
+    for line in (
+        *handed_lines(outlook.memory(cluster), cluster.each),
+        *_lines(recipe, cluster, steps.work(recipe), times),
+    ):
         console.say(line)
     if outlook.over(cluster):
         refuse_over(outlook, cluster, _proposal(outlook, cluster))
@@ -113,6 +123,8 @@ def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
         yield "groups that are sampled anew (algorithm.dynamic_sampling) are not counted"
     if online and recipe.rollout.max_staleness is not None:
         yield "generation and training are counted one after the other"
+        if recipe.rollout.worker_device:
+            yield f"besides those that train, {cluster.devices} devices generate (rollout.worker_device)"
     if recipe.parallel.tensor > 1:
         yield "the latency of parallel.tensor's sums is not known: a step takes longer, decoding above all"
     yield "not counted: rewards and their models, validation, loading, writing checkpoints"

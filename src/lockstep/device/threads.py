@@ -45,7 +45,8 @@ def share(processes: int) -> None:
     """Threads of processes that are started to run side by side on this machine; the user's own setting stays."""
     if _is_ours():
         allowed = min(cores(), quota() or cores())
-        os.environ[THREADS] = str(max(1, allowed // processes))
+        # Ours still: a process that is started so may divide them further.
+        os.environ[THREADS] = os.environ[FOLLOWED] = str(max(1, allowed // processes))
 
 
 def each_of(processes: int, threads: int) -> int:

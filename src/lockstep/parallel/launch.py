@@ -36,6 +36,11 @@ def is_rank() -> bool:
     return "RANK" in os.environ
 
 
+def ranks_here(ranks: int) -> int:
+    """Those of so many that are on this machine; all of them where nobody says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+
+
 def refuse_other_count(devices: int | None) -> None:
     """`parallel.devices` and the processes that there are must agree; a lone process may be told by the command."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

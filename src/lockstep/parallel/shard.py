@@ -167,6 +167,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_sliced(tensor) else tensor
 
 
+def whole_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As `whole`, on a device: slices that live on the host are brought there, and gathered by its collective."""
+    if not is_sliced(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    own, mesh, places = tensor.to_local().to(device), tensor.device_mesh, tensor.placements
+    sliced = DTensor.from_local(own, mesh, places, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return sliced.full_tensor()
+
+
 @torch.no_grad()
 def fill(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a full tensor into a parameter or state, sharded or not."""

@@ -116,17 +116,17 @@ class RolloutSettings(Section):
     max_staleness: int | None = Field(
         None,
         ge=0,
-        description="A process of its own generates while the run trains, with weights that are at most so many steps "
-        "older than those its responses train (0: it waits for them). Default: generation and training take turns. "
-        "Over 0, `algorithm.correction.bypass` is `true` where the recipe does not say and the loss clips, otherwise "
-        "`algorithm.correction.weight` is `token`.",
+        description="A process of its own, one for each rank, generates while the run trains, with weights that are at "
+        "most so many steps older than those its responses train (0: it waits for them). Default: generation and "
+        "training take turns. Over 0, `algorithm.correction.bypass` is `true` where the recipe does not say and the "
+        "loss clips, otherwise `algorithm.correction.weight` is `token`.",
         effect=Effect("matters", "responses are drawn by weights of earlier steps, and how early is a matter of time"),
     )
     worker_device: int | None = Field(
         None,
         ge=0,
-        description="With `max_staleness`: number of the device that this process generates on. Default: the one that "
-        "trains.",
+        description="With `max_staleness`: number of the device that this process generates on; of several ranks on a "
+        "machine the r-th, from 0, has the device of this number and r. Default: the one that trains.",
         effect=Effect("harmless", "the same model on another device of the same kind"),
         resumable=True,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 from lockstep.parallel.world import World
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.shares import Shares
+from lockstep.rollout.shares import Shares, costs_of
 from lockstep.types import Failure, Prompt, Question, Request, Rollout, Sampling, Score
 
 
@@ -63,14 +63,17 @@ def collect(
     phases: Callable[[str], AbstractContextManager[None]],
     advance: Callable[[int], None] = lambda done: None,
     expected: Sequence[float] | None = None,
+    given: Mapping[int, int] | None = None,
 ) -> Collected:
     """`n` responses to each prompt of this rank's share, which is balanced by the `expected` tokens of a response.
+    Of prompts that were asked ahead the rank is `given`.
 
     A response is handed to the judge as soon as it is finished, so that judging overlaps with the decoding of the rest.
     Of ranks that divide a model and generate together one judges and has the responses, the others have none.
     """
     judged: list[tuple[dict[str, Any], Future[Score | Failure]]] = []
-    with _asked(engine, prompts, keys, n, world, expected or [1.0] * len(prompts)) as asked:
+    costs = costs_of(prompts, n, expected or [1.0] * len(prompts))
+    with _asked(engine, prompts, keys, n, world, costs, given) as asked:
         with phases("gen"):
             begun = time.perf_counter()
             for completion in asked.generate(sampling):
@@ -172,14 +175,19 @@ class _OpenShare(_OwnShare):
 
 @contextmanager
 def _asked(
-    engine: Engine, prompts: Sequence[Prompt], keys: Sequence[int], n: int, world: World, expected: Sequence[float]
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    keys: Sequence[int],
+    n: int,
+    world: World,
+    costs: Sequence[float],
+    given: Mapping[int, int] | None,
 ) -> Iterator[_OwnShare]:
-    costs = [len(prompt.ids) + n * tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     # Which responses are decoded together is a matter of time where ranks take from each other, and with that rounding:
     # a deterministic run leaves each to its share, and so do ranks that divide a model, which all ask the same of it.
     alone = world.size == 1 or world.tensor > 1 or not isinstance(engine, NativeEngine)
     if alone or torch.are_deterministic_algorithms_enabled():
-        yield _OwnShare(engine, prompts, keys, n, Shares(costs, world.engine, world.engines), world)
+        yield _OwnShare(engine, prompts, keys, n, Shares(costs, world.engine, world.engines, given=given), world)
         return
     *counters, ended = world.counters(world.size + 1)
     yield _OpenShare(engine, prompts, keys, n, Shares(costs, world.rank, world.size, counters), world)

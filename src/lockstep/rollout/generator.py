@@ -27,7 +27,7 @@ from lockstep.rollout.engine import Engine, OtherProgram
 from lockstep.rollout.engines import engine_of
 from lockstep.rollout.function import FunctionEngine
 from lockstep.rollout.place import RunPlace
-from lockstep.rollout.shares import ExpectedLengths
+from lockstep.rollout.shares import AskedAhead, ExpectedLengths
 from lockstep.run.metrics import PhaseTimer
 from lockstep.types import Prompt, Rollout, Sampling
 
@@ -53,6 +53,7 @@ class Generator:
         self.policy, self.tokenizer, self.world = policy, tokenizer, world
         self.device = device.torch_device(world.local_rank)
         self.lengths = ExpectedLengths()
+        self._ahead: AskedAhead | None = None
         self.engine_name, self.served = settings.engine, ENGINES[settings.engine].served
         self.engine = engine_of(settings, policy, device, tokenizer, RunPlace(world, path, logs or Path(gettempdir())))
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
@@ -87,10 +88,12 @@ class Generator:
         policy = load_policy(model, device.torch_device(world.local_rank), device.attention, seed=0)
         return cls(policy, tokenizer, settings or RolloutSettings(), device, world, folder)
 
-    def answered_by(self, engine: Engine) -> Generator:
-        """As this one, with the responses of another engine, whose weights are its own affair."""
+    def answered_by(self, engine: Engine, ahead: AskedAhead) -> Generator:
+        """As this one, with the responses of another engine, whose weights are its own affair, and of which some are
+        asked `ahead`."""
         other = copy(self)
         other.engine = other.responder = engine
+        other._ahead = ahead
         return other
 
     def generate(
@@ -119,12 +122,13 @@ class Generator:
     ) -> Collected:
         """Those of the responses that this rank generates: all `n` to a prompt, or none."""
         expected = self.lengths.of(prompts)
+        here = (self.responder, judge, prompts, keys, n, sampling, self.world, self.decode, phases, advance, expected)
+        if self._ahead is not None:
+            return collect(*here, self._ahead.take(keys, n, sampling))
         with self.whole_weights():
             with phases("sync") if self.served else nullcontext():
                 self.engine.sync(self.policy.stored.named_parameters())
-            return collect(
-                self.responder, judge, prompts, keys, n, sampling, self.world, self.decode, phases, advance, expected
-            )
+            return collect(*here)
 
     def after(self, updates: int) -> None:
         """The weights have seen so many updates: told to an engine that has weights of its own."""

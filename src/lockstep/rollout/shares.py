@@ -5,10 +5,10 @@ that runs dry takes prompts that another has not begun. What a response says dep
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lockstep.types import Origin, Prompt
+from lockstep.types import Origin, Prompt, Request, Sampling
 
 # Between two looks at the others' shares while nothing of them can be taken: each is a question to the store.
 LOOK_SECONDS = 0.05
@@ -35,18 +35,49 @@ class ExpectedLengths:
         return [self._last.get(prompt.question.origin, other) for prompt in prompts]
 
 
-def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
+def costs_of(prompts: Sequence[Prompt], n: int, expected: Sequence[float]) -> list[float]:
+    """Tokens of each prompt and of its `n` responses, which are `expected` to have so many each."""
+    return [len(prompt.ids) + n * tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+
+
+def balanced(costs: Sequence[float], ranks: int, given: Mapping[int, int] | None = None) -> list[list[int]]:
     """For each rank what it generates, the longest first: each goes to the rank that has the least so far. A rank alone
-    takes them as they come."""
+    takes them as they come. Those that are `given` to a rank already stay with it."""
     if ranks == 1:
         return [list(range(len(costs)))]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     work = [0.0] * ranks
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    given = given or {}
+    for index, rank in given.items():
+        shares[rank].append(index)
+        work[rank] += costs[index]
+    for index in sorted(set(range(len(costs))) - given.keys(), key=lambda i: (-costs[i], i)):
         least = work.index(min(work))
         shares[least].append(index)
         work[least] += costs[index]
     return shares
+
+
+class AskedAhead:
+    """Which rank was asked for a response before its step came. Every rank knows it of all, by the same reckoning."""
+
+    def __init__(self, rank: int, ranks: int):
+        self._rank, self._ranks = rank, ranks
+        self._asked: dict[tuple[Sampling, int, int], int] = {}
+
+    def ask(
+        self, prompts: Sequence[Prompt], keys: Sequence[int], n: int, sampling: Sampling, expected: Sequence[float]
+    ) -> list[Request]:
+        """Divide the prompts of a step; returns what this rank asks its engine."""
+        shares = balanced(costs_of(prompts, n, expected), self._ranks)
+        for rank, share in enumerate(shares):
+            self._asked |= {(sampling, keys[index], n): rank for index in share}
+        return [Request(prompts[index].ids, keys[index], n) for index in shares[self._rank]]
+
+    def take(self, keys: Sequence[int], n: int, sampling: Sampling) -> dict[int, int]:
+        """Their step has come: the rank that was asked for each prompt, by its place; not of those nobody was."""
+        found = {index: self._asked.pop((sampling, key, n), None) for index, key in enumerate(keys)}
+        return {index: rank for index, rank in found.items() if rank is not None}
 
 
 class ShareCounter(Protocol):
@@ -60,8 +91,15 @@ class ShareCounter(Protocol):
 class Shares:
     """The prompts of one call, as one rank sees them. Without counters a share is a rank's own, and nobody else's."""
 
-    def __init__(self, costs: Sequence[float], rank: int, ranks: int, begun: Sequence[ShareCounter] = ()):
-        self._shares, self._rank, self._begun = balanced(costs, ranks), rank, begun
+    def __init__(
+        self,
+        costs: Sequence[float],
+        rank: int,
+        ranks: int,
+        begun: Sequence[ShareCounter] = (),
+        given: Mapping[int, int] | None = None,
+    ):
+        self._shares, self._rank, self._begun = balanced(costs, ranks, given), rank, begun
         self._open = {other for other, share in enumerate(self._shares) if share and other != rank}
         """Other ranks whose share may have something left, as far as this one knows."""
         self._ended = False

@@ -14,35 +14,61 @@ from lockstep.train.plan_layers import kv_bytes
 from lockstep.train.plan_memory import MemoryPlan, Phase
 
 KEY = "rollout.max_staleness"
+WORKER = "rollout worker"
+"""The phase of a plan in which one generates that has a device of its own."""
+DEVICE_KEY = "rollout.worker_device"
 _TURNS = "remove the key: generation and training then take turns"
 
 
-def refuse_beside(recipe: Recipe, device: Device, devices: int) -> None:
-    """Where it is not made for, or cannot be."""
+def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, seen: int | None) -> None:
+    """Where it cannot be: `ranks` of this machine, which sees so many devices; None where these are not looked at."""
     rollout = recipe.rollout
     if rollout.max_staleness is None:
         return
-    if devices > 1:
-        raise Refusal.at(KEY, f"generation beside training is made for one process, and these are {devices}", _TURNS)
-    there, alone = rollout.worker_device or 0, device.count()
-    if there >= alone:
+    if recipe.parallel.tensor > 1:
         raise Refusal.at(
-            "rollout.worker_device",
-            f"{device.name} device {there} is asked for, and {alone} can be seen, counted from 0",
-            "choose one of them, or remove the key: the worker then shares the device that trains",
+            KEY,
+            f"a process that generates beside training holds the whole model on one device, and parallel.tensor="
+            f"{recipe.parallel.tensor} divides it",
+            "remove parallel.tensor: the weights are divided over the ranks without it too; or " + _TURNS,
         )
+    there = rollout.worker_device or 0
+    if there and seen is not None:
+        _refuse_devices(there, ranks, seen, device.name)
     if not there and not device.generates_beside:
         raise Refusal.at(
             KEY,
             f"two processes on one {device.name} device, one of which trains and one generates, are not supported",
-            "set rollout.worker_device to another device, or " + _TURNS,
+            f"set {DEVICE_KEY} to another device, or {_TURNS}",
         )
     if not there and rollout.hand_over == "collective" and not device.meets_itself:
         raise Refusal.at(
             "rollout.hand_over",
             f"{device.collective} does not join two processes on one {device.name} device",
-            "set it to memory, or rollout.worker_device to another device",
+            f"set it to memory, or {DEVICE_KEY} to another device",
         )
+
+
+def _refuse_devices(first: int, ranks: int, seen: int, name: str) -> None:
+    """The worker of the r-th rank of a machine has the r-th device from the first one on."""
+    asked = f"device {first} is" if ranks == 1 else f"devices {first} to {first + ranks - 1} are"
+    if first < ranks:
+        raise Refusal.at(
+            DEVICE_KEY,
+            f"{name} {asked} asked for, and the {ranks} ranks of this machine train on 0 to {ranks - 1}",
+            f"use {ranks} or more, or remove the key: each worker then shares its rank's device",
+        )
+    if first + ranks > seen:
+        raise Refusal.at(
+            DEVICE_KEY,
+            f"{name} {asked} asked for, and {seen} can be seen, counted from 0",
+            "choose among these, or remove the key: a worker then shares the device that trains",
+        )
+
+
+def device_of_worker(recipe: Recipe, local_rank: int) -> int:
+    """The number of the device of a rank's worker: the rank's own, or as far from the first worker's as its rank."""
+    return (recipe.rollout.worker_device or 0) + local_rank
 
 
 def collective_of(recipe: Recipe, device: Device) -> str | None:
@@ -53,24 +79,26 @@ def collective_of(recipe: Recipe, device: Device) -> str | None:
 
 
 def with_worker(
-    plan: MemoryPlan, recipe: Recipe, config: Any, longest: int, prefill_tokens: int, *, on_host: bool
+    plan: MemoryPlan, recipe: Recipe, config: Any, ranks: int, longest: int, prefill_tokens: int, *, on_host: bool
 ) -> MemoryPlan:
-    """The worker's copy of the model, its cache and its pass over prompts: beside every phase of the run where it is on
+    """A worker's copy of the model, its cache and its pass over prompts: beside every phase of its rank where it is on
     the same device, for itself where it has its own. `on_host`: the device's memory is the host's, in which weights
     that are handed over lie once more."""
     rollout, size = recipe.rollout, DTYPES[recipe.model.dtype].itemsize
     if rollout.max_staleness is None:
         return plan
-    steps = rollout.max_staleness + 1
-    sequences = min(rollout.max_sequences, steps * recipe.batch.prompts * rollout.n)
+    asked = (rollout.max_staleness + 1) * -(-recipe.batch.prompts // ranks)
+    sequences = min(rollout.max_sequences, asked * rollout.n)
     cached = sequences * longest * kv_bytes(config, size)
     cache = min(cached, int(rollout.cache_gb * 1e9)) if rollout.cache_gb else cached
-    prompts = steps * recipe.batch.prompts * max(0, longest - rollout.max_tokens)
+    prompts = asked * max(0, longest - rollout.max_tokens)
     passes = prefill_bytes(config.get_text_config(), min(prefill_tokens, prompts), size)
-    worker = Phase("rollout worker", plan.parameters * size, activations=cache + passes)
+    worker = Phase(WORKER, plan.parameters * size, activations=cache + passes)
+    through_memory = rollout.hand_over == "memory" or (rollout.hand_over == "auto" and not rollout.worker_device)
+    plan = replace(plan, handed_bytes=plan.trained * size if through_memory else 0)
     if rollout.worker_device:
         return replace(plan, phases=(*plan.phases, worker))
-    handed = plan.trained * size if on_host and rollout.hand_over != "collective" else 0
+    handed = plan.handed_bytes if on_host else 0
     beside = tuple(
         replace(
             phase, weights=phase.weights + worker.weights + handed, activations=phase.activations + worker.activations
@@ -78,3 +106,11 @@ def with_worker(
         for phase in plan.phases
     )
     return replace(plan, phases=(*beside, worker))
+
+
+def handed_lines(plan: MemoryPlan, ranks: int) -> list[str]:
+    """What hand-overs take of the memory of a host with so many ranks, where they take some."""
+    if not plan.handed_bytes:
+        return []
+    each = f"{plan.handed_bytes / 2**20:,.1f} MiB of the host's memory"
+    return [f"weights for the rollout worker take {each}" + (f", for each of {ranks} ranks" if ranks > 1 else "")]

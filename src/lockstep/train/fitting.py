@@ -14,6 +14,7 @@ from lockstep.recipe.checks import combination_problems
 from lockstep.recipe.load import value_text
 from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
+from lockstep.train.beside import WORKER
 from lockstep.train.cluster import TargetCluster
 from lockstep.train.outlook import Outlook
 
@@ -82,7 +83,7 @@ def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[KeyValues]
                 continue
             for sequences in _sequences(recipe, cluster):
                 changed = outlook.with_recipe(with_keys(recipe, {**keys, **sequences}))
-                if all(phase.name != "generate" for phase in changed.over(cluster)):
+                if all(phase.name not in ("generate", WORKER) for phase in changed.over(cluster)):
                     yield {**keys, **sequences}
                     break
 

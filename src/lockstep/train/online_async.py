@@ -1,6 +1,7 @@
 """The online loop with generation beside it: a worker answers the prompts of coming steps while this step is trained.
 
-The stages are those of `online.py`; only who generates, and when, is another.
+The stages are those of `online.py`; only who generates, and when, is another. Of several ranks each has a worker, which
+is handed the whole weights and answers its rank's share of the prompts.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 
 from lockstep.device.threads import each_of
 from lockstep.model.policy import Policy
+from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.rollout.sampling import training_sampling
+from lockstep.rollout.shares import AskedAhead
 from lockstep.rollout.worker.engine import WorkerEngine
 from lockstep.run.progress import Console
-from lockstep.train.beside import collective_of
+from lockstep.train.beside import collective_of, device_of_worker
 from lockstep.train.online import Online, open_online, train_step
 from lockstep.train.rollouts import Rollouts, take_rollouts
 from lockstep.types import Request
@@ -42,11 +45,12 @@ class Ahead:
     have seen so many steps. What the worker generates of step k is begun with version k - `max_staleness` or later."""
 
     def __init__(self, online: Online, engine: WorkerEngine):
-        self.online, self.engine = online, engine
-        self.generator = online.training.generator.answered_by(engine)
+        self.online, self.engine, self.world = online, engine, online.training.run.world
+        self._ahead = AskedAhead(self.world.engine, self.world.engines)
+        self.generator = online.training.generator.answered_by(engine, self._ahead)
         self._asked = 0
         """Prompts before this position in the data have been asked."""
-        self._clock = _Clock(engine)
+        self._clock = _Clock(engine, self.world)
 
     def hand_over(self, step: int) -> None:
         """The weights as they are now, and the prompts that may be answered with them."""
@@ -55,11 +59,17 @@ class Ahead:
         coming = min(step + (recipe.rollout.max_staleness or 0), steps - 1) - step
         first = max(self._asked, position)
         self._asked = max(first, position + (coming + 1) * recipe.batch.prompts)
-        prompts = self.online.loader.between(first, self._asked)
-        # As `take_rollouts` asks for them when their step has come: its position in the data is a prompt's key.
-        requests = [Request(prompt.ids, first + i, recipe.rollout.n) for i, prompt in enumerate(prompts)]
+        requests: list[Request] = []
+        sampling = training_sampling(recipe, self.generator.stop_ids)
+        # Step by step: each is divided evenly, and none is answered before an earlier one.
+        for start in range(first, self._asked, recipe.batch.prompts):
+            # As `take_rollouts` asks for them when their step has come: its position in the data is a prompt's key.
+            keys = range(start, min(start + recipe.batch.prompts, self._asked))
+            prompts = self.online.loader.between(keys.start, keys.stop)
+            expected = self.generator.lengths.of(prompts)
+            requests += self._ahead.ask(prompts, keys, recipe.rollout.n, sampling, expected)
         with training.run.phases("hand_over"):
-            self.engine.hand_over(step, requests, training_sampling(recipe, self.generator.stop_ids))
+            self.engine.hand_over(step, requests, sampling)
 
     def take_rollouts(self, step: int) -> Rollouts:
         """The next prompts, answered and scored. A step that needs more than was asked ahead (dynamic sampling,
@@ -67,23 +77,24 @@ class Ahead:
         online, run = self.online, self.online.training.run
         position = int(online.training.carried["position"])
         rollouts = take_rollouts(online.loader, position, self.generator, online.scorer, run.recipe, run.phases)
-        return replace(rollouts, metrics={**rollouts.metrics, **staleness(rollouts, step)})
+        return replace(rollouts, metrics={**rollouts.metrics, **staleness(rollouts, step, self.world)})
 
     def use(self) -> dict[str, float]:
-        """Of the step just trained: how much of its time each side was at work, and how long the trainer waited."""
+        """Of the step just trained: how much of its time each side was at work, and how long the trainer waited (a
+        collective)."""
         return self._clock.lap()
 
 
 @contextmanager
 def open_worker(online: Online) -> Iterator[Ahead]:
-    """The rollout worker, which ends with this process, however that ends."""
+    """The rollout worker of this rank, which ends with this process, however that ends."""
     training = online.training
-    run, policy = training.run, training.models.module
+    run, policy, device = training.run, training.models.module, training.models.device
     assert isinstance(policy, Policy)
-    log = run.folder.path / "rollout" / "worker.log"
-    collective = collective_of(run.recipe, run.device)
-    with _threads_divided(run.recipe, training.models.device):
-        engine = WorkerEngine(policy, training.models.device, run.recipe, run.prepared.end_tokens, log, collective)
+    log = run.folder.path / "rollout" / ("worker.log" if run.world.size == 1 else f"worker_{run.world.rank}.log")
+    collective, own = collective_of(run.recipe, run.device), device_of_worker(run.recipe, run.world.local_rank)
+    with _threads_divided(run.recipe, device):
+        engine = WorkerEngine(policy, device, run.recipe, run.prepared.end_tokens, log, collective, own)
         try:
             yield Ahead(online, engine)
         finally:
@@ -92,8 +103,9 @@ def open_worker(online: Online) -> Iterator[Ahead]:
 
 @contextmanager
 def _threads_divided(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Two processes that compute at the same time on one CPU have half of its threads each. A worker that waits for
-    each step's weights takes turns with the run, and has them all: their number decides the last digits of a sum."""
+    """A rank and its worker that compute at the same time on one CPU have half of the rank's threads each. A worker
+    that waits for each step's weights takes turns with the rank, and has them all: their number decides the last digits
+    of a sum."""
     before = torch.get_num_threads()
     if device.type == "cpu" and recipe.rollout.max_staleness:
         torch.set_num_threads(each_of(2, before))
@@ -103,22 +115,25 @@ def _threads_divided(recipe: Recipe, device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def staleness(rollouts: Rollouts, step: int) -> dict[str, float]:
-    """By how many steps the weights that drew a token are older than those that it trains, over the policy's tokens."""
+def staleness(rollouts: Rollouts, step: int, world: World) -> dict[str, float]:
+    """By how many steps the weights that drew a token are older than those that it trains, over the policy's tokens of
+    all ranks (a collective)."""
     ages = [
         step - version
         for rollout in rollouts.experience.rollouts
         for version, trained in zip(rollout.versions, rollout.trained, strict=True)
         if trained
     ]
-    return {"async/staleness_mean": sum(ages) / len(ages), "async/staleness_max": float(max(ages))}
+    # A response is on one rank, where it was generated; some may have generated none.
+    sums, counts, most = zip(*world.gather((sum(ages), len(ages), max(ages, default=0))), strict=True)
+    return {"async/staleness_mean": sum(sums) / sum(counts), "async/staleness_max": float(max(most))}
 
 
 class _Clock:
     """Both sides' use of the time between two steps' ends."""
 
-    def __init__(self, engine: WorkerEngine):
-        self.engine = engine
+    def __init__(self, engine: WorkerEngine, world: World):
+        self.engine, self.world = engine, world
         self._last = self._now()
 
     def _now(self) -> tuple[float, float, float]:
@@ -128,9 +143,12 @@ class _Clock:
         now = self._now()
         passed, busy, waited = (after - before for after, before in zip(now, self._last, strict=True))
         self._last = now
+        # The clocks are read one after the other: a share may come out a little over all of it.
+        own = min(1.0, busy / passed), max(0.0, 1.0 - waited / passed), waited
+        worker, trainer, wait = zip(*self.world.gather(own), strict=True)
         return {
-            # The clocks are read one after the other: a share may come out a little over all of it.
-            "async/worker_busy": min(1.0, busy / passed),
-            "async/trainer_busy": max(0.0, 1.0 - waited / passed),
-            "async/wait_s": waited,
+            "async/worker_busy": sum(worker) / len(worker),
+            # Ranks go on together: where one waits for its worker, the others wait for it.
+            "async/trainer_busy": min(trainer),
+            "async/wait_s": max(wait),
         }

@@ -13,6 +13,7 @@ from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.parallel import Parallel
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.prefill import fitting_prefill
+from lockstep.train.beside import WORKER, with_worker
 from lockstep.train.cluster import TargetCluster
 from lockstep.train.plan_counts import count_parameters
 from lockstep.train.plan_layers import kernels_of
@@ -57,17 +58,23 @@ class Outlook:
         device, recipe, config = DEVICES[cluster.chip.kind], self.recipe, self.models.config
         size, text = DTYPES[recipe.model.dtype].itemsize, config.get_text_config()
         prefill = recipe.rollout.prefill_tokens or fitting_prefill(device.prefill_tokens, cluster.memory, text, size)
-        return plan_memory(
+        longest = self.steps.longest(recipe)
+        plan = plan_memory(
             recipe,
             config,
             cluster.devices,
-            self.steps.longest(recipe),
+            longest,
             self.steps.rows(recipe),
             prefill,
             device=device,
             keeps_cache=kept_cache(cluster.memory) if device.graph_capture else 0,
             counted=self.models.counted,
         )
+        if recipe.method not in ONLINE:
+            return plan
+        # The table has no memory of a device that is the host.
+        on_host = cluster.chip.memory is None
+        return with_worker(plan, recipe, config, cluster.devices, longest, prefill, on_host=on_host)
 
     def phases(self, cluster: TargetCluster) -> list[Phase]:
         """Those of a step and around it: load, generate, reference, update, save."""
@@ -80,7 +87,8 @@ class Outlook:
             found.append(replace(named.get("reference", named["validation"]), name="reference"))
         # A checkpoint is copied to the host from where it stands.
         standing = replace(named["validation"], name="save", activations=0)
-        return [*found, replace(update, name="update"), standing]
+        worker = [named[WORKER]] if WORKER in named else []
+        return [*found, replace(update, name="update"), standing, *worker]
 
     def over(self, cluster: TargetCluster) -> list[Phase]:
         """The phases that a device does not hold, the largest first."""

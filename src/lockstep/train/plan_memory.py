@@ -43,6 +43,8 @@ class MemoryPlan:
     freed: tuple[Freed, ...] = ()
     """What could be kept on the host, or is."""
     remarks: tuple[str, ...] = ()
+    handed_bytes: int = 0
+    """Of the host's memory, for each rank that hands its rollout worker weights through it."""
 
     @property
     def peak(self) -> Phase:

@@ -28,6 +28,7 @@ from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.placeholders import refuse_placeholders
 from lockstep.parallel.context import refuse_ranks
+from lockstep.parallel.launch import ranks_here
 from lockstep.parallel.mesh import grid_of, refuse_offload
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
@@ -248,12 +249,12 @@ def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
 
 
 def prepare_online(
-    recipe: Recipe, device: Device, devices: int, console: Console, *, must_fit: bool = True
+    recipe: Recipe, device: Device, devices: int, console: Console, *, must_fit: bool = True, here: bool = True
 ) -> PreparedOnline:
-    """As `prepare`, for prompts."""
+    """As `prepare`, for prompts. `here`: the run would train on the devices of this machine."""
     collect = Collector()
     collect(lambda: refuse_ranks(recipe.parallel.context, devices))
-    collect(lambda: refuse_beside(recipe, device, devices))
+    collect(lambda: refuse_beside(recipe, device, ranks_here(devices), device.count() if here else None))
     tokenizer, config, questions = _common(recipe, device, collect)
     collect(lambda: grid_of(recipe.parallel, devices))
     collect(lambda: refuse_offload(recipe.parallel, devices))
@@ -285,7 +286,7 @@ def prepare_online(
         keeps_cache=kept_cache(device.memory().total) if device.graph_capture else 0,
     )
     on_host = device.torch_device(0).type == "cpu"
-    memory = with_worker(memory, recipe, config, batches.longest, prefill_tokens, on_host=on_host)
+    memory = with_worker(memory, recipe, config, devices, batches.longest, prefill_tokens, on_host=on_host)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
     remarks = [*repeated_rows(recipe, train), *memory.remarks]

@@ -19,9 +19,10 @@ import torch
 
 from lockstep.errors import LostProcess, Refusal
 from lockstep.model.policy import Policy
+from lockstep.parallel.shard import let_go, whole_on
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe import Recipe
-from lockstep.rollout.worker.group import WeightGroup
+from lockstep.rollout.worker.group import BroadcastFailed, WeightGroup
 from lockstep.rollout.worker.memory import Place, WeightMemory
 from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Idle, Meeting, Opening, Probed
 from lockstep.rollout.worker.probe import probe, refuse_other_weights
@@ -41,8 +42,9 @@ _Asked = tuple[Sampling, int, int]
 class WorkerEngine:
     """Starts the worker and does not wait for it. Only the thread that made it calls it.
 
-    `policy` is the one that is trained; `log` keeps the last lines that the worker prints. Weights travel through the
-    collective of that name, or without one through shared memory.
+    `policy` is the one that is trained, and `device` where its passes run; `own` is the number of the worker's device.
+    `log` keeps the last lines that the worker prints. Weights travel through the collective of that name, or without
+    one through shared memory. Of several ranks each has a worker: hand-overs are collectives then.
     """
 
     instead = "remove rollout.max_staleness: generation and training then take turns"
@@ -55,6 +57,7 @@ class WorkerEngine:
         end_tokens: Sequence[int],
         log: Path,
         collective: str | None = None,
+        own: int = 0,
     ):
         self.policy, self.device, self.log, self.collective = policy, device, log, collective
         self.waited = 0.0
@@ -75,7 +78,7 @@ class WorkerEngine:
         self._line = _connection(self.process.connection, files)
         threading.Thread(target=self._listen, daemon=True, name="rollout worker").start()
         try:
-            self._send(Opening(recipe, list(end_tokens), how, torch.get_num_threads()))
+            self._send(Opening(recipe, list(end_tokens), how, own, torch.get_num_threads()))
         except BaseException:
             self.close()
             raise
@@ -90,8 +93,9 @@ class WorkerEngine:
         self._probed = None
         ask = self._ask(requests, sampling) if requests else None
         with self._refusing_a_failed_hand_over():
-            self.channel.give(self.policy.trainable(), lambda: self._send(HandOver(version, ask)))
+            self.channel.give(self._whole_weights(), lambda: self._send(HandOver(version, ask)))
         said_K = probe(self.policy, self.device)
+        let_go(self.policy)
         self._wait(lambda: self._probed is not None)
         assert self._probed is not None
         assert self._probed.version == version
@@ -138,6 +142,12 @@ class WorkerEngine:
         self.process.kill()
         self._line.close()
         self.channel.close()
+
+    def _whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The trained weights one by one, gathered where ranks have slices of them: never all of them together."""
+        let_go(self.policy)
+        for name, parameter in self.policy.trainable():
+            yield name, whole_on(parameter.detach(), self.device)
 
     # -- the two ends of the line
 
@@ -202,9 +212,7 @@ class WorkerEngine:
         begun = time.monotonic()
         try:
             yield
-        except RuntimeError as error:
-            if self.collective is None:
-                raise
+        except BroadcastFailed as error:
             with self._changed:
                 # A collective notices at once that its other side has gone, often before the line does.
                 if self._changed.wait_for(lambda: self._ended, ENDED_SECONDS):

@@ -89,13 +89,13 @@ class _Worker:
         device = select(recipe.device)
         if recipe.run.deterministic:
             device.deterministic(True)
-        index = recipe.rollout.worker_device or 0
-        device.use(index)
-        self.device = device.torch_device(index)
+        device.use(opening.device)
+        self.device = device.torch_device(opening.device)
         self.policy = load_policy(recipe.model, self.device, device.attention, recipe.run.seed)
         tokenizer, path = load_tokenizer(recipe.model.path), recipe.model.path
+        alone = World(local_rank=opening.device)
         generator = Generator(
-            self.policy, tokenizer, recipe.rollout, device, World(), path, end_tokens=opening.end_tokens
+            self.policy, tokenizer, recipe.rollout, device, alone, path, end_tokens=opening.end_tokens
         )
         self.engine = generator.engine
         if isinstance(self.engine, NativeEngine):

@@ -13,6 +13,10 @@ HERE = "127.0.0.1"
 WORKER = 1
 
 
+class BroadcastFailed(RuntimeError):
+    """The other side is gone or does not answer."""
+
+
 class WeightGroup:
     """One side of it. The other is waited for at the first hand-over, for `seconds` at most, then and later."""
 
@@ -50,7 +54,10 @@ class WeightGroup:
                 parameter.copy_(self._broadcast(torch.empty_like(parameter, memory_format=torch.contiguous_format)))
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._group().broadcast(tensor, RUN).wait()
+        try:
+            self._group().broadcast(tensor, RUN).wait()
+        except RuntimeError as error:
+            raise BroadcastFailed(str(error)) from error
         return tensor
 
     def _group(self) -> dist.ProcessGroup:

@@ -30,7 +30,8 @@ def places_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Place]:
     places, start = [], 0
     for name, parameter in parameters:
         places.append(Place(name, start, tuple(parameter.shape), parameter.dtype))
-        start += -(-parameter.nbytes // ALIGNED) * ALIGNED
+        size = math.prod(parameter.shape) * parameter.dtype.itemsize  # all of it, also where this rank has a slice
+        start += -(-size // ALIGNED) * ALIGNED
     return places
 
 

@@ -21,12 +21,14 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Opening:
-    """`end_tokens` as in `Generator`; `threads` so that both processes add up in the same order."""
+    """`end_tokens` as in `Generator`; `device` is the number of the worker's; `threads` so that both processes add up
+    in the same order."""
 
     recipe: Recipe
     end_tokens: Sequence[int]
     weights: Sequence[Place] | Meeting
     """How they come: where they lie in the memory that was handed over, or where the group meets that sends them."""
+    device: int
     threads: int
 
 
