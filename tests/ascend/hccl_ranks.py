@@ -23,6 +23,8 @@ STEPS = 4
 
 
 def collectives() -> dict[str, Any]:
+    from npu_context_ranks import divided_attention
+
     rank, device = dist.get_rank(), torch.device("npu", dist.get_rank())
 
     def full(value: float, count: int = 2) -> torch.Tensor:
@@ -63,6 +65,7 @@ def collectives() -> dict[str, Any]:
     dist.barrier(group=dist.new_group([0, 1]))
     found["reduce"] = reduce_operators(device)
     found["host tensor"] = refusal(lambda: dist.all_reduce(torch.ones(1)))
+    found["divided attention"] = divided_attention()
     return found
 
 

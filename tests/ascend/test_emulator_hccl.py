@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from .processes import torchrun
 pytestmark = [pytest.mark.ascend, pytest.mark.torchrun]
 
 RANKS = Path(__file__).with_name("hccl_ranks.py")
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def result_of(what: str, folder: Path) -> dict[str, Any]:
-    done = torchrun(RANKS, folder, what)
+    done = torchrun(RANKS, folder, what, PYTHONPATH=os.pathsep.join([str(SUPPORT), os.environ["PYTHONPATH"]]))
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found
@@ -76,3 +78,10 @@ def test_training_goes_as_with_gloo(losses: dict[str, list[float]], way: str, to
     on_device, on_host = losses[f"{way} npu"], losses[f"{way} cpu"]
     assert on_device[-1] < on_device[0] - 0.1
     assert on_device == pytest.approx(on_host, abs=tolerance)
+
+
+@pytest.mark.xdist_group("hccl collectives")
+def test_divided_attention_is_whole_attention(collectives: dict[str, Any]) -> None:
+    """By the device's kernel for parts, forward and backward; each rank compares its own tokens."""
+    operators = ["npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"]
+    assert collectives["divided attention"] == {"zigzag": operators, "gather": operators}

@@ -6,9 +6,7 @@ device's does too is what the trial asks before the operator is used (tests/unit
 
 from __future__ import annotations
 
-import json
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +20,10 @@ from lockstep.kernels.npu_parts import FUSION_PARTS
 from lockstep.kernels.partial import PLAIN, partial_kernel
 from lockstep.kernels.parts import Sections, merge, sections
 
-from .processes import torchrun
-
 pytestmark = pytest.mark.ascend
 NPU = torch.device("npu", 0)
 QUERIES, CAUSAL, OTHERS = (7, 1, 12, 5), (9, 1, 12, 8), (3, 6, 1, 4)
 SIZE, SCALE = 16, 0.25
-RANKS = Path(__file__).parents[1] / "support" / "npu_context_ranks.py"
 OPERATORS = {"npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"}
 
 
@@ -123,13 +118,3 @@ def test_statistics_stand_head_by_head_within_each_sequence_by_default() -> None
     assert asked[..., 0].flatten().tolist() == [1, 2, 3, 4, 5, 6]
     with pytest.raises(RuntimeError, match="softmax_layout"):
         torch_npu.npu_fusion_attention(query, key, key, 2, "TND", softmax_layout="NTD", **more)
-
-
-@pytest.mark.torchrun
-@pytest.mark.xdist_group("npu context")
-def test_two_devices_attend_as_one(tmp_path: Path) -> None:
-    """Ring and gathered attention over HCCL, outputs and gradients, by the device's kernel."""
-    done = torchrun(RANKS, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    ran = json.loads((tmp_path / "result.json").read_text())
-    assert ran == {"zigzag": sorted(OPERATORS), "gather": sorted(OPERATORS)}

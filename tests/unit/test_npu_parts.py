@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from context_ranks import Case, check_attention
@@ -40,7 +40,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FusionModel]:
     partial._tell.cache_clear()
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(
     LENGTHS, st.sampled_from([2, 3, 4]), st.sampled_from(["zigzag", "gather"]), SHAPES, st.integers(0, 99), st.data()
 )
