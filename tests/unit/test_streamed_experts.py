@@ -234,3 +234,16 @@ def test_an_expert_that_is_no_number_is_refused(mixtral: Path, tmp_path: Path) -
         sharded(stream(folder), 1)
     with rank_of(0):
         sharded(stream(folder), 0)
+
+
+def test_tied_weights_that_differ_in_the_files_are_left_to_transformers(tmp_path: Path) -> None:
+    """transformers ties them only where they are the same."""
+    write(tmp_path, "mixtral", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    for change, tied in ((0.0, True), (1.0, False)):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        own = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert (own.lm_head.weight is own.model.embed_tokens.weight) == tied
+        assert (stream_transformers(AutoModelForCausalLM, str(tmp_path), "fp32") is not None) == tied

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from lockstep.model.made import Place, fill_from, stored_bytes
+from lockstep.model.made import InFiles, fill_from, stored_bytes
 from lockstep.model.streamed import Streamed, places_of, weight_files
 from lockstep.parallel.stored import StoredTensors
 
@@ -31,7 +31,7 @@ class Digits:
     the files cannot be read tensor by tensor."""
 
     stored: StoredTensors | None
-    places: Mapping[str, Place]
+    places: Mapping[str, InFiles]
     lost: bool = False
 
     def into(self, masters: Mapping[str, torch.Tensor]) -> None:
@@ -57,7 +57,7 @@ def digits_of(root: Trained, model: Any, source: Streamed | None, folder: str, d
     return Digits(stored, longer) if longer else NONE
 
 
-def _read(model: Any, folder: str) -> tuple[StoredTensors, dict[nn.Parameter, Place]] | None:
+def _read(model: Any, folder: str) -> tuple[StoredTensors, dict[nn.Parameter, InFiles]] | None:
     files = weight_files(folder)
     if files is None:
         return None

@@ -98,11 +98,11 @@ class Made:
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
 
-Place = str | Made
+InFiles = str | Made
 """Where a tensor of a model is in the files: under a name, or in parts."""
 
 
-def fill_from(stored: StoredTensors, targets: list[tuple[Place, torch.Tensor]]) -> None:
+def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]) -> None:
     """Copy into tensors, sharded or not. What is made is made one after the other."""
     stored.fill({place: target for place, target in targets if isinstance(place, str)})
     with torch.no_grad():
@@ -111,7 +111,7 @@ def fill_from(stored: StoredTensors, targets: list[tuple[Place, torch.Tensor]]) 
                 place.fill(stored, target.detach())
 
 
-def stored_bytes(stored: StoredTensors, place: Place) -> int:
+def stored_bytes(stored: StoredTensors, place: InFiles) -> int:
     """Of a number in the files, as wide as any that it is made of."""
     return max(stored.dtype(key).itemsize for key in ([place] if isinstance(place, str) else place.keys))
 
@@ -133,7 +133,7 @@ def refuse_operations(conversions: list[Any]) -> None:
             raise Unmapped(f"transformers makes some of its tensors by {type(operation).__name__}")
 
 
-def places_by_name(model: PreTrainedModel, stored: StoredTensors) -> dict[str, Place]:
+def places_by_name(model: PreTrainedModel, stored: StoredTensors) -> dict[str, InFiles]:
     """Where each tensor of the model is that the files have, found as transformers finds it; `Unmapped` where that is
     not the same for certain. The model is told which conversions were used, for when it is saved."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -143,7 +143,7 @@ def places_by_name(model: PreTrainedModel, stored: StoredTensors) -> dict[str, P
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
-    found: dict[str, Place] = {}
+    found: dict[str, InFiles] = {}
     collected: dict[str, dict[str, list[str]]] = {}
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from lockstep.model.made import META, Place, Unmapped, conversions_of, fill_from, places_by_name, refuse_operations
+from lockstep.model.made import META, InFiles, Unmapped, conversions_of, fill_from, places_by_name, refuse_operations
 from lockstep.model.pretrained import refuse_not_finite
 from lockstep.parallel.shard import Sharding, held_part, materialise, shard
 from lockstep.parallel.stored import StoredTensors
@@ -33,7 +33,7 @@ class Streamed:
 
     model: Any
     stored: StoredTensors
-    places: dict[nn.Parameter, Place]
+    places: dict[nn.Parameter, InFiles]
     where: str
     """Begins the refusal of what is in the files."""
 
@@ -89,7 +89,7 @@ def weight_files(path: str) -> list[Path] | None:
     return [alone] if alone.is_file() else None
 
 
-def places_of(model: PreTrainedModel, stored: StoredTensors) -> dict[nn.Parameter, Place] | None:
+def places_of(model: PreTrainedModel, stored: StoredTensors) -> dict[nn.Parameter, InFiles] | None:
     """Where in the files each parameter is; None where that is not known for all of them. Tied parameters have several
     names, of which the files may have any."""
     if loaded_whole(model, model.dtype) is not None:
@@ -98,11 +98,18 @@ def places_of(model: PreTrainedModel, stored: StoredTensors) -> dict[nn.Paramete
         known = places_by_name(model, stored)
     except Unmapped:
         return None
-    found: dict[nn.Parameter, Place] = {}
+    found: dict[nn.Parameter, InFiles] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in known:
-            found.setdefault(parameter, known[name])
+        if name not in known:
+            continue
+        place = found.setdefault(parameter, known[name])
+        if place is not known[name] and not _alike(stored, place, known[name]):
+            return None  # transformers does not tie them then
     return found if all(parameter in found for parameter in model.parameters()) else None
+
+
+def _alike(stored: StoredTensors, one: InFiles, other: InFiles) -> bool:
+    return isinstance(one, str) and isinstance(other, str) and torch.equal(stored[one], stored[other])
 
 
 def _with_buffers(model: PreTrainedModel, stored: StoredTensors) -> bool:
