@@ -46,7 +46,8 @@ def test_a_text_is_judged_at_its_placeholders(tokenizer, load):
     assert steps.example.asked() == [(7, PLUS), (7, MINUS), (13, PLUS), (13, MINUS)]
     assert steps.labels == ((1.0, 0.0), (0.0, 1.0))
     counts = dataset.counts
-    assert (counts.rows, counts.tokens, counts.trained_tokens, counts.longest) == (1, 14, 2, 14)  # two steps, at each of which two words are weighed
+    # Two steps are trained, however many words are weighed at each.
+    assert (counts.rows, counts.tokens, counts.trained_tokens, counts.longest) == (1, 14, 2, 14)
     assert dataset.end_tokens == set()
     assert "1 rows as texts with a placeholder after each step (input; verdicts from label)" in dataset.notes[0]
 
