@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from commands import cold_lockstep, lockstep
 from hang import wait_until
 from kills import interrupted, killed, lines
+from lockstep.commands.plan_cluster import show_cluster_plan
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.parity.replay.loop import Replay
@@ -276,6 +277,18 @@ def test_the_plan_counts_the_worker(online_file: Path) -> None:
     one, two = (prepare_online(load_recipe(str(online_file), ahead), Cpu(), n, Console.silent()).memory for n in (1, 2))
     assert one.phases[-1].weights == two.phases[-1].weights == copy
     assert one.phases[-1].activations == 2 * two.phases[-1].activations
+
+
+def test_a_plan_of_a_cluster_counts_the_workers(online_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They need not be here: no device of this machine is looked for."""
+    show_cluster_plan(load_recipe(str(online_file), [*AHEAD, *APART]), "1x2:h200", None)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "besides those that train, 2 devices generate (rollout.worker_device)" in told
+    assert "of the host's memory" not in told  # by the devices' collective
+    show_cluster_plan(load_recipe(str(online_file), AHEAD), "1x2:h200", None)
+    assert "MiB of the host's memory, for each of 2 ranks" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(Refusal, match=r"rollout\.max_staleness: two processes on one npu device"):
+        show_cluster_plan(load_recipe(str(online_file), AHEAD), "1x2:atlas-800t-a2", None)
 
 
 @pytest.mark.parametrize(
