@@ -37,7 +37,14 @@ def test_a_task_of_srun_is_a_rank() -> None:
 
 @pytest.mark.parametrize(
     ("tasks", "node", "here"),
-    [("4(x2)", "1", "4"), ("4(x2),3", "2", "3"), ("5,3", "1", "3"), ("8", "0", "8"), ("8", "1", None), ("?", "0", None)],
+    [
+        ("4(x2)", "1", "4"),
+        ("4(x2),3", "2", "3"),
+        ("5,3", "1", "3"),
+        ("8", "0", "8"),
+        ("8", "1", None),
+        ("?", "0", None),
+    ],
 )
 def test_the_tasks_of_a_node_are_its_ranks(tasks: str, node: str, here: str | None) -> None:
     assert adopted(SLURM_STEP_TASKS_PER_NODE=tasks, SLURM_NODEID=node).get("LOCAL_WORLD_SIZE") == here
