@@ -13,8 +13,8 @@ FIRST_PORT, PORTS = 20_000, 20_000
 
 
 def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Add the variables of torchrun, from RANK to MASTER_PORT, where `srun` started this process as one of several. What
-    is set already stays, and so does a process of the batch script itself, which is no task of a step."""
+    """Add the variables of torchrun, from RANK to MASTER_PORT, where `srun` started this process as one of several.
+    What is set already stays, and so does a process of the batch script itself, which is no task of a step."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or tasks == "1":
         return
