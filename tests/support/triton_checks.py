@@ -367,6 +367,7 @@ def _small(name: str, device: str, dtype: torch.dtype = torch.float32, **more: o
 
 def generating_models(device: str) -> None:
     """Whose layers are taken, and who is told apart by what it computes."""
+    from lockstep.kernels.fused_modules import KernelForward
     from lockstep.kernels.triton_layers import fused_layers
     from lockstep.model.decoder import inner_decoder
     from lockstep.model.policy import Policy
@@ -403,6 +404,12 @@ def generating_models(device: str) -> None:
             assert not fused.ready, "a weight lies elsewhere"
             fused.lay()
             assert fused.ready
+            norm = model.model.norm
+            norm.forward = KernelForward(type(norm).forward, norm)
+            assert fused.ready, "a kernel of ours, which gives what the module does"
+            norm.forward = lambda x: 2 * x
+            assert not fused.ready, "somebody has put another forward in"
+            del norm.forward
 
 
 def generating_engine(device: str) -> None:

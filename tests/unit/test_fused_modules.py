@@ -81,7 +81,9 @@ def test_what_computes_the_same_is_replaced_and_the_numbers_stay(gradients: bool
 
 
 def plugged(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(vars(module).get("forward"), fused_modules._InPlace)]
+    return [
+        module for module in model.modules() if isinstance(vars(module).get("forward"), fused_modules.KernelForward)
+    ]
 
 
 def test_weights_go_with_their_model_though_nobody_looks_for_circles(tiny_folder: Path) -> None:

@@ -48,14 +48,14 @@ def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullconte
     for module in _gathered_one_by_one(model, gather, set()):
         for kernel in kernels.modules:
             if kernel.looks(module) and _same(module, kernel, kernels.trial):
-                module.forward = _InPlace(kernel.forward, module)
+                module.forward = KernelForward(kernel.forward, module)
                 found[f"{type(module).__name__} by {kernel.name}"] += 1
     for source in plug_rotary(model, kernels.rotary, kernels.trial):
         found[f"{FUNCTION} of {source} by {kernels.rotary.name}"] += 1
     return [f"{count} x {what}" if count > 1 else what for what, count in sorted(found.items())]
 
 
-class _InPlace:
+class KernelForward:
     """A kernel as the forward of one module, which holds it and is not held by it: a bound method would hold the module
     in turn, and its weights would stay on the device until the garbage collector looks for such circles. A copy of the
     module has one of its own."""
@@ -68,7 +68,7 @@ class _InPlace:
         assert module is not None  # it is what is called
         return self._forward(module, *given, **named)
 
-    def __reduce__(self) -> tuple[type[_InPlace], tuple[Forward, nn.Module | None]]:
+    def __reduce__(self) -> tuple[type[KernelForward], tuple[Forward, nn.Module | None]]:
         return type(self), (self._forward, self._module())
 
 
