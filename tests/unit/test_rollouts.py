@@ -74,7 +74,7 @@ class ScriptedGenerator(Generator):
     def __init__(self, policy: Policy, engine: Scripted):
         self.policy, self.engine, self.world, self.device = policy, engine, World(), torch.device("cpu")  # type: ignore[assignment]
         self.responder = engine  # type: ignore[assignment]
-        self.stop_ids, self.lengths, self.served = (0,), ExpectedLengths(), False
+        self.stop_ids, self.lengths, self.served, self._ahead = (0,), ExpectedLengths(), False, None
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
