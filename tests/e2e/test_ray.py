@@ -118,6 +118,20 @@ def test_two_actors_train_what_one_process_does(whole: Path, recipe: Path) -> No
     assert close(stored(whole, 4), stored(one, 4))
 
 
+def test_every_actor_s_rank_has_a_rollout_worker(cluster: Any, tmp_path: Path, tiny_folder: Path) -> None:
+    """On two nodes, each with a rank and the worker that it started: what two ranks generate in turns without Ray."""
+    recipe = write_online_recipe(tmp_path, tiny_folder)
+    words = ["run.steps=2", "run.export=false", "log.samples=99", "parallel.devices=2"]
+    ahead = ["run.name=beside", "rollout.max_staleness=0", "parallel.launcher=ray"]
+    for own in (["run.name=turns"], ahead):
+        done = cold_lockstep("train", recipe, *words, *own)
+        assert done.returncode == 0, done.stderr
+    turns, beside = (tmp_path / "runs" / name for name in ("turns", "beside"))
+    assert difference(beside, turns, 2, leaving="async/") == ""
+    assert all(metrics["async/staleness_max"] == 0 for _, metrics in facts(beside))
+    assert sorted(file.name for file in (beside / "rollout").iterdir()) == ["worker_0.log", "worker_1.log"]
+
+
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(whole: Path, recipe: Path, tmp_path: Path) -> None:
     environment, once = struck(
         tmp_path / "blow", 1, signal.SIGKILL, lines(tmp_path / "runs" / "run" / "metrics.jsonl", 3)
@@ -260,17 +274,3 @@ def test_a_lost_node_is_done_without(cluster: Any, recipe: Path, tmp_path: Path)
     assert [step for step, _ in told] == list(range(1, 61))
     assert [one["train/loss"] for _, one in told] == pytest.approx([one["train/loss"] for _, one in wanted], rel=1e-4)
     assert close(stored(runs / "run", 60), stored(recipe.parent / "runs" / "long", 60))
-
-
-def test_every_actor_s_rank_has_a_rollout_worker(cluster: Any, tmp_path: Path, tiny_folder: Path) -> None:
-    """On two nodes, each with a rank and the worker that it started: what two ranks generate in turns without Ray."""
-    recipe = write_online_recipe(tmp_path, tiny_folder)
-    words = ["run.steps=2", "run.export=false", "log.samples=99", "parallel.devices=2"]
-    ahead = ["run.name=beside", "rollout.max_staleness=0", "parallel.launcher=ray"]
-    for own in (["run.name=turns"], ahead):
-        done = cold_lockstep("train", recipe, *words, *own)
-        assert done.returncode == 0, done.stderr
-    turns, beside = (tmp_path / "runs" / name for name in ("turns", "beside"))
-    assert difference(beside, turns, 2, leaving="async/") == ""
-    assert all(metrics["async/staleness_max"] == 0 for _, metrics in facts(beside))
-    assert sorted(file.name for file in (beside / "rollout").iterdir()) == ["worker_0.log", "worker_1.log"]
