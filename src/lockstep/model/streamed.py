@@ -51,7 +51,10 @@ class Streamed:
         materialise(root, sharding)
         parameters = dict(root.named_parameters())
         fill_from(self.stored, [(place, parameters[name]) for name, place in places.items()])
-        refuse_not_finite({name: held_part(parameters[name].detach())[0] for name in places}, self.where)
+        filled = {parameters[name] for name in places}
+        # As the model names them, whatever stands around it now.
+        own = {name.replace(".base_layer", ""): p for name, p in self.model.named_parameters() if p in filled}
+        refuse_not_finite({name: held_part(p.detach())[0] for name, p in own.items()}, self.where)
 
 
 def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Streamed | None:
