@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from commands import changed_lockstep, lockstep, torchrun
 from conftest import write_jsonl
@@ -157,3 +158,19 @@ def test_bad_input_is_told_once(recipe_file: Path, tmp_path: Path) -> None:
     assert done.returncode != 0
     assert done.stderr.count("nowhere.jsonl\n") == 1, done.stderr
     assert "rank 1:" not in done.stderr
+
+
+def test_a_weight_that_one_rank_finds_broken_is_refused_by_all(
+    recipe_file: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """By the name that it has in its files; its row is in the slice of the last rank, for which the others wait."""
+    model = shutil.copytree(tiny_folder, tmp_path / "broken")
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name][-1, 0] = float("nan")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    done = torchrun("train", recipe_file, f"model.path={model}")
+    assert done.returncode != 0
+    assert done.stderr.count(f"its weight {name} holds NaN") == 1, done.stderr
+    assert "rank 1:" not in done.stderr
+    assert "RuntimeError" not in done.stderr

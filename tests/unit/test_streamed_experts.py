@@ -197,6 +197,27 @@ def test_an_export_has_the_names_and_bits_of_the_files(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_an_export_keeps_the_digits_that_transformers_keeps(mixtral: Path, tmp_path: Path, adapted: bool) -> None:
+    """The bias by which a router chooses is fp32 in a model of bf16: rounded, other experts are chosen."""
+    folder = shutil.copytree(mixtral, tmp_path / "model")
+    write(folder, "glm4_moe")
+    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    own.save_pretrained(tmp_path / "own")
+    settings = Model(path=str(folder), dtype="bf16")
+    if adapted:
+        settings = settings.model_copy(update={"lora": Lora(rank=2, alpha=4, targets=["q_proj"])})
+        own = with_lora(own, settings.lora, seed=0)
+    weights = {name: one.detach() for name, one in own.named_parameters() if not adapted or "lora" in name}
+    export.export_model(settings, weights, tmp_path / "out", where="here")
+    wanted, found = (load_file(tmp_path / one / "model.safetensors") for one in ("own", "out"))
+    assert {one.dtype for one in wanted.values()} == {torch.bfloat16, torch.float32}
+    assert wanted.keys() == found.keys()
+    for name, one in wanted.items():
+        assert found[name].dtype == one.dtype, name
+        assert torch.equal(found[name], one), name
+
+
 def test_a_rank_holds_its_share_and_a_tensor(tmp_path: Path) -> None:
     """Of a model of many tensors; its files are of single ones, since all bytes of a mapped one count."""
     config = miniature_config(AutoConfig.for_model("mixtral"))

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from lockstep.errors import Refusal, unwritten
 from lockstep.model.heads import load_value_model, merge_adapters
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, stream_transformers, with_lora
-from lockstep.model.pretrained import save_generation, save_model, whole_model
+from lockstep.model.pretrained import rounded, save_generation, save_model, whole_model
 from lockstep.model.resolve import model_folder
 from lockstep.model.saved_names import SavedNames, saved_names
 from lockstep.model.streamed import stored_buffers
@@ -93,7 +93,7 @@ def export_model(
             model.save_pretrained(aside)
         else:
             merged = model.merge_and_unload() if settings.lora else model
-            merged.to(DTYPES[settings.dtype])
+            rounded(merged, DTYPES[settings.dtype])
             _stop_at(merged, end_tokens)
             save_model(merged, aside)
         for name, content in files.items():
@@ -117,7 +117,8 @@ def _write_by_tensor(
     save_generation(model, folder)
     buffers = _buffers(model)
     read = names.reader(lambda name: buffers[name] if name in buffers else weights[name])
-    write_model(folder, names.shapes, DTYPES[settings.dtype], read)
+    kept = {name: buffers[own].dtype for name, own in names.parameters.items() if own in buffers}
+    write_model(folder, names.shapes, DTYPES[settings.dtype], read, kept)
 
 
 def _buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -149,12 +150,13 @@ def export_value_model(
     classifier = AutoModelForSequenceClassification.from_config(
         config, dtype=DTYPES[working.dtype], trust_remote_code=False
     )
-    classifier.base_model.load_state_dict(trained.decoder.state_dict())
+    # As they are: copied, a buffer of fp32 would be rounded.
+    classifier.base_model.load_state_dict(trained.decoder.state_dict(), assign=True)
     with torch.no_grad():
         classifier.score.weight.copy_(trained.head.weight)
     classifier.config.pad_token_id = _padding(load_tokenizer(settings.path), end_tokens)
     with _written(settings, out) as aside:
-        classifier.to(DTYPES[settings.dtype]).save_pretrained(aside)
+        rounded(classifier, DTYPES[settings.dtype]).save_pretrained(aside)
         for name, content in files.items():
             (aside / name).write_text(content, encoding="utf-8")
 

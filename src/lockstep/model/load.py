@@ -22,6 +22,7 @@ from lockstep.model.streamed import Streamed, adapters_on_host, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
 from lockstep.model.tensor_trial import check_division
 from lockstep.model.tokenizer import tokenizer_of
+from lockstep.parallel.refused import refused_together
 from lockstep.parallel.shard import Sharding, shard, unit_gathered
 from lockstep.parallel.tensor import Style, divide
 from lockstep.recipe.schema import Lora, Model
@@ -96,7 +97,8 @@ def spread(root: Any, source: Streamed | None, sharding: Sharding | None, model:
     if source is None:
         shard(root, root.layers(), sharding)
     else:
-        source.shard(root, root.layers(), sharding)
+        with refused_together("weights"):
+            source.shard(root, root.layers(), sharding)
     enter(root, sharding.device)
     # Operators are tried on the weights of each module.
     with unit_gathered(root):

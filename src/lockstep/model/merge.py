@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from lockstep.errors import Problem, Refusal, first_line, refuse_all, unwritten
 from lockstep.model.adapter import CONFIG, WEIGHTS
 from lockstep.model.check import tokens
-from lockstep.model.pretrained import pretrained, save_model, whole_model
+from lockstep.model.pretrained import pretrained, rounded, save_model, whole_model
 from lockstep.model.tokenizer import has_tokenizer, tokenizer_of
 
 # Tokens that are tried on the adapter beside its base and in it, and how far logits may part, of the largest one.
@@ -51,7 +51,7 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> None:
         raise Refusal.at(where, why, "merge it with the library that it was made with")
     tokenizer = tokenizer_of(str(adapter) if has_tokenizer(adapter) else base, where)
     try:
-        save_model(merged.to(stored), out)
+        save_model(rounded(merged, stored), out)
         tokenizer.save_pretrained(out)
     except (OSError, SafetensorError) as error:
         raise unwritten(out, error) from error

@@ -7,7 +7,7 @@ transformers asks on stdin whether code of a model folder may run, unless it is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from lockstep.errors import Problem, Refusal, first_line, refuse_all
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 # Small files that transformers reads; what is wrong with the last two it passes over without a word.
 GENERATION = "generation_config.json"
@@ -78,6 +79,28 @@ def refuse_not_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
         ],
         "weights",
     )
+
+
+def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Which tensors transformers keeps in fp32 although the model has that dtype."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return lambda name: False
+    pattern, *_ = build_glob_alternation(list(plan))
+    return lambda name: pattern.search(name) is not None
+
+
+def rounded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in a dtype, but for what transformers keeps in fp32 beside it (`Module.to` would round that too)."""
+    import torch
+
+    kept = kept_in_fp32(model, dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if kept(name) else dtype)
+    return model
 
 
 def save_model(model: Any, folder: Path) -> None:

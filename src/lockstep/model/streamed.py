@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lockstep.model.made import META, InFiles, Unmapped, conversions_of, fill_from, places_by_name, refuse_operations
-from lockstep.model.pretrained import refuse_not_finite
+from lockstep.model.pretrained import kept_in_fp32, refuse_not_finite
 from lockstep.parallel.shard import Sharding, held_part, materialise, shard
 from lockstep.parallel.stored import StoredTensors
 
@@ -51,7 +51,10 @@ class Streamed:
         materialise(root, sharding)
         parameters = dict(root.named_parameters())
         fill_from(self.stored, [(place, parameters[name]) for name, place in places.items()])
-        refuse_not_finite({name: held_part(parameters[name].detach())[0] for name in places}, self.where)
+        filled = {parameters[name] for name in places}
+        # As the model names them, whatever stands around it now.
+        own = {name.replace(".base_layer", ""): p for name, p in self.model.named_parameters() if p in filled}
+        refuse_not_finite({name: held_part(p.detach())[0] for name, p in own.items()}, self.where)
 
 
 def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Streamed | None:
@@ -118,7 +121,7 @@ def _with_buffers(model: PreTrainedModel, stored: StoredTensors) -> bool:
     names = stored_buffers(model)
     if not names:
         return True
-    kept, known = _kept_in_fp32(model, model.dtype), places_by_name(model, stored)
+    kept, known = kept_in_fp32(model, model.dtype), places_by_name(model, stored)
     for name in names:
         place = known.get(name)
         if not isinstance(place, str):
@@ -136,22 +139,11 @@ def stored_buffers(model: PreTrainedModel) -> list[str]:
     return [name for name, _ in model.named_buffers() if name in saved]
 
 
-def _kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Which tensors transformers keeps in fp32 although the model has that dtype."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return lambda name: False
-    pattern, *_ = build_glob_alternation(list(plan))
-    return lambda name: pattern.search(name) is not None
-
-
 def loaded_whole(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
     """Why every process loads a whole model, as far as its class and its configuration say."""
     if getattr(model.config, "quantization_config", None):
         return "it is quantised"
-    kept = _kept_in_fp32(model, dtype)
+    kept = kept_in_fp32(model, dtype)
     mixed = next((name for name, _ in model.named_parameters() if kept(name)), None)
     if mixed is not None:
         return f"transformers keeps {mixed} in fp32"
