@@ -100,7 +100,10 @@ def with_worker(
         return replace(plan, phases=(*plan.phases, worker))
     handed = plan.handed_bytes if on_host else 0
     beside = tuple(
-        replace(
+        # The worker is started when the run's own models are there.
+        phase
+        if phase.name == "load"
+        else replace(
             phase, weights=phase.weights + worker.weights + handed, activations=phase.activations + worker.activations
         )
         for phase in plan.phases
