@@ -262,7 +262,9 @@ def test_the_plan_counts_the_worker(online_file: Path) -> None:
         assert worker.name == "rollout worker"
         assert worker.weights == copy
         assert 1_000_000 <= worker.activations < 30_000_000
-        for phase in phases:
+        # It is started when the run's models are loaded.
+        assert phases[0] == by_name["load"]
+        for phase in phases[1:]:
             assert phase.weights == by_name[phase.name].weights + weights
             # The run itself has the cache only while it generates.
             own = 0 if phase.name == "generation" else by_name[phase.name].activations
