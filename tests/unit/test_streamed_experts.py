@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from allocated import allocated, marked
 from lockstep.errors import Refusal
-from lockstep.model import export, made
+from lockstep.model import conversion, export
+from lockstep.model.conversion import Made
 from lockstep.model.decoder import decoder_layers
 from lockstep.model.digits import digits_of
 from lockstep.model.load import divide_model, stream_transformers, with_lora
-from lockstep.model.made import Made
 from lockstep.model.miniature import miniature_config, randomise
 from lockstep.model.streamed import Streamed
 from lockstep.model.tensor_plan import styles_of
@@ -124,7 +124,7 @@ def test_a_rank_reads_its_own_experts_only(mixtral: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(StoredTensors, "fill", lambda self, targets: (read.extend(targets), fill(self, targets))[1])
     # An expert at a time, and what does not fill the last block.
     for block, rank in ((1, 0), (2**26, 1)):
-        monkeypatch.setattr(made, "BLOCK_BYTES", block)
+        monkeypatch.setattr(conversion, "BLOCK_BYTES", block)
         read.clear()
         with rank_of(rank):
             sharded(stream(mixtral), rank)

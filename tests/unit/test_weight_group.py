@@ -19,9 +19,9 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.server import collective
-from lockstep.rollout.server.becoming import _without_rank
 from lockstep.rollout.server.collective import WeightLink, own_address, refuse_shared_device
 from lockstep.rollout.server.dialect import Announced, Channel, GroupMeeting
+from lockstep.rollout.server.entry import _without_rank
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.plugin.lockstep_group import bit_sum
 from lockstep.rollout.server.vllm import PLUGIN

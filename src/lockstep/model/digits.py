@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from lockstep.model.made import InFiles, fill_from, stored_bytes
+from lockstep.model.conversion import InFiles, fill_from, stored_bytes
 from lockstep.model.streamed import Streamed, places_of, weight_files
 from lockstep.parallel.stored import StoredTensors
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.model.made import META
+from lockstep.model.conversion import META
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,7 +1,7 @@
 """A model whose weights come from their files a slice at a time: no rank ever holds more than its share and one tensor.
 
 The modules are built without storage, sharded, and filled from the safetensors files of the folder, under their own
-names or as transformers renames and merges them (`made.py`). What that cannot be done for transformers loads whole.
+names or as transformers renames and merges them (`conversion.py`). What cannot be, transformers loads whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from lockstep.model.made import META, InFiles, Unmapped, conversions_of, fill_from, places_by_name, refuse_operations
+from lockstep.model.conversion import (
+    META,
+    InFiles,
+    Unmapped,
+    conversions_of,
+    fill_from,
+    places_by_name,
+    refuse_operations,
+)
 from lockstep.model.pretrained import kept_in_fp32, refuse_not_finite
 from lockstep.parallel.shard import Sharding, held_part, materialise, shard
 from lockstep.parallel.stored import StoredTensors

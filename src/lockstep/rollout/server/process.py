@@ -30,7 +30,7 @@ class ServerProcess:
         self._process = self._begin()
 
     def _begin(self) -> FunctionProcess:
-        return FunctionProcess("lockstep.rollout.server.becoming:serve", (self._command, self._environment), self.log)
+        return FunctionProcess("lockstep.rollout.server.entry:serve", (self._command, self._environment), self.log)
 
     @property
     def alive(self) -> bool:
