@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import types
+from collections.abc import Sequence
 from typing import Any
 
 MODULES = (
@@ -47,6 +48,7 @@ HARMLESS = {
     "PYTHON_EXEC",  # what it starts them with
 }
 """Variables that are read by a command when it runs. Any other one may have had its effect while importing."""
+ARROW_ALLOCATOR = "JE_ARROW_MALLOC_CONF"
 
 
 class Child:
@@ -185,11 +187,22 @@ class Server:
         os._exit(0)
 
 
+def import_without_threads(modules: Sequence[str]) -> None:
+    """pyarrow's wheels for x86_64 hold a jemalloc that starts a thread when it is loaded, unless this variable forbids
+    it. A process with a thread cannot be forked safely. The commands do not see the variable."""
+    given = os.environ.get(ARROW_ALLOCATOR)
+    os.environ[ARROW_ALLOCATOR] = "background_thread:false"
+    for module in modules:
+        importlib.import_module(module)
+    del os.environ[ARROW_ALLOCATOR]
+    if given is not None:
+        os.environ[ARROW_ALLOCATOR] = given
+
+
 def main() -> None:
     own = dict(os.environ)
     listener = socket.socket(fileno=int(sys.argv[1]))
-    for module in sys.argv[2:] or MODULES:
-        importlib.import_module(module)
+    import_without_threads(sys.argv[2:] or MODULES)
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
     server = Server(listener, own)
