@@ -78,6 +78,19 @@ def end_warm_server() -> None:
         warm_server.cache_clear()
 
 
+@cache
+def cold_because() -> str:
+    """Why commands start cold on this machine, or nothing where they start warm. The tests pass either way; cold they
+    take about twice the processor time."""
+    if not FORKS:
+        return "warm starts need Linux and pidfd_open"
+    command = [*warm_server().python, "-c", "import sys; print('torch' in sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
+    if done.stdout == "True\n":
+        return ""
+    return (warm_server().folder / "server.log").read_text().strip() or f"the server does not answer: {done.stderr}"
+
+
 def warm_python() -> list[str]:
     """The opening words of a command: this interpreter, with everything imported."""
     return warm_server().python if FORKS else [sys.executable]

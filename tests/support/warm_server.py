@@ -77,6 +77,18 @@ def differs(environment: dict[str, str], own: dict[str, str]) -> bool:
     return any(not name.startswith("TORCHELASTIC_") for name in names)
 
 
+def threads() -> list[str]:
+    """The names of threads that importing has started, by which this process cannot be forked safely (OpenBLAS starts
+    some with more than one in OMP_NUM_THREADS)."""
+    own = "/proc/self/task"
+    names = []
+    for number in os.listdir(own):
+        if int(number) != os.getpid():
+            with open(f"{own}/{number}/comm") as file:
+                names.append(file.read().strip())
+    return names
+
+
 def standard_stream(number: int, mode: str, like: Any, *, unbuffered: bool = False) -> Any:
     """A standard stream as the interpreter opens it."""
     if unbuffered:
@@ -112,9 +124,8 @@ class Server:
         except ConnectionError:
             client.close()
             return None
-        # A thread that importing has started (OpenBLAS does, with more than one in OMP_NUM_THREADS) is none in a child.
         seen = {name: value for name, value in job["environment"].items() if self.set_by_imports.get(name) != value}
-        if differs(seen, self.own) or len(os.listdir("/proc/self/task")) > 1:
+        if differs(seen, self.own) or threads():
             client.sendall(b"cold\n")
             client.close()
         elif (pid := os.fork()) == 0:
@@ -205,6 +216,8 @@ def main() -> None:
     import_without_threads(sys.argv[2:] or MODULES)
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
+    if threads():
+        print("commands start cold; imports have started threads:", ", ".join(threads()), flush=True)
     server = Server(listener, own)
     # In a child it is kept too: its descriptors are closed there, and what takes it apart would close others' of the
     # same numbers.

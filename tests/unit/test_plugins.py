@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 import lockstep
-from commands import FORKS, WarmServer, cold_lockstep, completed
+from commands import FORKS, WarmServer, completed
 from commands import lockstep as command
 from hang import HANG
 from lockstep.algorithms import advantage, policy
@@ -201,22 +201,22 @@ def test_a_tracker(recipe_file: Path, plug: Plug) -> None:
     assert table[1][2] == logged[2]["val/loss"]
 
 
-def test_plugins_through_the_command(tmp_path: Path, online_file: Path) -> None:
-    """A file and an installed module; the run's evidence has their content, and so does the resumed part."""
+def test_plugins_through_the_command(tmp_path: Path, online_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file and an importable module; the run's evidence has their content, and so does the resumed part."""
     for name in ("median", "table"):
         (tmp_path / f"{name}.py").write_text(EXAMPLES[f"{name}.py"], encoding="utf-8")
     (tmp_path / "own.py").write_text("def reward(data_source, solution_str, **more):\n    return len(solution_str)\n")
     words = ("algorithm.advantage=median", "log.track=[table]", f"reward.function={tmp_path / 'own.py'}:reward")
+    assert "(given: 'median')" in problem(online_file, **{"algorithm.advantage": "median"})
+    with pytest.raises(lockstep.Refusal) as refused:
+        recipe_with(online_file, {"run.plugins": ["no_such_module", "no/file.py"]})
+    missing = [f"{found.where}: {found.why}" for found in refused.value.problems]
+    assert any(text.startswith("run.plugins no_such_module: there is no such module") for text in missing), missing
+    assert "run.plugins: there is no file no/file.py" in missing
+    # `python -m lockstep` finds modules in the current folder, so `table` needs no installation.
+    monkeypatch.chdir(tmp_path)
     short = ("run.steps=1", "run.export=false", "optim.schedule=constant")
-    without = command("train", online_file, *words, *short)
-    assert without.returncode == 2
-    assert "(given: 'median')" in without.stderr
-    wrong = command("train", online_file, "run.plugins=[no_such_module, no/file.py]")
-    assert "run.plugins no_such_module\n  there is no such module" in wrong.stderr
-    assert "run.plugins\n  there is no file no/file.py" in wrong.stderr
-    installed = {"PYTHONPATH": f"{tmp_path}:{SOURCE.parent}"}
-    plugins = f"run.plugins=[{tmp_path / 'median.py'}, table]"
-    done = cold_lockstep("train", online_file, *words, plugins, *short, **installed)
+    done = command("train", online_file, *words, f"run.plugins=[{tmp_path / 'median.py'}, table]", *short)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "run"
     assert (run / "losses.csv").read_text(encoding="utf-8").startswith("1")

@@ -11,10 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from commands import FORKS, WarmServer, cold_lockstep, lockstep, search_path, warm_python
+from commands import FORKS, WarmServer, cold_because, cold_lockstep, lockstep, search_path, warm_python
 from hang import HANG
 
 pytestmark = pytest.mark.skipif(not FORKS, reason="every start is a cold one here")
+
+
+@pytest.fixture
+def warm() -> None:
+    """An optimisation of this suite that a machine cannot offer is no defect of lockstep."""
+    if reason := cold_because():
+        pytest.skip(reason)
 
 
 def script(tmp_path: Path, code: str) -> list[str]:
@@ -107,6 +114,19 @@ def test_it_ends_with_its_client_and_all_end_with_the_owner(tmp_path: Path) -> N
     assert server.process.returncode == 0
 
 
+def test_a_thread_started_by_an_import_makes_every_start_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server says which thread it was. The commands run all the same."""
+    (tmp_path / "threaded.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = WarmServer("threaded")
+    code = "import sys; print('threaded' in sys.modules)"
+    done = subprocess.run([*server.python, "-c", code], capture_output=True, text=True, check=True, timeout=HANG)
+    assert done.stdout == "False\n"
+    assert "imports have started threads: " in (server.folder / "server.log").read_text()
+    server.end()
+
+
+@pytest.mark.usefixtures("warm")
 def test_an_environment_that_imports_may_have_read_starts_cold(tmp_path: Path) -> None:
     command = script(tmp_path, "import sys; print('torch' in sys.modules)")
     for changed, warm in ({}, True), ({"COLUMNS": "9"}, True), ({"OMP_NUM_THREADS": "9"}, False), ({"X": "1"}, False):
@@ -141,6 +161,7 @@ def test_programs_of_the_search_path() -> None:
     assert done.stdout == "Usage: lockstep [OPTIONS] COMMAND [ARGS]...\n2\n2\n"
 
 
+@pytest.mark.usefixtures("warm")
 def test_ranks_of_torchrun_need_not_import_either(tmp_path: Path) -> None:
     """By a program that says so before it could have imported anything, and leaves its output in a buffer."""
     code = "import os, sys; print(os.environ['RANK'], 'torch' in sys.modules); os._exit(0)"
