@@ -11,7 +11,7 @@ from lockstep.errors import Refusal, first_line
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
 from lockstep.kernels.wide_products import prepare_products
-from lockstep.model.adapter import lora_config, start_from
+from lockstep.model.adapter import put_adapter, start_from
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, enter, unsupported
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.digits import digits_of
@@ -154,19 +154,11 @@ def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
     """The model itself, or a PEFT model around it: its adapter is drawn from `seed`, or is the stored one."""
     if settings is None:
         return model
-    from peft import get_peft_model
-
-    config = lora_config(settings, "CAUSAL_LM")
-    # The adapter starts the same whatever was drawn before it.
-    with torch.random.fork_rng(devices=[]), adapters_on_host():
-        torch.manual_seed(seed)
-        try:
-            found = get_peft_model(model, config, autocast_adapter_dtype=False)
-        except ValueError as error:
-            raise Refusal.at("model.lora.targets", first_line(error)) from error
-        if settings.adapter is not None:
+    found = put_adapter(model, settings, seed, "CAUSAL_LM")
+    if settings.adapter is not None:
+        with adapters_on_host():
             start_from(found, settings.adapter)
-        return found
+    return found
 
 
 def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows: int, path: str) -> None:
