@@ -287,6 +287,7 @@ class Handle:
             kind="policy",
             files=self._files,
             carried={"sampled": float(self.sampled)},
+            decay_rule="role",
             probe=probe_of(self._policy, self._learner.device),
         )
         tensors = {

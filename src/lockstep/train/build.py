@@ -16,6 +16,7 @@ from lockstep.model.heads import ValueModel, load_value_model
 from lockstep.model.load import load_config, load_policy, load_tokenizer
 from lockstep.model.policy import Policy, Scoring, Teacher
 from lockstep.model.router import experts_of_token
+from lockstep.model.weights import biases_and_norms
 from lockstep.parallel.fits import refuse_undivided
 from lockstep.parallel.mesh import sharding_of
 from lockstep.parallel.offload import keep_on_host
@@ -94,6 +95,7 @@ def _learner(
     masters = bool(recipe.model.master_weights)
     optimizer: Optimizer
     how: dict[str, Any] = {"masters": masters, "fused": device.fused_optimizer, "kernel": device.adamw}
+    how["spared"] = biases_and_norms(module.stored)
     if offload == "none":
         optimizer = Optimizer(module.trainable(), settings, **how)
     else:

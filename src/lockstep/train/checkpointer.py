@@ -21,7 +21,7 @@ from lockstep.run import checkpoint as checkpoints
 from lockstep.train.export import files_of, kind_of, write_export
 from lockstep.train.models import Models
 from lockstep.train.optim import LossScale
-from lockstep.train.resume import refuse_changed_data, refuse_changed_recipe, stretched
+from lockstep.train.resume import changed_decay, refuse_changed_data, refuse_changed_recipe, stretched
 from lockstep.train.run import Run
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ class Checkpointer:
         for change in refuse_changed_recipe(found.state.recipe, resolved(run.recipe)):
             run.console.warn(f"resuming although {change}")
         for sentence in stretched(found.state, run.prepared.batches.steps, run.recipe.optim):
+            run.console.warn(sentence)
+        optimizers = [learner.optimizer for learner in self.models.learners]
+        for sentence in changed_decay(found.state, optimizers, run.recipe.optim):
             run.console.warn(sentence)
         refuse_changed_data(found.state.data, run.prepared.fingerprints)
         self._restore(found)
@@ -150,6 +153,7 @@ class Checkpointer:
             kind=kind_of(run.recipe),
             files=files_of(run.recipe, position.carried, run.folder),
             carried=dict(position.carried),
+            decay_rule="role",
             probe=probe_of(_module(self.models), self.models.device),
         )
 

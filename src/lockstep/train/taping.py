@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from lockstep.model.heads import ValueModel
+from lockstep.model.policy import Policy
+from lockstep.model.weights import biases_and_norms
 from lockstep.recipe.load import resolved
 from lockstep.run.checkpoint import require_disk
 from lockstep.run.environment import describe_environment
@@ -17,6 +20,7 @@ from lockstep.train.experience import Experience
 from lockstep.train.models import Models
 from lockstep.train.rollouts import Rollouts
 from lockstep.train.run import Run
+from lockstep.train.step import Learner
 
 # Trained parameters up to which a tape keeps weights and optimizer state by default.
 SMALL = 16_000_000
@@ -55,8 +59,15 @@ def _manifest(run: Run, models: Models) -> dict[str, object]:
             learner.name: {name: list(p.shape) for name, p in learner.optimizer.parameters.items()}
             for learner in models.learners
         },
+        "spared": {learner.name: sorted(_spared(learner)) for learner in models.learners},
         "environment": describe_environment(),
     }
+
+
+def _spared(learner: Learner) -> frozenset[str]:
+    """What weight decay skips, as the model says; the optimizer is judged by it."""
+    assert isinstance(learner.module, Policy | ValueModel)
+    return biases_and_norms(learner.module.stored) & learner.optimizer.parameters.keys()
 
 
 def record_rollouts(
