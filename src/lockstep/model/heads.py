@@ -45,6 +45,7 @@ class ValueModel(nn.Module):
         self.decoder, self.head, self.kernel = decoder, head, kernel
         self.runner = Decoder(decoder, kernel)
         self.digits = NONE
+        self.unused: tuple[str, ...] = ()
 
     @property
     def stored(self) -> nn.Module:
@@ -114,6 +115,7 @@ def load_value_model(
             put_adapter(decoder, settings.lora, seed, None)
         divide_model(decoder, styles, source, sharding)
         found = ValueModel(decoder, head, kernel)
+        found.unused = tuple(info["unused"])
         if settings.lora is None:
             found.digits = digits_of(found, model, source, model_folder(path), DTYPES[settings.dtype])
         spread(found, source, sharding, decoder, kernel)
@@ -131,7 +133,7 @@ def _loaded(kind: Any, path: str, dtype: str, sharding: Sharding | None) -> tupl
     """The model, without weights where they are streamed."""
     source = stream_transformers(kind, path, dtype) if sharding is not None else None
     if source is not None:
-        return source, source.model, {}
+        return source, source.model, {"unused": source.unused}
     return None, *load_transformers(kind, path, dtype)
 
 

@@ -16,7 +16,7 @@ from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, e
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.digits import digits_of
 from lockstep.model.policy import Policy, Scoring
-from lockstep.model.pretrained import pretrained, refuse_not_finite, refuse_partial
+from lockstep.model.pretrained import pretrained, refuse_not_finite, refuse_partial, unused_weights
 from lockstep.model.resolve import model_folder
 from lockstep.model.streamed import Streamed, adapters_on_host, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
@@ -63,8 +63,9 @@ def load_policy(
     if source is None:
         model, info = load_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
         refuse_partial(info, f"model.path {settings.path}")
+        unused = tuple(info["unused"])
     else:
-        model = source.model
+        model, unused = source.model, source.unused
     try:
         if sharding is None:
             model.to(device)
@@ -73,6 +74,7 @@ def load_policy(
         adapted = with_lora(model, settings.lora, seed)
         divide_model(model, styles, source, sharding)
         policy = Policy(adapted, kernel, scoring)
+        policy.unused = unused
         if frozen:
             policy.requires_grad_(False)
         elif settings.lora is None:
@@ -137,7 +139,7 @@ def load_transformers(kind: Any, path: str, dtype: str, **more: Any) -> tuple[An
     where = f"model.path {path}"
     model, info = pretrained(kind, model_folder(path), where, "its weights", config=config, **how)
     refuse_not_finite(dict(model.named_parameters()), where)
-    return model, info
+    return model, {**info, "unused": unused_weights(model, info["unexpected_keys"], where)}
 
 
 def stream_transformers(kind: Any, path: str, dtype: str) -> Streamed | None:
