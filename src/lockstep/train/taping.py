@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from lockstep.errors import refuse_all
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.weights import biases_and_norms
 from lockstep.recipe.load import resolved
 from lockstep.run.checkpoint import require_disk
 from lockstep.run.environment import describe_environment
+from lockstep.tape.probe import unmatched_patterns
 from lockstep.tape.record import Recorder, Taped, TapeRecorder
 from lockstep.train.advantages import Advantages
 from lockstep.train.annotate import Annotated
@@ -36,6 +38,7 @@ def recorder_of(run: Run, models: Models, step: int) -> Recorder:
     settings, trained = recipe.tape, run.prepared.memory.trained
     keeps = settings.weights if settings.weights is not None else trained <= SMALL
     learners: list[Taped] = [*models.learners]
+    refuse_all(unmatched_patterns([one.module for one in models.learners], settings.modules, settings.tensors))
     aside = run.phases.aside
     recorder = TapeRecorder(run.folder.tape, settings, learners, run.world, keeps_weights=keeps, aside=aside)
     if run.world.main and keeps:
