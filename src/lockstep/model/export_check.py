@@ -34,6 +34,7 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 ROUNDING_RATIO, ROUNDING_FLOOR = 4.0, {torch.bfloat16: 0.01, torch.float16: 0.002}
 # What loading takes beside the weights themselves.
 MEMORY_MARGIN = 1.1
+LARGE = 2**30
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,10 @@ def verify_export(
     wanted = torch.tensor(probe["values"])
     if not torch.isfinite(wanted).all():
         return _unverified("the trained model gives numbers that are not finite")
-    needed, free = math.ceil(_bytes_of(Path(base or folder)) * MEMORY_MARGIN), host_memory().free
+    needed = math.ceil(_bytes_of(Path(base or folder)) * MEMORY_MARGIN)
+    if needed > LARGE:
+        gc.collect()  # the model that was written may be held by a cycle of references
+    free = host_memory().free
     if needed > free:
         return _unverified(
             f"loading it takes {needed / 2**30:,.1f} GiB of host memory, of which {free / 2**30:,.1f} GiB are free; "
@@ -94,9 +98,6 @@ def verify_export(
         exact = _asked(model.float(), probe["rows"], kind) if wide else found
     except RUN_ERRORS as error:
         return _unverified(f"transformers cannot run it on this host: {first_line(error)}")
-    finally:
-        del model
-        gc.collect()
     return _judged(found, exact, wanted, kind, dtype, where, len(probe["rows"]))
 
 
