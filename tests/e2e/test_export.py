@@ -42,7 +42,7 @@ def test_the_export_gives_the_policys_logits(recipe_file: Path, tmp_path: Path, 
         assert (start(IDS).logits - logits).abs().max() > 0.01, "training changed nothing"
         for path in (folder / "export", tmp_path / "again"):
             if path.name == "again":
-                export_run(folder, path, step=None, best=False, adapter=False)
+                assert "; verified: " in export_run(folder, path, step=None, best=False, adapter=False)
             theirs = AutoModelForCausalLM.from_pretrained(path)(IDS).logits
             torch.testing.assert_close(theirs, logits, rtol=1e-4, atol=1e-5)
     assert AutoTokenizer.from_pretrained(folder / "export").chat_template
@@ -52,7 +52,7 @@ def test_the_adapter_alone_is_a_peft_folder(recipe_file: Path, tmp_path: Path) -
     from peft import PeftModel
 
     folder, logits = trained(recipe_file, "model.lora.rank=4", "optim.lr=1e-2")
-    export_run(folder, tmp_path / "adapter", step=None, best=False, adapter=True)
+    assert "; verified: " in export_run(folder, tmp_path / "adapter", step=None, best=False, adapter=True)
     base = AutoModelForCausalLM.from_pretrained(load_recipe(str(recipe_file)).model.path)
     with torch.no_grad():
         theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")(IDS).logits

@@ -44,6 +44,7 @@ def four(alone: Path) -> Path:
     assert done.returncode == 0, done.stderr
     told = "".join(done.stdout.split())  # a long path is wrapped
     assert told.count("saved") == 2
+    assert told.count("verified:loadedbyplaintransformers") == 1
     for step in (3, 6):
         assert f"saved{checkpoint_of(alone.parent / 'runs' / 'four', step)}" in told
     return alone.parent / "runs" / "four"

@@ -71,6 +71,9 @@ def divided(recipe: Path, processes: int, *words: str, layout: tuple[str, ...] =
     keys = ["run.name=several", "parallel.tensor=2", *layout]
     several = torchrun("train", recipe, *keys, *COMMON, *words, processes=processes)
     assert several.returncode == 0, several.stderr
+    if "run.export=false" not in words:
+        told = ["".join(done.stdout.split()) for done in (one, several)]  # long lines are wrapped
+        assert [text.count("verified:loadedbyplain") for text in told] == [1, 1]
     folder = recipe.parent / "runs"
     return folder / "one", folder / "several"
 

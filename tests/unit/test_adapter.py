@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from lockstep.errors import Refusal
+from lockstep.model.heads import load_value_model
 from lockstep.model.load import load_policy, with_lora
 from lockstep.model.policy import Policy
 from lockstep.recipe import load_recipe
@@ -102,6 +103,86 @@ def test_excluded_layers_get_no_adapter(tiny_folder: Path, exclude: str | list[s
     lora = Lora(rank=2, alpha=4.0, exclude=exclude)
     names = {name.split(".")[-4] for name, p in with_lora(model, lora, 0).named_parameters() if p.requires_grad}
     assert names == {"q_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, bos_token_id=1, eos_token_id=1)
+TIED, APART = (LlamaConfig(**SIZES, tie_word_embeddings=tied) for tied in (True, False))
+EXPERTS = MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False)
+
+
+def layers_of(config: PreTrainedConfig, lora: Lora, place: str = "meta") -> set[str]:
+    """The last names of the layers that carry an adapter."""
+    with torch.device(place):
+        model = with_lora(AutoModelForCausalLM.from_config(config), lora, 0)
+    names = [name.partition(".lora_")[0] for name, one in model.named_parameters() if one.requires_grad]
+    return {name.rpartition(".")[2] for name in names}
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("config", "name", "why"),
+    [
+        (GPT2, "wte", "transformer.wte cannot carry an adapter: its weight is lm_head.weight too"),
+        (TIED, "embed_tokens", "model.embed_tokens cannot carry an adapter: its weight is lm_head.weight too"),
+        (GPT2, "lm_head", "lm_head carries an adapter, and the output head is run in chunks"),
+        (APART, "lm_head", "lm_head carries an adapter, and the output head is run in chunks"),
+    ],
+)
+def test_a_tied_layer_gets_no_adapter_whatever_its_name(
+    config: PreTrainedConfig, name: str, why: str, place: str
+) -> None:
+    with pytest.raises(Refusal) as refused:
+        layers_of(config, Lora(rank=2, alpha=4, targets=[name]), place)
+    (problem,) = refused.value.problems
+    assert problem.where == "model.lora.targets"
+    assert problem.why.startswith(why)
+    assert problem.remedy
+
+
+def test_layers_that_share_no_weight_get_theirs() -> None:
+    assert layers_of(APART, Lora(rank=2, alpha=4, targets=["embed_tokens"])) == {"embed_tokens"}
+    assert layers_of(GPT2, Lora(rank=2, alpha=4, targets=["wpe", "c_fc"])) == {"wpe", "c_fc"}
+    # PEFT reads the names of single experts as the parameters that hold all of them.
+    found = layers_of(EXPERTS, Lora(rank=2, alpha=4, targets=["w1", "w2", "w3", "q_proj"]))
+    assert found == {"experts", "base_layer", "q_proj"}
+
+
+@pytest.mark.parametrize(
+    ("config", "keys", "where", "remedy"),
+    [
+        (APART, {"targets": ["q_proj", "v_prj"]}, "model.lora.targets", "did you mean v_proj?"),
+        (APART, {"targets": ["v_prj"]}, "model.lora.targets", "did you mean v_proj?"),
+        (APART, {"targets": ["query_key_value"]}, "model.lora.targets", "names of modules end with model, embed"),
+        (APART, {"targets": ["q_proj", "mlp.dwn_proj"]}, "model.lora.targets", "did you mean mlp.down_proj?"),
+        (EXPERTS, {"targets": ["w1", "w2", "w3", "q_prj"]}, "model.lora.targets", "did you mean q_proj?"),
+        (APART, {"targets": ["mlp"]}, "model.lora.targets", "name linear layers"),
+        (APART, {"exclude": ["down_prj"]}, "model.lora.exclude", "did you mean down_proj?"),
+        (APART, {"exclude": "layers.0.*"}, "model.lora.exclude", "it must match a whole name"),
+        (APART, {"exclude": "(down"}, "model.lora.exclude", "mend it"),
+    ],
+)
+def test_a_name_that_matches_nothing_is_refused_with_the_nearest(
+    config: PreTrainedConfig, keys: dict[str, object], where: str, remedy: str
+) -> None:
+    with pytest.raises(Refusal) as refused:
+        layers_of(config, Lora(rank=2, alpha=4, **keys))  # type: ignore[arg-type]
+    (problem,) = refused.value.problems
+    assert problem.where == where
+    assert problem.remedy.startswith(remedy)
+
+
+def test_names_are_matched_in_a_reward_model_too(tiny_folder: Path) -> None:
+    model = Model(path=str(tiny_folder), lora=Lora(rank=2, alpha=4, targets=["q_proj", "v_prj"]))
+    with pytest.raises(Refusal, match=r"'v_prj' matches no module"):
+        load_value_model(model, str(tiny_folder), CPU, "sdpa", seed=0)
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,7 @@ def test_an_offline_run_validates_by_a_rule_of_its_own(speaker: Path, questions:
             ["val.rules={mine/a: exact, mine/b: exact}", "val.max_new_tokens=2040"],
             r"val\.max_new_tokens: 2040 and the 25 tokens of the longest question \(.* line 4\) are over .* of 2048",
         ),
+        (["val.rules={mine/a: exact, min/b: exact}"], r"val\.rules\.min/b: no row has(.|\n)*did you mean mine/b"),
         (["val.rules={mine/a: exact, mine/b: exat}"], r"val\.rules\.mine/b: there is no rule 'exat'"),
         (["val.rules={mine/a: exact}", "val.questions=null"], r"val\.rules: val\.questions is not set"),
     ],

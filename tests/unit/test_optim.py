@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, GptOssConfig, LlamaConfig, Qwen3Config
 
+from lockstep.model.weights import biases_and_norms
+from lockstep.parity.replay.adamw import follow
 from lockstep.recipe.schema import Optim
+from lockstep.run.checkpoint import State
+from lockstep.tape.format import StepRecord
+from lockstep.train.host_optim import HostOptimizer
 from lockstep.train.optim import LossScale, Optimizer, learning_rate, warmup_steps
+from lockstep.train.resume import changed_decay
 
 
 def rates(total: int, **settings) -> list[float]:
@@ -63,6 +71,108 @@ def test_adamw_spares_biases_from_decay(fused, masters):
         optimizer.step(0.1, optimizer.gradient_norm())
     for name, p in params.items():
         torch.testing.assert_close(p.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+PLAIN = {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("config", "spared"),
+    [
+        (LlamaConfig(**SIZES), PLAIN),
+        (Qwen3Config(**SIZES, head_dim=8), PLAIN | {"q_norm.weight", "k_norm.weight"}),
+        (
+            CohereConfig(**SIZES, use_qk_norm=True),
+            {"input_layernorm.weight", "norm.weight", "q_norm.weight", "k_norm.weight"},
+        ),
+        (
+            GptOssConfig(
+                **SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"]
+            ),
+            PLAIN
+            | {f"{side}_proj.bias" for side in "qkvo"}
+            | {"router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"},
+        ),
+        (
+            GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, bos_token_id=1, eos_token_id=1),
+            {f"{name}.{part}" for name in ("ln_1", "ln_2", "ln_f") for part in ("weight", "bias")}
+            | {"c_attn.bias", "c_proj.bias", "c_fc.bias"},
+        ),
+    ],
+    ids=["llama", "qwen3", "cohere", "gpt-oss", "gpt2"],
+)
+def test_biases_and_norms_are_told_by_their_role(config, spared):
+    """Of gpt-oss the biases of experts have two dimensions, of Cohere the norms of heads."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert {".".join(name.split(".")[-2:]) for name in biases_and_norms(model)} == spared
+
+
+def hybrid(kind, settings, masters):
+    """An optimizer over a matrix, a bias and a norm that are matrices too, and a vector."""
+    torch.manual_seed(0)
+    shapes = {"weight": (3, 4), "experts_bias": (2, 4), "q_norm.weight": (2, 4), "bias": (4,)}
+    dtype = torch.bfloat16 if masters else torch.float32
+    params = {name: torch.nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in shapes.items()}
+    how = {"masters": masters, "fused": False, "kernel": "torch", "spared": {"experts_bias", "q_norm.weight", "bias"}}
+    if kind == "device":
+        return params, Optimizer(params.items(), settings, **how)
+    place = {"device": torch.device("cpu"), "state_on_host": kind == "host"}
+    return params, HostOptimizer(params.items(), settings, **how, **place)
+
+
+@pytest.mark.parametrize("decay_all", [False, True])
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("kind", ["device", "host", "only weights there"])
+def test_decay_reaches_what_it_should_wherever_the_optimizer_lives(kind, masters, decay_all):
+    """Without a gradient AdamW is its decay alone: a factor of 1 - lr * weight_decay for each update."""
+    settings = Optim(weight_decay=0.5, clip=None, decay_all=decay_all)
+    params, optimizer = hybrid(kind, settings, masters)
+    before = {name: p.detach().float().clone() for name, p in params.items()}
+    for _ in range(2):
+        for p in params.values():
+            p.grad = torch.zeros_like(p)
+        optimizer.collect()
+        optimizer.step(0.5, optimizer.gradient_norm())
+    after = optimizer.masters_held() if masters else params
+    for name, start in before.items():
+        factor = 0.75**2 if decay_all or name == "weight" else 1.0
+        torch.testing.assert_close(after[name].detach().float(), start * factor, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_a_checkpoint_whose_steps_decayed_biases_is_resumed_aloud():
+    settings = Optim(weight_decay=0.1)
+    _, optimizer = hybrid("device", settings, masters=False)
+    old = State(step=3, rows_seen=0, recipe={}, data={}, world_size=1)
+    (said,) = changed_decay(old, [optimizer], settings)
+    assert "weight decay skips experts_bias and 1 more from now on" in said
+    assert not changed_decay(replace(old, decay_rule="role"), [optimizer], settings)
+    assert not changed_decay(old, [optimizer], Optim(weight_decay=0.0))
+    every = Optim(weight_decay=0.1, decay_all=True)
+    assert not changed_decay(old, [optimizer], every)
+    (said,) = changed_decay(replace(old, recipe={"parallel": {"offload": "all"}}), [optimizer], every)
+    assert "optim.decay_all" in said
+
+
+def test_the_judge_of_an_optimizer_spares_the_same():
+    """A bias of two dimensions that decayed is not where the formula puts it."""
+    before = torch.full((4,), 2.0)
+    sample = {"gradient": torch.ones(4), "before": before, "count": torch.tensor(0.0)}
+    optim = {"weight_decay": 0.5, "betas": [0.9, 0.95], "eps": 1e-8, "clip": None}
+    # One step from fresh moments moves by the rate; decay, where there is any, takes lr * decay of the weight.
+    for after, off in ((before - 0.1, ()), (before * 0.95 - 0.1, ("experts_bias",))):
+        tensors = {f"train/0/sample/experts_bias/{key}": value for key, value in {**sample, "after": after}.items()}
+        record = StepRecord(1, {}, tensors)
+        found = follow(record, "train", {"experts_bias": [2, 2]}, optim, 0.1, 2.0, 1e-3, ["experts_bias"])
+        assert found.off == off
 
 
 def test_small_updates_survive_bf16_with_masters_and_not_without():

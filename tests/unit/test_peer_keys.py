@@ -293,6 +293,8 @@ def test_arguments_of_the_chat_template(tiny_folder: Path) -> None:
     assert (plain, told) == ("hi", 'hi<t>a "b"')
     with pytest.raises(Refusal, match=r"data\.template_arguments\.unread"):
         with_arguments(tokenizer, {"unread": 1})
+    with pytest.raises(Refusal, match=r"did you mean think\?"):
+        with_arguments(tokenizer, {"thnk": True})
 
 
 def test_arguments_of_a_reward_function(tmp_path: Path) -> None:

@@ -13,13 +13,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.data.batching import micro_batch
+from lockstep.errors import Refusal
 from lockstep.model.decoder import layout_of
 from lockstep.model.heads import load_value_model
 from lockstep.model.policy import Policy
+from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Lora, Model
 from lockstep.tape.digest import digest, relative
 from lockstep.tape.observer import answers_of
-from lockstep.tape.probe import BACKWARD, FORWARD, ROOT, Event, Trace, public_name, run_probe
+from lockstep.tape.probe import BACKWARD, FORWARD, ROOT, Event, Trace, public_name, run_probe, unmatched_patterns
+from lockstep.train.start import run_recipe
 from lockstep.types import Example, MicroBatch, Origin
 
 
@@ -207,6 +210,23 @@ def test_patterns_bound_what_is_looked_at(model: Residual, x: torch.Tensor) -> N
     assert torch.equal(trace.tensors[f"{forward.key}/input/0/whole"], x + left * right)
     slopes = torch.autograd.grad(weighted(model(x)), model.head.bias)[0]
     assert trace.tensors[f"{backward.key}/input/0/whole"].sum() == pytest.approx(float(slopes), rel=1e-5)
+
+
+def test_a_pattern_that_matches_no_module_is_named(model: Residual) -> None:
+    names = [public_name(name) for name, _ in model.named_modules()]
+    assert not unmatched_patterns([model], ["*"], [names[-1]])
+    found = unmatched_patterns([model], [f"{names[-1]}*", "*.layer.*"], [names[0], f"{names[-1]}s"])
+    assert [problem.where for problem in found] == ["tape.modules", "tape.tensors", "tape.tensors"]
+    assert found[0].why == "'*.layer.*' matches the name of no module"
+    # Whole tensors are kept of modules that are digested, and of no other.
+    assert found[1].why == f"{names[0]!r} matches the name of no module that tape.modules has"
+    assert f"a name is {names[-1]};" in found[2].remedy
+
+
+def test_a_run_with_such_a_pattern_does_not_begin(recipe_file: Path) -> None:
+    words = ["tape.record=true", 'tape.modules=["*.layer.0.*"]', "run.steps=3"]
+    with pytest.raises(Refusal, match=r"tape\.modules: '\*\.layer\.0\.\*' matches the name of no module"):
+        run_recipe(load_recipe(str(recipe_file), words))
 
 
 def test_a_module_that_runs_twice_is_two_events(x: torch.Tensor) -> None:

@@ -202,7 +202,6 @@ def test_out_of_range(base: str, word: str) -> None:
         (["checkpoint.keep_best=1"], "checkpoint.keep_best"),
         (["val.every=2"], "val.every"),
         (["model.lora={rank: 1, targets: []}"], "model.lora.targets"),
-        (["model.lora={rank: 1, targets: [q_proj, lm_head]}"], "model.lora.targets"),
     ],
 )
 def test_impossible_combinations(base: str, words: list[str], key: str) -> None:

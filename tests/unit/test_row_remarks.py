@@ -103,6 +103,8 @@ def test_data_sources_without_a_rule_are_refused_before_a_reward_is_opened(onlin
         remarks(online_file, *ruled)
     assert [problem.where for problem in refused.value.problems] == ["data_source 'hers'", "data_source 'mine'"]
     assert remarks(online_file, *ruled, "reward.rules={mine: exact, hers: exact}") == []
+    with pytest.raises(Refusal, match=r"reward\.rules\.arithmetics: no row has the data source"):
+        remarks(online_file, *ruled, "reward.rules={mine: exact, hers: exact, arithmetics: math}")
 
 
 def test_a_plan_tells_how_weights_mix_the_sources(

@@ -7,7 +7,7 @@ import pytest
 from lockstep.errors import Refusal
 from lockstep.reward import rules
 from lockstep.reward.boxed import last_boxed, math_score
-from lockstep.reward.rules import RULES, exact_score, extract_answer, gsm8k_score, rule_for
+from lockstep.reward.rules import RULES, exact_score, extract_answer, gsm8k_score, rule_for, unmatched_rules
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,15 @@ def test_the_setting_stands_over_the_built_in_rules() -> None:
     assert rule_for("arithmetic")("#### 18.", "18") == 1.0
     assert rule_for("arithmetic", {"arithmetic": "exact"}).name == "exact"
     assert rule_for("mine", {"mine": "gsm8k_flexible"})("it is 18", "18") == 1.0
+
+
+def test_an_entry_that_is_nearly_a_data_source_is_refused() -> None:
+    """Its rows would be judged by the built-in rule, without a word."""
+    (problem,) = unmatched_rules({"openai/gsm8": "math"}, ["openai/gsm8k"])
+    assert problem.where == "reward.rules.openai/gsm8"
+    assert problem.remedy == "did you mean openai/gsm8k? Else remove it"
+    assert not unmatched_rules({"openai/gsm8k": "math", "openai/gsm8": "math"}, ["openai/gsm8k"])
+    assert not unmatched_rules({"lighteval/MATH": "math"}, ["openai/gsm8k"])  # of another dataset
 
 
 def test_an_unknown_rule_is_refused_with_the_nearest() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,15 +22,22 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen2 import modeling_qwen2
 
 from allocated import allocated, marked
+from conftest import write_sft_recipe
 from host_kernels import HOST
+from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
 from lockstep.kernels.fused import FUSED, replaced
 from lockstep.kernels.fused_modules import plug_in
 from lockstep.model.decoder import decoder_layers
-from lockstep.model.load import load_config, load_transformers, spread, stream_transformers, with_lora
+from lockstep.model.heads import load_value_model
+from lockstep.model.load import load_config, load_policy, load_transformers, spread, stream_transformers, with_lora
 from lockstep.model.policy import Policy
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.shard import Sharding
-from lockstep.recipe.schema import Lora
+from lockstep.parallel.world import World
+from lockstep.recipe.load import load_recipe
+from lockstep.recipe.schema import Lora, Model
+from lockstep.train.build import build_learner
 
 RANKS = 4
 DEEP = 8
@@ -90,6 +99,56 @@ def loaded(path: Path, sharding: Sharding, dtype: str = "fp32", lora: Lora | Non
     model = with_lora(source.model, lora, seed=3)
     source.shard(model, decoder_layers(source.model), sharding)
     return model
+
+
+def with_more(folder: Path, out: Path, config: dict[str, Any], **more: torch.Tensor) -> Path:
+    """A copy of a model whose config says otherwise, with further tensors in its file."""
+    shutil.copytree(folder, out)
+    told = json.loads((out / "config.json").read_text())
+    told.pop("layer_types", None)
+    (out / "config.json").write_text(json.dumps({**told, **config}))
+    save_file({**load_file(out / "model.safetensors"), **more}, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("load", [stream_transformers, load_transformers])
+def test_layers_that_the_config_leaves_out_are_refused(tiny_folder: Path, tmp_path: Path, load: Any) -> None:
+    folder = with_more(tiny_folder, tmp_path / "short", {"num_hidden_layers": 1})
+    with pytest.raises(Refusal) as refused:
+        load(AutoModelForCausalLM, str(folder), "fp32")
+    (problem,) = refused.value.problems
+    assert "model.layers.1.input_layernorm.weight and 11 more tensors of layers" in problem.why
+    assert "num_hidden_layers" in problem.remedy
+
+
+def test_what_a_config_has_no_use_for_is_told_on_one_rank_and_on_several(
+    tiny_folder: Path, tmp_path: Path, alone: Sharding, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"v_head.weight": torch.zeros(1, 2), "vision.blocks.3.weight": torch.zeros(2)}
+    # Of old files, which transformers passes over itself.
+    more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    folder = with_more(tiny_folder, tmp_path / "more", {}, **more)
+    source = stream_transformers(AutoModelForCausalLM, str(folder), "fp32")
+    assert source is not None
+    _, info = load_transformers(AutoModelForCausalLM, str(folder), "fp32")
+    assert source.unused == info["unused"] == ("v_head.weight", "vision.blocks.3.weight")
+    settings = Model(path=str(folder))
+    for sharding in (None, alone):
+        policy = load_policy(settings, CPU, "sdpa", 0, sharding=sharding)
+        assert policy.unused == source.unused
+    assert load_value_model(settings, str(folder), CPU, "sdpa", 0, sharding=alone).unused == source.unused
+    build_learner(load_recipe(str(write_sft_recipe(tmp_path, folder))), Cpu(), World(), CPU)
+    assert (
+        "its files have v_head.weight and 1 more tensors, which its config.json has no use" in capsys.readouterr().err
+    )
+
+
+def test_a_layer_that_predicts_further_tokens_is_no_fault_of_the_config(tiny_folder: Path, tmp_path: Path) -> None:
+    told = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    source = stream_transformers(AutoModelForCausalLM, str(with_more(tiny_folder, tmp_path / "mtp", told)), "fp32")
+    assert source is not None
+    assert all(name.startswith("model.layers.1.") for name in source.unused)
+    assert len(source.unused) == 12
 
 
 def slice_of(whole: torch.Tensor) -> torch.Tensor:

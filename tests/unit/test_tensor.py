@@ -22,6 +22,7 @@ from lockstep.model.miniature import miniature_config
 from lockstep.model.tensor_plan import refuse_indivisible
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.load import load_recipe
+from lockstep.train.plan_counts import count_parameters
 from lockstep.train.plan_memory import plan_memory
 
 SIZES = {
@@ -54,6 +55,22 @@ def test_a_model_that_cannot_be_divided_is_refused_by_name(config: PreTrainedCon
     assert "folder" in problem.why
     assert problem.remedy
     refuse_indivisible(config, "folder", 1)
+
+
+def test_experts_with_adapters_are_refused_before_a_weight_is_loaded(tmp_path: Path, tiny_folder: Path) -> None:
+    path = write_sft_recipe(tmp_path, tiny_folder)
+    lora = "model.lora={rank: 2, targets: [w1, w2, w3, q_proj]}"
+    config = MixtralConfig(**SIZES, num_local_experts=4)
+    with pytest.raises(Refusal) as refused:
+        count_parameters(load_recipe(path, [lora, "parallel.tensor=2"]), config)
+    (problem,) = refused.value.problems
+    assert problem.where == "model.lora.targets"
+    assert "layers.0.mlp.experts carries an adapter" in problem.why
+    assert "parallel.tensor=1" in problem.remedy
+    # Both remedies hold.
+    assert count_parameters(load_recipe(path, [lora]), config).trained
+    others = "model.lora={rank: 2, targets: [q_proj, o_proj]}"
+    assert count_parameters(load_recipe(path, [others, "parallel.tensor=2"]), config).trained
 
 
 def test_heads_that_come_out_even_are_not_refused() -> None:

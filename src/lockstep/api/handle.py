@@ -11,6 +11,7 @@ One process and one device; runs on several are `lockstep.train`'s.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from lockstep.errors import Refusal
 from lockstep.kernels.rotary import fixed_length
 from lockstep.kernels.truncate import Truncation
 from lockstep.model.export import export_model
+from lockstep.model.export_check import probe_of
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.weights import restore_weights, trained_weights
 from lockstep.recipe.data import Data
@@ -285,6 +287,8 @@ class Handle:
             kind="policy",
             files=self._files,
             carried={"sampled": float(self.sampled)},
+            decay_rule="role",
+            probe=probe_of(self._policy, self._learner.device),
         )
         tensors = {
             checkpoints.MODEL: trained_weights(self._policy.stored),
@@ -321,8 +325,11 @@ class Handle:
         """The model as a Hugging Face folder, an adapter merged into it; or, `adapter`, as a PEFT folder alone."""
         out = Path(folder)
         weights = trained_weights(self._policy.stored)
-        ends, files = self._stop_ids, self._files
-        export_model(self.settings, weights, out, where="the handle", adapter=adapter, end_tokens=ends, files=files)
+        how: dict[str, Any] = {"where": "the handle", "end_tokens": self._stop_ids, "files": self._files}
+        probe = probe_of(self._policy, self._learner.device)
+        verified = export_model(self.settings, weights, out, adapter=adapter, probe=probe, **how)
+        if not verified.done:
+            warnings.warn(f"{out}: {verified.sentence}", stacklevel=2)
         return out
 
     # Below the verbs ---------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from lockstep.model.load import DTYPES, load_config, load_policy, load_tokenizer
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
+from lockstep.model.weights import biases_and_norms
 from lockstep.parallel.world import World
 from lockstep.recipe.data import Data
 from lockstep.recipe.schema import Lora, Model, Optim
@@ -83,7 +84,12 @@ def load(
         frozen = _frozen(settings, path, chosen, torch_device, config.vocab_size)
     optim = checked(Optim, lr=lr, weight_decay=weight_decay, clip=clip)
     optimizer = Optimizer(
-        policy.trainable(), optim, masters=dtype != "fp32", fused=chosen.fused_optimizer, kernel=chosen.adamw
+        policy.trainable(),
+        optim,
+        masters=dtype != "fp32",
+        fused=chosen.fused_optimizer,
+        kernel=chosen.adamw,
+        spared=biases_and_norms(policy.stored),
     )
     policy.digits.into(optimizer.masters_held())
     scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None

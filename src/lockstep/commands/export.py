@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lockstep.commands.push import push_folder, refuse_no_hub
 from lockstep.errors import Refusal, unwritten
+from lockstep.model.export_check import Verification
 from lockstep.model.merge import merge_adapter
 from lockstep.model.resolve import ADAPTER, base_of, model_folder
 from lockstep.recipe import Recipe, load_recipe
@@ -15,6 +16,7 @@ from lockstep.recipe.measure import best_measure
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.files import written_aside
 from lockstep.run.folder import RunFolder
+from lockstep.run.output import write
 from lockstep.train.export import write_export
 
 
@@ -72,10 +74,16 @@ def _merged(source: Path, out: Path, order: ExportOrder) -> str:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(out, over=True) as aside:
-            merge_adapter(source, base, aside, str(source))
+            verified = merge_adapter(source, base, aside, str(source))
     except OSError as error:
         raise unwritten(out, error) from error
-    return f"merged {source} into {base}: {out}"
+    return _told(f"merged {source} into {base}: {out}", out, verified)
+
+
+def _told(said: str, out: Path, verified: Verification) -> str:
+    if not verified.done:
+        write(f"warning: {out}: {verified.sentence}", error=True)
+    return f"{said}; {verified.sentence}"
 
 
 def _recipe_of(run: Path) -> Recipe:
@@ -106,5 +114,6 @@ def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: b
         others = [str(other) for other in steps if other != step]
         raise Refusal.at(str(path), f"is damaged: {damage}", f"export another step: {', '.join(others) or 'none left'}")
     found = checkpoints.read(path)
-    write_export(recipe, found, out, folder, adapter=adapter)
-    return f"exported step {found.state.step} of {run} to {out}" + (" (adapter)" if adapter else "")
+    _, verified = write_export(recipe, found, out, folder, adapter=adapter)
+    said = f"exported step {found.state.step} of {run} to {out}" + (" (adapter)" if adapter else "")
+    return _told(said, out, verified)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,6 +113,11 @@ def _ends_with(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"end the assistant's turn with {token}" if token else "end the assistant's turn with a special token"
 
 
+def _near_word(name: str, template: str) -> str:
+    near = get_close_matches(name, sorted(set(re.findall(r"\b[a-z]\w*", template))), n=1, cutoff=0.8)
+    return f"did you mean {near[0]}? Else remove it" if near else "remove it"
+
+
 def with_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, bool | int | float | str]
 ) -> PreTrainedTokenizerBase:
@@ -124,7 +130,7 @@ def with_arguments(
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     refuse_all(
         [
-            Problem(f"data.template_arguments.{name}", "the chat template does not read it", "remove it")
+            Problem(f"data.template_arguments.{name}", "the chat template does not read it", _near_word(name, template))
             for name in arguments
             if not re.search(rf"\b{re.escape(name)}\b", template)
         ]

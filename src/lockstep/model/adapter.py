@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
-from lockstep.errors import Problem, Refusal, first_line, shortened
+from lockstep.errors import Problem, Refusal, first_line, refuse_all, shortened
 from lockstep.model.resolve import ADAPTER, adapter_folder
+from lockstep.model.streamed import adapters_on_host
 from lockstep.recipe.schema import Lora
 
 CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
@@ -42,6 +47,104 @@ def lora_config(settings: Lora, task: str | None) -> Any:
     if settings.adapter is not None:
         keys = _stored(settings)
     return LoraConfig(**keys, bias="none", task_type=task)
+
+
+def put_adapter(model: Any, settings: Lora, seed: int, task: str | None) -> Any:
+    """A PEFT model around `model`; without a task, `model` itself with adapters in its layers."""
+    from peft import get_peft_model, inject_adapter_in_model
+
+    config = lora_config(settings, task)
+    refuse_all(list(_unmatched_exclude(model, settings)))
+    modules = [name for name, _ in model.named_modules() if name]
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(parameter, []).append(name)
+    # The adapter starts the same whatever was drawn before it.
+    with torch.random.fork_rng(devices=[]), adapters_on_host():
+        torch.manual_seed(seed)
+        try:
+            if task is None:
+                found = inject_adapter_in_model(config, model)
+            else:
+                found = get_peft_model(model, config, autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise Refusal(_refused(str(error), settings, modules)) from error
+    # transformers keeps all experts of a layer in one parameter: PEFT replaces the names of single ones.
+    replaced = set(settings.targets) - set(config.target_modules or ()) if config.target_parameters else set()
+    refuse_all([*_unmatched_targets(settings.targets, modules, replaced), *_unfit_layers(model, settings, holders)])
+    return found
+
+
+def _refused(said: str, settings: Lora, modules: Sequence[str]) -> list[Problem]:
+    """What PEFT refuses. Its own words for names of which none matches do not say which are near."""
+    problems = list(_unmatched_targets(settings.targets, modules, ()))
+    if problems and "not found" in said:
+        return problems
+    kind = re.match(r"Target module (\w+)\(", said)
+    if kind:
+        why = f"PEFT has no adapter for layers of the kind {kind[1]}"
+        return [Problem("model.lora.targets", why, "name linear layers, or use all-linear")]
+    return [Problem("model.lora.targets", said.splitlines()[0])]
+
+
+def _unmatched_targets(targets: str | list[str], modules: Sequence[str], others: Collection[str]) -> Iterator[Problem]:
+    for entry in targets if isinstance(targets, list) else ():
+        if entry not in others and not any(_ends(name, entry) for name in modules):
+            yield _unmatched("model.lora.targets", entry, modules)
+
+
+def _unmatched_exclude(model: nn.Module, settings: Lora) -> Iterator[Problem]:
+    key, exclude = "model.lora.exclude", settings.exclude
+    modules = [name for name, _ in model.named_modules() if name]
+    if isinstance(exclude, str):
+        try:
+            pattern = re.compile(exclude)
+        except re.error as error:
+            yield Problem(key, f"{exclude!r} is no regular expression: {first_line(error)}", "mend it, or list names")
+            return
+        if not any(pattern.fullmatch(name) for name in modules):
+            why = f"{exclude!r} matches no module of {type(model).__name__}: it would exclude nothing"
+            yield Problem(key, why, f"it must match a whole name, such as {modules[-1]!r} (begin it with `.*`)")
+    for entry in exclude if isinstance(exclude, list) else ():
+        if not any(_ends(name, entry) for name in modules):
+            yield _unmatched(key, entry, modules)
+
+
+def _ends(name: str, entry: str) -> bool:
+    """As PEFT reads an entry of a list: a whole name, or its last parts."""
+    return name == entry or name.endswith(f".{entry}")
+
+
+def _unmatched(key: str, entry: str, modules: Sequence[str]) -> Problem:
+    parts = entry.count(".") + 1
+    last = dict.fromkeys(".".join(name.split(".")[-parts:]) for name in modules)
+    endings = [name for name in last if not name.isdigit()]
+    near = get_close_matches(entry, endings, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"names of modules end with {', '.join(endings)}"
+    return Problem(key, f"{entry!r} matches no module of the model", remedy)
+
+
+def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Sequence[str]]) -> Iterator[Problem]:
+    """Layers that carry an adapter now and cannot be trained, or not be merged. A tie is told by the parameter, which
+    is one object then: merged, an adapter of one layer would change the other too, which training did not."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    where, remedy = "model.lora.targets", "remove it from the targets, or name it in model.lora.exclude"
+    if settings.adapter is not None:
+        where, remedy = f"model.lora.adapter {settings.adapter}", "merge it into the model: name it as model.path"
+    head = model.get_output_embeddings()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        if layer is head:
+            yield Problem(where, f"{name} carries an adapter, and the output head is run in chunks", remedy)
+            continue
+        for parameter in layer.get_base_layer().parameters(recurse=False):
+            names = holders.get(parameter, ())
+            if len(names) > 1:
+                other = next((one for one in names if one.rpartition(".")[0] != name), names[-1])
+                why = f"{name} cannot carry an adapter: its weight is {other} too (tied)"
+                yield Problem(where, why, remedy)
 
 
 def start_from(model: Any, folder: str) -> None:
@@ -84,12 +187,6 @@ def _stored(settings: Lora) -> dict[str, Any]:
         Problem(where, f"{name} is {value!r}: only plain LoRA is trained here", "name it as model.path: it is merged")
         for name, value in found.items()
         if name not in _ANY and value and value not in _PLAIN.get(name, ())
-    ]
-    targets = keys["target_modules"] if isinstance(keys["target_modules"], list) else []
-    problems += [
-        Problem(where, f"{name} carries an adapter, and the output head is run in chunks", "merge it into the model")
-        for name in targets
-        if name.split(".")[-1] in ("lm_head", "embed_tokens")
     ]
     for key, name in (("rank", "r"), ("alpha", "lora_alpha")):
         said = getattr(settings, key)

@@ -277,7 +277,7 @@ def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> N
     name = type(model).__name__
     policy.eval()
     try:
-        ours = _whole(policy, line_of(sequences, device))
+        ours = plain_logprobs(policy, line_of(sequences, device))
         with unit_gathered(policy), policy.generating():
             own = [own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences]
     except RUN_ERRORS as error:
@@ -312,17 +312,17 @@ def unsupported(path: str, name: str, why: str) -> Refusal:
 
 
 def _plainly(policy: Policy, line: MicroBatch) -> torch.Tensor:
-    """As `_whole`, by plain torch in the place of the device's attention kernel."""
+    """As `plain_logprobs`, by plain torch in the place of the device's attention kernel."""
     kernel, policy.decoder.kernel = policy.decoder.kernel, PLAIN
     policy.eval()
     try:
-        return _whole(policy, line)
+        return plain_logprobs(policy, line)
     finally:
         policy.decoder.kernel = kernel
         policy.train()
 
 
-def _whole(policy: Policy, line: MicroBatch) -> torch.Tensor:
+def plain_logprobs(policy: Policy, line: MicroBatch) -> torch.Tensor:
     """Log-probabilities of the plain distribution, whatever the policy is set to score."""
     scoring, policy.scoring = policy.scoring, Scoring()
     try:

@@ -133,9 +133,12 @@ def refuse_operations(conversions: list[Any]) -> None:
             raise Unmapped(f"transformers makes some of its tensors by {type(operation).__name__}")
 
 
-def places_by_name(model: PreTrainedModel, stored: StoredTensors) -> dict[str, InFiles]:
+def places_by_name(
+    model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
+) -> dict[str, InFiles]:
     """Where each tensor of the model is that the files have, found as transformers finds it; `Unmapped` where that is
-    not the same for certain. The model is told which conversions were used, for when it is saved."""
+    not the same for certain. The model is told which conversions were used, for when it is saved. Names that the model
+    has no tensor for are added to `unused`."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     conversions = conversions_of(model)
@@ -150,6 +153,8 @@ def places_by_name(model: PreTrainedModel, stored: StoredTensors) -> dict[str, I
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
         if name not in state:
+            if unused is not None:
+                unused.append(name)
             continue
         if name in found or (pattern is None and name in collected):
             raise Unmapped(f"its files have {name} more than once")

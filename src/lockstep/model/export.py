@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 
 from lockstep.errors import Refusal, unwritten
+from lockstep.model.export_check import Verification, verify_export
 from lockstep.model.heads import load_value_model, merge_adapters
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, stream_transformers, with_lora
 from lockstep.model.pretrained import rounded, save_generation, save_model, whole_model
@@ -37,19 +38,16 @@ def export_checkpoint(
     adapter: bool = False,
     replace: bool = False,
     files: Mapping[str, str] = MappingProxyType({}),
-) -> None:
+) -> Verification:
     """A checkpoint as what it is, a language model or a reward model, with text files beside it."""
-    state, where = found.state, str(found.path)
-    ends, files = state.end_tokens, {**state.files, **files}
+    state, weights = found.state, found.weights
+    how: dict[str, Any] = {"where": str(found.path), "end_tokens": state.end_tokens, "replace": replace}
+    how |= {"files": {**state.files, **files}, "probe": state.probe}
     if state.kind == "policy":
-        weights = found.weights
-        export_model(
-            settings, weights, out, where=where, adapter=adapter, end_tokens=ends, replace=replace, files=files
-        )
-        return
+        return export_model(settings, weights, out, adapter=adapter, **how)
     if adapter:
         raise Refusal.at("--adapter", "a reward model's head is no adapter", "export without --adapter")
-    export_value_model(settings, found.weights, out, where=where, end_tokens=ends, replace=replace, files=files)
+    return export_value_model(settings, weights, out, **how)
 
 
 def export_model(
@@ -62,42 +60,69 @@ def export_model(
     end_tokens: Sequence[int] = (),
     replace: bool = False,
     files: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Write `out` aside and rename it. `adapter` keeps a LoRA run's adapter apart instead of merging it."""
+    probe: Mapping[str, Any] = MappingProxyType({}),
+) -> Verification:
+    """Write `out` aside, compare it with what the trained model computed (`probe`) and rename it. `adapter` keeps a
+    LoRA run's adapter apart instead of merging it."""
     if adapter and settings.lora is None:
         raise Refusal.at("--adapter", "the run trained all weights, so it has no adapter", "export without --adapter")
     _refuse_taken(out, replace)
+    with _written(settings, out) as aside:
+        if settings.lora is not None or not _write_streamed(settings, weights, aside, where, end_tokens):
+            _write_whole(settings, weights, aside, where, end_tokens, adapter=adapter)
+        _write_texts(aside, files)
+        base = model_folder(settings.path) if adapter else None
+        return verify_export(aside, probe, "policy", DTYPES[settings.dtype], str(out), base=base)
+
+
+def _write_streamed(
+    settings: Model, weights: Mapping[str, torch.Tensor], folder: Path, where: str, end_tokens: Sequence[int]
+) -> bool:
+    """Tensor by tensor; False where the model cannot be read and written so."""
     from transformers import AutoModelForCausalLM
 
-    if settings.lora is None:
-        source = stream_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
-        names = None
-        if source is not None:
-            refuse_other_weights(source.model, weights, where)
-            names = saved_names(source.model, {**shapes_of(weights), **shapes_of(_buffers(source.model))})
-        if source is not None and names is not None:
-            with _written(settings, out) as aside:
-                _write_by_tensor(source.model, names, settings, weights, aside, end_tokens)
-                for name, content in files.items():
-                    (aside / name).write_text(content, encoding="utf-8")
-            return
+    source = stream_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
+    if source is None:
+        return False
+    refuse_other_weights(source.model, weights, where)
+    names = saved_names(source.model, {**shapes_of(weights), **shapes_of(_buffers(source.model))})
+    if names is None:
+        return False
+    _write_by_tensor(source.model, names, settings, weights, folder, end_tokens)
+    return True
+
+
+def _write_whole(
+    settings: Model,
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    where: str,
+    end_tokens: Sequence[int],
+    *,
+    adapter: bool,
+) -> None:
+    """With the whole model in memory, which is let go of before the folder is verified."""
+    from transformers import AutoModelForCausalLM
+
     where_from = f"model.path {settings.path}"
     dtype = _working(settings, adapter)
     base = whole_model(AutoModelForCausalLM, model_folder(settings.path), where_from, "its weights", dtype=dtype)
     model = with_lora(base, settings.lora, seed=0)
     restore_weights(model, weights, where)
-    with _written(settings, out) as aside:
-        if adapter:
-            # As the recipe names it, not the folder that it was found in.
-            model.peft_config["default"].base_model_name_or_path = settings.path
-            model.save_pretrained(aside)
-        else:
-            merged = model.merge_and_unload() if settings.lora else model
-            rounded(merged, DTYPES[settings.dtype])
-            _stop_at(merged, end_tokens)
-            save_model(merged, aside)
-        for name, content in files.items():
-            (aside / name).write_text(content, encoding="utf-8")
+    if adapter:
+        # As the recipe names it, not the folder that it was found in.
+        model.peft_config["default"].base_model_name_or_path = settings.path
+        model.save_pretrained(folder)
+        return
+    merged = model.merge_and_unload() if settings.lora else model
+    rounded(merged, DTYPES[settings.dtype])
+    _stop_at(merged, end_tokens)
+    save_model(merged, folder)
+
+
+def _write_texts(folder: Path, files: Mapping[str, str]) -> None:
+    for name, content in files.items():
+        (folder / name).write_text(content, encoding="utf-8")
 
 
 def _write_by_tensor(
@@ -134,9 +159,19 @@ def export_value_model(
     end_tokens: Sequence[int] = (),
     replace: bool = False,
     files: Mapping[str, str] = MappingProxyType({}),
-) -> None:
+    probe: Mapping[str, Any] = MappingProxyType({}),
+) -> Verification:
     """A reward model as a sequence classification folder with one label, its adapter merged."""
     _refuse_taken(out, replace)
+    with _written(settings, out) as aside:
+        _write_classifier(settings, weights, aside, where, end_tokens)
+        _write_texts(aside, files)
+        return verify_export(aside, probe, "value", DTYPES[settings.dtype], str(out))
+
+
+def _write_classifier(
+    settings: Model, weights: Mapping[str, torch.Tensor], folder: Path, where: str, end_tokens: Sequence[int]
+) -> None:
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging as transformers_logging
 
@@ -155,10 +190,7 @@ def export_value_model(
     with torch.no_grad():
         classifier.score.weight.copy_(trained.head.weight)
     classifier.config.pad_token_id = _padding(load_tokenizer(settings.path), end_tokens)
-    with _written(settings, out) as aside:
-        rounded(classifier, DTYPES[settings.dtype]).save_pretrained(aside)
-        for name, content in files.items():
-            (aside / name).write_text(content, encoding="utf-8")
+    rounded(classifier, DTYPES[settings.dtype]).save_pretrained(folder)
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.device.trouble import refuse_trouble
 from lockstep.errors import Refusal
 from lockstep.kernels.fused import fuse
-from lockstep.model.adapter import lora_config
+from lockstep.model.adapter import put_adapter
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import Decoder, decoder_layers
 from lockstep.model.digits import NONE, digits_of
@@ -26,10 +26,10 @@ from lockstep.model.load import (
     stream_transformers,
 )
 from lockstep.model.resolve import model_folder
-from lockstep.model.streamed import Streamed, adapters_on_host
+from lockstep.model.streamed import Streamed
 from lockstep.model.tensor_trial import check_division
 from lockstep.parallel.shard import Sharding
-from lockstep.recipe.schema import Lora, Model
+from lockstep.recipe.schema import Model
 from lockstep.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class ValueModel(nn.Module):
         self.decoder, self.head, self.kernel = decoder, head, kernel
         self.runner = Decoder(decoder, kernel)
         self.digits = NONE
+        self.unused: tuple[str, ...] = ()
 
     @property
     def stored(self) -> nn.Module:
@@ -110,9 +111,11 @@ def load_value_model(
             fuse(decoder, kernel)
         styles = division_of(decoder, sharding)
         if settings.lora is not None:
-            _inject(decoder, settings.lora, seed)
+            # The head beside the decoder is trained in full.
+            put_adapter(decoder, settings.lora, seed, None)
         divide_model(decoder, styles, source, sharding)
         found = ValueModel(decoder, head, kernel)
+        found.unused = tuple(info["unused"])
         if settings.lora is None:
             found.digits = digits_of(found, model, source, model_folder(path), DTYPES[settings.dtype])
         spread(found, source, sharding, decoder, kernel)
@@ -130,7 +133,7 @@ def _loaded(kind: Any, path: str, dtype: str, sharding: Sharding | None) -> tupl
     """The model, without weights where they are streamed."""
     source = stream_transformers(kind, path, dtype) if sharding is not None else None
     if source is not None:
-        return source, source.model, {}
+        return source, source.model, {"unused": source.unused}
     return None, *load_transformers(kind, path, dtype)
 
 
@@ -144,15 +147,6 @@ def refuse_no_classifier(config: Any, path: str) -> None:
             f"transformers has no sequence classification model for {config.model_type}",
             "start from another architecture",
         )
-
-
-def _inject(decoder: nn.Module, settings: Lora, seed: int) -> None:
-    """Adapters inside the decoder; the head beside it is trained in full."""
-    from peft import inject_adapter_in_model
-
-    with torch.random.fork_rng(devices=[]), adapters_on_host():
-        torch.manual_seed(seed)
-        inject_adapter_in_model(lora_config(settings, None), decoder)
 
 
 def merge_adapters(decoder: nn.Module) -> None:

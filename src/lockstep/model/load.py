@@ -11,12 +11,12 @@ from lockstep.errors import Refusal, first_line
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
 from lockstep.kernels.wide_products import prepare_products
-from lockstep.model.adapter import lora_config, start_from
+from lockstep.model.adapter import put_adapter, start_from
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, enter, unsupported
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.digits import digits_of
 from lockstep.model.policy import Policy, Scoring
-from lockstep.model.pretrained import pretrained, refuse_not_finite, refuse_partial
+from lockstep.model.pretrained import pretrained, refuse_not_finite, refuse_partial, unused_weights
 from lockstep.model.resolve import model_folder
 from lockstep.model.streamed import Streamed, adapters_on_host, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
@@ -63,8 +63,9 @@ def load_policy(
     if source is None:
         model, info = load_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
         refuse_partial(info, f"model.path {settings.path}")
+        unused = tuple(info["unused"])
     else:
-        model = source.model
+        model, unused = source.model, source.unused
     try:
         if sharding is None:
             model.to(device)
@@ -73,6 +74,7 @@ def load_policy(
         adapted = with_lora(model, settings.lora, seed)
         divide_model(model, styles, source, sharding)
         policy = Policy(adapted, kernel, scoring)
+        policy.unused = unused
         if frozen:
             policy.requires_grad_(False)
         elif settings.lora is None:
@@ -137,7 +139,7 @@ def load_transformers(kind: Any, path: str, dtype: str, **more: Any) -> tuple[An
     where = f"model.path {path}"
     model, info = pretrained(kind, model_folder(path), where, "its weights", config=config, **how)
     refuse_not_finite(dict(model.named_parameters()), where)
-    return model, info
+    return model, {**info, "unused": unused_weights(model, info["unexpected_keys"], where)}
 
 
 def stream_transformers(kind: Any, path: str, dtype: str) -> Streamed | None:
@@ -154,19 +156,11 @@ def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
     """The model itself, or a PEFT model around it: its adapter is drawn from `seed`, or is the stored one."""
     if settings is None:
         return model
-    from peft import get_peft_model
-
-    config = lora_config(settings, "CAUSAL_LM")
-    # The adapter starts the same whatever was drawn before it.
-    with torch.random.fork_rng(devices=[]), adapters_on_host():
-        torch.manual_seed(seed)
-        try:
-            found = get_peft_model(model, config, autocast_adapter_dtype=False)
-        except ValueError as error:
-            raise Refusal.at("model.lora.targets", first_line(error)) from error
-        if settings.adapter is not None:
+    found = put_adapter(model, settings, seed, "CAUSAL_LM")
+    if settings.adapter is not None:
+        with adapters_on_host():
             start_from(found, settings.adapter)
-        return found
+    return found
 
 
 def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows: int, path: str) -> None:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from lockstep.errors import Problem, Refusal, first_line, refuse_all, unwritten
 from lockstep.model.adapter import CONFIG, WEIGHTS
 from lockstep.model.check import tokens
+from lockstep.model.export_check import Verification, probe_of_transformers, verify_export
 from lockstep.model.pretrained import pretrained, rounded, save_model, whole_model
 from lockstep.model.tokenizer import has_tokenizer, tokenizer_of
 
@@ -20,8 +21,9 @@ from lockstep.model.tokenizer import has_tokenizer, tokenizer_of
 PROBE, MERGED_ERROR = 16, 1e-3
 
 
-def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> None:
-    """Merged in fp32 and rounded once to the precision that the base is stored in."""
+def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verification:
+    """Merged in fp32 and rounded once to the precision that the base is stored in; what was written is compared with
+    the adapter beside its base."""
     from peft import PeftModel
 
     kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")
@@ -38,7 +40,7 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> None:
             warnings.simplefilter("ignore")  # of PEFT's, on tied weights: what comes out is looked at instead
             adapted = PeftModel.from_pretrained(model, str(adapter))
             _refuse_other_keys(adapted, adapter, where)
-            apart = _logits(adapted)
+            apart, probe = _logits(adapted), probe_of_transformers(adapted)
             _untie(adapted)
             merged: Any = adapted.merge_and_unload()
             off = float((_logits(merged) - apart).abs().max() / apart.abs().max())
@@ -55,6 +57,8 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> None:
         tokenizer.save_pretrained(out)
     except (OSError, SafetensorError) as error:
         raise unwritten(out, error) from error
+    del model, adapted, merged  # before another one is loaded
+    return verify_export(out, probe, "policy", stored, where)
 
 
 def _logits(adapted: Any) -> torch.Tensor:

@@ -53,6 +53,8 @@ class Policy(nn.Module):
         self.kernel = kernel
         self.scoring = scoring or Scoring()
         self.digits = NONE
+        self.unused: tuple[str, ...] = ()
+        """Tensors of the model's files that the model does not have."""
         self.decoder = Decoder(self.causal_lm, kernel)
 
     @property

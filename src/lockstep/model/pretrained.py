@@ -7,8 +7,10 @@ transformers asks on stdin whether code of a model folder may run, unless it is 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
@@ -49,6 +51,7 @@ def whole_model(kind: Any, path: str, where: str, what: str, **settings: Any) ->
     """The same of a model, all of whose weights must be in its files: transformers fills the others with noise."""
     model, info = pretrained(kind, path, where, what, output_loading_info=True, **settings)
     refuse_partial(info, where)
+    unused_weights(model, info.get("unexpected_keys", ()), where)
     refuse_not_finite(dict(model.named_parameters()), where)
     return model
 
@@ -64,6 +67,37 @@ def refuse_partial(info: Mapping[str, Any], where: str) -> None:
         for key in sorted(info.get("mismatched_keys", ()))
     ]
     refuse_all(problems, "weights")
+
+
+def unused_weights(model: PreTrainedModel, names: Collection[str], where: str) -> tuple[str, ...]:
+    """Of tensors that the files have and the model has not: those that transformers does not pass over for this kind
+    of model. Whole layers among them are refused: the config does not describe these weights."""
+    info: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
+    model._adjust_missing_and_unexpected_keys(info)
+    unused = tuple(sorted(info.unexpected_keys))
+    blocks = {_block(name) for name in model.state_dict()}
+    # Layers that predict further tokens stand behind the others in some files; transformers has no use for them.
+    ahead = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    beyond = [name for name in unused if _block(name) in blocks]
+    if len({name[: match.end()] for name in beyond if (match := _INDEX.search(name))}) > ahead:
+        why = f"its files have {beyond[0]} and {len(beyond) - 1} more tensors of layers that its config.json leaves out"
+        remedy = "correct config.json (num_hidden_layers); or save the smaller model with save_pretrained and name that"
+        raise Refusal.at(where, why, remedy)
+    return unused
+
+
+_INDEX = re.compile(r"\.\d+\.")
+
+
+def _block(name: str) -> str:
+    """The name of a tensor, without the number of the layer that it is in."""
+    return _INDEX.sub(".*.", name) if _INDEX.search(name) else ""
+
+
+def told_unused(unused: Sequence[str], path: str) -> str:
+    """The warning of tensors that are not used."""
+    more = f" and {len(unused) - 1:,} more tensors" if len(unused) > 1 else ""
+    return f"{path}: its files have {unused[0]}{more}, which its config.json has no use for: they are left out"
 
 
 def refuse_not_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:

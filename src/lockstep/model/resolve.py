@@ -10,7 +10,7 @@ import json
 from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import Problem, Refusal, first_line
 from lockstep.model.converted import converted
@@ -21,6 +21,9 @@ from lockstep.recipe.schema import Model
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.files import checksum
 from lockstep.run.output import write
+
+if TYPE_CHECKING:
+    from lockstep.model.export_check import Verification
 
 ADAPTER = "adapter_config.json"
 
@@ -143,7 +146,7 @@ def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
         # Once, not whenever somebody asks for the folder: every byte of the checkpoint is read for it.
         if damage := checkpoints.damage_of(folder):
             raise Refusal.at(where, f"{folder} is damaged: {damage}", "name another checkpoint")
-        export_checkpoint(settings, found, out, adapter=adapter)
+        _tell(folder, export_checkpoint(settings, found, out, adapter=adapter))
 
     return converted(str(folder), told, convert)
 
@@ -154,7 +157,12 @@ def _merged(folder: Path, where: str) -> str:
 
     base = _base_folder(folder, where)
     told = ["adapter", model_files(str(folder)), model_files(base)]
-    return converted(str(folder), told, lambda out: merge_adapter(folder, base, out, where))
+    return converted(str(folder), told, lambda out: _tell(folder, merge_adapter(folder, base, out, where)))
+
+
+def _tell(folder: Path, verified: Verification) -> None:
+    if not verified.done:
+        write(f"{folder}: {verified.sentence}", error=True)
 
 
 def _base_folder(folder: Path, where: str) -> str:

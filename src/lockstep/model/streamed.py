@@ -26,7 +26,7 @@ from lockstep.model.conversion import (
     places_by_name,
     refuse_operations,
 )
-from lockstep.model.pretrained import kept_in_fp32, refuse_not_finite
+from lockstep.model.pretrained import kept_in_fp32, refuse_not_finite, unused_weights
 from lockstep.parallel.shard import Sharding, held_part, materialise, shard
 from lockstep.parallel.stored import StoredTensors
 
@@ -44,6 +44,8 @@ class Streamed:
     places: dict[nn.Parameter, InFiles]
     where: str
     """Begins the refusal of what is in the files."""
+    unused: tuple[str, ...] = ()
+    """Tensors of the files that the model does not have."""
 
     def replaced(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         """Parameters of the model that others stand for now."""
@@ -76,7 +78,8 @@ def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Str
         stored = StoredTensors(files)
     except (OSError, SafetensorError):
         return None  # transformers says what is wrong with them
-    places = places_of(model, stored)
+    unused: list[str] = []
+    places = places_of(model, stored, unused)
     if places is None or not _with_buffers(model, stored):
         return None
     generation = Path(path) / "generation_config.json"
@@ -84,7 +87,7 @@ def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Str
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_dict(json.loads(generation.read_text(encoding="utf-8")))
-    return Streamed(model, stored, places, where)
+    return Streamed(model, stored, places, where, unused_weights(model, unused, where))
 
 
 def weight_files(path: str) -> list[Path] | None:
@@ -100,13 +103,15 @@ def weight_files(path: str) -> list[Path] | None:
     return [alone] if alone.is_file() else None
 
 
-def places_of(model: PreTrainedModel, stored: StoredTensors) -> dict[nn.Parameter, InFiles] | None:
+def places_of(
+    model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
+) -> dict[nn.Parameter, InFiles] | None:
     """Where in the files each parameter is; None where that is not known for all of them. Tied parameters have several
-    names, of which the files may have any."""
+    names, of which the files may have any. What no parameter is made of is added to `unused`."""
     if loaded_whole(model, model.dtype) is not None:
         return None
     try:
-        known = places_by_name(model, stored)
+        known = places_by_name(model, stored, unused)
     except Unmapped:
         return None
     found: dict[nn.Parameter, InFiles] = {}

@@ -90,6 +90,13 @@ def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Sty
     found: dict[str, Style] = {}
     for name, style in styles.items():
         adapters = getattr(decoder.get_submodule(name), "lora_A", None)
+        if adapters is not None and style not in sides:
+            raise Refusal.at(
+                "model.lora.targets",
+                f"{name} carries an adapter, and parallel.tensor gives each process a part of its {style}",
+                "name other layers in model.lora.targets; or set parallel.tensor=1 and shard the model "
+                "(parallel.shard)",
+            )
         found[name if adapters is None else f"{name}.base_layer"] = style
         found |= {f"{name}.{sides[style]}.{one}": style for one in adapters or ()}
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -10,6 +11,22 @@ from torch import nn
 from lockstep.errors import Refusal
 from lockstep.parallel.shard import whole
 from lockstep.parallel.stored import fill_all, shapes_of
+
+# Of a parameter that its module holds beside others: a norm's scale, an expert's bias.
+_BIAS = re.compile(r"(^|_)bias(_|$)")
+_NORM = re.compile(r"(^|_)(layer|rms|batch|group)?norm(_|$)")
+
+
+def biases_and_norms(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that weight decay spares, by what they are for: their shapes do not tell. The biases of
+    stacked experts are matrices (gpt-oss), and so are the scales of norms that have one for each head (Cohere)."""
+    found = set()
+    for name, module in model.named_modules():
+        norm = "norm" in type(module).__name__.lower()
+        for leaf, _ in module.named_parameters(recurse=False):
+            if norm or _BIAS.search(leaf) or _NORM.search(leaf):
+                found.add(f"{name}.{leaf}" if name else leaf)
+    return frozenset(found)
 
 
 def held_weights(model: nn.Module) -> dict[str, torch.Tensor]:

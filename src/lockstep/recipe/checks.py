@@ -146,16 +146,8 @@ def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(f"model.lora.{key}", "the adapter that training starts from says it", "remove it")
         if recipe.method == "rm":
             yield Problem("model.lora.adapter", "a reward model's decoder gets an adapter of its own", "remove it")
-    if lora and isinstance(lora.targets, list):
-        if not lora.targets:
-            yield Problem("model.lora.targets", "is empty: nothing would be trained", "use all-linear")
-        for name in lora.targets:
-            if name.split(".")[-1] in ("lm_head", "embed_tokens"):
-                yield Problem(
-                    "model.lora.targets",
-                    f"{name} cannot carry an adapter: the output head is run in chunks",
-                    f"remove {name}",
-                )
+    if lora and lora.targets == []:
+        yield Problem("model.lora.targets", "is empty: nothing would be trained", "use all-linear")
 
 
 TEMPLATES = ("auto", "none", "chatml", "llama3", "qwen")

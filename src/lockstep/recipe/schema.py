@@ -108,10 +108,12 @@ class Lora(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     targets: Literal["all-linear"] | list[str] = Field(
         "all-linear",
-        description="Which linear layers get an adapter: `all-linear` (all but the output head) or name endings.",
+        description="Which linear layers get an adapter: `all-linear` (all but the output head) or name endings, each "
+        "of which must match. Layers that share their weight with another one (a tied embedding) cannot have one.",
     )
     exclude: str | list[str] | None = Field(
-        None, description="Layers that get none: name endings, or a regular expression of whole names."
+        None,
+        description="Layers that get none: name endings, or a regular expression of whole names. Each must match.",
     )
     adapter: str | None = Field(
         None,
@@ -212,7 +214,9 @@ class Optim(Section):
     lr: float = Field(1e-5, gt=0, description="Peak learning rate.", effect=RATE)
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decay rates.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    weight_decay: float = Field(0.01, ge=0, description="Decay of weight matrices; biases and norms are spared.")
+    weight_decay: float = Field(
+        0.01, ge=0, description="Decay of weight matrices; biases and norms, whatever their shape, are spared."
+    )
     decay_all: bool = Field(False, description="Decay biases and norms too.")
     clip: float | None = Field(1.0, gt=0, description="Largest gradient norm; `null` switches clipping off.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(

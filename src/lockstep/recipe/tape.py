@@ -14,7 +14,9 @@ class Tape(Section):
         10, ge=1, description="Steps between snapshots: digests by module and parameter, and weights where kept."
     )
     modules: list[str] = Field(
-        ["*"], description="Modules that a snapshot digests, as patterns of their names (`*.layers.0.*`)."
+        ["*"],
+        description="Modules that a snapshot digests, as patterns of their names (`*.layers.0.*`), each of which "
+        "must match.",
     )
     tensors: list[str] = Field(
         default_factory=list, description="Modules whose whole inputs and outputs a snapshot keeps, as patterns."

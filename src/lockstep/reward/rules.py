@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from lockstep.errors import Refusal, missing_extra
+from lockstep.errors import Problem, Refusal, missing_extra
 from lockstep.reward.boxed import boxed_answer, boxed_example, math_score
 
 # A number as people write it: sign, currency, thousands separators, decimals. A trailing point is punctuation.
@@ -160,6 +160,19 @@ def rule_named(name: str, where: str) -> Rule:
     if not _is_installed(name):
         raise missing_extra("math-verify", "math", f"the rule math ({where})")
     return RULES[name]
+
+
+def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str = "reward.rules") -> list[Problem]:
+    """Entries that are nearly the name of a data source that has none: its rows would be judged by another rule. Other
+    entries that no row needs do no harm: recipes of several datasets share them."""
+    alone = [source for source in sources if source not in rules]
+    problems = []
+    for name in rules:
+        near = difflib.get_close_matches(name, alone, n=1, cutoff=0.8) if name not in sources else []
+        if near:
+            why = f"no row has the data source {name!r}"
+            problems.append(Problem(f"{key}.{name}", why, f"did you mean {near[0]}? Else remove it"))
+    return problems
 
 
 def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str = "reward.rules") -> Rule:

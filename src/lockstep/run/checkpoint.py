@@ -55,6 +55,12 @@ class State:
     """Text files that whoever uses the model needs besides its own, by name."""
     carried: dict[str, float] = field(default_factory=dict)
     """What a loop carries from step to step besides weights, by name."""
+    decay_rule: str = ""
+    """Which parameters weight decay skipped: `role`, biases and norms; empty where an earlier version saved it, which
+    skipped those of one dimension."""
+    probe: dict[str, Any] = field(default_factory=dict)
+    """A few rows of tokens and what the model computed of them, which an export must compute too. Empty where an
+    earlier version saved it."""
     version: int = VERSION
 
 

@@ -6,9 +6,10 @@ uses, so that two probes can be held against each other module by module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lockstep.errors import Problem
 from lockstep.tape.digest import digests
 
 ROOT = "(root)"
@@ -273,6 +275,21 @@ def on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for names in alike.values():
         found |= zip(names, torch.stack([tensors[name] for name in names]).cpu().unbind(), strict=True)
     return {name: found[name] for name in tensors}
+
+
+def unmatched_patterns(roots: Iterable[nn.Module], modules: Sequence[str], tensors: Sequence[str]) -> list[Problem]:
+    """Patterns of the recipe by which no module would be recorded. Tensors are kept of modules that are digested."""
+    names = list(dict.fromkeys(public_name(name) for root in roots for name, _ in root.named_modules()))
+    digested = [name for name in names if _matches(name, modules)]
+    wanted = [("tape.modules", entry, names) for entry in modules]
+    wanted += [("tape.tensors", entry, digested or names) for entry in tensors]
+    problems = []
+    for key, entry, known in wanted:
+        if not any(fnmatch(name, entry) for name in known):
+            near = get_close_matches(entry, known, n=1, cutoff=0.5) or known[-1:]
+            why = f"{entry!r} matches the name of no module" + (" that tape.modules has" if known is digested else "")
+            problems.append(Problem(key, why, f"a name is {near[0]}; `*` stands for any part"))
+    return problems
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

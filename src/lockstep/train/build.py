@@ -15,7 +15,9 @@ from lockstep.methods import METHODS
 from lockstep.model.heads import ValueModel, load_value_model
 from lockstep.model.load import load_config, load_policy, load_tokenizer
 from lockstep.model.policy import Policy, Scoring, Teacher
+from lockstep.model.pretrained import told_unused
 from lockstep.model.router import experts_of_token
+from lockstep.model.weights import biases_and_norms
 from lockstep.parallel.fits import refuse_undivided
 from lockstep.parallel.mesh import sharding_of
 from lockstep.parallel.offload import keep_on_host
@@ -26,6 +28,7 @@ from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.parallel import Offload
 from lockstep.recipe.rows import estimator_row
 from lockstep.recipe.schema import Optim
+from lockstep.run.output import write
 from lockstep.train.balance import Balance
 from lockstep.train.host_optim import HostOptimizer
 from lockstep.train.optim import LossScale, Optimizer
@@ -54,11 +57,18 @@ def build_learner(recipe: Recipe, device: Device, world: World, torch_device: to
         where = (settings, settings.path, torch_device, device.attention, seed)
         model = load_value_model(*where, key="model.path", sharding=sharding)
         refuse_undivided(model, world.context, settings.path)
+        _tell_unused(model, settings.path, world)
         return _learner(model, recipe, recipe.optim, device, world, torch_device, "train", offload)
     policy = load_policy(settings, torch_device, device.attention, seed, scoring_of(recipe), sharding)
     refuse_undivided(policy, world.context, settings.path)
+    _tell_unused(policy, settings.path, world)
     name = "actor" if recipe.method in ONLINE else "train"
     return _learner(policy, recipe, recipe.optim, device, world, torch_device, name, offload)
+
+
+def _tell_unused(module: Policy | ValueModel, path: str, world: World) -> None:
+    if module.unused and world.main:
+        write(f"warning: {told_unused(module.unused, path)}", error=True)
 
 
 def has_critic(recipe: Recipe) -> bool:
@@ -75,6 +85,8 @@ def build_critic(recipe: Recipe, device: Device, world: World, torch_device: tor
     seed = recipe.run.seed
     critic = load_value_model(recipe.model, path, torch_device, device.attention, seed, sharding=sharding)
     refuse_undivided(critic, world.context, path)
+    if path != recipe.model.path:
+        _tell_unused(critic, path, world)
     settings = recipe.optim.model_copy(update={"lr": recipe.critic.lr})
     return _learner(critic, recipe, settings, device, world, torch_device, "critic", offload)
 
@@ -94,6 +106,7 @@ def _learner(
     masters = bool(recipe.model.master_weights)
     optimizer: Optimizer
     how: dict[str, Any] = {"masters": masters, "fused": device.fused_optimizer, "kernel": device.adamw}
+    how["spared"] = biases_and_norms(module.stored)
     if offload == "none":
         optimizer = Optimizer(module.trainable(), settings, **how)
     else:
@@ -141,6 +154,8 @@ def _frozen(
     seed, scoring = recipe.run.seed, replace(scoring_of(recipe), squares=False)
     policy = load_policy(settings, torch_device, device.attention, seed, scoring, sharding, frozen=True)
     refuse_undivided(policy, world.context, path)
+    if path != recipe.model.path:
+        _tell_unused(policy, path, world)
     if on_host and sharding is None:
         keep_on_host(policy, torch_device)
     return policy

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.model.export_check import probe_of
+from lockstep.model.heads import ValueModel
+from lockstep.model.policy import Policy
 from lockstep.model.weights import held_weights, restore_weights
 from lockstep.parallel.shard import let_go
 from lockstep.recipe.load import resolved
@@ -18,7 +21,7 @@ from lockstep.run import checkpoint as checkpoints
 from lockstep.train.export import files_of, kind_of, write_export
 from lockstep.train.models import Models
 from lockstep.train.optim import LossScale
-from lockstep.train.resume import refuse_changed_data, refuse_changed_recipe, stretched
+from lockstep.train.resume import changed_decay, refuse_changed_data, refuse_changed_recipe, stretched
 from lockstep.train.run import Run
 
 if TYPE_CHECKING:
@@ -62,6 +65,9 @@ class Checkpointer:
         for change in refuse_changed_recipe(found.state.recipe, resolved(run.recipe)):
             run.console.warn(f"resuming although {change}")
         for sentence in stretched(found.state, run.prepared.batches.steps, run.recipe.optim):
+            run.console.warn(sentence)
+        optimizers = [learner.optimizer for learner in self.models.learners]
+        for sentence in changed_decay(found.state, optimizers, run.recipe.optim):
             run.console.warn(sentence)
         refuse_changed_data(found.state.data, run.prepared.fingerprints)
         self._restore(found)
@@ -147,6 +153,8 @@ class Checkpointer:
             kind=kind_of(run.recipe),
             files=files_of(run.recipe, position.carried, run.folder),
             carried=dict(position.carried),
+            decay_rule="role",
+            probe=probe_of(_module(self.models), self.models.device),
         )
 
     def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -195,8 +203,17 @@ class Checkpointer:
                 run.console.say(f"the best checkpoint is that of step {step}: {self.measure.name} {value:.6g}")
         found = checkpoints.read(checkpoints.folder_of(self.folder, step))
         checkpoints.require_disk(run.folder.path, run.prepared.memory.parameters * 4, "the exported model")
-        for line in write_export(run.recipe, found, run.folder.export, run.folder, replace=True):
+        said, verified = write_export(run.recipe, found, run.folder.export, run.folder, replace=True)
+        for line in said:
             run.console.say(line)
+        (run.console.say if verified.done else run.console.warn)(f"{run.folder.export}: {verified.sentence}")
+
+
+def _module(models: Models) -> Policy | ValueModel:
+    """What the run trains and exports."""
+    module = models.trained.module
+    assert isinstance(module, Policy | ValueModel)
+    return module
 
 
 def _stored(module: Any) -> torch.nn.Module:

@@ -9,6 +9,7 @@ from pathlib import Path
 from lockstep.data.template import is_named, template_text
 from lockstep.methods import METHODS
 from lockstep.model.export import export_checkpoint
+from lockstep.model.export_check import Verification
 from lockstep.recipe import Recipe
 from lockstep.reward.model import STATS
 from lockstep.run import checkpoint as checkpoints
@@ -39,16 +40,16 @@ def write_export(
     *,
     adapter: bool = False,
     replace: bool = False,
-) -> list[str]:
+) -> tuple[list[str], Verification]:
     """The checkpoint as what its method makes, with a card of what its run did; returns what to say of it."""
     state, said = found.state, [f"exported the model to {out}"]
     if not state.kind:  # an earlier version saved it
         state.kind, state.files = kind_of(recipe), files_of(recipe, state.carried, run)
     card = card_files(run, state.step, adapter=adapter)
-    export_checkpoint(recipe.model, found, out, adapter=adapter, replace=replace, files=card)
+    verified = export_checkpoint(recipe.model, found, out, adapter=adapter, replace=replace, files=card)
     if state.kind == "value" and STATS not in state.files:
         said.append("its scores are not normalised: there were no validation rows (data.val) to take mean and std from")
-    return said
+    return said, verified
 
 
 def _template(recipe: Recipe, run: RunFolder) -> dict[str, str]:

@@ -6,7 +6,7 @@ brought there and written back. Elementwise operators give the same for one para
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lockstep.parallel.offload import HostRoom, on_device
 from lockstep.parallel.shard import is_sliced, total_norm
 from lockstep.parallel.stored import fill_all
 from lockstep.recipe.schema import Optim
-from lockstep.train.optim import Optimizer, device_kernel
+from lockstep.train.optim import Optimizer, decays_of, device_kernel
 
 # Numbers of the parameters that are updated together: their state is on the device meanwhile.
 TOGETHER = 2**27
@@ -38,8 +38,10 @@ class HostOptimizer(Optimizer):
         kernel: str,
         device: torch.device,
         state_on_host: bool,
+        spared: Collection[str] = (),
     ):
         self.parameters = dict(parameters)
+        self.decays = decays_of(self.parameters, settings, spared)
         self.masters, self.device, self.state_on_host, self.settings = masters, device, state_on_host, settings
         self.clip = settings.clip
         self.fused = fused
@@ -142,11 +144,8 @@ class HostOptimizer(Optimizer):
         self, names: list[str], here: dict[str, dict[str, torch.Tensor]], lr: float, factor: torch.Tensor | None
     ) -> None:
         beta1, beta2 = self.settings.betas
-        # As in the optimizer of one device: matrices decay, biases and norms are spared.
-        for decays in (True, False):
-            group = [name for name in names if (self.parameters[name].ndim >= 2) == decays]
-            if not group:
-                continue
+        for decay in dict.fromkeys(self.decays[name] for name in names):
+            group = [name for name in names if self.decays[name] == decay]
             gradients = [local(self._held[name]) for name in group]
             if factor is not None:
                 torch._foreach_mul_(gradients, factor.to(gradients[0].device))
@@ -162,7 +161,7 @@ class HostOptimizer(Optimizer):
                 beta1=beta1,
                 beta2=beta2,
                 lr=lr,
-                weight_decay=self.settings.weight_decay if decays else 0.0,
+                weight_decay=decay,
                 eps=self.settings.eps,
                 maximize=False,
             )
@@ -178,9 +177,9 @@ class HostOptimizer(Optimizer):
         kernel: Any = self._kernel
         entries, counts = [], []
         for name in names:
-            one, decay = here[name], self.settings.weight_decay if self.parameters[name].ndim >= 2 else 0.0
+            one = here[name]
             moments = one["exp_avg"], one["exp_avg_sq"]
-            entries.append(kernel.Entry(weights[name], self._held[name], one["weight"], *moments, decay))
+            entries.append(kernel.Entry(weights[name], self._held[name], one["weight"], *moments, self.decays[name]))
             self._state[name]["step"] += 1
             counts.append(self._state[name]["step"].item())
         betas = (self.settings.betas[0], self.settings.betas[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -68,7 +68,8 @@ class Optimizer:
 
     With masters the gradients of each micro-batch are added up in fp32 (`collect`), so that neither a long
     accumulation nor a small update is lost to rounding. `kernel` names the device's own step with masters (its
-    `adamw`): that one takes the gradient of a single micro-batch as it is.
+    `adamw`): that one takes the gradient of a single micro-batch as it is. Weight decay skips the parameters that
+    `spared` names and those of one dimension, unless `settings.decay_all`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Optimizer:
         masters: bool,
         fused: bool,
         kernel: str = "torch",
+        spared: Collection[str] = (),
     ):
         self.parameters = dict(parameters)
         self.masters = masters
@@ -89,10 +91,11 @@ class Optimizer:
         """The update of these gradients, once their norm was asked for."""
         self.stepped = {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
         self.trained: dict[str, torch.Tensor] = dict(self.stepped) if masters else dict(self.parameters)
-        decayed = [p for p in self.trained.values() if settings.decay_all or p.ndim >= 2]
-        spared = [p for p in self.trained.values() if not settings.decay_all and p.ndim < 2]
-        kinds = ((decayed, settings.weight_decay), (spared, 0.0))
-        groups = [{"params": some, "weight_decay": decay} for every, decay in kinds for some in by_mesh(every)]
+        self.decays = decays_of(self.parameters, settings, spared)
+        kinds: dict[float, list[torch.Tensor]] = {}
+        for name, p in self.trained.items():
+            kinds.setdefault(self.decays[name], []).append(p)
+        groups = [{"params": some, "weight_decay": decay} for decay, every in kinds.items() for some in by_mesh(every)]
         self.clip = settings.clip
         self.adamw = torch.optim.AdamW(
             groups,
@@ -169,14 +172,13 @@ class Optimizer:
         self.forget()
 
     def _update_of(self, kernel: ModuleType) -> Any:
-        decays = {id(p): group["weight_decay"] for group in self.adamw.param_groups for p in group["params"]}
         entries = []
         for name, gradient in self._held.items():
             master = self.trained[name]
             state = self.adamw.state.get(master)
             # Fresh ones become the optimizer's state in the step, as torch's do.
             moments = (state["exp_avg"], state["exp_avg_sq"]) if state else [torch.zeros_like(master) for _ in range(2)]
-            entries.append(kernel.Entry(self.parameters[name].data, gradient, master, *moments, decays[id(master)]))
+            entries.append(kernel.Entry(self.parameters[name].data, gradient, master, *moments, self.decays[name]))
         return kernel.AdamwUpdate(entries)
 
     def _step_at_once(self, kernel: ModuleType, lr: float, norm: torch.Tensor) -> None:
@@ -222,6 +224,12 @@ class Optimizer:
                 state[key] = torch.zeros_like(parameter, requires_grad=False)
             targets |= {f"{key}/{name}": value for key, value in state.items()}
         fill_all(targets, tensors)
+
+
+def decays_of(parameters: Mapping[str, torch.Tensor], settings: Optim, spared: Collection[str]) -> dict[str, float]:
+    """The weight decay of each parameter."""
+    decayed = {name for name, p in parameters.items() if settings.decay_all or (p.ndim >= 2 and name not in spared)}
+    return {name: settings.weight_decay if name in decayed else 0.0 for name in parameters}
 
 
 def device_kernel(name: str, parameters: Sequence[torch.Tensor]) -> ModuleType | None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from lockstep.kernels.plain_modules import fused_feed_forwards
-from lockstep.model.decoder import decoder_layers
+from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.load import DTYPES, load_config, with_lora
 from lockstep.model.streamed import loaded_whole
-from lockstep.model.tensor_plan import divided_parameters
+from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
 from lockstep.parallel.mesh import Grid
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import reference_folder, reference_kind
@@ -50,9 +50,11 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         # The norms, biases and adapters of a tensor group are too small to count apart.
         divided = divided_parameters(base, recipe.parallel.tensor)
+        styles = styles_of(base, recipe.parallel.tensor) if recipe.parallel.tensor > 1 else {}
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == config.num_hidden_layers
         model = with_lora(base, recipe.model.lora, seed=0)
+        with_adapters(inner_decoder(base), styles)  # refuses layers that cannot be divided with an adapter
     parameters = sum(p.numel() for p in model.parameters())
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     frozen = _frozen(recipe, parameters - (sum(trained) if recipe.model.lora is not None else 0))

@@ -20,7 +20,7 @@ from lockstep.data.updates import row_sizes, sequence_counts
 from lockstep.device.base import Device
 from lockstep.doctor.judge_packages import unfit_packages
 from lockstep.doctor.machine import Machine
-from lockstep.errors import Problem, Refusal, shortened
+from lockstep.errors import Problem, Refusal, refuse_all, shortened
 from lockstep.kernels.rotary import fixed_length
 from lockstep.kernels.wide_products import prepare_products
 from lockstep.methods import METHODS
@@ -34,7 +34,7 @@ from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.rows import ENGINES
 from lockstep.reward.reads import read_by_rewards
-from lockstep.reward.rules import rule_for, rule_named
+from lockstep.reward.rules import rule_for, rule_named, unmatched_rules
 from lockstep.reward.scorer import active_weights
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.positions import refuse_moving_positions
@@ -301,8 +301,10 @@ def _find_rules(recipe: Recipe, train: PromptSet, questions: list[Question], col
     if "rule" not in active_weights(recipe.reward)[0]:
         return
     asked = [*questions, *(prompt.question for source in train.sources for prompt in source)]
-    for name in sorted({question.data_source for question in asked}):
+    sources = sorted({question.data_source for question in asked})
+    for name in sources:
         collect(partial(rule_for, name, recipe.reward.rules))
+    collect(lambda: refuse_all(unmatched_rules(recipe.reward.rules, sources)))
 
 
 @dataclass(frozen=True)
@@ -435,7 +437,9 @@ def _questions(recipe: Recipe) -> list[Question]:
         # An online run judges them by its own rewards, which are checked when these are opened.
         for source, rule in recipe.val.rules.items():
             rule_named(rule, f"val.rules.{source}")
-        for source in sorted({question.data_source for question in questions}):
+        sources = sorted({question.data_source for question in questions})
+        refuse_all(unmatched_rules(recipe.val.rules, sources, "val.rules"))
+        for source in sources:
             rule_for(source, recipe.val.rules, "val.rules")
     return questions
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe.facts import facts_of
 from lockstep.recipe.schema import Optim
 from lockstep.run.checkpoint import State
-from lockstep.train.optim import learning_rate
+from lockstep.train.optim import Optimizer, learning_rate
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -56,6 +57,30 @@ def stretched(state: State, steps: int, optim: Optim) -> list[str]:
         f"the learning rate up to step {step} was planned for {before} steps and from there on for {steps}: step "
         f"{step + 1} has {now:.3g} (before: {was}); its curve is not that of a run of {steps} steps"
     ]
+
+
+def changed_decay(state: State, optimizers: Sequence[Optimizer], optim: Optim) -> list[str]:
+    """What weight decay skips from here on and did not skip in the steps before, which an earlier version made."""
+    if state.decay_rule or not optim.weight_decay:
+        return []
+    if optim.decay_all:
+        offloaded = state.recipe.get("parallel", {}).get("offload", "none") != "none"
+        return [_DECAYED_NOW] if offloaded else []
+    every = [(name, one) for one in optimizers for name, p in one.parameters.items() if p.ndim >= 2]
+    names = [name for name, one in every if not one.decays[name]]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [
+        f"resuming although weight decay skips {names[0]}{more} from now on: they are biases or norms, which the "
+        "version that saved the checkpoint decayed because they have two dimensions"
+    ]
+
+
+_DECAYED_NOW = (
+    "resuming although weight decay reaches biases and norms from now on, as optim.decay_all asks: the version that "
+    "saved the checkpoint skipped them where the optimizer was offloaded"
+)
 
 
 def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> None:

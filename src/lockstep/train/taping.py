@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 
+from lockstep.errors import refuse_all
+from lockstep.model.heads import ValueModel
+from lockstep.model.policy import Policy
+from lockstep.model.weights import biases_and_norms
 from lockstep.recipe.load import resolved
 from lockstep.run.checkpoint import require_disk
 from lockstep.run.environment import describe_environment
+from lockstep.tape.probe import unmatched_patterns
 from lockstep.tape.record import Recorder, Taped, TapeRecorder
 from lockstep.train.advantages import Advantages
 from lockstep.train.annotate import Annotated
@@ -17,6 +22,7 @@ from lockstep.train.experience import Experience
 from lockstep.train.models import Models
 from lockstep.train.rollouts import Rollouts
 from lockstep.train.run import Run
+from lockstep.train.step import Learner
 
 # Trained parameters up to which a tape keeps weights and optimizer state by default.
 SMALL = 16_000_000
@@ -32,6 +38,7 @@ def recorder_of(run: Run, models: Models, step: int) -> Recorder:
     settings, trained = recipe.tape, run.prepared.memory.trained
     keeps = settings.weights if settings.weights is not None else trained <= SMALL
     learners: list[Taped] = [*models.learners]
+    refuse_all(unmatched_patterns([one.module for one in models.learners], settings.modules, settings.tensors))
     aside = run.phases.aside
     recorder = TapeRecorder(run.folder.tape, settings, learners, run.world, keeps_weights=keeps, aside=aside)
     if run.world.main and keeps:
@@ -55,8 +62,15 @@ def _manifest(run: Run, models: Models) -> dict[str, object]:
             learner.name: {name: list(p.shape) for name, p in learner.optimizer.parameters.items()}
             for learner in models.learners
         },
+        "spared": {learner.name: sorted(_spared(learner)) for learner in models.learners},
         "environment": describe_environment(),
     }
+
+
+def _spared(learner: Learner) -> frozenset[str]:
+    """What weight decay skips, as the model says; the optimizer is judged by it."""
+    assert isinstance(learner.module, Policy | ValueModel)
+    return biases_and_norms(learner.module.stored) & learner.optimizer.parameters.keys()
 
 
 def record_rollouts(

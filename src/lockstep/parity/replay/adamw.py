@@ -6,6 +6,7 @@ A weight is judged by its own gradient and moments, so that a gradient that is o
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,8 +41,10 @@ def follow(
     lr: float,
     norm: float,
     allowed: float,
+    spared: Collection[str] = (),
 ) -> Followed:
-    """The first update of a step, by the keys of the recipe's `optim`."""
+    """The first update of a step, by the keys of the recipe's `optim`. `spared` are the biases and norms of more than
+    one dimension; tapes of earlier versions, which decayed them, name none."""
     prefix = f"{learner}/0/sample/"
     names = sorted({name.removeprefix(prefix).rsplit("/", 1)[0] for name in record.tensors if name.startswith(prefix)})
     clip = optim["clip"]
@@ -55,8 +58,9 @@ def follow(
         }
         if "after" not in kept or "gradient" not in kept:
             continue
-        # Biases and norms have one axis and are spared from decay, unless the recipe says otherwise.
-        decay = optim["weight_decay"] if optim.get("decay_all") or len(shapes[name]) >= 2 else 0.0
+        # Biases and norms are spared from decay, unless the recipe says otherwise.
+        matrix = len(shapes[name]) >= 2 and name not in spared
+        decay = optim["weight_decay"] if optim.get("decay_all") or matrix else 0.0
         expected = _stepped(kept, factor, lr, optim, decay)
         way = (expected - kept["before"]).abs()
         difference = (kept["after"] - expected).abs() - ULPS * kept["before"].abs()

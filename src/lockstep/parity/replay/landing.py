@@ -99,7 +99,8 @@ def _formula(
     if not any(name.startswith(f"{learner}/0/sample/") for name in record.tensors):
         return
     shapes, optim = manifest["parameters"][learner], manifest["recipe"]["optim"]
-    followed = follow(record, learner, shapes, optim, info["lr"], info["grad_norm"], tolerance.optimizer)
+    spared = manifest.get("spared", {}).get(learner, ())
+    followed = follow(record, learner, shapes, optim, info["lr"], info["grad_norm"], tolerance.optimizer, spared)
     where = f"{followed.parameter}: {followed.expected:.9g} by the formula, {followed.actual:.9g} found"
     if followed.off:
         where += f"; off: {', '.join(followed.off[:4])}" + (" ..." if len(followed.off) > 4 else "")
