@@ -15,6 +15,7 @@ from lockstep.parallel.shard import let_go
 from lockstep.recipe.load import resolved
 from lockstep.recipe.measure import best_measure
 from lockstep.run import checkpoint as checkpoints
+from lockstep.train.draws import generator_states, restore_generators, seed_generators, seed_of
 from lockstep.train.export import files_of, kind_of, write_export
 from lockstep.train.models import Models
 from lockstep.train.optim import LossScale
@@ -83,18 +84,21 @@ class Checkpointer:
         numbers = found.state.loss_scale
         for scale, value, quiet in zip(self._scales(), numbers[::2], numbers[1::2], strict=True):
             scale.value, scale.quiet = value, int(quiet)
-        self._restore_random_states(found)
+        self._restore_generators(found)
 
-    def _restore_random_states(self, found: checkpoints.Checkpoint) -> None:
-        world = self.run.world
-        if found.state.world_size != world.size:
+    def _restore_generators(self, found: checkpoints.Checkpoint) -> None:
+        world, state, now = self.run.world, found.state, self.run.recipe.parallel
+        before = state.recipe.get("parallel", {})
+        tensor, context = before.get("tensor", 1), before.get("context", 1)
+        if not restore_generators(found.optimizer, state.world_size, tensor, world, self.run.device):
+            # Not the seed of the first step: its masks were drawn already.
+            seed_generators(seed_of(self.run.recipe.run.seed, state.step, world.engine), self.run.device)
+        if (state.world_size, tensor, context) != (world.size, now.tensor, now.context):
+            layouts = [_layout(world.size, now.tensor, now.context), _layout(state.world_size, tensor, context)]
             self.run.console.warn(
-                f"resuming on {world.size} processes what ran on {found.state.world_size}: "
-                "rows and updates are the same, dropout draws anew"
+                f"resuming on {layouts[0]} what ran on {layouts[1]}: "
+                "rows and updates are the same, dropout masks are other ones"
             )
-            return
-        torch.set_rng_state(found.optimizer[f"rng/host/{world.rank}"])
-        self.run.device.set_rng_state(found.optimizer[f"rng/device/{world.rank}"])
 
     def _scales(self) -> list[LossScale]:
         return [learner.scale for learner in self.models.learners if learner.scale is not None]
@@ -159,10 +163,9 @@ class Checkpointer:
         learner, critic, rank = self.models.trained, self.models.critic, self.run.world.rank
         for one in self.models.learners:
             let_go(one.module)
-        random = {f"rng/host/{rank}": torch.get_rng_state(), f"rng/device/{rank}": self.run.device.rng_state().cpu()}
         tensors = {
             checkpoints.MODEL: held_weights(_stored(learner.module)),
-            checkpoints.OPTIMIZER: {**learner.optimizer.held(), **random},
+            checkpoints.OPTIMIZER: {**learner.optimizer.held(), **generator_states(self.run.device, rank)},
         }
         if critic is not None:
             tensors[checkpoints.CRITIC] = held_weights(critic.module)
@@ -197,6 +200,11 @@ class Checkpointer:
         checkpoints.require_disk(run.folder.path, run.prepared.memory.parameters * 4, "the exported model")
         for line in write_export(run.recipe, found, run.folder.export, run.folder, replace=True):
             run.console.say(line)
+
+
+def _layout(size: int, tensor: int, context: int) -> str:
+    groups = [f"parallel.{key}={value}" for key, value in (("tensor", tensor), ("context", context)) if value > 1]
+    return f"{size} process{'es' if size > 1 else ''}" + (f" ({', '.join(groups)})" if groups else "")
 
 
 def _stored(module: Any) -> torch.nn.Module:

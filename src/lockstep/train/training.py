@@ -24,6 +24,7 @@ from lockstep.run.progress import Console
 from lockstep.tape.record import Recorder
 from lockstep.train.build import build_critic, build_learner, build_reference
 from lockstep.train.checkpointer import Checkpointer, Position
+from lockstep.train.draws import seed_generators
 from lockstep.train.measured import refuse_unmeasured
 from lockstep.train.models import Models, Packing
 from lockstep.train.prepare import Prepared, PreparedOnline
@@ -187,8 +188,8 @@ def open_training(
 def _started(run: Run, judge: Examiner, interrupt: list[int], switches: dict[str, str], *, keeps: bool) -> Training:
     recipe, prepared, world = run.recipe, run.prepared, run.world
     models = load_models(run)
-    # Each rank draws its own dropout; nothing else in a step is random. Those that divide a model see the same tokens.
-    run.device.seed(recipe.run.seed + world.engine)
+    # Each rank draws its own dropout masks; the ranks of a tensor group see the same tokens and draw the same.
+    seed_generators(recipe.run.seed + world.engine, run.device)
     generator = None
     if isinstance(prepared, PreparedOnline) or prepared.questions:
         assert isinstance(models.module, Policy)
