@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from lockstep.device.cpu import Cpu
+from lockstep.model.load import load_policy
 from lockstep.parallel.context import ContextGroup
 from lockstep.parallel.world import World
+from lockstep.recipe.schema import Lora, Model
 from lockstep.train.draws import generator_states, restore_generators, seed_generators
 
 DEVICE = Cpu()
@@ -91,3 +94,15 @@ def test_checkpoints_without_states_of_python_and_numpy_restore_those_of_torch()
     wanted = torch.rand(3)
     assert restore_generators(stored, 1, 1, World(), DEVICE)
     assert torch.equal(torch.rand(3), wanted)
+
+
+def test_loading_a_model_leaves_the_generators_of_devices_alone(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reference or teacher may be loaded after a resume; `torch.manual_seed` would reset the device's stream."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", seeded.append)
+    before = torch.get_rng_state()
+    load_policy(Model(path=str(tiny_folder), lora=Lora(rank=2, alpha=4.0)), torch.device("cpu"), "sdpa", 0)
+    assert seeded == []
+    assert torch.equal(torch.get_rng_state(), before)

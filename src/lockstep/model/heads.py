@@ -151,7 +151,7 @@ def _inject(decoder: nn.Module, settings: Lora, seed: int) -> None:
     from peft import inject_adapter_in_model
 
     with torch.random.fork_rng(devices=[]), adapters_on_host():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not the generators of devices, which are not forked
         inject_adapter_in_model(lora_config(settings, None), decoder)
 
 

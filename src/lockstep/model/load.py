@@ -159,7 +159,7 @@ def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
     config = lora_config(settings, "CAUSAL_LM")
     # The adapter starts the same whatever was drawn before it.
     with torch.random.fork_rng(devices=[]), adapters_on_host():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not the generators of devices, which are not forked
         try:
             found = get_peft_model(model, config, autocast_adapter_dtype=False)
         except ValueError as error:

@@ -55,6 +55,8 @@ class State:
     """Text files that whoever uses the model needs besides its own, by name."""
     carried: dict[str, float] = field(default_factory=dict)
     """What a loop carries from step to step besides weights, by name."""
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By the key that names a model: its `path`, and digests of its `files`. Earlier versions did not store them."""
     version: int = VERSION
 
 

@@ -19,7 +19,16 @@ from lockstep.train.draws import generator_states, restore_generators, seed_gene
 from lockstep.train.export import files_of, kind_of, write_export
 from lockstep.train.models import Models
 from lockstep.train.optim import LossScale
-from lockstep.train.resume import refuse_changed_data, refuse_changed_recipe, stretched
+from lockstep.train.resume import (
+    Fingerprints,
+    model_fingerprints,
+    model_paths,
+    rate_changes,
+    refuse_changed_data,
+    refuse_changed_models,
+    refuse_changed_recipe,
+    refuse_unlike_machines,
+)
 from lockstep.train.run import Run
 
 if TYPE_CHECKING:
@@ -35,8 +44,11 @@ class Position:
 
 
 class Checkpointer:
-    def __init__(self, run: Run, models: Models):
-        self.run, self.models = run, models
+    """`keeps` is False for a replay, which saves nothing. `accept_changed`: resume although a model's files changed."""
+
+    def __init__(self, run: Run, models: Models, *, keeps: bool = True, accept_changed: bool = False):
+        self.run, self.models, self.accept_changed = run, models, accept_changed
+        self.fingerprints: Fingerprints = self._fingerprints() if keeps else {}
         self.folder = run.folder.checkpoints
         self.measure = best_measure(run.recipe)
         self.saved_at: int | None = None
@@ -60,16 +72,45 @@ class Checkpointer:
             run.rewind(-1)
             self.saved_at = 0
             return Position()
-        for change in refuse_changed_recipe(found.state.recipe, resolved(run.recipe)):
-            run.console.warn(f"resuming although {change}")
-        for sentence in stretched(found.state, run.prepared.batches.steps, run.recipe.optim):
-            run.console.warn(sentence)
-        refuse_changed_data(found.state.data, run.prepared.fingerprints)
+        self._refuse_changes(found.state)
         self._restore(found)
         run.rewind(found.state.step)
         run.console.say(f"resuming {run.folder.path} after step {found.state.step}")
         self.saved_at = found.state.step
         return Position(found.state.step, dict(found.state.carried))
+
+    def _fingerprints(self) -> Fingerprints:
+        """Of every model of the run, taken before the first step: what was loaded is what is told (a collective)."""
+        world, paths = self.run.world, model_paths(self.run.recipe)
+        with world.stage("fingerprints of the models"):
+            own = model_fingerprints(paths, world.progress) if world.local_rank == 0 else None
+            every = world.gather(own)
+        refuse_unlike_machines(every)
+        return next(one for one in every if one is not None)
+
+    def _refuse_changes(self, state: checkpoints.State) -> None:
+        """Refuse what the run cannot resume with; say and remember what else has changed."""
+        run, console = self.run, self.run.console
+        changed = refuse_changed_recipe(state, resolved(run.recipe), self.fingerprints)
+        for change in changed:
+            console.warn(f"resuming although {change}")
+        for sentence in rate_changes(state, run.prepared.batches.steps, run.recipe):
+            console.warn(sentence)
+        for sentence in refuse_changed_data(state.data, run.prepared.fingerprints):
+            console.warn(sentence)
+        accepted = refuse_changed_models(state.models, self.fingerprints, accepted=self.accept_changed)
+        for key, files in accepted.items():
+            console.warn(f"resuming although the model of {key} has changed (--accept-changed): {', '.join(files)}")
+        if not state.models:
+            console.say(
+                "the checkpoint was written by a version that stored no fingerprints of models: whether their files "
+                "have changed since then is not checked"
+            )
+        run.resumed = {
+            "after_step": state.step,
+            "changed": {change.key: [change.before, change.now] for change in changed},
+            "accepted_models": accepted,
+        }
 
     def _restore(self, found: checkpoints.Checkpoint) -> None:
         learner, critic = self.models.trained, self.models.critic
@@ -151,6 +192,7 @@ class Checkpointer:
             kind=kind_of(run.recipe),
             files=files_of(run.recipe, position.carried, run.folder),
             carried=dict(position.carried),
+            models=self.fingerprints,
         )
 
     def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:

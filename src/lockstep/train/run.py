@@ -42,6 +42,8 @@ class Run:
         """Which engine generates, and its version; nothing where none does."""
         self.fallbacks: dict[str, int] | None = None
         """Operators of the first step that ran on the host for want of a kernel; None before that step."""
+        self.resumed: dict[str, Any] = {}
+        """After which step the run was resumed, the keys that changed, and the changed models that were accepted."""
         self._step = 0
         self._token_texts = TokenTexts(lambda ids: str(prepared.tokenizer.decode(ids)))
         self._unwritten: Callable[[], None] | None = None
@@ -115,6 +117,7 @@ class Run:
                 "engine": self.engine,
                 "fused": fused,
                 "own_code": code,
+                **({"resumed": self.resumed} if self.resumed else {}),
             }
         )
 

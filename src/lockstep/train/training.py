@@ -164,16 +164,24 @@ class Training:
 
 @contextmanager
 def open_training(
-    prepared: Prepared | PreparedOnline, runtime: Runtime, judge: Examiner, *, keeps: bool = True
+    prepared: Prepared | PreparedOnline,
+    runtime: Runtime,
+    judge: Examiner,
+    *,
+    keeps: bool = True,
+    accept_changed: bool = False,
 ) -> Iterator[Training]:
-    """A run that is fresh or resumed, and closed whatever happens."""
+    """A run that is fresh or resumed, and closed whatever happens. `accept_changed`: also where files of a model have
+    changed since the checkpoint."""
     folder, world, console = folder_of(prepared), runtime.world, runtime.console
     if world.main:
         _claim(folder, prepared)
     with folder.lock() if world.main else nullcontext(), _graceful_interrupt(console) as interrupt:
         run = Run(prepared, folder, runtime.device, world, console)
         try:
-            training = _started(run, judge, interrupt, runtime.switches, keeps=keeps)
+            models = load_models(run)
+            checkpointer = Checkpointer(run, models, keeps=keeps, accept_changed=accept_changed)
+            training = _started(run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps)
         except BaseException:
             run.close(ok=False)
             raise
@@ -185,9 +193,16 @@ def open_training(
         training.close(ok=True)
 
 
-def _started(run: Run, judge: Examiner, interrupt: list[int], switches: dict[str, str], *, keeps: bool) -> Training:
-    recipe, prepared, world = run.recipe, run.prepared, run.world
-    models = load_models(run)
+def _started(
+    run: Run,
+    checkpointer: Checkpointer,
+    judge: Examiner,
+    interrupt: list[int],
+    switches: dict[str, str],
+    *,
+    keeps: bool,
+) -> Training:
+    recipe, prepared, world, models = run.recipe, run.prepared, run.world, checkpointer.models
     # Each rank draws its own dropout masks; the ranks of a tensor group see the same tokens and draw the same.
     seed_generators(recipe.run.seed + world.engine, run.device)
     generator = None
@@ -205,7 +220,7 @@ def _started(run: Run, judge: Examiner, interrupt: list[int], switches: dict[str
         )
         run.engine = generator.facts()
     validator = Validator(recipe, world, prepared.questions, generator, judge)
-    training = Training(run, models, generator, validator, Checkpointer(run, models), interrupt, keeps=keeps)
+    training = Training(run, models, generator, validator, checkpointer, interrupt, keeps=keeps)
     trained = {"model": models.learner, "critic": models.critic}
     fused = {name: replaced(learner.module) for name, learner in trained.items() if learner is not None}
     run.begin(training.position.step, switches, fused)
