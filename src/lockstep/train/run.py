@@ -149,6 +149,7 @@ class Run:
     def timed(self, step: int) -> Iterator[None]:
         """Step `step` (from 1) and its clock. The first one is also watched for operators the device does not have."""
         self._step = step
+        self.world.started()
         with self.phases("step"):
             if self.fallbacks is not None:
                 yield
