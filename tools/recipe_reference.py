@@ -80,13 +80,14 @@ Files, rows and the model folder are looked at next, still before the weights ar
 ## What may change when a run goes on
 
 With `run.resume: auto` the same command continues a run from its newest whole checkpoint. These keys may then have
-another value, because they do not change what an update computes:
+another value:
 
 {free}
 
-A change is said aloud. `run.steps` and `run.epochs` also stretch or shorten the learning-rate schedule. A change of any
-other key, or of the rows themselves, is refused with the two values. A data file may move: its content is compared, not
-its path.
+Most of them do not change what an update computes. The learning rate, its schedule and the number of steps do: the run
+prints the rate of the next step before and after, stores the change in `env.json`, and `lockstep compare` shows it. A
+change of any other key, or of the training rows, is refused with the two values. Data files and models may move: their
+content is compared, not their path. [Resuming](runs.md#going-on) says what happens to models that have changed.
 
 ## The keys
 
@@ -115,11 +116,11 @@ def reference() -> str:
 
 
 def _resumable() -> Iterator[str]:
-    """Keys that may change when a run goes on, whole groups first. Of a data file the content is compared instead."""
+    """Keys that may change when a run is resumed, whole groups first."""
     groups = {name: field.annotation for name, field in Recipe.model_fields.items()}
     yield from (name if name == "device" else f"{name}.*" for name in groups if facts_of(name).resumable)
     for group, section in groups.items():
-        if not facts_of(group).resumable and group != "data":
+        if not facts_of(group).resumable:
             keys = getattr(section, "model_fields", {})
             yield from (f"{group}.{key}" for key in keys if facts_of(f"{group}.{key}").resumable)
 

@@ -54,6 +54,9 @@ def train(
     init_from: Annotated[
         str | None, typer.Option(metavar="PATH", help="Begin with the weights of this model, run or checkpoint only.")
     ] = None,
+    accept_changed: Annotated[
+        bool, typer.Option("--accept-changed", help="Resume although the files of a model have changed.")
+    ] = False,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Two tiny steps with everything on, in a temporary folder.")
     ] = False,
@@ -79,11 +82,12 @@ def train(
         if said := adopt(checked, resume_from):
             write(said)
     if starts_ranks(checked.parallel) and not is_rank():
-        raise typer.Exit(start_ranks(checked, ["train", recipe, *words]))
+        options = ["--accept-changed"] if accept_changed else []
+        raise typer.Exit(start_ranks(checked, ["train", recipe, *options, *words]))
 
     from lockstep.train.start import run_recipe
 
-    run_recipe(checked)
+    run_recipe(checked, accept_changed=accept_changed)
 
 
 @app.command()

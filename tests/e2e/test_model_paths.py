@@ -183,8 +183,8 @@ def test_a_copy_of_a_run_goes_on_as_the_run_would_have(place: Path, capsys: pyte
     ):
         assert run("train", place / "recipe.yaml", f"run.name={name}", "optim.warmup=0", "--resume-from", path) == 2
         assert says in " ".join(capsys.readouterr().err.split())
-    assert run(*words[:2], "run.name=other", "optim.lr=5", "--resume-from", source) == 2
-    assert "optim.lr" in capsys.readouterr().err
+    assert run(*words[:2], "run.name=other", "optim.eps=5", "--resume-from", source) == 2
+    assert "optim.eps" in capsys.readouterr().err
     assert not (place / "runs" / "other").exists()
 
 

@@ -7,16 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from commands import lockstep
 from conftest import chat_rows, write_jsonl, write_sft_recipe
+from conftest import run as command
 from kills import Moment, interrupted, killed, lines
 from lockstep.errors import Refusal
 from lockstep.parity.compare.comparable import differences
 from lockstep.parity.compare.log import Log
 from lockstep.parity.compare.logs.run_folder import evidence as evidence_of
 from lockstep.recipe import load_recipe
+from lockstep.run.checkpoint import told_of
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
@@ -124,9 +126,9 @@ def test_changed_data_is_refused_with_the_difference(recipe_file: Path, tmp_path
 def test_a_changed_recipe_is_refused_with_the_keys(recipe_file: Path) -> None:
     train(recipe_file)
     with pytest.raises(Refusal) as caught:
-        train(recipe_file, "optim.lr=2e-3", "batch.rows_per_update=4", "batch.tokens=512")
-    assert {problem.where for problem in caught.value.problems} == {"optim.lr", "batch.rows_per_update"}
-    assert "0.001" in str(caught.value)
+        train(recipe_file, "optim.eps=2e-3", "batch.rows_per_update=4", "batch.tokens=512", "optim.lr=2e-3")
+    assert {problem.where for problem in caught.value.problems} == {"optim.eps", "batch.rows_per_update"}
+    assert "1e-08" in str(caught.value)
     assert "0.002" in str(caught.value)
 
 
@@ -209,3 +211,126 @@ def test_a_data_file_may_move(recipe_file: Path, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").rename(moved)
     train(recipe_file, "run.steps=6", f"data.train={moved}")
     assert read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")[-1][0] == 6
+
+
+def rates(run: Path) -> list[float]:
+    return [told["train/lr"] for _, told in read_metrics(run / "metrics.jsonl")]
+
+
+def test_the_learning_rate_may_change_and_compare_shows_it(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rate, schedule, warm-up and length. By hand: step 4 is the second of 4 after a warm-up of 2, linear to 0."""
+    constant = ["optim.schedule=constant", "optim.warmup=0"]
+    train(recipe_file, *constant, "run.steps=3")
+    words = ["optim.lr=4e-3", "optim.schedule=linear", "optim.warmup=2", "run.steps=6"]
+    train_offline(load_recipe(str(recipe_file), words), Console.open())
+    run = tmp_path / "runs" / "run"
+    assert rates(run) == pytest.approx([1e-3, 1e-3, 1e-3, 3e-3, 2e-3, 1e-3])
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "resuming although optim.lr changed from 0.001 to 0.004" in said
+    assert "step 4 has 0.003 (before: none, it was done)" in said
+    # The run's history has both parts, and a comparison with a run of one part names what changed and where.
+    env = json.loads((run / "env.json").read_text())
+    assert env["resumed"]["after_step"] == 3
+    assert env["resumed"]["changed"]["optim.lr"] == [1e-3, 4e-3]
+    train(recipe_file, *words, "run.name=whole")
+    whole, parts = (Log(name, "run", {}, {}, evidence_of(tmp_path / "runs" / name)) for name in ("whole", "run"))
+    found, told = differences(whole, parts)
+    changed = {one.key: one for one in found if one.key.startswith("optim.")}
+    assert (changed["optim.lr to step 3"].a, changed["optim.lr to step 3"].b) == (4e-3, 1e-3)
+    assert changed["optim.lr to step 3"].weight == "blocks"
+    assert "side b was resumed after step 3 with other keys" in changed["optim.lr to step 3"].effect
+    (history,) = [one for one in told if "with other keys" in one]
+    assert history.startswith("run was resumed after step 3 with other keys: ")
+    assert "optim.lr from 0.001 to 0.004" in history
+
+
+def test_a_key_that_changes_no_number_may_change(recipe_file: Path, tmp_path: Path) -> None:
+    words = ["optim.schedule=constant"]
+    train(recipe_file, *words, "run.steps=3")
+    other = ["model.gradient_checkpointing=true", "data.require_end=false"]
+    train(recipe_file, *words, *other, "run.steps=6")
+    train(recipe_file, *words, "run.name=whole")
+    assert same_weights(tmp_path / "runs" / "run", tmp_path / "runs" / "whole", step=6)
+
+
+def test_other_validation_rows_are_said_and_used(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["optim.schedule=constant"]
+    train(recipe_file, *words, "run.steps=3")
+    write_jsonl(tmp_path / "val.jsonl", chat_rows(7, seed=2))
+    train_offline(load_recipe(str(recipe_file), [*words, "run.steps=4"]), Console.open())
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "val.jsonl had 10 rows" in said
+    assert "val/ metrics before and after are of other rows" in said
+
+
+@pytest.fixture
+def adapter_run(tmp_path: Path, tiny_folder: Path) -> Path:
+    """The recipe of a LoRA run over a copy of the tiny model, three steps old."""
+    model = Path(shutil.copytree(tiny_folder, tmp_path / "base"))
+    recipe = write_sft_recipe(tmp_path, model)
+    train(recipe, *ADAPTER, "run.steps=3")
+    return recipe
+
+
+ADAPTER = ["model.lora.rank=4", "optim.schedule=constant", "run.export=false"]
+
+
+def scale(file: Path, by: float) -> None:
+    save_file({name: tensor * by for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def test_a_base_whose_weights_changed_is_refused(adapter_run: Path) -> None:
+    scale(adapter_run.parent / "base" / "model.safetensors", 1.1)
+    with pytest.raises(Refusal) as caught:
+        train(adapter_run, *ADAPTER, "run.steps=4")
+    (problem,) = caught.value.problems
+    assert problem.where == f"model.path {adapter_run.parent / 'base'}"
+    assert "model.safetensors has other content" in problem.why
+    assert "--accept-changed" in problem.remedy
+
+
+def test_a_changed_base_is_accepted_by_the_option_and_told(adapter_run: Path) -> None:
+    folder = adapter_run.parent
+    scale(folder / "base" / "model.safetensors", 1.1)
+    assert command("train", adapter_run, *ADAPTER, "run.steps=4", "--accept-changed") == 0
+    run = folder / "runs" / "run"
+    env = json.loads((run / "env.json").read_text())
+    assert env["resumed"]["accepted_models"] == {"model.path": ["model.safetensors has other content"]}
+    # The new content is the run's model from here on.
+    train(adapter_run, *ADAPTER, "run.steps=5")
+    log = Log("run", "run", {}, {}, evidence_of(run))
+    told = differences(log, log)[1]
+    assert "run was resumed after step 3 although the model of model.path had changed: " in " ".join(told)
+
+
+def test_a_model_may_move_and_its_content_is_compared(adapter_run: Path) -> None:
+    base = adapter_run.parent / "base"
+    moved = base.rename(base.with_name("elsewhere"))
+    train(adapter_run, *ADAPTER, "run.steps=4", f"model.path={moved}")
+    scale(moved / "model.safetensors", 0.9)
+    shutil.copytree(moved, base)
+    with pytest.raises(Refusal, match=r"model\.path .*base: the model has changed since the checkpoint"):
+        train(adapter_run, *ADAPTER, "run.steps=5")
+
+
+def test_a_checkpoint_without_fingerprints_resumes_with_a_note(
+    adapter_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As earlier versions wrote them. Another path cannot be checked then, and is refused."""
+    checkpoint = adapter_run.parent / "runs" / "run" / "checkpoints" / "step_3"
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert state.pop("models")
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest |= told_of(checkpoint, [checkpoint / "state.json"])
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    copy = shutil.copytree(adapter_run.parent / "base", adapter_run.parent / "copy")
+    with pytest.raises(Refusal, match=r"model\.path: the checkpoint was trained with"):
+        train(adapter_run, *ADAPTER, "run.steps=4", f"model.path={copy}")
+    train_offline(load_recipe(str(adapter_run), [*ADAPTER, "run.steps=4"]), Console.open())
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "stored no fingerprints of models" in said

@@ -13,12 +13,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+import job_ranks
 import tensor_cuda
 import tensor_ranks
 from commands import lockstep, torchrun
 from conftest import write_online_recipe, write_sft_recipe
 from lockstep.model.tiny import write_tiny
+from lockstep.recipe import load_recipe
 from lockstep.run.checkpoint import folder_of, steps_in
+from lockstep.train.start import run_recipe
 from preference_rows import write_recipe
 from runs import close, facts, stored
 
@@ -198,3 +201,23 @@ def test_bf16_with_masters_learns_as_one_process(model: Path, tmp_path: Path) ->
     one, several = divided(write_sft_recipe(tmp_path, model), 4, "model.dtype=bf16", "run.export=false")
     losses = [[told["train/loss"] for _, told in facts(run)] for run in (one, several)]
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
+def test_ranks_that_go_on_as_a_tensor_group_draw_the_same_dropout(model: Path, tmp_path: Path) -> None:
+    """Two sharded ranks save; a tensor group of two and a single process continue with the masks of the first rank.
+
+    The adapters see whole inputs (`q_proj`, `v_proj`), so both draw the same masks and must compute the same.
+    """
+    recipe = write_sft_recipe(tmp_path, model)
+    words = [*COMMON, "optim.schedule=constant", "optim.warmup=0", "optim.lr=1e-2", "run.export=false"]
+    words += ["model.lora.rank=4", "model.lora.dropout=0.5", "model.lora.targets=[q_proj,v_proj]"]
+    words += ["checkpoint.every=1", "checkpoint.keep_last=9"]
+    jobs = [[str(recipe), *words, "run.steps=1"], [str(recipe), *words, "run.steps=3", "parallel.tensor=2"]]
+    done = torchrun(job_ranks.write_jobs(tmp_path, jobs), program=job_ranks.PROGRAM, processes=2)
+    assert done.returncode == 0, done.stderr
+    one, divided_run = tmp_path / "runs" / "one", tmp_path / "runs" / "run"
+    shutil.copytree(divided_run, one)
+    for step in (2, 3):
+        shutil.rmtree(folder_of(one / "checkpoints", step))
+    run_recipe(load_recipe(str(recipe), [*words, "run.steps=3", "run.name=one"]))
+    assert_same(one, divided_run)

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from lockstep.model import fingerprint
-from lockstep.model.fingerprint import model_fingerprint
+from lockstep.model.fingerprint import differing_files, folder_fingerprint, model_fingerprint
 from lockstep.model.load import load_tokenizer
 
 
@@ -104,3 +105,55 @@ def test_large_files_are_sampled_to_both_ends(tmp_path: Path, monkeypatch: pytes
         file.write_bytes(content)
         flip(file, place)
         assert (small(tmp_path) != before) == seen, place
+
+
+def test_a_folder_is_known_by_the_files_that_a_model_is_loaded_from(tiny_folder: Path, folder: Path) -> None:
+    before = folder_fingerprint(str(tiny_folder))
+    digest = hashlib.sha256((tiny_folder / "model.safetensors").read_bytes()).hexdigest()
+    assert before["model.safetensors"] == f"sha256 {digest}"
+    (folder / "README.md").write_text("words that are no part of the model")
+    assert folder_fingerprint(str(folder)) == before
+    flip(folder / "tokenizer.json", 40)
+    (folder / "config.json").unlink()
+    (folder / "chat_template.json").write_text("{}")
+    assert differing_files(before, folder_fingerprint(str(folder))) == [
+        "tokenizer.json has other content",
+        "config.json is missing",
+        "chat_template.json is new",
+    ]
+
+
+def test_of_a_large_folder_every_tensor_is_sampled(
+    tiny_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any tensor that was changed is seen, in whichever of the files; and few bytes are read."""
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(fingerprint, "TENSOR_BLOCK", 8)
+    before = folder_fingerprint(str(tiny_folder))
+    assert before["model.safetensors"].startswith("sampled ")
+    assert folder_fingerprint(str(folder)) == before
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    read = sum(len(block) for block in fingerprint._tensor_blocks(file, file.stat().st_size))
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    assert read <= header + len(weights) * 3 * 8 < file.stat().st_size
+    for name in weights:
+        changed = {**weights, name: weights[name] + 0.01}
+        save_file(changed, file, metadata={"format": "pt"})
+        assert differing_files(before, folder_fingerprint(str(folder))) == ["model.safetensors has other content"], name
+
+
+def test_a_large_file_without_a_safetensors_header_is_sampled_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pieces of 4 of 100 bytes at 0, 32, 64 and 96."""
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 50)
+    monkeypatch.setattr(fingerprint, "PIECES", 4)
+    monkeypatch.setattr(fingerprint, "PIECE", 4)
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_bytes(bytes(range(100)))
+        before = folder_fingerprint(str(folder))
+        flip(folder / name, 65)
+        assert differing_files(before, folder_fingerprint(str(folder))) == [f"{name} has other content"]

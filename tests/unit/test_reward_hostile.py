@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import LostProcess
 from lockstep.processes.descendants import any_stopped
 from lockstep.processes.output_tail import KEPT_BYTES, OutputTail
 from lockstep.reward.answers import Given, Raised, line_of, read_line
@@ -348,6 +349,34 @@ def test_a_score_is_not_lost_to_a_kill_from_outside(tmp_path, struck) -> None:
         assert asked.result(GUARD) == {"function": 1.0}
     finally:
         part.close()
+
+
+def killed_at_load(folder: Path, times: int) -> str:
+    """A function whose process is killed so many times while it is imported."""
+    (folder / "loads.py").write_text(
+        "import os, pathlib, signal\n"
+        f"loads = pathlib.Path({str(folder / 'loads')!r})\n"
+        "loads.open('a').write('.')\n"
+        f"if loads.stat().st_size <= {times}:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return 1.0\n"
+    )
+    return f"{folder / 'loads.py'}:score"
+
+
+def test_a_process_that_is_killed_while_it_loads_is_started_again(tmp_path) -> None:
+    part = FunctionPart(killed_at_load(tmp_path, 1), settings())
+    try:
+        assert part.submit(question(), "").result(GUARD) == {"function": 1.0}
+    finally:
+        part.close()
+
+
+def test_processes_that_are_killed_while_they_load_may_be_tried_again_later(tmp_path) -> None:
+    """Not a fault of the function, which would be refused at every restart."""
+    with pytest.raises(LostProcess, match=r"could not be loaded: its process was killed \(SIGKILL\)"):
+        FunctionPart(killed_at_load(tmp_path, 2), settings())
 
 
 def test_a_stopped_process_is_told_from_one_that_is_slow() -> None:

@@ -319,6 +319,13 @@ def test_a_server_that_ends_before_it_ever_answered_is_refused(
     ):
         pass
     assert not isinstance(c.value, LostProcess)
+    # One that is killed, as by a machine without memory, may come up at the next try.
+    (package / "api_server.py").write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
+    with (
+        pytest.raises(LostProcess, match=r"the server was killed \(SIGKILL\)"),
+        opened(None, policy, embedded, tmp_path),
+    ):
+        pass
 
 
 @dataclass

@@ -27,7 +27,7 @@ from lockstep.data.reader_process import (
     is_rows,
 )
 from lockstep.data.rowset import FileInfo, Problems, RowSet, ShapeGroups, TextFile, disagreements, merged
-from lockstep.errors import Refusal
+from lockstep.errors import LostProcess, Refusal
 from lockstep.functions import given, located, own_function
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe.data import Data
@@ -54,20 +54,17 @@ class OwnReader:
         return Refusal.at(f"{KEY} {self.function_path}", why, remedy)
 
 
-class Disturbed(Refusal):
-    """Somebody has killed or stopped the reader's process, as one who lacks memory does: no fault of the function's."""
-
-
 def read_own(path: str, reader: OwnReader) -> RowSet:
     """All rows, before anything else is done with them; the content's checksum stands for that of a file.
 
-    A process that was killed or stopped from outside is started once more; one that ends itself so does it again.
+    A process that was killed or stopped from outside is started once more. A second time is `LostProcess`: no fault of
+    the function's, as where a machine lacks memory, so a restart of the run may mend it.
     """
     if given(reader.function_path):
         return _row_set(path, reader, _here(path, reader))
     try:
         return _row_set(path, reader, _in_process(path, reader))
-    except Disturbed as first:
+    except LostProcess as first:
         (problem,) = first.problems
         write(f"{problem.where}: {problem.why}; it is started once more", error=True)
     return _row_set(path, reader, _in_process(path, reader))
@@ -136,7 +133,7 @@ def _in_process(path: str, reader: OwnReader) -> Iterator[tuple[bytes, bytes]]:
         said = json.loads(line[1:]) if how in (UNLOADABLE, NO_ROWS, OUT_OF_MEMORY, RAISED) else None
         why = _failure(path, reader, how, said, deadline.over, f"its process {status}{_last_line(log)}")
         disturbed = said is None and (deadline.stopped if deadline.over else process.disturbed)
-        raise Disturbed(why.problems) if disturbed else why
+        raise LostProcess(why.problems) if disturbed else why
 
 
 class Deadline:

@@ -61,7 +61,7 @@ def put_adapter(model: Any, settings: Lora, seed: int, task: str | None) -> Any:
         holders.setdefault(parameter, []).append(name)
     # The adapter starts the same whatever was drawn before it.
     with torch.random.fork_rng(devices=[]), adapters_on_host():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not the generators of devices, which are not forked
         try:
             if task is None:
                 found = inject_adapter_in_model(config, model)

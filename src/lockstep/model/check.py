@@ -104,7 +104,7 @@ def _build(config: Any, divisor: int) -> Any:
     try:
         small = miniature_config(config, divisor)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # not the generators of devices, which are not forked
             return AutoModelForCausalLM.from_config(
                 small, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
             )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,24 @@ if TYPE_CHECKING:
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+# Besides weights and tokenizer: what decides how a model computes and how text becomes tokens.
+SETTINGS_FILES = (
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    # What a reward model's scores are normalised by, and where a process reward model judges.
+    "score_stats.json",
+    "process_reward.json",
+)
 # Of larger files so many pieces of so many bytes are read, evenly spaced: other weights differ everywhere.
 WHOLE_BYTES, PIECES, PIECE = 2**30, 64, 2**20
+# Where the weights of a folder take more than WHOLE_BYTES: bytes that are read at the start, in the middle and at the
+# end of each tensor. A tensor that was trained further, merged or replaced differs in all of them.
+TENSOR_BLOCK = 4096
 
 
 def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
@@ -36,6 +53,30 @@ def model_checksums(path: str) -> dict[str, str]:
     return {file.name: checksum(file) for file in filter(_computes, sorted(Path(path).iterdir()))}
 
 
+def folder_fingerprint(folder: str, progress: Callable[[str], None] = lambda _: None) -> dict[str, str]:
+    """A digest of the content of each file that a model is loaded from, by name. `progress` hears of each file.
+
+    Whole files up to 1 GiB of weights; of larger models a sample of every tensor, so that it takes seconds.
+    """
+    files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    weights = weights or [file for file in files if file.name.startswith(("pytorch_model", "adapter_model"))]
+    large = sum(file.stat().st_size for file in weights) > WHOLE_BYTES
+    found = {}
+    for file in files:
+        if file in weights or file.name in (*SETTINGS_FILES, *TOKENIZER_FILES):
+            progress(file.name)
+            found[file.name] = _sampled_tensors(file) if large and file in weights else f"sha256 {checksum(file)}"
+    return found
+
+
+def differing_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """What has changed between two fingerprints of a folder, a sentence for each file."""
+    changed = [f"{name} has other content" for name in before if name in now and before[name] != now[name]]
+    gone = [f"{name} is missing" for name in before if name not in now]
+    return changed + gone + [f"{name} is new" for name in now if name not in before]
+
+
 def model_files(folder: str) -> dict[str, str]:
     """What tells a model from another without reading it: small files by content, weights by size and last change."""
     files = sorted(path for path in Path(folder).iterdir() if path.is_file() and not path.name.startswith("."))
@@ -49,6 +90,33 @@ def _size_and_time(path: Path) -> str:
 
 def _computes(file: Path) -> bool:
     return file.name == "config.json" or file.suffix in (".safetensors", ".bin")
+
+
+def _sampled_tensors(file: Path) -> str:
+    size = file.stat().st_size
+    digest = hashlib.sha256(f"{size}\n".encode())
+    for block in _tensor_blocks(file, size) if file.suffix == ".safetensors" else _blocks(file):
+        digest.update(block)
+    return f"sampled {digest.hexdigest()}"
+
+
+def _tensor_blocks(file: Path, size: int) -> Iterator[bytes]:
+    """The header of a safetensors file, and blocks of each tensor; evenly spaced pieces where it has no such header."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = stream.read(length) if length < size else b""
+        try:
+            told = json.loads(header)
+            spans = [tuple(one["data_offsets"]) for name, one in told.items() if name != "__metadata__"]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            yield from _blocks(file)
+            return
+        yield header
+        for start, end in sorted(spans):
+            last = max(start, end - TENSOR_BLOCK)
+            for place in sorted({start, (start + last) // 2, last}):
+                stream.seek(8 + length + place)
+                yield stream.read(min(TENSOR_BLOCK, end - place))
 
 
 def _sampled(files: Iterable[Path]) -> str | None:

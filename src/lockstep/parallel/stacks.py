@@ -1,4 +1,5 @@
-"""Where every thread of a process is, in a file: of this process, and of another one that does not answer any more."""
+"""Where every thread of a process is, in a file: of this process, and of another one that does not answer any more.
+And whether a process of this machine is at work, also where it cannot say so."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from typing import IO
 # waits inside of a library, does not hinder it.
 ASKING = signal.SIGUSR1
 _PAUSE = 0.05
+# Of a processor's time, and read from a disk between two looks: less is what threads that only watch take.
+_BUSY_SHARE, _BUSY_BYTES = 0.02, 2**16
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,55 @@ def ask(address: Address, seconds: float) -> str:
         return ""
     finally:
         os.close(process)
+
+
+class Activity:
+    """Whether a process of this machine, with all that it has started, computes or reads. Unknown without /proc."""
+
+    def __init__(self, number: int):
+        self._number = number
+        self._spent = 0.0
+        """What the looks themselves took of this process's time."""
+        self._last = self._used()
+
+    def advanced(self) -> bool:
+        """Whether it has done so since the last look."""
+        (then, seconds, read), self._last = self._last, self._used()
+        now, seconds_now, read_now = self._last
+        return seconds_now - seconds >= max(_BUSY_SHARE * (now - then), 1e-6) or read_now - read >= _BUSY_BYTES
+
+    def _used(self) -> tuple[float, float, int]:
+        """The time, and by then the seconds on processors and the bytes from disks."""
+        begun = time.thread_time()
+        children: dict[int, list[int]] = {}
+        ticks: dict[int, int] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+                fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(folder.name))
+                # Its own, and those of children that have ended.
+                ticks[int(folder.name)] = sum(map(int, fields[11:15]))
+        tree = [self._number]
+        for number in tree:
+            tree += children.get(number, [])
+        seconds = sum(ticks.get(number, 0) for number in tree) / os.sysconf("SC_CLK_TCK")
+        read = sum(map(_bytes_read, tree))
+        if self._number == os.getpid():
+            seconds -= self._spent
+            self._spent += time.thread_time() - begun
+        return time.monotonic(), seconds, read
+
+
+def activity_of(address: Address) -> Activity | None:
+    """None where the process is on another machine, or is gone."""
+    return Activity(address.number) if _here(address) and _began(address.number) == address.began else None
+
+
+def _bytes_read(number: int) -> int:
+    with suppress(OSError, ValueError):
+        lines = Path("/proc", str(number), "io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+    return 0
 
 
 def _answer(address: Address, seconds: float) -> str:

@@ -54,6 +54,12 @@ def tell_address(store: dist.Store, rank: int, address: stacks.Address) -> None:
     store.set(f"address/{rank}", json.dumps(asdict(address)))
 
 
+def address_of(store: dist.Store, rank: int) -> stacks.Address | None:
+    """None where the rank has not told it."""
+    key = f"address/{rank}"
+    return stacks.Address(**json.loads(store.get(key))) if store.check([key]) else None
+
+
 class Ending:
     """The last deeds of one rank."""
 
@@ -92,13 +98,9 @@ class Ending:
         while not self.store.check([f"{name}/{rank}" for rank in ranks]) and time.monotonic() < given_up:
             time.sleep(_PAUSE)
 
-    def _address(self, rank: int) -> stacks.Address | None:
-        key = f"address/{rank}"
-        return stacks.Address(**json.loads(self.store.get(key))) if self.store.check([key]) else None
-
     def _ask_the_silent(self) -> dict[int, stacks.Address]:
         """The silent ranks of this machine, where this rank is the first that lives on it."""
-        addresses = {rank: self._address(rank) for rank in (*self.verdict.living, *self.silent)}
+        addresses = {rank: address_of(self.store, rank) for rank in (*self.verdict.living, *self.silent)}
         own = addresses[self.rank]
         if own is None:
             return {}

@@ -7,7 +7,9 @@ that has not moved for a quarter of it reads what the others told. So a collecti
 device.
 
 With a time after which a run counts as stalled (`parallel.stall_seconds`), the ranks end together when none of them has
-made progress for so long; `stall.py` says how.
+made progress for so long; `stall.py` says how. Until its first step a run starts: modules are imported, rows are read,
+models loaded, engines started. These tell of no progress themselves, and take long on a busy machine. So a rank that
+starts makes progress while its processes compute or read from disk, and one that was never seen is still starting.
 """
 
 from __future__ import annotations
@@ -29,8 +31,17 @@ import torch.distributed as dist
 
 from lockstep.errors import Refusal
 from lockstep.parallel.meeting import connected_store
-from lockstep.parallel.stacks import answering
-from lockstep.parallel.stall import Ending, Stall, StallVerdict, end_alone, pronounce, pronounced, tell_address
+from lockstep.parallel.stacks import Activity, activity_of, answering
+from lockstep.parallel.stall import (
+    Ending,
+    Stall,
+    StallVerdict,
+    address_of,
+    end_alone,
+    pronounce,
+    pronounced,
+    tell_address,
+)
 
 VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
@@ -38,6 +49,10 @@ SECONDS = 60.0
 STORE_TIMEOUT = timedelta(minutes=5)
 # Steps that are shorter than this are not all told: what is told of a rank that then stops is at most so old.
 _TELL_PAUSE = 0.02
+# For a rank to be seen for the first time, where `parallel.stall_seconds` is shorter.
+UNSEEN_SECONDS = 600.0
+# So long at one place of the start is a stall, however busy the rank is there.
+LONGEST_START_SECONDS = 1800.0
 
 
 class Moment(NamedTuple):
@@ -72,6 +87,7 @@ class Told(NamedTuple):
     done: int
     where: str
     inside: bool
+    starting: bool = False
 
 
 class Watch:
@@ -85,6 +101,11 @@ class Watch:
         self._stages = ["the start of the run"]
         self._moment = Moment(0, self._stages[-1], inside=False, since=time.monotonic())
         self._awake = time.monotonic()
+        self._began, self._starting = time.monotonic(), True
+        self._activity = Activity(os.getpid()) if stall is not None else None
+        # Only the thread that tells counts these: the moment is the training thread's.
+        self._busy_at, self._busy = time.monotonic(), 0
+        self._activities: dict[int, Activity | None] = {}
         self._heard: dict[int, HeardRank] = {}
         self._answered = time.monotonic()
         self._stop, self._news = threading.Event(), threading.Event()
@@ -125,6 +146,10 @@ class Watch:
             where = self._moment.where
         self._moment = self._moment._replace(where=where, since=time.monotonic(), done=self._moment.done + 1)
 
+    def started(self) -> None:
+        """The first step begins: from here on a rank is at work only where it says so."""
+        self._starting = False
+
     def _move(self, where: str, inside: bool = False) -> None:
         self._moment = Moment(self._moment.passed + 1, where, inside, time.monotonic())
 
@@ -145,7 +170,9 @@ class Watch:
                 if slept := now - before > 4 * self._pace:
                     self._awake = now
                 before = now
-                told = Told(beat, moment.passed, moment.done, moment.where, moment.inside)
+                self._look_at_start(now, moment)
+                done = moment.done + self._busy
+                told = Told(beat, moment.passed, done, moment.where, moment.inside, self._starting)
                 self._store.set(str(self.rank), json.dumps(told))
                 if slept or now - moment.since >= self._pace:
                     self._listen()
@@ -158,6 +185,16 @@ class Watch:
                 return
             self._news.wait(self._pace - min(_TELL_PAUSE, self._pace))
 
+    def _look_at_start(self, now: float, moment: Moment) -> None:
+        """Count that this rank computes or reads while it starts."""
+        if not self._starting or self._activity is None or now - moment.since < self._pace:
+            return
+        if self._activity.advanced() and now - moment.since < LONGEST_START_SECONDS:
+            self._busy_at, self._busy = now, self._busy + 1
+
+    def _idle(self, now: float, moment: Moment) -> float:
+        return now - max(moment.since, self._awake, self._busy_at)
+
     def _listen(self) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
         # Asking for a name that is not there would wait for it.
@@ -169,6 +206,16 @@ class Watch:
             if last is None or last.told != told:
                 moved = last.moved if last is not None and last.progress == progress else now
                 self._heard[rank] = HeardRank(told, now, progress, moved)
+            elif words.starting and now - last.at < LONGEST_START_SECONDS and self._is_busy(rank):
+                last.moved = now
+
+    def _is_busy(self, rank: int) -> bool:
+        """Of a rank on this machine that says nothing, as one that loads a library may hold Python's lock."""
+        if rank not in self._activities:
+            address = address_of(self._store, rank)
+            self._activities[rank] = None if address is None else activity_of(address)
+        activity = self._activities[rank]
+        return activity is not None and activity.advanced()
 
     def _has(self, rank: int) -> bool:
         return bool(self._store.check([str(rank)]))
@@ -191,9 +238,11 @@ class Watch:
     def stalled(self, stall: Stall, moment: Moment) -> StallVerdict | None:
         """What is to be said where no rank has made progress for so long; None where one has."""
         now = time.monotonic()
-        idle = now - max(moment.since, self._awake)
+        idle = self._idle(now, moment)
         if idle < stall.seconds or any(now - heard.moved < stall.seconds for heard in self._heard.values()):
             return None
+        if len(self._heard) < self.size - 1 and now - self._began < max(stall.seconds, UNSEEN_SECONDS):
+            return None  # it still imports; its launcher sees when it ends
         lines, living = [_headline(idle, stall)], []
         for rank in range(self.size):
             heard = self._heard.get(rank)
@@ -234,7 +283,7 @@ class Watch:
             elif waited:
                 waited = idle
             if self._stall is not None and not stopped:
-                self._end_without_store(self._stall, moment, idle)
+                self._end_without_store(self._stall, moment, self._idle(now, moment))
 
     def _end_without_store(self, stall: Stall, moment: Moment, idle: float) -> None:
         """The thread that asks the store would wait for it for ever. It has half the time again to end the run."""
@@ -254,7 +303,7 @@ class Watch:
         for rank in (rank for rank in range(self.size) if rank != self.rank):
             heard = self._heard.get(rank)
             if heard is None:
-                found[rank] = f"rank {rank} has not come, and has never been seen"
+                found[rank] = f"rank {rank} has not come, and has never been seen: it may still be starting"
                 continue
             passed, where = heard.words().passed, heard.words().where
             silent = now - max(heard.at, self._awake)

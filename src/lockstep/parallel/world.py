@@ -175,6 +175,11 @@ class World:
         if self.watch is not None:
             self.watch.progress(next_part)
 
+    def started(self) -> None:
+        """The first step begins: a rank that is only busy counts as stalled from here on."""
+        if self.watch is not None:
+            self.watch.started()
+
     def _meeting(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.watch is None else self.watch.collective(name)
 

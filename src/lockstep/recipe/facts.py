@@ -30,7 +30,9 @@ def facts_of(key: str) -> Facts:
         # Nothing inside of a harmless group does harm: the columns of validation rows, say.
         harmless = known.effect is not None and known.effect.weight == "harmless"
         effect = known.effect if harmless else said.get("effect") or known.effect
-        known = Facts(effect, said.get("resumable") or known.resumable, said.get("read_where"))
+        # What cannot change a curve cannot harm a run that resumes.
+        resumable = said.get("resumable") or known.resumable or (effect is not None and effect.weight == "harmless")
+        known = Facts(effect, resumable, said.get("read_where"))
     return known
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from lockstep.recipe.effects import FOLDER, REWARD, Effect
+from lockstep.recipe.effects import FOLDER, RATE, REWARD, Effect
 from lockstep.recipe.named import Named
 from lockstep.recipe.rows import ESTIMATORS, LOSSES
 from lockstep.recipe.section import Field, Section
@@ -305,7 +305,13 @@ class Critic(Section):
     path: str | None = Field(
         None, description="Folder that the critic starts from. Default: `model.path`.", effect=FOLDER
     )
-    lr: float = Field(1e-5, gt=0, description="Peak learning rate of the critic; the schedule is the policy's.")
+    lr: float = Field(
+        1e-5,
+        gt=0,
+        description="Peak learning rate of the critic; the schedule is the policy's.",
+        effect=RATE,
+        resumable=True,
+    )
     clip: float | None = Field(0.5, gt=0, description="How far a value may move from the old one; `null` is no bound.")
     aggregation: Aggregation = Field("token_mean", description="How its token losses of an update are averaged.")
     warmup: int = Field(0, ge=0, description="Steps in which only the critic is trained.")

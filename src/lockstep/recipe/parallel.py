@@ -25,8 +25,8 @@ class Parallel(Section):
         None,
         gt=0,
         description="A run in which no process makes progress for so long says where each of them is, leaves their "
-        "stacks in the run folder and ends; choose more than the longest stage of a step takes. Default: never, but a "
-        "collective gives up after 30 minutes.",
+        "stacks in the run folder and ends; choose more than the longest stage of a step takes. A start that is only "
+        "slow does not count. Default: never, but a collective gives up after 30 minutes.",
     )
     max_restarts: int = Field(
         0,

@@ -77,6 +77,7 @@ class RunSettings(Section):
         description="Switch the device's deterministic kernels on. On an NVIDIA device in bf16 or fp16 a token then "
         "has the same bits while it is generated and while it is trained on.",
         effect=Effect("matters", "kernels without a fixed order add noise from run to run"),
+        resumable=True,
     )
     plugins: list[str] = Field(
         default_factory=list,
@@ -211,7 +212,7 @@ class Batch(Section):
 
 
 class Optim(Section):
-    lr: float = Field(1e-5, gt=0, description="Peak learning rate.", effect=RATE)
+    lr: float = Field(1e-5, gt=0, description="Peak learning rate.", effect=RATE, resumable=True)
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decay rates.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(
@@ -220,10 +221,14 @@ class Optim(Section):
     decay_all: bool = Field(False, description="Decay biases and norms too.")
     clip: float | None = Field(1.0, gt=0, description="Largest gradient norm; `null` switches clipping off.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="Shape of the learning rate after the warm-up.", effect=RATE
+        "cosine", description="Shape of the learning rate after the warm-up.", effect=RATE, resumable=True
     )
     warmup: int | float = Field(
-        0.0, ge=0, description="Warm-up: steps (a whole number) or a share of all steps (below 1).", effect=RATE
+        0.0,
+        ge=0,
+        description="Warm-up: steps (a whole number) or a share of all steps (below 1).",
+        effect=RATE,
+        resumable=True,
     )
     min_lr_ratio: float = Field(
         0.0,
@@ -231,6 +236,7 @@ class Optim(Section):
         le=1,
         description="Lowest learning rate as a share of `lr`.",
         effect=RATE,
+        resumable=True,
         read_where=("optim.schedule", ("cosine", "linear", "wsd")),
     )
     decay: float = Field(
@@ -239,6 +245,7 @@ class Optim(Section):
         le=1,
         description="wsd: share of all steps in which the rate falls linearly to its minimum.",
         effect=RATE,
+        resumable=True,
         read_where=("optim.schedule", ("wsd",)),
     )
 

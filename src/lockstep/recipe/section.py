@@ -25,9 +25,9 @@ def Field(
 ) -> Any:
     """A key. What is said of a group holds for the keys in it that say nothing of their own.
 
-    `effect`: what a difference does to the curves of two runs. `resumable`: it may change when a run goes on, because
-    it does not change what an update computes. `read_where`: another key, and the values of it with which this one is
-    read; it is always read where nothing is said.
+    `effect`: what a difference does to the curves of two runs. `resumable`: it may change when a run is resumed; so may
+    every key whose effect is harmless. `read_where`: another key, and the values of it with which this one is read; it
+    is always read where nothing is said.
     """
     facts: Any = {"effect": effect, "resumable": resumable, "read_where": read_where}
     return pydantic.Field(*default, json_schema_extra=facts, **rules)

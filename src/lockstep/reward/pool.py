@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.errors import Refusal
+from lockstep.errors import LostProcess, Refusal
 from lockstep.reward.answers import Given, Raised
 from lockstep.reward.worker_process import Target, WorkerProcess
 
@@ -27,7 +27,9 @@ class Pool:
     """Calls wait in one line; a thread for each process takes them from it and watches the clock."""
 
     def __init__(self, target: Target, workers: int):
-        """Starts the processes. Refuses a function that cannot be loaded or called."""
+        """Starts the processes. Refuses a function that cannot be loaded or called.
+
+        A process that was killed or stopped twice while it loaded is `LostProcess`: a restart may mend it."""
         self._target = target
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         # A call is either in the line before the pool closes, or answered by `submit`.
@@ -35,7 +37,10 @@ class Pool:
         self._closing = threading.Event()
         self._workers: list[WorkerProcess | None] = [None] * workers
         # The first is waited for alone: a file that cannot be used is then told once, not by each.
-        self._start(0)
+        try:
+            self._start(0)
+        except LostProcess:
+            self._start(0)
         self._threads = [
             threading.Thread(target=self._supervise, args=(index,), name=f"reward-{index}", daemon=True)
             for index in range(workers)
@@ -90,6 +95,9 @@ class Pool:
         if trouble is not None:
             worker.kill()
             where = f"{self._target.key} {self._target.path}:{self._target.name}"
+            if worker.disturbed:
+                remedy = "find out what killed or stopped it: a machine that runs out of memory does so; then try again"
+                raise LostProcess.at(where, trouble.why, remedy)
             raise Refusal.at(where, trouble.why, trouble.remedy)
 
     def _supervise(self, index: int) -> None:

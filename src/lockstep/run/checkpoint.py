@@ -61,6 +61,8 @@ class State:
     probe: dict[str, Any] = field(default_factory=dict)
     """A few rows of tokens and what the model computed of them, which an export must compute too. Empty where an
     earlier version saved it."""
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By the key that names a model: its `path`, and digests of its `files`. Earlier versions did not store them."""
     version: int = VERSION
 
 

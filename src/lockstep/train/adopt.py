@@ -18,7 +18,7 @@ from lockstep.run import checkpoint as checkpoints
 from lockstep.run.files import checksum, written_aside
 from lockstep.run.folder import RunFolder, read_object
 from lockstep.run.metrics import rewind_lines
-from lockstep.train.resume import refuse_changed_recipe
+from lockstep.train.resume import model_paths, refuse_changed_recipe
 
 ORIGIN = "resumed_from.json"
 """In a run folder that began as a copy: of which run, and after which step."""
@@ -42,7 +42,7 @@ def adopt(recipe: Recipe, path: Path) -> str | None:
             return None
         why = f"{target.path} is there already, and did not begin with this checkpoint"
         raise Refusal.at(f"--resume-from {path}", why, "choose another run.name, or leave --resume-from out")
-    refuse_changed_recipe(checkpoints.read(found).state.recipe, resolved(recipe))
+    refuse_changed_recipe(checkpoints.read(found).state, resolved(recipe), model_paths(recipe))
     try:
         target.path.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(target.path) as aside:

@@ -18,10 +18,21 @@ from lockstep.parallel.shard import let_go
 from lockstep.recipe.load import resolved
 from lockstep.recipe.measure import best_measure
 from lockstep.run import checkpoint as checkpoints
+from lockstep.train.draws import generator_states, restore_generators, seed_generators, seed_of
 from lockstep.train.export import files_of, kind_of, write_export
 from lockstep.train.models import Models
 from lockstep.train.optim import LossScale
-from lockstep.train.resume import changed_decay, refuse_changed_data, refuse_changed_recipe, stretched
+from lockstep.train.resume import (
+    Fingerprints,
+    changed_decay,
+    model_fingerprints,
+    model_paths,
+    rate_changes,
+    refuse_changed_data,
+    refuse_changed_models,
+    refuse_changed_recipe,
+    refuse_unlike_machines,
+)
 from lockstep.train.run import Run
 
 if TYPE_CHECKING:
@@ -37,8 +48,11 @@ class Position:
 
 
 class Checkpointer:
-    def __init__(self, run: Run, models: Models):
-        self.run, self.models = run, models
+    """`keeps` is False for a replay, which saves nothing. `accept_changed`: resume although a model's files changed."""
+
+    def __init__(self, run: Run, models: Models, *, keeps: bool = True, accept_changed: bool = False):
+        self.run, self.models, self.accept_changed = run, models, accept_changed
+        self.fingerprints: Fingerprints = self._fingerprints() if keeps else {}
         self.folder = run.folder.checkpoints
         self.measure = best_measure(run.recipe)
         self.saved_at: int | None = None
@@ -62,19 +76,48 @@ class Checkpointer:
             run.rewind(-1)
             self.saved_at = 0
             return Position()
-        for change in refuse_changed_recipe(found.state.recipe, resolved(run.recipe)):
-            run.console.warn(f"resuming although {change}")
-        for sentence in stretched(found.state, run.prepared.batches.steps, run.recipe.optim):
-            run.console.warn(sentence)
-        optimizers = [learner.optimizer for learner in self.models.learners]
-        for sentence in changed_decay(found.state, optimizers, run.recipe.optim):
-            run.console.warn(sentence)
-        refuse_changed_data(found.state.data, run.prepared.fingerprints)
+        self._refuse_changes(found.state)
         self._restore(found)
         run.rewind(found.state.step)
         run.console.say(f"resuming {run.folder.path} after step {found.state.step}")
         self.saved_at = found.state.step
         return Position(found.state.step, dict(found.state.carried))
+
+    def _fingerprints(self) -> Fingerprints:
+        """Of every model of the run, taken before the first step: what was loaded is what is told (a collective)."""
+        world, paths = self.run.world, model_paths(self.run.recipe)
+        with world.stage("fingerprints of the models"):
+            own = model_fingerprints(paths, world.progress) if world.local_rank == 0 else None
+            every = world.gather(own)
+        refuse_unlike_machines(every)
+        return next(one for one in every if one is not None)
+
+    def _refuse_changes(self, state: checkpoints.State) -> None:
+        """Refuse what the run cannot resume with; say and remember what else has changed."""
+        run, console = self.run, self.run.console
+        changed = refuse_changed_recipe(state, resolved(run.recipe), self.fingerprints)
+        for change in changed:
+            console.warn(f"resuming although {change}")
+        for sentence in rate_changes(state, run.prepared.batches.steps, run.recipe):
+            console.warn(sentence)
+        optimizers = [learner.optimizer for learner in self.models.learners]
+        for sentence in changed_decay(state, optimizers, run.recipe.optim):
+            console.warn(sentence)
+        for sentence in refuse_changed_data(state.data, run.prepared.fingerprints):
+            console.warn(sentence)
+        accepted = refuse_changed_models(state.models, self.fingerprints, accepted=self.accept_changed)
+        for key, files in accepted.items():
+            console.warn(f"resuming although the model of {key} has changed (--accept-changed): {', '.join(files)}")
+        if not state.models:
+            console.say(
+                "the checkpoint was written by a version that stored no fingerprints of models: whether their files "
+                "have changed since then is not checked"
+            )
+        run.resumed = {
+            "after_step": state.step,
+            "changed": {change.key: [change.before, change.now] for change in changed},
+            "accepted_models": accepted,
+        }
 
     def _restore(self, found: checkpoints.Checkpoint) -> None:
         learner, critic = self.models.trained, self.models.critic
@@ -89,18 +132,21 @@ class Checkpointer:
         numbers = found.state.loss_scale
         for scale, value, quiet in zip(self._scales(), numbers[::2], numbers[1::2], strict=True):
             scale.value, scale.quiet = value, int(quiet)
-        self._restore_random_states(found)
+        self._restore_generators(found)
 
-    def _restore_random_states(self, found: checkpoints.Checkpoint) -> None:
-        world = self.run.world
-        if found.state.world_size != world.size:
+    def _restore_generators(self, found: checkpoints.Checkpoint) -> None:
+        world, state, now = self.run.world, found.state, self.run.recipe.parallel
+        before = state.recipe.get("parallel", {})
+        tensor, context = before.get("tensor", 1), before.get("context", 1)
+        if not restore_generators(found.optimizer, state.world_size, tensor, world, self.run.device):
+            # Not the seed of the first step: its masks were drawn already.
+            seed_generators(seed_of(self.run.recipe.run.seed, state.step, world.engine), self.run.device)
+        if (state.world_size, tensor, context) != (world.size, now.tensor, now.context):
+            layouts = [_layout(world.size, now.tensor, now.context), _layout(state.world_size, tensor, context)]
             self.run.console.warn(
-                f"resuming on {world.size} processes what ran on {found.state.world_size}: "
-                "rows and updates are the same, dropout draws anew"
+                f"resuming on {layouts[0]} what ran on {layouts[1]}: "
+                "rows and updates are the same, dropout masks are other ones"
             )
-            return
-        torch.set_rng_state(found.optimizer[f"rng/host/{world.rank}"])
-        self.run.device.set_rng_state(found.optimizer[f"rng/device/{world.rank}"])
 
     def _scales(self) -> list[LossScale]:
         return [learner.scale for learner in self.models.learners if learner.scale is not None]
@@ -155,6 +201,7 @@ class Checkpointer:
             carried=dict(position.carried),
             decay_rule="role",
             probe=probe_of(_module(self.models), self.models.device),
+            models=self.fingerprints,
         )
 
     def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -167,10 +214,9 @@ class Checkpointer:
         learner, critic, rank = self.models.trained, self.models.critic, self.run.world.rank
         for one in self.models.learners:
             let_go(one.module)
-        random = {f"rng/host/{rank}": torch.get_rng_state(), f"rng/device/{rank}": self.run.device.rng_state().cpu()}
         tensors = {
             checkpoints.MODEL: held_weights(_stored(learner.module)),
-            checkpoints.OPTIMIZER: {**learner.optimizer.held(), **random},
+            checkpoints.OPTIMIZER: {**learner.optimizer.held(), **generator_states(self.run.device, rank)},
         }
         if critic is not None:
             tensors[checkpoints.CRITIC] = held_weights(critic.module)
@@ -214,6 +260,11 @@ def _module(models: Models) -> Policy | ValueModel:
     module = models.trained.module
     assert isinstance(module, Policy | ValueModel)
     return module
+
+
+def _layout(size: int, tensor: int, context: int) -> str:
+    groups = [f"parallel.{key}={value}" for key, value in (("tensor", tensor), ("context", context)) if value > 1]
+    return f"{size} process{'es' if size > 1 else ''}" + (f" ({', '.join(groups)})" if groups else "")
 
 
 def _stored(module: Any) -> torch.nn.Module:

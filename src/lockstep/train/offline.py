@@ -24,8 +24,8 @@ from lockstep.train.taping import record_rows
 from lockstep.train.training import Training, open_training
 
 
-def train_offline(recipe: Recipe, console: Console) -> None:
-    with open_offline(recipe, console) as offline:
+def train_offline(recipe: Recipe, console: Console, *, accept_changed: bool = False) -> None:
+    with open_offline(recipe, console, accept_changed=accept_changed) as offline:
         training = offline.training
         training.validate_at_start()
         for step in training.steps():
@@ -47,7 +47,9 @@ class Offline:
 
 
 @contextmanager
-def open_offline(recipe: Recipe, console: Console, *, keeps: bool = True) -> Iterator[Offline]:
+def open_offline(
+    recipe: Recipe, console: Console, *, keeps: bool = True, accept_changed: bool = False
+) -> Iterator[Offline]:
     """Everything that the loop needs, checked and loaded. A replay `keeps` nothing."""
     with open_runtime(recipe, console) as runtime:
         device, console = runtime.device, runtime.console
@@ -56,7 +58,7 @@ def open_offline(recipe: Recipe, console: Console, *, keeps: bool = True) -> Ite
         torch_device = device.torch_device(runtime.world.local_rank)
         with (
             judged_by(recipe.val.rules, sources, torch_device) as judge,
-            open_training(prepared, runtime, judge, keeps=keeps) as training,
+            open_training(prepared, runtime, judge, keeps=keeps, accept_changed=accept_changed) as training,
         ):
             loader, models = make_loader(recipe, prepared.train), training.models
             objective = METHODS[recipe.method].objective(recipe)

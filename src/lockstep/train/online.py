@@ -29,8 +29,8 @@ from lockstep.train.warnings import Warnings
 from lockstep.types import Prompt
 
 
-def train_online(recipe: Recipe, console: Console) -> None:
-    with open_online(recipe, console) as online:
+def train_online(recipe: Recipe, console: Console, *, accept_changed: bool = False) -> None:
+    with open_online(recipe, console, accept_changed=accept_changed) as online:
         training = online.training
         training.validate_at_start()
         for step in training.steps():
@@ -60,13 +60,15 @@ class Online:
 
 
 @contextmanager
-def open_online(recipe: Recipe, console: Console, *, keeps: bool = True) -> Iterator[Online]:
+def open_online(
+    recipe: Recipe, console: Console, *, keeps: bool = True, accept_changed: bool = False
+) -> Iterator[Online]:
     """Everything that the loop needs, checked and loaded. A replay `keeps` nothing."""
     with open_runtime(recipe, console) as runtime:
         prepared = prepare_online(recipe, runtime.device, runtime.world.size, runtime.console)
         with (
             open_scorer(prepared, runtime) as scorer,
-            open_training(prepared, runtime, scorer, keeps=keeps) as training,
+            open_training(prepared, runtime, scorer, keeps=keeps, accept_changed=accept_changed) as training,
         ):
             start = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient}
             training.position.carried = {**start, **training.carried}

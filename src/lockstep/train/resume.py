@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, refuse_all
+from lockstep.model.fingerprint import differing_files, folder_fingerprint
+from lockstep.model.resolve import adapter_folder, model_folder
+from lockstep.recipe import Recipe
 from lockstep.recipe.facts import facts_of
+from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.schema import Optim
 from lockstep.run.checkpoint import State
+from lockstep.train.build import has_critic
 from lockstep.train.optim import Optimizer, learning_rate
+
+Fingerprints = dict[str, dict[str, Any]]
+"""By the key that names a model: its `path` as the recipe has it, and a digest of each of its `files`."""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A key that has another value than when the checkpoint was written."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} changed from {self.before!r} to {self.now!r}"
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -23,40 +45,120 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for name, value in pairs for k, v in flatten(value, f"{prefix}{name}.").items()}
 
 
-def refuse_changed_recipe(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Refuse a recipe that would train something else; returns the harmless changes as sentences."""
+def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
     # A harmless group of keys that the version which wrote the checkpoint did not have is no change.
     unknown = {name: group for name, group in now.items() if name not in before and facts_of(name).resumable}
     old, new = flatten({**unknown, **before}), flatten(now)
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    harmful = [key for key in changed if not facts_of(key).resumable]
-    if harmful:
-        raise Refusal(
+    unlike = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    return [Changed(key, old.get(key), new.get(key)) for key in unlike]
+
+
+def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str]) -> list[Changed]:
+    """Refuse a recipe that would train something else; returns the changes that a run may resume with.
+
+    `roles`: the keys of the models that the run has now (`model_paths`). Another path of a model is no change where the
+    checkpoint has its fingerprint: the content is compared.
+    """
+    changed = changed_keys(state.recipe, now)
+    compared = _models_by_key(roles)
+    same = {key for key, numbered in _models_by_key(state.models).items() if compared.get(key) == numbered}
+    harmful = [one for one in changed if not facts_of(one.key).resumable and _without_index(one.key) not in same]
+    refuse_all(
+        [
+            Problem(
+                one.key,
+                f"the checkpoint was trained with {one.before!r}, the recipe now says {one.now!r}",
+                "set it back, or start a new run with another run.name",
+            )
+            for one in harmful
+        ]
+    )
+    return changed
+
+
+def rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]:
+    """What changed keys do to the learning rate of the next step: another rate, schedule, warm-up or length."""
+    before, step = state.planned, state.step
+    if before is None or step >= steps:
+        return []
+    told = state.recipe.get("optim", {})
+    known = {key: value for key, value in told.items() if key in Optim.model_fields}
+    earlier = Optim.model_validate({**recipe.optim.model_dump(), **known})
+    pairs = {"learning rate": (earlier, recipe.optim)}
+    if has_critic(recipe):
+        rates = state.recipe.get("critic", {}).get("lr", recipe.critic.lr), recipe.critic.lr
+        critics = [one.model_copy(update={"lr": lr}) for one, lr in zip((earlier, recipe.optim), rates, strict=True)]
+        pairs["critic's learning rate"] = critics[0], critics[1]
+    found = []
+    for name, (old, new) in pairs.items():
+        now = learning_rate(step, steps, new)
+        if step < before and now == learning_rate(step, before, old):
+            continue
+        was = f"{learning_rate(step, before, old):.3g}" if step < before else "none, it was done"
+        rates_told = f"step {step + 1} has {now:.3g} (before: {was})"
+        if before == steps:
+            found.append(f"the {name} follows other keys after step {step}: {rates_told}")
+        else:
+            found.append(
+                f"the {name} up to step {step} was planned for {before} steps and from there on for {steps}: "
+                f"{rates_told}; its curve is not that of a run of {steps} steps"
+            )
+    return found
+
+
+def model_paths(recipe: Recipe) -> dict[str, str]:
+    """The path of each model that the run reads, by the key that names it. Several reward models are numbered."""
+    paths = {"model.path": recipe.model.path}
+    if recipe.model.lora is not None and recipe.model.lora.adapter is not None:
+        paths["model.lora.adapter"] = recipe.model.lora.adapter
+    if has_critic(recipe):
+        paths["critic.path"] = recipe.critic.path or recipe.model.path
+    if reference_kind(recipe) != "none":
+        key = "algorithm.kl.reference" if recipe.method in ONLINE else "preference.reference"
+        paths[key] = reference_folder(recipe)
+    if recipe.distill.teacher is not None:
+        paths["distill.teacher"] = recipe.distill.teacher
+    if recipe.method in ONLINE:
+        named = recipe.reward.model or []
+        models = [named] if isinstance(named, str) else named
+        paths |= {f"reward.model.{number}": path for number, path in enumerate(models)}
+        if recipe.reward.process is not None:
+            paths["reward.process"] = recipe.reward.process
+    return paths
+
+
+def model_fingerprints(paths: dict[str, str], progress: Callable[[str], None]) -> Fingerprints:
+    """What the folder of each model holds, by content. A folder with several roles is read once."""
+    read: dict[str, dict[str, str]] = {}
+    found: Fingerprints = {}
+    for key, path in paths.items():
+        base = _without_index(key)
+        folder = adapter_folder(path, key) if base == "model.lora.adapter" else model_folder(path, base)
+        if folder not in read:
+            read[folder] = folder_fingerprint(folder, progress)
+        found[key] = {"path": path, "files": read[folder]}
+    return found
+
+
+def refuse_changed_models(before: Fingerprints, now: Fingerprints, *, accepted: bool) -> dict[str, list[str]]:
+    """Refuse models whose files have changed since the checkpoint; with `accepted`, returns the changes by key."""
+    changes = {
+        key: differing
+        for key, one in now.items()
+        if key in before and (differing := differing_files(before[key]["files"], one["files"]))
+    }
+    if not accepted:
+        refuse_all(
             [
                 Problem(
-                    key,
-                    f"the checkpoint was trained with {old.get(key)!r}, the recipe now says {new.get(key)!r}",
-                    "set it back, or start a new run with another run.name",
+                    f"{key} {now[key]['path']}",
+                    f"the model has changed since the checkpoint: {_first(differing)}",
+                    "restore the files, resume with --accept-changed, or start a new run with another run.name",
                 )
-                for key in harmful
+                for key, differing in changes.items()
             ]
         )
-    return [f"{key} changed from {old.get(key)!r} to {new.get(key)!r}" for key in changed]
-
-
-def stretched(state: State, steps: int, optim: Optim) -> list[str]:
-    """What another number of steps does to the learning rate of a run that goes on."""
-    before, step = state.planned, state.step
-    if before is None or before == steps or step >= steps:
-        return []
-    was = f"{learning_rate(step, before, optim):.3g}" if step < before else "none, it was done"
-    now = learning_rate(step, steps, optim)
-    if step < before and now == learning_rate(step, before, optim):
-        return []
-    return [
-        f"the learning rate up to step {step} was planned for {before} steps and from there on for {steps}: step "
-        f"{step + 1} has {now:.3g} (before: {was}); its curve is not that of a run of {steps} steps"
-    ]
+    return changes
 
 
 def changed_decay(state: State, optimizers: Sequence[Optimizer], optim: Optim) -> list[str]:
@@ -83,17 +185,50 @@ _DECAYED_NOW = (
 )
 
 
-def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse rows other than those the run began with: their order would no longer mean the same."""
+def refuse_unlike_machines(every: list[Fingerprints | None]) -> None:
+    """Refuse ranks whose machines have other content at the same path: each rank reads its slices from its own."""
+    told = [(rank, one) for rank, one in enumerate(every) if one is not None]
+    first, wanted = told[0]
     problems = []
-    for part in ("train", "val"):
-        old, new = before.get(part, []), now.get(part, [])
-        if [source["fingerprint"] for source in old] == [source["fingerprint"] for source in new]:
-            continue
-        problems += [
-            Problem(f"data.{part}", difference, "restore the file, or start a new run with another run.name")
-            for difference in _differences(old, new)
-        ]
+    for rank, one in told[1:]:
+        for key, model in one.items():
+            shared = [name for name in model["files"] if name in wanted[key]["files"]]
+            unlike = [name for name in shared if model["files"][name] != wanted[key]["files"][name]]
+            if unlike:
+                why = f"{_first(unlike)} of rank {rank}'s machine is not the file of rank {first}'s"
+                problems.append(Problem(f"{key} {model['path']}", why, "copy the folder to every machine"))
+    refuse_all(problems)
+
+
+def _models_by_key(roles: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for role in sorted(roles):
+        found.setdefault(_without_index(role), []).append(role)
+    return found
+
+
+def _without_index(key: str) -> str:
+    """`reward.model` of `reward.model.1`."""
+    return re.sub(r"(\.\d+)+$", "", key)
+
+
+def _first(names: list[str], most: int = 3) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Refuse training rows other than those the run began with: their order would no longer mean the same. Returns
+    sentences about validation rows that have changed."""
+    unlike = {
+        part: _differences(before.get(part, []), now.get(part, []))
+        for part in ("train", "val")
+        if _fingerprints(before, part) != _fingerprints(now, part)
+    }
+    problems = [
+        Problem("data.train", difference, "restore the file, or start a new run with another run.name")
+        for difference in unlike.get("train", [])
+    ]
     if not problems and before["kept"] != now["kept"]:
         problems.append(
             Problem(
@@ -102,8 +237,12 @@ def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> None:
                 "set data.max_tokens, or batch.tokens where it is the limit, back to what it was",
             )
         )
-    if problems:
-        raise Refusal(problems)
+    refuse_all(problems)
+    return [f"data.val: {one}; val/ metrics before and after are of other rows" for one in unlike.get("val", [])]
+
+
+def _fingerprints(data: dict[str, Any], part: str) -> list[str]:
+    return [source["fingerprint"] for source in data.get(part, [])]
 
 
 def _kept(data: dict[str, Any]) -> str:

@@ -42,6 +42,8 @@ class Run:
         """Which engine generates, and its version; nothing where none does."""
         self.fallbacks: dict[str, int] | None = None
         """Operators of the first step that ran on the host for want of a kernel; None before that step."""
+        self.resumed: dict[str, Any] = {}
+        """After which step the run was resumed, the keys that changed, and the changed models that were accepted."""
         self._step = 0
         self._token_texts = TokenTexts(lambda ids: str(prepared.tokenizer.decode(ids)))
         self._unwritten: Callable[[], None] | None = None
@@ -115,6 +117,7 @@ class Run:
                 "engine": self.engine,
                 "fused": fused,
                 "own_code": code,
+                **({"resumed": self.resumed} if self.resumed else {}),
             }
         )
 
@@ -146,6 +149,7 @@ class Run:
     def timed(self, step: int) -> Iterator[None]:
         """Step `step` (from 1) and its clock. The first one is also watched for operators the device does not have."""
         self._step = step
+        self.world.started()
         with self.phases("step"):
             if self.fallbacks is not None:
                 yield

@@ -13,16 +13,17 @@ from lockstep.run.progress import Console
 from lockstep.run.text import ONLINE_COLUMNS
 
 
-def train(recipe: str | Path | Recipe, **overrides: Any) -> Path:
+def train(recipe: str | Path | Recipe, *, accept_changed: bool = False, **overrides: Any) -> Path:
     """Train a recipe (a file, the name of a built-in one, or a `lockstep.Recipe`), or go on where it stopped.
 
     `overrides` are groups (`optim={"lr": 1e-4}`) or dotted keys (`**{"optim.lr": 1e-4}`); a function may stand where
-    the recipe takes `path/to/file.py:name`. Returns the run folder.
+    the recipe takes `path/to/file.py:name`. `accept_changed` resumes a run although files of one of its models have
+    changed since the checkpoint. Returns the run folder.
     """
-    return run_recipe(recipe_with(recipe, overrides))
+    return run_recipe(recipe_with(recipe, overrides), accept_changed=accept_changed)
 
 
-def run_recipe(recipe: Recipe) -> Path:
+def run_recipe(recipe: Recipe, *, accept_changed: bool = False) -> Path:
     """Train a checked recipe with the loop of its method."""
     refuse_other_count(recipe.parallel.devices)
     refuse_unread(recipe.parallel)
@@ -31,9 +32,10 @@ def run_recipe(recipe: Recipe) -> Path:
         from lockstep.train.online_async import train_online_async
 
         loop = train_online if recipe.rollout.max_staleness is None else train_online_async
-        loop(recipe, Console.open(ONLINE_COLUMNS, every=recipe.log.every, lines=True))
+        console = Console.open(ONLINE_COLUMNS, every=recipe.log.every, lines=True)
+        loop(recipe, console, accept_changed=accept_changed)
     else:
         from lockstep.train.offline import train_offline
 
-        train_offline(recipe, Console.open(every=recipe.log.every))
+        train_offline(recipe, Console.open(every=recipe.log.every), accept_changed=accept_changed)
     return Path(recipe.run.folder) / recipe.run.name

@@ -24,6 +24,7 @@ from lockstep.run.progress import Console
 from lockstep.tape.record import Recorder
 from lockstep.train.build import build_critic, build_learner, build_reference
 from lockstep.train.checkpointer import Checkpointer, Position
+from lockstep.train.draws import seed_generators
 from lockstep.train.measured import refuse_unmeasured
 from lockstep.train.models import Models, Packing
 from lockstep.train.prepare import Prepared, PreparedOnline
@@ -163,16 +164,24 @@ class Training:
 
 @contextmanager
 def open_training(
-    prepared: Prepared | PreparedOnline, runtime: Runtime, judge: Examiner, *, keeps: bool = True
+    prepared: Prepared | PreparedOnline,
+    runtime: Runtime,
+    judge: Examiner,
+    *,
+    keeps: bool = True,
+    accept_changed: bool = False,
 ) -> Iterator[Training]:
-    """A run that is fresh or resumed, and closed whatever happens."""
+    """A run that is fresh or resumed, and closed whatever happens. `accept_changed`: also where files of a model have
+    changed since the checkpoint."""
     folder, world, console = folder_of(prepared), runtime.world, runtime.console
     if world.main:
         _claim(folder, prepared)
     with folder.lock() if world.main else nullcontext(), _graceful_interrupt(console) as interrupt:
         run = Run(prepared, folder, runtime.device, world, console)
         try:
-            training = _started(run, judge, interrupt, runtime.switches, keeps=keeps)
+            models = load_models(run)
+            checkpointer = Checkpointer(run, models, keeps=keeps, accept_changed=accept_changed)
+            training = _started(run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps)
         except BaseException:
             run.close(ok=False)
             raise
@@ -184,11 +193,18 @@ def open_training(
         training.close(ok=True)
 
 
-def _started(run: Run, judge: Examiner, interrupt: list[int], switches: dict[str, str], *, keeps: bool) -> Training:
-    recipe, prepared, world = run.recipe, run.prepared, run.world
-    models = load_models(run)
-    # Each rank draws its own dropout; nothing else in a step is random. Those that divide a model see the same tokens.
-    run.device.seed(recipe.run.seed + world.engine)
+def _started(
+    run: Run,
+    checkpointer: Checkpointer,
+    judge: Examiner,
+    interrupt: list[int],
+    switches: dict[str, str],
+    *,
+    keeps: bool,
+) -> Training:
+    recipe, prepared, world, models = run.recipe, run.prepared, run.world, checkpointer.models
+    # Each rank draws its own dropout masks; the ranks of a tensor group see the same tokens and draw the same.
+    seed_generators(recipe.run.seed + world.engine, run.device)
     generator = None
     if isinstance(prepared, PreparedOnline) or prepared.questions:
         assert isinstance(models.module, Policy)
@@ -204,7 +220,7 @@ def _started(run: Run, judge: Examiner, interrupt: list[int], switches: dict[str
         )
         run.engine = generator.facts()
     validator = Validator(recipe, world, prepared.questions, generator, judge)
-    training = Training(run, models, generator, validator, Checkpointer(run, models), interrupt, keeps=keeps)
+    training = Training(run, models, generator, validator, checkpointer, interrupt, keeps=keeps)
     trained = {"model": models.learner, "critic": models.critic}
     fused = {name: replaced(learner.module) for name, learner in trained.items() if learner is not None}
     run.begin(training.position.step, switches, fused)

@@ -70,19 +70,27 @@ def _recipe(a: Evidence, b: Evidence) -> Differences:
             if (one.key, one.a, one.b) not in told:
                 told.append((one.key, one.a, one.b))
                 effect = one.effect
-                if one.key in _LENGTH and one.weight != "harmless":
-                    effect = f"{effect}; {_stretched(last, a, b)}"
+                if one.weight != "harmless":
+                    told_change = _stretched if one.key in _LENGTH else _changed_after
+                    effect = f"{effect}; {told_change(last, a, b)}"
                 found.append(replace(one, key=f"{one.key} to step {last}", effect=effect))
     return found, []
 
 
+def _sides(last: int, a: Evidence, b: Evidence) -> str:
+    """The sides that were resumed after this step with other keys."""
+    return " and ".join(f"side {name}" for name, one in (("a", a), ("b", b)) if last in one.earlier)
+
+
+def _changed_after(last: int, a: Evidence, b: Evidence) -> str:
+    return f"{_sides(last, a, b)} was resumed after step {last} with other keys"
+
+
 def _stretched(last: int, a: Evidence, b: Evidence) -> str:
     """Which side went on with another length, and what that does to its curve."""
-    sides = [name for name, one in (("a", a), ("b", b)) if last in one.earlier]
-    who = " and ".join(f"side {name}" for name in sides)
     return (
-        f"{who} went on after step {last} with another length, which stretched its schedule: curves part up to step "
-        f"{last} for that, and after it for what was learned until then"
+        f"{_sides(last, a, b)} went on after step {last} with another length, which stretched its schedule: curves "
+        f"part up to step {last} for that, and after it for what was learned until then"
     )
 
 
@@ -257,8 +265,23 @@ def _device(a: Evidence, b: Evidence) -> Differences:
 
 
 def _resumed(log: Log, evidence: Evidence) -> Iterator[str]:
-    if earlier := evidence.env.get("before_resume"):
+    """What the run's history tells: how often it was resumed, with which other keys and models."""
+    earlier = evidence.env.get("before_resume")
+    if earlier:
         yield f"{log.source} was continued {len(earlier)} times: what is compared is the environment of its last part"
+    for last in sorted(evidence.earlier):
+        before, after = evidence.earlier[last], evidence.recipe_at(last + 1)
+        changes = [f"{key} from {old!r} to {new!r}" for key, old, new in _unlike(before, after)]
+        if changes:
+            yield f"{log.source} was resumed after step {last} with other keys: {', '.join(changes)}"
+    parts = [*(earlier if isinstance(earlier, list) else []), evidence.env]
+    steps = [_at(part, "resumed.after_step", 0) for part in parts]
+    for number, part in enumerate(parts):
+        if any(later <= steps[number] for later in steps[number + 1 :]):
+            continue  # what it trained was trained again
+        for key, files in (_at(part, "resumed.accepted_models") or {}).items():
+            changed = f"although the model of {key} had changed: {', '.join(files)}"
+            yield f"{log.source} was resumed after step {steps[number]} {changed}"
 
 
 def _holes(log: Log) -> Iterator[str]:

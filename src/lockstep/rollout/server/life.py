@@ -114,7 +114,7 @@ class ServerLife:
                 server.why = f"it {server.process.how_ended()} before it answered"
                 self.start_again(server)
                 return
-            raise Refusal.at(
+            raise refusal_kind(lost=server.process.killed).at(
                 f"rollout.engine {self.dialect.name}",
                 f"the server {server.process.ended()}",
                 "its own words above say why; rollout.server.args and rollout.server.env reach it",

@@ -36,6 +36,11 @@ class ServerProcess:
     def alive(self) -> bool:
         return self._process.alive
 
+    @property
+    def killed(self) -> bool:
+        """Whether somebody has killed or stopped it: no fault of its arguments."""
+        return self._process.disturbed
+
     def restart(self) -> None:
         self.close()
         self._process = self._begin()
