@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import lockstep
+from commands import completed, warm_python
+from hang import HANG
 from lockstep.errors import Refusal
 from lockstep.run.metrics import read_metrics
 
@@ -156,3 +158,37 @@ def test_failed_rollouts_are_counted_and_left_out_as_failed_rewards_are(online_f
     assert problem.where == "rollout.function"
     assert "3 of 12 responses could not be generated or scored, over reward.max_failures=0.1" in problem.why
     assert "reward.max_failures" in problem.remedy
+
+
+SCRIPT = """
+import os
+import lockstep
+
+calls = []
+
+
+def letters(data_source, solution_str, ground_truth, extra_info):
+    calls.append(os.getpid())
+    return len(set(solution_str)) / 20
+
+
+run = lockstep.train("{recipe}", **{{"reward.function": letters, "run.steps": 1, "run.export": False}})
+assert set(calls) == {{os.getpid()}}
+print("trained", run.name)
+"""
+
+
+def test_a_reward_of_a_plain_script_trains_without_a_guard(online_file: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(recipe=online_file), encoding="utf-8")
+    done = completed([*warm_python(), str(script)], HANG, {})
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert said.count("trained run") == 1
+    assert "is defined in this script or notebook and runs in its process" in said
+    (metrics,) = numbers(tmp_path / "runs" / "run")
+    assert metrics["reward/function/mean"] > 0
+    assert metrics["actor/grad_norm"] > 0
+    # A command that loads the function from the stored path must not start the run again.
+    with pytest.raises(Refusal, match=r'if __name__ == "__main__"'):
+        lockstep.train(tmp_path / "runs" / "run" / "recipe.yaml", **{"run.name": "again"})

@@ -155,8 +155,8 @@ def test_a_useful_step_starts_the_count_again(
 def test_an_offline_run_whose_loss_is_flat_stops(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the two orders of a pair one has the chosen response as the likelier one: there a sigmoid this steep is flat."""
-    flat = 0
+    """In one order of a pair the chosen response is the likelier one: there a sigmoid this steep is flat."""
+    stopped: dict[str, str] = {}
     for name, (chosen, rejected) in {"one": ("yes", "no way"), "other": ("no way", "yes")}.items():
         rows = write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "a?", "chosen": chosen, "rejected": rejected}] * 4)
         words = ["method=dpo", f"data.train={rows}", "data.val=[]", "preference.loss=simpo", "preference.beta=1e7"]
@@ -164,12 +164,12 @@ def test_an_offline_run_whose_loss_is_flat_stops(
         try:
             train(monkeypatch, recipe_file, *words, "run.export=false", "optim.lr=1e-12")
         except Refusal as refusal:
-            flat += 1
-            assert "the gradient of the loss is exactly zero" in str(refusal)
-            assert gradients(tmp_path / "runs" / name, "train") == [0.0, 0.0]
-        else:
-            assert idle_warnings() == []
-    assert flat == 1
+            stopped[name] = str(refusal)
+    ((flat, said),) = stopped.items()
+    assert "the gradient of the loss is exactly zero" in said
+    assert gradients(tmp_path / "runs" / flat, "train") == [0.0, 0.0]
+    steep = {"one": "other", "other": "one"}[flat]
+    assert all(norm > 0 for norm in gradients(tmp_path / "runs" / steep, "train"))
 
 
 @pytest.mark.torchrun

@@ -53,9 +53,7 @@ def requests() -> list[Request]:
     return [Request(ids, 100 + key, 3, question=question(key)) for key, ids in enumerate(prompts(5))]
 
 
-def by(
-    function: Callable[..., Any], inner: Engine, seconds: float = HANG, *, tolerant: bool = True
-) -> FunctionEngine:
+def by(function: Callable[..., Any], inner: Engine, seconds: float = HANG, *, tolerant: bool = True) -> FunctionEngine:
     return FunctionEngine(
         inner, give(KEY, function), lambda text: list(text.encode()), str, 259, seconds, tolerant=tolerant
     )

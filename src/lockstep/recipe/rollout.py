@@ -43,8 +43,8 @@ class RolloutSettings(Section):
     function_limit: float = Field(
         600.0,
         gt=0,
-        description="Seconds that `function` may take between two turns of the policy; then the run stops.",
-        effect=Effect("harmless", "only when the run is stopped"),
+        description="Seconds that `function` may take between two turns of the policy; then its response fails.",
+        effect=Effect("harmless", "only where a response is given up; reward/failed tells"),
         resumable=True,
     )
     n: int = Field(8, ge=1, description="Responses sampled for each prompt.", effect=GROUPS)

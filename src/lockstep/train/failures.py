@@ -32,12 +32,12 @@ def refuse_nothing_left(failed: Unscored, total: int, left: int) -> None:
 def _refusal(failed: Unscored, total: int, consequence: str) -> Refusal:
     first = failed.first[0]
     assert isinstance(first.score, Failure)
+    what = "function" if _of_rollout(first.score) else "reward"
     return Refusal.at(
         first.score.key,
         f"{failed.count} of {total} responses {_what(first.score)}, {consequence}; the first, to "
         f"{first.prompt.question.origin}: {first.score.told}{_response(first, 200)}",
-        f"mend the {'function' if _of_rollout(first.score) else 'reward'}, or raise reward.max_failures; the last checkpoint "
-        "is untouched",
+        f"mend the {what}, or raise reward.max_failures; the last checkpoint is untouched",
     )
 
 
