@@ -92,7 +92,7 @@ class EarlyStop:
 
 
 @dataclass(frozen=True)
-class Idle:
+class IdleCause:
     """Why the updates of a step change nothing, and what to do."""
 
     cause: str
@@ -108,10 +108,10 @@ class IdleUpdates:
     def __init__(self, learners: Sequence[Learner], most: int | None):
         self._learners, self._most = learners, most
         self._before = self._effective()
-        self.signal: Idle | None = None
+        self.signal: IdleCause | None = None
         """What the loop found missing in the step's data."""
         self.count = 0
-        self._cause = Idle("", "")
+        self._cause = IdleCause("", "")
         self._step = self._seen = 0
 
     def observe(self) -> str | None:
@@ -144,14 +144,14 @@ class IdleUpdates:
     def _effective(self) -> int:
         return sum(learner.effective for learner in self._learners)
 
-    def _unexplained(self) -> Idle:
+    def _unexplained(self) -> IdleCause:
         zero = "the gradient of the loss is exactly zero"
         if any(learner.scale is not None for learner in self._learners):
-            return Idle(f"{zero}, which can be an underflow of fp16", "use model.dtype=bf16 or fp32")
-        return Idle(zero, "check the loss and its settings, and the rows (lockstep data show)")
+            return IdleCause(f"{zero}, which can be an underflow of fp16", "use model.dtype=bf16 or fp32")
+        return IdleCause(zero, "check the loss and its settings, and the rows (lockstep data show)")
 
 
-def no_signal(learned: Learned, recipe: Recipe) -> Idle | None:
+def no_signal(learned: Learned, recipe: Recipe) -> IdleCause | None:
     """What the responses of a step lack for its updates to learn from them (a collective); None where there is some.
 
     A divergence, an entropy bonus or a router's loss may still give a gradient: it is not what the rewards ask for.
@@ -171,21 +171,21 @@ def no_signal(learned: Learned, recipe: Recipe) -> Idle | None:
     masked = f"{cut:.0%} of the responses are masked as truncated, and of the others " if cut else ""
     if estimator_row(recipe.algorithm.advantage).groups and not metrics["critic/mixed_groups"]:
         mean = metrics["critic/score/mean"]
-        return Idle(
+        return IdleCause(
             f"{masked}every advantage is zero, because all responses of each group earned the same reward (mean "
             f"{mean:.4g})",
             "check that the reward can tell answers apart (samples.jsonl), and that the task is neither far too hard "
             "nor too easy for the model",
         )
-    return Idle(f"{masked}every advantage is zero", "check the reward (samples.jsonl) and algorithm.advantage")
+    return IdleCause(f"{masked}every advantage is zero", "check the reward (samples.jsonl) and algorithm.advantage")
 
 
-def _all_masked(cut: float) -> Idle:
+def _all_masked(cut: float) -> IdleCause:
     if cut == 1.0:
-        return Idle(
+        return IdleCause(
             "every response is truncated (it reached rollout.max_tokens) and algorithm.overlong.skip masks it",
             "raise rollout.max_tokens, check that the model ends its responses (the template's end token), or set "
             "algorithm.overlong.skip=false",
         )
     others = "algorithm.correction rejects every token" + (" that is not masked as truncated" if cut else "")
-    return Idle(f"no token is trained: {others}", "widen the bands of algorithm.correction, or lower optim.lr")
+    return IdleCause(f"no token is trained: {others}", "widen the bands of algorithm.correction, or lower optim.lr")
