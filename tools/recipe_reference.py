@@ -182,6 +182,12 @@ def _names(choice: Named) -> str:
     return ", ".join(f"`{name}`" for name in choice.names) + (f" or `{FUNCTION_PATH}`" if choice.own else "")
 
 
+def _plain(kind: Any) -> Any:
+    """Without a check of its own (`Annotated[str, AfterValidator(...)]`); a table of names stays."""
+    checked = get_origin(kind) is Annotated and not any(isinstance(note, Named) for note in kind.__metadata__)
+    return get_args(kind)[0] if checked else kind
+
+
 def _type(kind: Any) -> str:
     if kind in WORDS:
         return WORDS[kind]
@@ -196,7 +202,7 @@ def _type(kind: Any) -> str:
         named = "names" if key is str else _type(key)
         return f"mapping of {named} to {PLURALS.get(value) or _type(value)}"
     if get_origin(kind) is list:
-        inner = get_args(kind)[0]
+        inner = _plain(get_args(kind)[0])
         return "path, paths or sources" if inner is Source else f"list of {PLURALS.get(inner) or _type(inner)}"
     if get_origin(kind) in (Union, types.UnionType):
         # A whole number is a number too.

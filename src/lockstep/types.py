@@ -280,6 +280,9 @@ class Request:
 
 # Why a completion ended that did not end: its engine was asked to pause.
 PAUSED = "paused"
+# Stop reason of a completion that a rollout function failed to make, and the key of that function.
+FAILED = "failed"
+ROLLOUT_FUNCTION = "rollout.function"
 
 
 @dataclass(frozen=True)
@@ -291,11 +294,14 @@ class Completion:
     ids: list[int]
     logprobs: list[float]
     stop: str
-    """Why it ended: `token`, `string` or `length`; `environment` where the last turn is not the policy's."""
+    """Why it ended: `token`, `string` or `length`; `environment` where a rollout function ended it, `failed` where
+    that function failed."""
     trained: Sequence[int] = ()
     """As in `Rollout`."""
     versions: Sequence[int] = ()
     """As in `Rollout`."""
+    failure: str = ""
+    """Why there is no response, where a rollout function failed."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trained", _mask(self.trained, self.ids))
@@ -322,12 +328,18 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """A reward that gave no score: the response is left out of baselines and loss, and counted. Never a zero."""
+    """A reward that gave no score, or a rollout function that gave no response: it is left out of baselines and loss,
+    and counted. Never a zero. `part` is the reward, or `ROLLOUT_FUNCTION`."""
 
     part: str
     why: str
     log: str | None = field(default=None, compare=False)
     """File with the last lines that the reward's process printed. Which process it was depends on who was free."""
+
+    @property
+    def key(self) -> str:
+        """The recipe's key of what failed."""
+        return self.part if self.part == ROLLOUT_FUNCTION else f"reward.{self.part}"
 
     @property
     def told(self) -> str:

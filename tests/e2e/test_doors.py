@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import lockstep
+from commands import completed, warm_python
+from hang import HANG
 from lockstep.errors import Refusal
 from lockstep.run.metrics import read_metrics
 
@@ -116,3 +118,77 @@ def test_everything_wrong_is_told_at_once_before_a_weight_is_loaded(online_file:
     assert where == [f"algorithm.advantage {own}:flat", f"algorithm.loss {own}:gone", f"rollout.function {own}:nothing"]
     assert all(problem.remedy for problem in caught.value.problems)
     assert not (online_file.parent / "runs").exists()
+
+
+FAILS = """
+def sometimes(prompt, generate):
+    turn = generate(prompt.ids, max_tokens=4)
+    if prompt.question.extra_info["index"] % 4 == 1:
+        raise ConnectionError("the environment is gone")
+    return turn.ids, [1] * len(turn.ids)
+"""
+
+
+def test_failed_rollouts_are_counted_and_left_out_as_failed_rewards_are(online_file: Path) -> None:
+    """Rows 1, 5, 9, ... fail: of 4 consecutive rows one, with all of its 3 samples."""
+    own = online_file.parent / "fails.py"
+    own.write_text(FAILS, encoding="utf-8")
+    words: dict[str, Any] = {"run.steps": 2, "run.export": False, "data.shuffle": False, "log.samples": 99}
+    words |= {"rollout.function": f"{own}:sometimes", "val.questions": str(online_file.parent / "prompts.jsonl")}
+    words |= {"val.every": 2, "val.max_new_tokens": 9}
+    run = lockstep.train(online_file, **words, **{"reward.max_failures": 0.25})
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    failed = [line for line in lines if line["kind"] == "failed"]
+    assert len(failed) == 2 * 3
+    for line in failed:
+        assert line["failure"].startswith("rollout.function: raised ConnectionError: the environment is gone")
+        assert (line["score"], line["response"], line["stop"]) == (None, "", "failed")
+    for step, metrics in enumerate(numbers(run), start=1):
+        scores = [line["score"] for line in lines if line["kind"] == "train" and line["step"] == step]
+        assert metrics["reward/failed"] == 3
+        assert len(scores) == 9
+        assert metrics["critic/score/mean"] == pytest.approx(sum(scores) / 9)
+        assert metrics["response_length/min"] >= 1
+        assert metrics["actor/grad_norm"] > 0
+    assert numbers(run)[1]["val/failed"] == 5  # of 20 questions
+    assert numbers(run)[1]["val/answered"] == 15 / 20
+    with pytest.raises(Refusal) as caught:
+        lockstep.train(online_file, **{**words, "run.name": "strict"})
+    (problem,) = caught.value.problems
+    assert problem.where == "rollout.function"
+    assert "3 of 12 responses could not be generated or scored, over reward.max_failures=0.1" in problem.why
+    assert "reward.max_failures" in problem.remedy
+
+
+SCRIPT = """
+import os
+import lockstep
+
+calls = []
+
+
+def letters(data_source, solution_str, ground_truth, extra_info):
+    calls.append(os.getpid())
+    return len(set(solution_str)) / 20
+
+
+run = lockstep.train("{recipe}", **{{"reward.function": letters, "run.steps": 1, "run.export": False}})
+assert set(calls) == {{os.getpid()}}
+print("trained", run.name)
+"""
+
+
+def test_a_reward_of_a_plain_script_trains_without_a_guard(online_file: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(recipe=online_file), encoding="utf-8")
+    done = completed([*warm_python(), str(script)], HANG, {})
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert said.count("trained run") == 1
+    assert "is defined in this script or notebook and runs in its process" in said
+    (metrics,) = numbers(tmp_path / "runs" / "run")
+    assert metrics["reward/function/mean"] > 0
+    assert metrics["actor/grad_norm"] > 0
+    # A command that loads the function from the stored path must not start the run again.
+    with pytest.raises(Refusal, match=r'if __name__ == "__main__"'):
+        lockstep.train(tmp_path / "runs" / "run" / "recipe.yaml", **{"run.name": "again"})

@@ -218,6 +218,22 @@ def test_values_have_metrics_of_their_own() -> None:
     assert known.advantages_K.tolist() == pytest.approx([(e - mean) / deviation for e in errors], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("scores", "defined"), [([0.7], False), ([0.7, 0.7], False), ([0.0, 0.0], False), ([0.7, 0.701], True)], ids=str
+)
+def test_the_explained_variance_of_equal_returns_is_missing(scores: list[float], defined: bool) -> None:
+    """In exact numbers every return is its response's score; in single precision they differ by rounding."""
+    made = experience_of([rollout(number, [9] * 400, score) for number, score in enumerate(scores)])
+    values_K = torch.randn(400 * len(scores), generator=torch.Generator().manual_seed(3))
+    recipe = recipe_of(method="ppo", algorithm__kl__where="none")
+    metrics = estimate_advantages(made, Annotated(None, None, values_K), recipe, 0.0).metrics
+    assert ("critic/vf_explained_var" in metrics) is defined
+    if defined:
+        returns_K = torch.tensor(scores, dtype=torch.float64).repeat_interleave(400)
+        expected = 1 - (returns_K - values_K.double()).var() / returns_K.var()
+        assert metrics["critic/vf_explained_var"] == pytest.approx(float(expected), rel=1e-2)
+
+
 # -- correction --------------------------------------------------------------------------------------------------------
 
 

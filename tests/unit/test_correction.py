@@ -210,3 +210,9 @@ def test_a_product_of_many_ratios_does_not_overflow():
 def test_unknown_choices_of_bands_are_refused(choice, key):
     with pytest.raises(Refusal, match=rf"algorithm\.correction\.{key}"):
         corrected(**choice)
+
+
+def test_the_effective_share_of_no_weight_is_missing():
+    nothing = corrected(weight="token", cap=0.0)
+    assert nothing.metrics["rollout_corr/weight_mean"] == 0.0
+    assert "rollout_corr/effective_share" not in nothing.metrics

@@ -65,6 +65,14 @@ def test_log_probs_are_those_of_transformers(tiny_folder: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
+def test_a_stop_text_alone_is_one_text_and_not_its_letters(tiny_folder: Path) -> None:
+    model = handle(tiny_folder)
+    whole = model.sample("hi", max_tokens=8, temperature=0)[0].text
+    one, listed = (model.sample("hi", max_tokens=8, temperature=0, stop=stop)[0] for stop in (whole[:3], [whole[:3]]))
+    assert one.ids == listed.ids
+    assert len(one.text) >= 3
+
+
 def test_samples_repeat_with_the_seed_and_differ_from_call_to_call(tiny_folder: Path) -> None:
     first, second, other = handle(tiny_folder), handle(tiny_folder), handle(tiny_folder, seed=1)
     drawn = [[model.sample("hi", n=2, max_tokens=8)[i].ids for i in (0, 1)] for model in (first, second, other)]
@@ -282,6 +290,8 @@ def test_what_a_handle_refuses(tiny_folder: Path, tmp_path: Path, monkeypatch: p
         ({"n": 0}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -3}, "max_tokens"),
+        ({"stop": [""]}, "stop.0"),
+        ({"stop": ""}, "stop.0"),
     ],
     ids=str,
 )

@@ -15,12 +15,16 @@ from lockstep.algorithms.advantage import ESTIMATORS
 from lockstep.algorithms.covariance import HELD
 from lockstep.algorithms.policy import LOSSES, PolicyTokens
 from lockstep.cli import app
+from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
 from lockstep.methods import METHODS
 from lockstep.recipe import load_recipe, rows
 from lockstep.recipe.load import dump_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.online import Algorithm
 from lockstep.recipe.rows import estimator_row
+from lockstep.run.progress import Console
+from lockstep.train.prepare import prepare_online
 from loss_settings import SETTINGS
 from recipe_files import BASE, keys, refused, write
 
@@ -143,6 +147,8 @@ def test_a_resolved_recipe_says_only_what_its_method_reads(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "key", "said"),
     [
+        (["rollout.stop=['###', '']"], "rollout.stop.1", "would end it after one token"),
+        (["rollout.stop_ids=[3, -1]"], "rollout.stop_ids.1", "never end a response"),
         (["batch.rows_per_update=8"], "batch.rows_per_update", "batch.prompts_per_update"),
         (["batch.prompts=12", "batch.prompts_per_update=5"], "batch.prompts_per_update", "use 4"),
         (["batch.prompts=8", "batch.prompts_per_update=16"], "batch.prompts_per_update", "use 8"),
@@ -195,6 +201,17 @@ def test_what_an_online_method_cannot_do(base: str, words: list[str], key: str, 
     (problem,) = refused(base, *words)
     assert problem.where == key
     assert said in str(problem)
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_stop_ids_outside_of_the_vocabulary_are_refused(online_file: Path, engine: str) -> None:
+    """The tiny model has 259 tokens."""
+    words = ["rollout.stop_ids=[3, 99999, 259]", f"rollout.engine={engine}"]
+    with pytest.raises(Refusal) as refusal:
+        prepare_online(load_recipe(str(online_file), words), Cpu(), 1, Console.silent())
+    (problem,) = [one for one in refusal.value.problems if one.where == "rollout.stop_ids"]
+    assert problem.why.startswith("99999, 259: not among the model's tokens, which are 0 to 258")
+    prepare_online(load_recipe(str(online_file), ["rollout.stop_ids=[258]"]), Cpu(), 1, Console.silent())
 
 
 def test_no_best_checkpoint_without_a_loss(base: str) -> None:

@@ -182,12 +182,6 @@ def test_what_cannot_stand_in_a_recipe_is_refused(online_file: Path) -> None:
     assert "has no file and name" in refusal(lambda: recipe_with(online_file, {"algorithm.loss": lambda tokens: None}))
     assert "has no file and name" in refusal(lambda: recipe_with(online_file, {"algorithm.loss": torch.relu}))
 
-    def scored(**given: Any) -> float:
-        return 0.0
-
-    scored.__module__ = "__main__"
-    assert "would run your script again" in refusal(lambda: recipe_with(online_file, {"reward.function": scored}))
-
 
 def test_an_unknown_name_is_answered_with_the_nearest(online_file: Path) -> None:
     told = refusal(lambda: load_recipe(str(online_file), ["algorithm.advantage=grop"]))

@@ -8,13 +8,18 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.errors import Refusal
+from lockstep.functions import give
 from lockstep.processes.output_tail import KEPT_BYTES
+from lockstep.recipe.online import Reward
 from lockstep.reward.function import FunctionPart
+from lockstep.reward.reads import read_by_rewards
 from lockstep.types import Failure, Origin, Question
 from reward_functions import GUARD, question, running, settings, until
 
@@ -378,3 +383,125 @@ def test_workers_end_with_their_parent_and_stay_quiet_on_ctrl_c(rewards) -> None
     _, errors = parent.communicate()
     assert errors == ""
     until(lambda: not worker.exists())
+
+
+# Functions that only this process has ---------------------------------------------------------------------------
+
+
+def here(function: Callable[..., Any], **settings: Any) -> FunctionPart:
+    return FunctionPart(give("reward.function", function), Reward(**settings))
+
+
+def notebook_cell(text: str) -> Callable[..., Any]:
+    """What a cell of a notebook defines: no file, and the main module."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "<ipython-input-7>", "exec"), names)
+    return names["reward"]
+
+
+def test_a_function_of_a_notebook_cell_is_called_in_this_process() -> None:
+    text = (
+        "import os\nBONUS = 0.25\ndef helper(text): return float(len(text))\n"
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': helper(solution_str) + BONUS, 'pid': os.getpid()}\n"
+    )
+    part = here(notebook_cell(text))
+    try:
+        outcome = part.submit(question(), "four").result(GUARD)
+        assert outcome == {"function": 4.25, "function/pid": float(os.getpid())}
+        assert "runs in its process" in part.note
+    finally:
+        part.close()
+
+
+def test_a_closure_keeps_what_it_closes_over_and_cannot_change_a_row() -> None:
+    seen: list[str] = []
+
+    def closure(solution_str: str, extra_info: dict[str, Any], **rest: Any) -> float:
+        seen.append(solution_str)
+        extra_info["mine"] = 1
+        return len(seen)
+
+    asked = question()
+    part = here(closure)
+    try:
+        scores = [part.submit(asked, text).result(GUARD) for text in ("a", "b")]
+    finally:
+        part.close()
+    assert scores == [{"function": 1.0}, {"function": 2.0}]
+    assert seen == ["a", "b"]
+    assert "mine" not in asked.extra_info
+    assert part.submit(asked, "late").result(GUARD) == Failure("function", "the run was ending before it was scored")
+
+
+def test_a_function_of_this_process_that_fails_or_stalls_fails_its_response() -> None:
+    for_ever = threading.Event()
+
+    def closure(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> Any:
+        if solution_str == "stall":
+            for_ever.wait()
+        if solution_str == "exit":
+            raise SystemExit(3)
+        return {"word": "five", "five": 5}[solution_str]
+
+    before = set(threading.enumerate())
+    part = here(closure, time_limit=0.3)
+    try:
+        waiting = {text: part.submit(question(), text) for text in ("stall", "exit", "gone", "word", "five")}
+        found = {text: future.result(GUARD) for text, future in waiting.items()}
+    finally:
+        part.close()
+    assert found["five"] == {"function": 5.0}
+    assert found["stall"].why == "gave nothing in 0.3 s (reward.time_limit)"
+    assert found["exit"].why.startswith("SystemExit: 3 (test_reward_function.py line ")
+    assert found["gone"].why.startswith("KeyError: 'gone'")
+    assert found["word"].why == "returned 'five', which is not a finite number"
+    for_ever.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(GUARD)
+        assert not thread.is_alive()
+
+
+def test_a_function_of_this_process_is_held_to_the_same_signatures() -> None:
+    def wrong(text: str) -> float:
+        return 0.0
+
+    with pytest.raises(Refusal, match=r"reward\.function .*:wrong: wrong cannot be called with data_source"):
+        here(wrong)
+
+    def batch(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
+        return [float(len(labels[0]))]
+
+    part = here(batch)
+    try:
+        assert part.submit(question(), "x").result(GUARD) == {"function": float(len(question().ground_truth))}
+    finally:
+        part.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("def reward(solution_str, **rest): return len(solution_str)", set()),
+        ("def reward(solution_str, **rest): return rest['ground_truth']", {"ground_truth", "data_source"}),
+        ("def reward(data_source, solution_str, ground_truth, extra_info): return 1", set()),
+        ("def reward(data_source, solution_str, ground_truth, extra_info): return ground_truth", {"ground_truth"}),
+        ("def reward(data_source, ground_truth, **r): return any(ground_truth for _ in 'a')", {"ground_truth"}),
+        ("def reward(data_source, ground_truth, **r): return locals()", {"ground_truth", "data_source"}),
+        ("def reward(queries, prompts, labels): return [x for x in labels]", {"ground_truth"}),
+    ],
+)
+def test_rows_are_asked_for_what_a_cell_reads(text: str, read: set[str]) -> None:
+    settings = Reward(function=give("reward.function", notebook_cell(text)))
+    assert read_by_rewards(settings) == read
+
+
+def test_a_script_that_trains_when_it_is_imported_is_refused_by_name(tmp_path: Path) -> None:
+    """Another process that loads a function of such a script must not start the run again."""
+    script = tmp_path / "script.py"
+    script.write_text("import lockstep\ndef reward(**given): return 1.0\nlockstep.train('recipe.yaml')\n")
+    with pytest.raises(Refusal) as refused:
+        FunctionPart(f"{script}:reward", Reward(workers=1))
+    assert 'if __name__ == "__main__":' in str(refused.value)
+    with pytest.raises(Refusal, match="notebook"):
+        FunctionPart("<ipython-input-9>:gone", Reward(workers=1))

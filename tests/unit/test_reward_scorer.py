@@ -42,10 +42,19 @@ def short(data_source, solution_str, ground_truth, extra_info):
 def tagged(data_source, solution_str, ground_truth, extra_info):
     if not solution_str:
         return 0.0
-    return 1.0 if solution_str == f"<answer>{ground_truth}</answer>" else -1.0
+    return 1.0 if solution_str == f"<final>{ground_truth}</final>" else -1.0
 
 def fragile(data_source, solution_str, ground_truth, extra_info):
     return 1 / len(solution_str)
+
+def answer_tag(data_source, solution_str, ground_truth, extra_info):
+    import re
+    found = re.search("<answer>(.*?)</answer>", solution_str, re.DOTALL)
+    return float(found is not None and found.group(1).strip() == ground_truth)
+
+def reasoned(data_source, solution_str, ground_truth, extra_info):
+    import re
+    return float(bool(re.fullmatch("<think>.*</think>\\s*<answer>\\s*18\\s*</answer>", solution_str, re.DOTALL)))
 """
 
 
@@ -249,13 +258,23 @@ def test_each_source_is_tried() -> None:
         ]
 
 
-def test_a_constant_reward_is_refused(user) -> None:
-    with opened(function=f"{user}:constant") as scorer, pytest.raises(Refusal) as refused:
-        scorer.dry_run([question(row=4), question(row=5)])
-    told = str(refused.value)
-    assert "reward.function: data source arithmetic: the empty answer and right answers both score 1" in told
+def test_a_constant_reward_is_warned_of(user) -> None:
+    with opened(function=f"{user}:constant") as scorer:
+        tried = scorer.dry_run([question(row=4), question(row=5)])
+    assert tried.lines == ["reward function: right answer 1, empty answer 1"]
+    (told,) = tried.warnings
+    assert "reward function: data source arithmetic: the empty answer and right answers both score 1" in told
     assert "on all of 2 rows" in told
-    assert r"tried on rows.parquet row 4: '18', '#### 18', '\\boxed{18}'" in told
+    assert r"tried on rows.parquet row 4: '18', '#### 18', '\\boxed{18}', '<answer>18</answer>'" in told
+    assert "extra_info.answer" in told
+
+
+@pytest.mark.parametrize("name", ["answer_tag", "reasoned"])
+def test_answers_in_tags_are_tried(user, name: str) -> None:
+    with opened(function=f"{user}:{name}") as scorer:
+        tried = scorer.dry_run([question()])
+    assert tried.lines == ["reward function: right answer 1, empty answer 0"]
+    assert tried.warnings == []
 
 
 def test_the_worked_answer_of_a_row_is_tried_too(user) -> None:
@@ -263,8 +282,8 @@ def test_the_worked_answer_of_a_row_is_tried_too(user) -> None:
         assert scorer.dry_run([question(), question(answer="9+9=18\n#### 18")]).lines == [
             "reward function: right answer 1, empty answer 0"
         ]
-        with pytest.raises(Refusal, match=r"both score 0"):
-            scorer.dry_run([question()])
+        (warning,) = scorer.dry_run([question()]).warnings
+        assert "both score 0" in warning
 
 
 def test_a_reward_that_likes_the_empty_answer_best_is_warned_of(user) -> None:
@@ -298,11 +317,11 @@ def test_a_right_answer_in_a_form_of_its_own_is_found_in_the_row(user) -> None:
     with opened(function=f"{user}:tagged") as scorer:
         (warning,) = scorer.dry_run([question()]).warnings
         assert "extra_info.answer" in warning
-        assert scorer.dry_run([question(answer="<answer>18</answer>")]).warnings == []
+        assert scorer.dry_run([question(answer="<final>18</final>")]).warnings == []
 
 
 def test_each_source_is_warned_of_by_itself(user) -> None:
-    rows = [question("a", "18"), question("b", "7", row=9, answer="<answer>7</answer>"), question("c", "1", row=2)]
+    rows = [question("a", "18"), question("b", "7", row=9, answer="<final>7</final>"), question("c", "1", row=2)]
     with opened(["a", "b", "c"], function=f"{user}:tagged") as scorer:
         assert [warning[:14] for warning in scorer.dry_run(rows).warnings] == ["data source a:", "data source c:"]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +53,10 @@ def requests() -> list[Request]:
     return [Request(ids, 100 + key, 3, question=question(key)) for key, ids in enumerate(prompts(5))]
 
 
-def by(function: Callable[..., Any], inner: Engine, seconds: float = HANG) -> FunctionEngine:
-    return FunctionEngine(inner, give(KEY, function), lambda text: list(text.encode()), str, 259, seconds)
+def by(function: Callable[..., Any], inner: Engine, seconds: float = HANG, *, tolerant: bool = True) -> FunctionEngine:
+    return FunctionEngine(
+        inner, give(KEY, function), lambda text: list(text.encode()), str, 259, seconds, tolerant=tolerant
+    )
 
 
 def straight(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
@@ -204,8 +208,11 @@ def test_what_a_function_returns_is_held_to_what_was_drawn(
     engine: Engine, requests: list[Request], value: Any, said: str
 ) -> None:
     function = returning(value)
+    for one in run(by(function, engine), requests[1:2], SAMPLING):
+        assert re.search(said, one.failure)
+        assert (one.ids, one.logprobs, one.stop) == ([], [], "failed")
     with pytest.raises(Refusal, match=said) as caught:
-        run(by(function, engine), requests[1:2], SAMPLING)
+        run(by(function, engine, tolerant=False), requests[1:2], SAMPLING)
     (problem,) = caught.value.problems
     assert problem.where == f"rollout.function {__file__}:mine"
     assert "rows.jsonl row 1" in problem.why
@@ -225,7 +232,7 @@ def test_what_a_function_raises_names_file_line_and_row_and_ends_the_others(
             generate([*prompt.ids, *turn.ids[:1]], max_tokens=1)
 
     with pytest.raises(Refusal, match=r"raised KeyError: 'gone' \(test_rollout_function.py line \d+\), for rows.jsonl"):
-        run(by(mine, engine), requests, SAMPLING)
+        run(by(mine, engine, tolerant=False), requests, SAMPLING)
     for thread in set(threading.enumerate()) - before:
         thread.join(HANG)
         assert not thread.is_alive()
@@ -236,7 +243,66 @@ def test_generate_continues_the_prompt_and_nothing_else(engine: Engine, requests
         return generate([1, 2, 3])
 
     with pytest.raises(Refusal, match="do not begin with the prompt's"):
-        run(by(mine, engine), requests[:1], SAMPLING)
+        run(by(mine, engine, tolerant=False), requests[:1], SAMPLING)
+
+
+@pytest.mark.parametrize("error", [KeyError("gone"), SystemExit(3), MemoryError()], ids=repr)
+def test_a_function_that_raises_fails_its_own_response_alone(
+    engine: Engine, requests: list[Request], error: BaseException
+) -> None:
+    def mine(prompt: Prompt, generate: Generate) -> tuple[list[int], list[int]]:
+        answer = conversation(prompt, generate)
+        if prompt.question.extra_info["row"] == 3:
+            raise error
+        return answer
+
+    usual = run(by(conversation, engine), requests, SAMPLING)
+    made = run(by(mine, engine), requests, SAMPLING)
+    assert [one for one in made if one.request != 3] == [one for one in usual if one.request != 3]
+    failed = [one for one in made if one.request == 3]
+    assert [one.sample for one in failed] == [0, 1, 2]
+    for one in failed:
+        assert type(error).__name__ in one.failure
+        assert (one.ids, one.stop) == ([], "failed")
+
+
+def in_pieces(limit: int, end: Any = None) -> Callable[..., Any]:
+    """Turns of at most 6 tokens until `limit`, whatever stops them; `end` is a third value to return."""
+
+    def mine(prompt: Prompt, generate: Generate) -> Any:
+        ids: list[int] = []
+        while len(ids) < limit:
+            ids += generate([*prompt.ids, *ids], max_tokens=min(6, limit - len(ids))).ids
+        return (ids, [1] * len(ids)) if end is None else (ids, [1] * len(ids), end)
+
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("limit", "end", "stop"),
+    [
+        (12, None, "environment"),  # the last turn is cut by its own max_tokens, the response is not
+        (24, None, "length"),  # rollout.max_tokens
+        (12, True, "length"),
+        (24, False, "environment"),
+    ],
+)
+def test_a_response_is_truncated_by_its_own_limit_alone(
+    engine: Engine, requests: list[Request], limit: int, end: bool | None, stop: str
+) -> None:
+    endless = replace(SAMPLING, stop_ids=())
+    assert {one.stop for one in run(by(in_pieces(limit, end), engine), requests, endless)} == {stop}
+
+
+def test_an_end_token_at_the_limit_is_no_truncation(requests: list[Request]) -> None:
+    canned = Canned([40, 41, 42])
+    made = run(by(straight, canned), requests[:1], replace(SAMPLING, max_tokens=3))
+    assert {one.stop for one in made} == {"token"}
+
+
+def test_a_third_value_is_true_or_false(engine: Engine, requests: list[Request]) -> None:
+    (made, *_) = run(by(in_pieces(12, "length"), engine), requests[:1], SAMPLING)
+    assert "neither True nor False" in made.failure
 
 
 def test_a_check_of_the_engine_goes_to_the_engine(engine: Engine) -> None:
@@ -253,7 +319,10 @@ def test_the_dry_run_needs_no_model() -> None:
         try_function(give(KEY, returning(None)), *tried)
 
 
-def test_an_environment_that_never_answers_stops_the_run_by_name(engine: Engine, requests: list[Request]) -> None:
+@pytest.mark.parametrize("tolerant", [True, False])
+def test_an_environment_that_never_answers_fails_by_name(
+    engine: Engine, requests: list[Request], tolerant: bool
+) -> None:
     """Between two turns, while other responses wait for theirs. Its thread is let go, and nothing is left running."""
     for_ever = threading.Event()
 
@@ -261,13 +330,19 @@ def test_an_environment_that_never_answers_stops_the_run_by_name(engine: Engine,
         turn = generate(prompt.ids, max_tokens=2)
         if prompt.question.extra_info["row"] == 2:
             for_ever.wait()
+            generate([*prompt.ids, *turn.ids])
         return turn.ids, [1] * len(turn.ids)
 
-    before = set(threading.enumerate())
-    with pytest.raises(Refusal, match=r"said nothing for 0\.2 s, for rows\.jsonl row 2") as refused:
-        run(by(stalls, engine, 0.2), requests, SAMPLING)
-    assert refused.value.problems[0].where.startswith("rollout.function")
-    assert "rollout.function_limit" in refused.value.problems[0].remedy
+    before, said = set(threading.enumerate()), "said nothing for 0.2 s"
+    stalling = by(stalls, engine, 0.2, tolerant=tolerant)
+    if tolerant:
+        made = run(stalling, requests, SAMPLING)
+        assert {(one.request, said in one.failure) for one in made} == {(r, r == 2) for r in range(5)}
+    else:
+        with pytest.raises(Refusal, match=r"said nothing for 0\.2 s, for rows\.jsonl row 2") as refused:
+            run(stalling, requests, SAMPLING)
+        assert refused.value.problems[0].where.startswith("rollout.function")
+        assert "rollout.function_limit" in refused.value.problems[0].remedy
     for_ever.set()
     for thread in set(threading.enumerate()) - before:
         thread.join(HANG)

@@ -23,9 +23,10 @@ from lockstep.train.build import build_critic, build_learner
 from lockstep.train.experience import Experience, experience_of
 from lockstep.train.kl_coefficient import next_coefficient
 from lockstep.train.models import Models, Packing
+from lockstep.train.step import Outcome
 from lockstep.train.update import update, update_policy
 from lockstep.train.update_critic import update_critic
-from lockstep.train.update_metrics import refuse_disagreement
+from lockstep.train.update_metrics import policy_metrics, refuse_disagreement
 
 CPU = torch.device("cpu")
 BETA, ENTROPY, TEMPERATURE = 0.2, 0.05, 0.7
@@ -331,7 +332,8 @@ def test_an_update_that_keeps_nothing_has_no_means_and_weighs_nothing_in_the_ste
     assert metrics["actor/kl"] == pytest.approx(torch.tensor(-0.5).exp().item() + 0.5 - 1, rel=1e-3)
     for nothing in (torch.zeros(TOKENS), torch.zeros(TOKENS)):
         metrics = update(plans, known_of(drawn, drawn, keep_K=nothing), models_of(recipe), recipe, BETA, 0, 10, untimed)
-        assert metrics["actor/loss"] == metrics["actor/pg_loss"] == 0.0
+        assert metrics["actor/loss"] == 0.0
+        assert "actor/pg_loss" not in metrics
         assert not {"actor/kl", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl"} & set(metrics)
 
 
@@ -575,3 +577,16 @@ def test_a_disagreement_stops_before_the_weights_move(tiny_folder: Path, drawn: 
     with pytest.raises(Refusal):
         update_policy(plan, known_of(drawn), models, recipe, 0.0, 1e-2, (0,))
     assert all(torch.equal(tensor, before[name]) for name, tensor in bits(models.module).items())
+
+
+def test_metrics_over_no_token_and_deviations_of_one_are_missing() -> None:
+    sums = {"pg_loss": 0.0, "kl_loss": 0.0, "ppo_kl": 0.0, "probs_diff": 0.2, "probs_diff_squared": 0.04}
+    alone = policy_metrics(Outcome(0.0, sums, {"probs_diff": 0.2}, targets=1, tokens=4), 1.0, 0.0)
+    assert alone == {
+        "actor/loss": 0.0,
+        "training/rollout_probs_diff_mean": 0.2,
+        "training/rollout_probs_diff_max": 0.2,
+    }
+    two = policy_metrics(Outcome(0.5, {**sums, "pg_loss": 1.0}, {"probs_diff": 0.2}, targets=2, tokens=4), 2.0, 2.0)
+    assert two["actor/pg_loss"] == 0.5
+    assert two["training/rollout_probs_diff_std"] == pytest.approx((0.02 - 0.01) ** 0.5)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from hand_rollouts import recipe_of
+from hand_rollouts import recipe_of, rollout
+from lockstep.train.advantages import Advantages, Learned
+from lockstep.train.annotate import Annotated
+from lockstep.train.experience import experience_of
+from lockstep.train.stop_early import no_signal
 from lockstep.train.warnings import QUIET, Warnings
 
-FINE = {"critic/mixed_groups": 0.5, "actor/entropy": 1.0}
+FINE = {"actor/entropy": 1.0}
 
 
 def read(warnings: Warnings, **metrics: float) -> list[str]:
@@ -19,7 +24,6 @@ def read(warnings: Warnings, **metrics: float) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "quiet", "loud", "words"),
     [
-        ("critic__mixed_groups", 0.001, 0.0, ["earned the same reward", "samples.jsonl"]),
         ("actor__pg_clipfrac", 0.3, 0.3001, ["30 %", "optim.lr", "algorithm.epochs"]),
         ("actor__ppo_kl", 0.2, 0.2001, ["0.2 nats", "optim.lr"]),
         ("actor__ppo_kl", -0.2, -0.2001, ["0.2 nats", "optim.lr"]),
@@ -81,36 +85,51 @@ def test_entropy_is_measured_against_where_it_began() -> None:
 def test_entropy_begins_with_the_first_step_that_has_one() -> None:
     """Steps in which only the critic learns have no entropy."""
     warnings = Warnings(recipe_of())
-    assert list(warnings.read({"critic/mixed_groups": 1.0})) == []
+    assert list(warnings.read({})) == []
     assert read(warnings, actor__entropy=1.0) == []
     assert len(read(warnings, actor__entropy=0.04)) == 1
 
 
-def test_equal_rewards_mean_nothing_where_there_are_no_groups() -> None:
-    warnings = Warnings(recipe_of(method="ppo"))
-    assert read(warnings, critic__mixed_groups=0.0) == []
+def missing(scores: list[float], advantages: list[float], keep: list[float] | None = None, **keys: Any) -> str | None:
+    """Why responses of one token, two to a prompt, teach nothing; None where they do."""
+    made = [rollout(number // 2, [7], score, sample=number % 2) for number, score in enumerate(scores)]
+    cut = {} if keep is None else {"response/skipped_ratio": keep.count(0.0) / len(keep)}
+    mixed = sum(a != b for a, b in zip(scores[::2], scores[1::2], strict=True)) * 2 / len(scores)
+    metrics = {**cut, "critic/mixed_groups": mixed, "critic/score/mean": sum(scores) / len(scores)}
+    values, ones = torch.tensor(advantages), torch.ones(len(scores))
+    kept = ones if keep is None else torch.tensor(keep)
+    found = Advantages(values, values, values, kept, ones, metrics)
+    learned = Learned(experience_of(made), Annotated(None, None, None), found)
+    said = no_signal(learned, recipe_of(**keys))
+    return None if said is None else said.cause
+
+
+def test_what_a_step_lacks_is_named() -> None:
+    same = "every advantage is zero, because all responses of each group earned the same reward (mean 0.5)"
+    assert missing([0, 0, 1, 1], [0, 0, 0, 0]) == same
+    assert missing([0, 1, 1, 1], [-1, 1, 0, 0]) is None
+    # Only what is kept counts.
+    assert missing([0, 1, 1, 1], [-1, 1, 0, 0], [0, 1, 1, 1]) is None
+    half = "50% of the responses are masked as truncated, and of the others every advantage is zero"
+    assert missing([0, 1, 1, 1], [-1, 1, 0, 0], [0, 0, 1, 1]) == half
+    assert "every response is truncated" in str(missing([0, 1, 1, 1], [-1, 1, 0, 0], [0, 0, 0, 0]))
 
 
 @pytest.mark.parametrize(
-    ("keys", "warned"),
+    ("keys", "named"),
     [
-        ({}, False),
-        ({"algorithm__advantage": "grpo"}, False),
-        ({"algorithm__advantage": "grpo", "reward__function": "f.py:f"}, True),
-        ({"reward__function": "f.py:f"}, False),
+        ({"method": "on_policy_distill"}, False),
+        ({"method": "on_policy_distill", "reward__function": "f.py:f"}, True),
+        ({"algorithm__advantage": "rloo"}, True),
+        ({"algorithm__advantage": "reinforce"}, True),
     ],
     ids=str,
 )
-def test_equal_rewards_mean_nothing_where_a_teacher_alone_is_followed(keys: dict[str, str], warned: bool) -> None:
-    """Distillation without rewards learns from the teacher; with rewards, from each response by itself."""
-    recipe = recipe_of(method="on_policy_distill", rollout__n=4, algorithm__kl__reference="teacher", **keys)
-    assert bool(read(Warnings(recipe), critic__mixed_groups=0.0)) is warned
-
-
-@pytest.mark.parametrize(("advantage", "warned"), [("rloo", True), ("reinforce", False), ("reinforce_pp", False)])
-def test_equal_rewards_teach_nothing_where_a_group_is_compared(advantage: str, warned: bool) -> None:
-    warnings = Warnings(recipe_of(algorithm__advantage=advantage, rollout__n=4))
-    assert bool(read(warnings, critic__mixed_groups=0.0)) is warned
+def test_without_rewards_a_teacher_alone_is_followed(keys: dict[str, str], named: bool) -> None:
+    """Advantages of zero mean that there is nothing to learn, unless no reward counts."""
+    teacher = {"algorithm__kl__reference": "teacher"} if keys.get("method") else {}
+    cause = missing([1, 1], [0, 0], None, **{"rollout__n": 4, **teacher, **keys})
+    assert (cause is not None) is named
 
 
 def test_a_sign_is_quiet_while_it_lasts() -> None:

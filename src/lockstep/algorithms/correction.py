@@ -92,7 +92,7 @@ def correct(
     metrics = {
         **_disagreement(log_ratio_K, whole),
         "rollout_corr/weight_mean": whole.mean(weights_K),
-        "rollout_corr/effective_share": _effective_share(weights_K, whole),
+        **_effective_share(weights_K, whole),
         "rollout_corr/capped_share": whole.mean(importance_K > most),
         "rollout_corr/masked_share": whole.mean(keep_K == 0),
         "rollout_corr/masked_sequence_share": _masked_sequences(keep_K, sequence_K, sequences, whole),
@@ -197,10 +197,11 @@ def _disagreement(log_ratio_K: torch.Tensor, whole: WholeStep) -> dict[str, floa
     }
 
 
-def _effective_share(weights_K: torch.Tensor, whole: WholeStep) -> float:
-    """Effective sample size over the number of tokens: 1 when all weigh alike."""
+def _effective_share(weights_K: torch.Tensor, whole: WholeStep) -> dict[str, float]:
+    """Effective sample size over the number of tokens: 1 when all weigh alike. Undefined, and left out, where no token
+    has a weight."""
     squares, mean = whole.mean(weights_K.double().square()), whole.mean(weights_K)
-    return mean**2 / squares if squares > 0 else 0.0
+    return {"rollout_corr/effective_share": mean**2 / squares} if squares > 0 else {}
 
 
 def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, whole: WholeStep) -> float:

@@ -136,7 +136,7 @@ class Handle:
         top_p: float = 1.0,
         top_k: int = 0,
         min_p: float = 0.0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> list[Response]:
         """`n` responses to each prompt, those of a prompt side by side. Temperature 0 is greedy.
 
@@ -147,7 +147,8 @@ class Handle:
             raise Refusal.at("n", f"{n} greedy responses would all be the same", "give a temperature")
         # Greedy is 0 here, which a recipe's rollouts are not.
         kinds = {"n": n, "max_tokens": max_tokens, "temperature": 1.0 if temperature == 0 else temperature}
-        checked(RolloutSettings, **kinds, top_p=top_p, top_k=top_k, min_p=min_p)
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        checked(RolloutSettings, **kinds, top_p=top_p, top_k=top_k, min_p=min_p, stop=stops)
         asked = [self.encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
         for number, ids in enumerate(asked):
             self._refuse_unknown_tokens(ids, f"prompt {number}")
@@ -161,7 +162,7 @@ class Handle:
             top_k,
             min_p,
             stop_ids=self._stop_ids,
-            stop_strings=tuple(stop),
+            stop_strings=tuple(stops),
             seed=self.seed,
             score_truncated=True,
         )

@@ -128,7 +128,7 @@ def _judge(
     if not reward.rules and reward.function is None and not any_isolated(sources):
         yield RuleJudge()
         return
-    with opened_scorer(reward, prompts, torch_device, console, None, OPTIONS, trains=False) as scorer:
+    with opened_scorer(reward, prompts, torch_device, console, None, OPTIONS) as scorer:
         yield scorer
 
 

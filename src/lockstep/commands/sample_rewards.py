@@ -56,10 +56,8 @@ def opened_scorer(
     console: Console,
     output: Path | None,
     options: Mapping[str, str] = OPTIONS,
-    *,
-    trains: bool = True,
 ) -> Scorer:
-    """The rewards, tried on real rows; what is refused is named by its option. `trains` as in `dry_run`.
+    """The rewards, tried on real rows; what is refused is named by its option.
 
     The last lines that a function prints are kept in files whose names begin with `output`.
     """
@@ -72,7 +70,7 @@ def opened_scorer(
         scorer = Scorer.open(reward, sources, torch_device, output=output)
         try:
             with console.task("Trying the rewards on real rows", None):
-                tried = scorer.dry_run([prompt.question for prompt in prompts], trains=trains)
+                tried = scorer.dry_run([prompt.question for prompt in prompts])
         except BaseException:
             scorer.close()
             raise

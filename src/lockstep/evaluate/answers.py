@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from lockstep.types import Failure, Question, Rollout
+from lockstep.types import FAILED, Failure, Question, Rollout
 
 
 def answer_metrics(
@@ -33,7 +33,7 @@ def answer_metrics(
         totals = [_total(a) for a in scored if a.prompt.question.data_source == source]
         if totals:
             metrics[f"val-core/{source}/reward/mean@{n}"] = sum(totals) / len(totals)
-    metrics["val/answered"] = sum(a.stop != "length" for a in answers) / len(answers)
+    metrics["val/answered"] = sum(a.stop not in ("length", FAILED) for a in answers) / len(answers)
     if len(scored) < len(answers):
         metrics["val/failed"] = float(len(answers) - len(scored))
     return metrics

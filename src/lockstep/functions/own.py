@@ -24,6 +24,8 @@ LOAD_SECONDS = 120.0
 _given: dict[str, Callable[..., Any]] = {}
 # Files that were run already, by path and time of change: two functions of one file share its globals.
 _modules: dict[tuple[Path, int], ModuleType] = {}
+# Files that are being run right now, the innermost last.
+_running: list[Path] = []
 
 
 class Unloadable(Exception):
@@ -92,6 +94,9 @@ def located(function_path: str, key: str) -> tuple[Path, str]:
     if not path or not name.isidentifier():
         raise Refusal.at(key, f"{function_path!r} does not name a function", "write path/to/file.py:name")
     file = Path(path).expanduser().absolute()
+    if path.startswith("<") or "ipykernel_" in path:
+        why = f"{function_path} was defined in a notebook or an interactive session, which no other process can load"
+        raise Refusal.at(key, why, "put the function into a file: path/to/file.py:name")
     if not file.is_file():
         raise Refusal.at(key, f"there is no file {path}", "give the path from the folder that you start in")
     return file, name
@@ -124,6 +129,23 @@ def given(function_path: str) -> bool:
     return function_path in _given
 
 
+def only_here(function_path: str) -> Callable[..., Any] | None:
+    """The callable behind the path, where it was given from Python and no other process can load it: one of the main
+    script or of a notebook cell, or one that is made inside another function."""
+    function = _given.get(function_path)
+    if function is None:
+        return None
+    file, _, name = function_path.rpartition(":")
+    module = sys.modules.get(function.__module__)
+    importable = module is not None and function.__module__ != "__main__" and Path(file).is_file()
+    return None if importable and getattr(module, name, None) is function else function
+
+
+def file_being_run() -> Path | None:
+    """The user's file that is being imported for a function in it, if one is."""
+    return _running[-1] if _running else None
+
+
 def give(key: str, function: Callable[..., Any]) -> str:
     """Remember a callable for the runs of this process; returns the path that stands for it in the recipe."""
     name = getattr(function, "__name__", "")
@@ -138,15 +160,9 @@ def give(key: str, function: Callable[..., Any]) -> str:
     return function_path
 
 
-def load(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
-    """The function `name` of the file, callable with `call` by name. Modules beside the file can be imported by it."""
-    function = function_of(run_file(path), name, call, path)
-    refuse_signature(function, name, call, by_name=True)
-    return function
-
-
 def load_by_position(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
-    """As `load`, callable with `call` by position."""
+    """The function `name` of the file, callable with `call` by position. Modules beside the file can be imported by
+    it."""
     function = function_of(run_file(path), name, call, path)
     refuse_signature(function, name, call, by_name=False)
     return function
@@ -190,6 +206,7 @@ def run_file(path: Path) -> ModuleType:
         raise Unloadable("is not a Python file", "name a file that ends with .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
+    _running.append(path)
     try:
         with time_limit(LOAD_SECONDS, f"{path}: could not be imported in {LOAD_SECONDS:g} s"):
             spec.loader.exec_module(module)
@@ -198,6 +215,8 @@ def run_file(path: Path) -> ModuleType:
         raise Unloadable(why, "do its work in the function, not when the file is imported") from None
     except BaseException as error:  # noqa: BLE001 - whatever the user's file raises is what must be told
         raise Unloadable(f"cannot be imported: {told(error, str(path))}", "mend the file") from None
+    finally:
+        _running.remove(path)
     _modules[known] = module
     return module
 

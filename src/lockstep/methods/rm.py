@@ -62,7 +62,7 @@ class Ranked:
             "pair_accuracy": sums["accuracy"] / divisor,
             **{name: sums[name] / divisor for name in ("margin", "chosen", "rejected")},
             "score_mean": mean,
-            "score_std": deviation,
+            **({"score_std": deviation} if count > 1 else {}),
         }
 
     def start(self) -> float | None:

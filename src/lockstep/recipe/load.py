@@ -137,10 +137,6 @@ def _plain(value: Any, key: str) -> Any:
         return str(value)
     if not callable(value):
         return value
-    if key == "reward.function" and getattr(value, "__module__", "") == "__main__":
-        raise Refusal.at(
-            key, "its processes would run your script again", "put it into a file of its own: path/to/file.py:name"
-        )
     return give(key, value)
 
 

@@ -402,7 +402,8 @@ class Reward(Section):
         0.1,
         ge=0,
         le=1,
-        description="Stop when more than this share of a step's responses could not be scored.",
+        description="Stop when more than this share of a step's responses could not be generated "
+        "(`rollout.function`) or scored.",
         effect=Effect("harmless", "only when the run is stopped"),
         resumable=True,
     )

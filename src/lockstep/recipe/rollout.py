@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
 from lockstep.recipe.effects import CACHE, GROUPS, SAMPLING, Effect
 from lockstep.recipe.named import Named
 from lockstep.recipe.rows import ENGINES
 from lockstep.recipe.section import Field, Section
 from lockstep.recipe.serving import ServerSettings
+
+
+def _stop_text(text: str) -> str:
+    if not text:
+        raise PydanticCustomError(
+            "stop", "an empty text is in every response and would end it after one token; remove it"
+        )
+    return text
+
+
+def _stop_id(token: int) -> int:
+    # The upper end is the model's vocabulary, which is known when the model is.
+    if token < 0:
+        raise PydanticCustomError("stop_id", "no token has a negative id, so it would never end a response; remove it")
+    return token
 
 
 class RolloutSettings(Section):
@@ -43,8 +61,8 @@ class RolloutSettings(Section):
     function_limit: float = Field(
         600.0,
         gt=0,
-        description="Seconds that `function` may take between two turns of the policy; then the run stops.",
-        effect=Effect("harmless", "only when the run is stopped"),
+        description="Seconds that `function` may take between two turns of the policy; then its response fails.",
+        effect=Effect("harmless", "only where a response is given up; reward/failed tells"),
         resumable=True,
     )
     n: int = Field(8, ge=1, description="Responses sampled for each prompt.", effect=GROUPS)
@@ -73,12 +91,12 @@ class RolloutSettings(Section):
         "the whole distribution (`ignore`: ratios are then off); `refuse` asks to choose.",
         effect=Effect("blocks", "log-probabilities are of another distribution"),
     )
-    stop: list[str] = Field(
+    stop: list[Annotated[str, AfterValidator(_stop_text)]] = Field(
         default_factory=list,
         description="Texts that end a response.",
         effect=Effect("blocks", "responses end elsewhere"),
     )
-    stop_ids: list[int] = Field(
+    stop_ids: list[Annotated[int, AfterValidator(_stop_id)]] = Field(
         default_factory=list,
         description="Tokens that end a response, besides the model's.",
         effect=Effect("blocks", "responses end elsewhere"),

@@ -65,6 +65,14 @@ class RunSettings(Section):
         effect=Effect("harmless", "where the run ends; the steps before it are the same"),
         resumable=True,
     )
+    max_idle_updates: int | None = Field(
+        10,
+        ge=0,
+        description="Stop after so many consecutive steps whose updates change nothing: zero gradients, all advantages "
+        "zero, or every token masked. 0 or `null` never stops.",
+        effect=Effect("harmless", "where the run ends; the steps before it are the same"),
+        resumable=True,
+    )
     resume: Literal["auto", "never", "required"] = Field(
         "auto",
         description="`auto` continues from the newest whole checkpoint, `never` refuses a folder that exists, "

@@ -1,4 +1,4 @@
-"""Before the first step: can the rewards tell a right answer from none? One that cannot would train nothing."""
+"""Before the first step: can the rewards tell a right answer from none? One that cannot may train nothing."""
 
 from __future__ import annotations
 
@@ -48,14 +48,12 @@ def dry_run(
     questions: Sequence[Question],
     rule_of: Callable[[str], Rule | None],
     weights: Mapping[str, float],
-    *,
-    trains: bool = True,
 ) -> Tried:
-    """A line for each part and data source; refuses what fails, and what scores right and empty answers alike.
+    """A line for each part and data source; refuses what cannot work: an exception, or a score that is no number.
 
     Every ground truth is looked at where the rule counts. The answers tried are those of `right_answers`. A warning
-    where the parts that know the ground truth score the empty answer, by their weights, above all of these. Where
-    nothing is trained by it, a function may look for something that no answer tried here has: that is a warning too.
+    where a part scores right and empty answers alike (it may read a form that is not among them), and where the parts
+    that know the ground truth score the empty answer, by their weights, above all right ones.
     """
     problems: list[Problem] = []
     if any(part.name == "rule" for part in parts):
@@ -70,12 +68,13 @@ def dry_run(
         part.flush()
     lines, alike = [], []
     for (name, source), tried in trials.items():
-        line, found = _judged(name, source, tried, say_source=len(sources) > 1)
+        failed = _first_failure(name, tried)
+        if failed is not None:
+            problems.append(failed)
+            continue
+        line, warning = _judged(name, source, tried, say_source=len(sources) > 1)
         lines.append(line)
-        if found and not trains and name != "rule" and not _any_failed(tried):
-            alike += [f"reward {name}: {problem.why}" for problem in found]
-        else:
-            problems += found
+        alike += [warning] if warning else []
     refuse_all(problems)
     counting = {name: weight for name, weight in weights.items() if weight and name in KNOWING}
     said = [_upside_down(source, [trials[name, source] for name in counting], counting) for source in sources]
@@ -83,11 +82,22 @@ def dry_run(
 
 
 def right_answers(part: str, question: Question, rule: Rule | None) -> list[str]:
-    """Whatever may be a right answer: the bare truth, the forms of the rules, and the worked answer that some data sets
-    carry. For the rule, its own form first."""
+    """Whatever may be a right answer: the bare truth, the forms that rules and common reward functions read, and the
+    worked answer that some data sets carry. For the rule, its own form first."""
     truth = question.ground_truth
     worked = question.extra_info.get("answer")
-    known = [truth, f"#### {truth}", boxed_example(truth), *([worked] if isinstance(worked, str) and worked else [])]
+    boxed = boxed_example(truth)
+    known = [truth, f"#### {truth}", boxed]
+    if part in KNOWING:
+        known += [
+            f"<answer>{truth}</answer>",
+            f"<think>\nso\n</think>\n<answer>\n{truth}\n</answer>",
+            f"<think>\nso\n</think>\n{boxed}",
+            f"<think>\nso\n</think>\n<answer>{boxed}</answer>",
+            f"Answer: {truth}",
+            f"The answer is {truth}.",
+        ]
+    known += [worked] if isinstance(worked, str) and worked else []
     own = [rule.example(truth)] if part == "rule" and rule is not None else []
     return list(dict.fromkeys([*own, *known]))
 
@@ -107,15 +117,21 @@ def _try(part: RewardPart, question: Question, rule: Rule | None) -> _Trial:
     return _Trial(question, tried, part.submit(question, ""), [part.submit(question, text) for text in tried])
 
 
-def _judged(name: str, source: str, trials: Sequence[_Trial], *, say_source: bool) -> tuple[str, list[Problem]]:
+def _first_failure(name: str, trials: Sequence[_Trial]) -> Problem | None:
+    for trial in trials:
+        outcomes = [future.result() for future in (trial.empty, *trial.right)]
+        for text, outcome in zip(["", *trial.tried], outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                return _failed(name, trial.question, text, outcome)
+    return None
+
+
+def _judged(name: str, source: str, trials: Sequence[_Trial], *, say_source: bool) -> tuple[str, str | None]:
+    """What a part said of a source, in a line, and a warning where it cannot tell right from empty answers."""
     where = f"reward {name}" + (f" ({source})" if say_source else "")
     shown: tuple[float, float] | None = None
     apart = False
     for trial in trials:
-        outcomes = [trial.empty.result(), *[future.result() for future in trial.right]]
-        for text, outcome in zip(["", *trial.tried], outcomes, strict=True):
-            if isinstance(outcome, Failure):
-                return where, [_failed(name, trial.question, text, outcome)]
         empty, scores = trial.scores(name)
         # The rule is held to its own form, which comes first: another one is right only by accident.
         right = list(scores.values())[: 1 if name == "rule" else None]
@@ -124,17 +140,11 @@ def _judged(name: str, source: str, trials: Sequence[_Trial], *, say_source: boo
             shown = (better or right)[0], empty
         apart = apart or bool(better)
     if shown is None:
-        return f"{where}: no rows to try", []
+        return f"{where}: no rows to try", None
     if name != "rule" and not any(trial.question.ground_truth for trial in trials):
-        return f"{where}: empty answer {shown[1]:g}; no ground truth to try a right one with", []
+        return f"{where}: empty answer {shown[1]:g}; no ground truth to try a right one with", None
     line = f"{where}: right answer {shown[0]:g}, empty answer {shown[1]:g}"
-    if apart or name == "format":
-        return line, []
-    return line, [_blind(name, source, trials, shown[1])]
-
-
-def _any_failed(trials: Sequence[_Trial]) -> bool:
-    return any(isinstance(f.result(), Failure) for trial in trials for f in (trial.empty, *trial.right))
+    return line, None if apart or name == "format" else _blind(name, source, trials, shown[1])
 
 
 def _upside_down(source: str, by_part: Sequence[Sequence[_Trial]], weights: Mapping[str, float]) -> str | None:
@@ -171,13 +181,15 @@ def _failed(name: str, question: Question, text: str, failure: Failure) -> Probl
     )
 
 
-def _blind(name: str, source: str, trials: Sequence[_Trial], score: float) -> Problem:
+def _blind(name: str, source: str, trials: Sequence[_Trial], score: float) -> str:
     tried = ", ".join(repr(text[:60]) for text in trials[0].tried[: 1 if name == "rule" else None])
-    return Problem(
-        f"reward.{'rules' if name == 'rule' else name}",
-        f"data source {source}: the empty answer and right answers both score {score:g} on all of {len(trials)} rows; "
-        f"tried on {trials[0].question.origin}: {tried}",
-        "a reward that is the same for all trains nothing: check the rule of this data source and its ground truths"
+    remedy = (
+        "Check the rule of this data source and its ground truths"
         if name == "rule"
-        else "a reward that is the same for all trains nothing: check what it expects of an answer",
+        else "If it reads another form, put a right answer in that form into extra_info.answer; a reward that is the "
+        "same for all answers trains nothing"
+    )
+    return (
+        f"reward {name}: data source {source}: the empty answer and right answers both score {score:g} on all of "
+        f"{len(trials)} rows; tried on {trials[0].question.origin}: {tried}. {remedy}"
     )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
-from lockstep.functions import located
+from lockstep.errors import Refusal
+from lockstep.functions import Unloadable, located, only_here
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import Given, Raised
 from lockstep.reward.batch_function import prompt_text
 from lockstep.reward.parts import PartOutcome, RewardPart, promised
-from lockstep.reward.pool import Pool
+from lockstep.reward.pool import LocalCalls, Pool
+from lockstep.reward.worker import CALL, in_either_form
 from lockstep.reward.worker_process import Target
 from lockstep.types import Failure, Question
 
@@ -20,7 +24,8 @@ class FunctionPart(RewardPart):
     that is what it takes, `f(queries=, prompts=, labels=)` with lists of one.
 
     `name` is the part that the scores and failures count for; `reference` is `path/to/file.py:name`, named by `key`.
-    The last lines that process N prints are kept in `output`-N.log, once the folder above is there.
+    The last lines that process N prints are kept in `output`-N.log, once the folder above is there. A function that
+    only this process has (`only_here`) is called in it.
     """
 
     def __init__(
@@ -33,12 +38,20 @@ class FunctionPart(RewardPart):
         output: Path | None = None,
     ):
         self.name = name
-        path, function = located(reference, key)
         # Those of the recipe are for the user's function, not for a judge of ours that runs in the same way.
         self._arguments = arguments = dict(settings.arguments) if key == "reward.function" else {}
-        target = Target(
-            str(path), function, settings.time_limit, settings.memory_limit_gb, output, key, tuple(arguments)
-        )
+        function = only_here(reference)
+        self._pool: Pool | LocalCalls
+        if function is not None:
+            self._pool = _local_calls(function, reference, key, settings, tuple(arguments))
+            self.note = (
+                f"reward {name}: {reference} is defined in this script or notebook and runs in its process: no limit "
+                "of memory, and a call over reward.time_limit fails but keeps its thread. A function in a file of its "
+                "own has both limits"
+            )
+            return
+        path, word = located(reference, key)
+        target = Target(str(path), word, settings.time_limit, settings.memory_limit_gb, output, key, tuple(arguments))
         self._pool = Pool(target, settings.workers)
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
@@ -61,3 +74,14 @@ class FunctionPart(RewardPart):
         if isinstance(answer, Raised):
             return Failure(self.name, answer.why, answer.log)
         return {self.name: answer.score, **{f"{self.name}/{key}": value for key, value in answer.more.items()}}
+
+
+def _local_calls(
+    function: Callable[..., Any], reference: str, key: str, settings: Reward, extra: tuple[str, ...]
+) -> LocalCalls:
+    file, _, name = reference.rpartition(":")
+    try:
+        usable = in_either_form(function, name, (*CALL, *extra))
+    except Unloadable as error:
+        raise Refusal.at(f"{key} {reference}", error.why, error.remedy) from error
+    return LocalCalls(usable, file, settings.time_limit)

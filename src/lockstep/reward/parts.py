@@ -25,6 +25,8 @@ class RewardPart(ABC):
     """One of the rewards that are added up."""
 
     name: str
+    note: str = ""
+    """What the user should know of how it runs."""
 
     @abstractmethod
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:

@@ -6,14 +6,17 @@ again in each (and import torch with it), and its processes may not have childre
 
 from __future__ import annotations
 
+import pickle
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.errors import LostProcess, Refusal
 from lockstep.reward.answers import Given, Raised
+from lockstep.reward.worker import answer
 from lockstep.reward.worker_process import Target, WorkerProcess
 
 
@@ -50,8 +53,7 @@ class Pool:
 
     def submit(self, call: dict[str, Any]) -> Future[Given | Raised]:
         """Returns at once. The future never raises and cannot be cancelled."""
-        future: Future[Given | Raised] = Future()
-        future.set_running_or_notify_cancel()
+        future = _promised()
         with self._entering:
             if not self._closing.is_set():
                 self._jobs.put(_Job(call, future))
@@ -155,6 +157,75 @@ class Pool:
         if isinstance(answer, Raised) and answer.spent:
             worker.kill()
         return answer
+
+
+class LocalCalls:
+    """As `Pool`, for a function that only this process has: calls run one after another in a thread of this process. A
+    thread cannot be killed: one that is over the time limit is left behind, and the next call gets another.
+    """
+
+    def __init__(self, function: Callable[..., Any], path: str, seconds: float):
+        self._function, self._path, self._seconds = function, path, seconds
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._entering, self._closing = threading.Lock(), False
+        self._calls: queue.SimpleQueue[_Job | None] | None = None
+        """Those of the thread that calls the function; None ends it."""
+        self._supervisor = threading.Thread(target=self._supervise, name="reward-calls", daemon=True)
+        self._supervisor.start()
+
+    def submit(self, call: dict[str, Any]) -> Future[Given | Raised]:
+        """Returns at once. The future never raises and cannot be cancelled."""
+        job = _Job(call, _promised())
+        with self._entering:
+            if not self._closing:
+                self._jobs.put(job)
+                return job.future
+        job.future.set_result(_CLOSED)
+        return job.future
+
+    def close(self) -> None:
+        """Calls that wait are answered with a failure; the one that runs is waited for within its limit."""
+        with self._entering:
+            self._closing = True
+            self._jobs.put(None)
+        self._supervisor.join()
+
+    def _supervise(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.future.set_result(_CLOSED if self._closing else self._answer(job.call))
+        if self._calls is not None:
+            self._calls.put(None)
+
+    def _answer(self, call: dict[str, Any]) -> Given | Raised:
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self._calls,), name="reward-function", daemon=True).start()
+        job = _Job(call, _promised())
+        self._calls.put(job)
+        try:
+            return job.future.result(self._seconds)
+        except TimeoutError:
+            self._calls.put(None)
+            self._calls = None
+            return Raised(f"gave nothing in {self._seconds:g} s (reward.time_limit)")
+
+    def _run(self, calls: queue.SimpleQueue[_Job | None]) -> None:
+        while (job := calls.get()) is not None:
+            job.future.set_result(self._called(job.call))
+
+    def _called(self, call: dict[str, Any]) -> Given | Raised:
+        try:
+            # A copy, as another process would get: what the function changes in it must not change the row.
+            copied = pickle.dumps(call)
+        except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
+            return Raised(f"the row cannot be copied for it: {error}")
+        return answer(self._function, copied, self._path)
+
+
+def _promised() -> Future[Given | Raised]:
+    future: Future[Given | Raised] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 _CLOSED = Raised("the run was ending before it was scored")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dis
+import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import Refusal
-from lockstep.functions import located
+from lockstep.functions import located, only_here
 from lockstep.recipe.online import Reward
 from lockstep.reward.scorer import active_weights
 
@@ -23,11 +27,34 @@ def read_by_rewards(settings: Reward) -> frozenset[str]:
         return EVERYTHING
     if settings.function is None:
         return frozenset()
+    function = only_here(settings.function)
+    if function is not None:
+        return _read_by_callable(function)
     try:
         file, name = located(settings.function, "reward.function")
     except Refusal:
         return EVERYTHING  # told by whoever opens the function
     return _read_by(file, name)
+
+
+def _read_by_callable(function: Callable[..., Any]) -> frozenset[str]:
+    """By the names that its code loads: a notebook cell has no file."""
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(function, "__wrapped__"):
+        return EVERYTHING
+    used: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith(("LOAD", "STORE_FAST_LOAD", "MAKE_CELL")):
+            found = instruction.argval
+            used |= {found} if isinstance(found, str) else set(found) if isinstance(found, tuple) else set()
+    counted = code.co_argcount + code.co_kwonlyargcount
+    if "locals" in used:
+        return EVERYTHING
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        rest = code.co_varnames[counted + bool(code.co_flags & inspect.CO_VARARGS)]
+        if rest in used:
+            return EVERYTHING
+    return frozenset(_NAMES[name] for name in set(code.co_varnames[:counted]) & used & set(_NAMES))
 
 
 def _read_by(file: Path, name: str) -> frozenset[str]:

@@ -96,9 +96,10 @@ class Scorer:
         for part in self._parts:
             part.flush()
 
-    def dry_run(self, questions: Sequence[Question], *, trains: bool = True) -> Tried:
-        """Score right and empty answers to some of the questions; refuses a reward that cannot tell them apart."""
-        tried = dry_run(self._parts, questions, self.rule_of, self._weights, trains=trains)
+    def dry_run(self, questions: Sequence[Question]) -> Tried:
+        """Score right and empty answers to some of the questions; warns of a reward that cannot tell them apart."""
+        tried = dry_run(self._parts, questions, self.rule_of, self._weights)
+        tried.lines.extend(part.note for part in self._parts if part.note)
         if self._rules and "rule" not in self._weights:
             tried.lines.append(
                 "reward rule: does not count, because other rewards are set and reward.weights does not name it"

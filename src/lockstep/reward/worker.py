@@ -19,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.functions import LONGEST_WHY, Unloadable, load, told
+from lockstep.functions import LONGEST_WHY, Unloadable, told
+from lockstep.functions.own import function_of, refuse_signature, run_file
 from lockstep.processes.memory_limit import limit_memory
 from lockstep.reward.answers import LOADING, Given, Loaded, Raised, Unusable, line_of, number
 from lockstep.reward.awaited import awaited
@@ -72,13 +73,23 @@ def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, byte
 
 
 def _loaded(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | Unusable:
-    """The function, in either of the two forms, or why it cannot be had."""
+    """The function, or why it cannot be had."""
     try:
-        return load(path, name, call)
+        return in_either_form(function_of(run_file(path), name, call, path), name, call)
     except Unloadable as error:
-        with suppress(Unloadable):
-            return BatchFunction(load(path, name, BATCH_CALL))
         return Unusable(error.why, error.remedy)
+
+
+def in_either_form(function: Callable[..., Any], name: str, call: tuple[str, ...]) -> Callable[..., Any]:
+    """A function that takes `call` by name, or lists of the batch form; `Unloadable` where it takes neither."""
+    try:
+        refuse_signature(function, name, call, by_name=True)
+    except Unloadable:
+        with suppress(Unloadable):
+            refuse_signature(function, name, BATCH_CALL, by_name=True)
+            return BatchFunction(function)
+        raise
+    return function
 
 
 def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Raised:

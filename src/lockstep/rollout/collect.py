@@ -15,7 +15,17 @@ from lockstep.parallel.world import World
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.shares import Shares, costs_of
-from lockstep.types import Failure, Prompt, Question, Request, Rollout, Sampling, Score
+from lockstep.types import (
+    ROLLOUT_FUNCTION,
+    Completion,
+    Failure,
+    Prompt,
+    Question,
+    Request,
+    Rollout,
+    Sampling,
+    Score,
+)
 
 
 class Judge(Protocol):
@@ -40,6 +50,15 @@ def _judged(made: dict[str, Any], score: Score | Failure, decode: Callable[[list
     steps = score.steps if isinstance(score, Score) else ()
     earned = tuple((token_at(made["ids"], end, decode), share) for end, share in steps)
     return {**made, "score": score, "earned": earned}
+
+
+def _submitted(judge: Judge, question: Question, completion: Completion, text: str) -> Future[Score | Failure]:
+    """The score to come; of a response that its rollout function failed to make, the failure."""
+    if not completion.failure:
+        return judge.submit(question, text)
+    failed: Future[Score | Failure] = Future()
+    failed.set_result(Failure(ROLLOUT_FUNCTION, completion.failure))
+    return failed
 
 
 def token_at(ids: list[int], end: int, decode: Callable[[list[int]], str]) -> int:
@@ -91,7 +110,7 @@ def collect(
                     "text": text,
                 }
                 if world.speaks:
-                    judged.append((made, judge.submit(prompts[index].question, text)))
+                    judged.append((made, _submitted(judge, prompts[index].question, completion, text)))
                 advance(1)
             seconds = time.perf_counter() - begun
         with phases("reward"):

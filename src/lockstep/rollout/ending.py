@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import Refusal
 from lockstep.types import Sampling
 
 if TYPE_CHECKING:
@@ -26,6 +27,18 @@ def why_ended(tokens: Sequence[int], prompt: int, sampling: Sampling, decode: Ca
         if any(text in tail for text in sampling.stop_strings):
             return "string"
     return "length" if len(tokens) - prompt >= sampling.max_tokens else ""
+
+
+def refuse_unknown_ids(stop_ids: Sequence[int], vocabulary: int, key: str = "rollout.stop_ids") -> None:
+    """Tokens that the model cannot produce would never end a response."""
+    unknown = [token for token in stop_ids if not 0 <= token < vocabulary]
+    if unknown:
+        raise Refusal.at(
+            key,
+            f"{', '.join(map(str, unknown[:8]))}: not among the model's tokens, which are 0 to {vocabulary - 1}, so it "
+            "would never end a response",
+            "take ids from this model's tokenizer, or remove them",
+        )
 
 
 def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

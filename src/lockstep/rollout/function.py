@@ -4,6 +4,10 @@
 and a mask, 1 where the policy wrote the token and 0 where an environment did. `generate(ids)` continues token ids with
 the policy. Functions run side by side in threads, and those that wait for the policy are answered together; the noise
 of a turn depends on prompt, sample and turn alone, so which thread is first changes nothing.
+
+A response is truncated (stop reason `length`) when it reached `rollout.max_tokens`, or when the function returns
+`(ids, trained, True)`. A smaller `max_tokens` of one `generate` call does not make it truncated. A function that
+raises, stalls or returns something invalid fails its own response only; the others continue.
 """
 
 from __future__ import annotations
@@ -20,11 +24,14 @@ import torch
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import OwnFunction, own_function
 from lockstep.rollout.engine import Engine, SharedWeights
-from lockstep.types import Completion, Prompt, Request, Sampling
+from lockstep.types import FAILED, ROLLOUT_FUNCTION, Completion, Origin, Prompt, Request, Sampling
 
-KEY = "rollout.function"
+KEY = ROLLOUT_FUNCTION
 CALL = ("prompt", "generate")
-RETURN = "return (ids, trained): the response's token ids, and for each 1 (the policy wrote it) or 0 (it did not)"
+RETURN = (
+    "return (ids, trained): the response's token ids, and for each 1 (the policy wrote it) or 0 (it did not); "
+    "optionally a third value, True where the response is truncated"
+)
 # Functions that run at the same time.
 SIDE_BY_SIDE = 256
 
@@ -45,9 +52,9 @@ class _Over(BaseException):
 
 @dataclass
 class _Ask:
-    """A turn that a function waits for. `order` is the response's, whichever thread was first."""
+    """A turn that a function waits for."""
 
-    order: tuple[int, int]
+    response: _Response
     request: Request
     answered: threading.Event = field(default_factory=threading.Event)
     completion: Completion | None = None
@@ -86,6 +93,11 @@ class _Response:
         self.turns: list[tuple[list[int], Completion]] = []
         self._inbox, self._over, self._lock = inbox, False, threading.Lock()
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among all responses, whichever thread was first."""
+        return self.number, self.sample
+
     def end(self) -> None:
         """Nobody waits for it any more: its next question ends the function."""
         with self._lock:
@@ -100,7 +112,7 @@ class _Response:
         if room <= 0:
             return Completion(0, self.sample, [], [], "length")
         key = _turn_key(self.request.key, len(self.turns))
-        ask = _Ask((self.number, self.sample), Request(ids, key, first=self.sample, max_tokens=room))
+        ask = _Ask(self, Request(ids, key, first=self.sample, max_tokens=room))
         with self._lock:
             if self._over:
                 raise _Over
@@ -121,7 +133,8 @@ class _Response:
 class FunctionEngine:
     """An engine whose responses are written by a function, which asks `inner` for the policy's turns.
 
-    A request without a question (an engine's own check) goes straight to `inner`.
+    A request without a question (an engine's own check) goes straight to `inner`. Where the function fails, the
+    completion carries the reason in `failure`; with `tolerant` False the first failure is a refusal instead.
     """
 
     def __init__(
@@ -132,7 +145,10 @@ class FunctionEngine:
         decode: Callable[[list[int]], str],
         vocabulary: int,
         seconds: float,
+        *,
+        tolerant: bool = True,
     ):
+        self.tolerant = tolerant
         self.inner, self.vocabulary, self.instead, self.seconds = inner, vocabulary, inner.instead, seconds
         self.function = own_function(function_path, KEY, CALL)
         self._encode, self._decode = encode, decode
@@ -164,15 +180,22 @@ class FunctionEngine:
                     running.append(self._started(waiting.pop(0)))
                 # Until every function either waits for the policy or is done: then they are answered together.
                 while len(asks) < len(running):
-                    said = self._next(inbox, running, asks)
-                    if isinstance(said, _Ask):
+                    said = self._next(inbox)
+                    if said is None:
+                        for response in _stalled(running, asks):
+                            response.end()
+                            running.remove(response)
+                            yield self._failed(response, self._silent(response))
+                    elif isinstance(said, _Ask) and said.response in running:
                         asks.append(said)
-                    else:
+                    elif isinstance(said, _Ask):
+                        said.answered.set()  # a response that was given up: this ends its function
+                    elif said.response in running:
                         running.remove(said.response)
                         yield self._completion(said)
                 if asks:
                     # In one order, so that the batch, and with it the rounding, is the same in every run.
-                    self._answer(sorted(asks, key=lambda ask: ask.order), sampling)
+                    self._answer(sorted(asks, key=lambda ask: ask.response.order), sampling)
                     asks = []
         finally:
             for response in running:
@@ -183,19 +206,18 @@ class FunctionEngine:
             for ask in asks:
                 ask.answered.set()
 
-    def _next(
-        self, inbox: queue.SimpleQueue[_Ask | _Done], running: Sequence[_Response], asks: Sequence[_Ask]
-    ) -> _Ask | _Done:
-        """What the next function says. Where none says anything, an environment has stalled: nothing waits for ever."""
+    def _next(self, inbox: queue.SimpleQueue[_Ask | _Done]) -> _Ask | _Done | None:
+        """What the next function says; None after `seconds` without a word from any of them."""
         try:
             return inbox.get(timeout=self.seconds)
         except queue.Empty:
-            asking = {ask.order for ask in asks}
-            stalled = next(one for one in running if (one.number, one.sample) not in asking)
-            raise self.function.refuse(
-                f"said nothing for {self.seconds:g} s, for {stalled.prompt.question.origin}",
-                "let it give up sooner, or raise rollout.function_limit; the last checkpoint is untouched",
-            ) from None
+            return None
+
+    def _silent(self, response: _Response) -> Refusal:
+        return self.function.refuse(
+            f"said nothing for {self.seconds:g} s, for {response.prompt.question.origin}",
+            "let it give up sooner, or raise rollout.function_limit; the last checkpoint is untouched",
+        )
 
     def _started(self, response: _Response) -> _Response:
         generate = Generate(response, self._encode, self._decode)
@@ -209,20 +231,40 @@ class FunctionEngine:
             ask.answered.set()
 
     def _completion(self, done: _Done) -> Completion:
-        """The response that a function returned, or a refusal that names function and row."""
+        """The response that a function returned, or why there is none."""
         response = done.response
         origin = response.prompt.question.origin
-        if isinstance(done.error, Refusal):
-            problem = done.error.problems[0]
-            raise Refusal([Problem(problem.where, f"{problem.why}, for {origin}", problem.remedy)]) from done.error
         if done.error is not None:
-            raise done.error
+            return self._failed(response, self._raised(done.error, origin))
         try:
-            ids, trained = _checked(done.returned, response.limit, self.vocabulary)
+            ids, trained, truncated = _checked(done.returned, response.limit, self.vocabulary)
             logprobs, stop = _provenance(ids, trained, response)
         except ValueError as error:
-            raise self.function.refuse(f"{error}, for {origin}", RETURN) from error
+            return self._failed(response, self.function.refuse(f"{error}, for {origin}", RETURN))
+        if truncated is None:
+            truncated = len(ids) >= response.limit and stop not in ("token", "string")
+        stop = "length" if truncated else "environment" if stop == "length" else stop
         return Completion(response.number, response.sample, ids, logprobs, stop, trained)
+
+    def _raised(self, error: BaseException, origin: Origin) -> Refusal:
+        """What the function raised, with the row. `OwnFunction` has named file and line, where it could."""
+        if not isinstance(error, Refusal):
+            return self.function.refuse(f"raised {type(error).__name__}: {error}, for {origin}", "mend the function")
+        problem = error.problems[0]
+        return Refusal([Problem(problem.where, f"{problem.why}, for {origin}", problem.remedy)])
+
+    def _failed(self, response: _Response, refusal: Refusal) -> Completion:
+        if not self.tolerant:
+            raise refusal
+        # Who reports the failure names the row.
+        why = refusal.problems[0].why.removesuffix(f", for {response.prompt.question.origin}")
+        return Completion(response.number, response.sample, [], [], FAILED, failure=why)
+
+
+def _stalled(running: Sequence[_Response], asks: Sequence[_Ask]) -> list[_Response]:
+    """Responses whose function neither waits for the policy nor is done."""
+    asking = {ask.response.order for ask in asks}
+    return [response for response in running if response.order not in asking]
 
 
 def _turn_key(key: int, turn: int) -> int:
@@ -232,11 +274,15 @@ def _turn_key(key: int, turn: int) -> int:
     return int.from_bytes(sha256(f"{key}:{turn}".encode()).digest()[:7], "big")
 
 
-def _checked(returned: Any, limit: int, vocabulary: int) -> tuple[list[int], list[int]]:
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
+def _checked(returned: Any, limit: int, vocabulary: int) -> tuple[list[int], list[int], bool | None]:
+    """Token ids, mask, and whether the response is truncated where the function says so."""
+    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
         what = f"{len(returned)} things" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
         raise ValueError(f"returned {what}, not two")
-    ids, trained = (_whole_numbers(part, name) for part, name in zip(returned, ("ids", "trained"), strict=True))
+    ids, trained = (_whole_numbers(part, name) for part, name in zip(returned, ("ids", "trained"), strict=False))
+    truncated = returned[2] if len(returned) == 3 else None
+    if not isinstance(truncated, bool | None):
+        raise ValueError(f"returned {truncated!r} as third value, which is neither True nor False")
     if len(ids) != len(trained):
         raise ValueError(f"returned {len(ids)} ids and {len(trained)} entries of the mask")
     if set(trained) - {0, 1}:
@@ -248,7 +294,7 @@ def _checked(returned: Any, limit: int, vocabulary: int) -> tuple[list[int], lis
     strange = [token for token in ids if not 0 <= token < vocabulary]
     if strange:
         raise ValueError(f"returned the token {strange[0]}, and the model has {vocabulary}")
-    return ids, trained
+    return ids, trained, truncated
 
 
 def _whole_numbers(part: Any, name: str) -> list[int]:
@@ -333,7 +379,7 @@ def try_function(
     seconds: float,
 ) -> str:
     """Call the function for a prompt, with a policy that always says `turn`; what it returned, in a line."""
-    engine = FunctionEngine(Canned(turn), function_path, encode, decode, vocabulary, seconds)
+    engine = FunctionEngine(Canned(turn), function_path, encode, decode, vocabulary, seconds, tolerant=False)
     (made,) = engine.generate([Request(prompt.ids, 0, question=prompt.question)], Sampling(limit))
     seen = len(made.ids) - sum(made.trained)
     counts = f"{sum(made.trained)} tokens of the policy and {seen} of the environment"

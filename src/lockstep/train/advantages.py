@@ -21,6 +21,9 @@ from lockstep.train.annotate import Annotated
 from lockstep.train.draws import generator_of
 from lockstep.train.experience import Experience, part_of
 
+# Relative error of a return: single precision, added up over a response.
+ROUNDING = 1e-5
+
 
 @dataclass(frozen=True)
 class Advantages:
@@ -174,9 +177,18 @@ def _described(
     metrics["critic/mixed_groups"] = len(mixed) / len(experience.group_S.unique())
     if values_K is not None:
         metrics |= _spread("critic/values", values_K, whole)
-        unexplained, total = _variance(returns_K - values_K, whole), _variance(returns_K, whole)
-        metrics["critic/vf_explained_var"] = 1 - unexplained / total if total > 0 else 0.0
+        metrics |= _explained_variance(returns_K, values_K, whole)
     return metrics
+
+
+def _explained_variance(returns_K: torch.Tensor, values_K: torch.Tensor, whole: WholeStep) -> dict[str, float]:
+    """1 - Var(return - value) / Var(return); undefined, and left out, where the returns are the same but for rounding.
+
+    A return is a sum of rewards and values in single precision: its rounding error grows with the largest of them.
+    """
+    unexplained, total = _variance(returns_K - values_K, whole), _variance(returns_K, whole)
+    scale = max(whole.greatest(returns_K.abs()), whole.greatest(values_K.abs()))
+    return {"critic/vf_explained_var": 1 - unexplained / total} if total > (ROUNDING * scale) ** 2 else {}
 
 
 def _variance(values_K: torch.Tensor, whole: WholeStep) -> float:

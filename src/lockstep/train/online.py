@@ -22,6 +22,7 @@ from lockstep.train.rollouts import Rollouts, take_rollouts
 from lockstep.train.runtime import open_runtime
 from lockstep.train.samples import store_samples
 from lockstep.train.scoring import open_scorer
+from lockstep.train.stop_early import no_signal
 from lockstep.train.taping import record_rollouts
 from lockstep.train.training import Training, open_training
 from lockstep.train.update import update
@@ -88,6 +89,7 @@ def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float
         advantages = estimate_advantages(experience, known, recipe, beta, (recipe.run.seed, step))
     record_rollouts(training.tape, rollouts, experience, known, advantages)
     learned = Learned(experience, known, advantages)
+    training.idle.signal = no_signal(learned, recipe)
     metrics = {**rollouts.metrics, **advantages.metrics}
     metrics |= update(plans, learned, models, recipe, beta, step, batches.steps, run.phases)
     metrics["training/epoch"] = rollouts.position / batches.rows

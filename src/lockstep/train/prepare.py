@@ -36,6 +36,7 @@ from lockstep.recipe.rows import ENGINES
 from lockstep.reward.reads import read_by_rewards
 from lockstep.reward.rules import rule_for, rule_named, unmatched_rules
 from lockstep.reward.scorer import active_weights
+from lockstep.rollout.ending import refuse_unknown_ids
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.positions import refuse_moving_positions
 from lockstep.rollout.native.prefill import prefill_budget
@@ -355,6 +356,7 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
         collect.refuse()
         raise AssertionError("a missing tokenizer or config is always a problem")
     collect(lambda: refuse_foreign_tokenizer(tokenizer, config.vocab_size, recipe.model.path))
+    collect(lambda: refuse_unknown_ids(recipe.rollout.stop_ids, config.get_text_config().vocab_size))
     collect.problems += refuse_routers(recipe)
     collect(lambda: _refuse_long_questions(recipe, tokenizer, config, questions or []))
     return tokenizer, config, questions or []

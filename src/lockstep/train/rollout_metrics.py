@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.types import Score, Summary
+from lockstep.types import FAILED, Score, Summary
 
 
 def rollout_metrics(every: Sequence[Summary], rollouts: Sequence[Summary], failed: int) -> dict[str, float]:
-    """Of the `rollouts` that are learned from; tokens are counted over `every` one that was generated."""
+    """Of the `rollouts` that are learned from; tokens are counted over `every` one that was generated. A response that
+    its rollout function failed to make has no length."""
+    rollouts = [rollout for rollout in rollouts if rollout.stop != FAILED]
     lengths = torch.tensor([rollout.written for rollout in rollouts], dtype=torch.float64)
     prompts = torch.tensor([rollout.prompt_tokens for rollout in rollouts], dtype=torch.float64)
     metrics = {

@@ -20,7 +20,7 @@ from lockstep.train.dynamic_sampling import teaches
 from lockstep.train.experience import Experience, spread_experience, summarised
 from lockstep.train.failures import Unscored, refuse_failures, refuse_nothing_left
 from lockstep.train.rollout_metrics import rollout_metrics, straggler_metrics
-from lockstep.types import Failure, Prompt, Rollout, Sampling, Score, Summary
+from lockstep.types import FAILED, Failure, Prompt, Rollout, Sampling, Score, Summary
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Answers:
         with self.phases("reward"):  # where the ranks wait for the last of them
             shares = self.generator.world.gather(summarised(own))
         summaries = sorted((one for share in shares for one in share), key=lambda one: (one.prompt_index, one.sample))
-        for group in _groups(summaries):
+        for group in _groups([one for one in summaries if one.stop != FAILED]):
             self.generator.lengths.learn(prompts[group[0].prompt_index], sum(one.tokens for one in group) / len(group))
         self.every += summaries
         self._failed.append([one for one in own if isinstance(one.score, Failure)])

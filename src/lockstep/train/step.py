@@ -62,6 +62,8 @@ class Learner:
         self.balance = balance
         self.observer = Observer()
         self.skipped = 0
+        self.effective = 0
+        """Updates whose gradient was not zero, skipped ones included."""
         self._origins: list[Origin] = []
 
     def forward_backward(
@@ -72,7 +74,11 @@ class Learner:
         targets, tokens = self.world.sum(counts)
         self._origins = [origin for batch in micro_batches for origin in batch.origins]
         if not targets:
-            raise Refusal.at(self._rows(self._origins), "no token of the whole update is trained")
+            raise Refusal.at(
+                self._rows(self._origins),
+                "no token of the whole update is trained",
+                "check the loss mask of these rows (lockstep data show)",
+            )
         whole = divisor or targets
         scale = self.scale.value if self.scale else 1.0
         if self.balance:
@@ -102,6 +108,7 @@ class Learner:
         """One update with what `forward_backward` left behind, over `divisor` where that was not divided yet."""
         norm = self.optimizer.gradient_norm((self.scale.value if self.scale else 1.0) * divisor)
         size = norm.item()
+        self.effective += size != 0
         metrics = {f"{self.name}/grad_norm": size, f"{self.name}/lr": lr}
         if self.balance:
             metrics[f"{self.name}/aux_loss"] = self.balance.value

@@ -30,7 +30,7 @@ from lockstep.train.models import Models, Packing
 from lockstep.train.prepare import Prepared, PreparedOnline
 from lockstep.train.run import Run, folder_of
 from lockstep.train.runtime import Runtime
-from lockstep.train.stop_early import EarlyStop
+from lockstep.train.stop_early import EarlyStop, IdleUpdates
 from lockstep.train.taping import recorder_of
 from lockstep.train.validator import Validator
 
@@ -55,6 +55,7 @@ class Training:
         self._first = self.position.step + 1
         self.early = EarlyStop(run.recipe.run.stop_early if keeps else None, run.world)
         self.early.recall(run.logged())
+        self.idle = IdleUpdates(models.learners, run.recipe.run.max_idle_updates if keeps else None)
         self.tape: Recorder = recorder_of(run, models, self.position.step)
 
     @property
@@ -110,7 +111,7 @@ class Training:
         if step == self._first and self.keeps:
             refuse_unmeasured(recipe, run.world.gather(list(metrics))[0])
         last = step == prepared.batches.steps
-        stopping = bool(sum(run.world.gather(len(self._interrupt))))
+        stopping, idle = self._asked_to_stop()
         planned = last or _due(step, recipe.checkpoint.every)
         # A checkpoint that only a Ctrl-C asks for is not validated: the log stays that of an undisturbed run.
         measure = self.checkpointer.measure
@@ -130,16 +131,26 @@ class Training:
         if "val/score_std" in metrics:
             # What a reward model's scores are normalised by travels with its checkpoints.
             self.carried.update(score_mean=metrics["val/score_mean"], score_std=metrics["val/score_std"])
-        if self.keeps and (planned or stopping):
+        if self.keeps and (planned or stopping or idle):
             rows_seen = prepared.rows_seen(step, self.carried)
             self.tape.flush()
             self.checkpointer.save(self.position, rows_seen, metrics)
-            if last or stopping:
+            if last or stopping or idle:
                 self.checkpointer.settle()
         self.checkpointer.tell()
         self.tape.leave(step)
+        if idle:
+            raise self.idle.refusal(step)
         if stopping and not last:
             raise Interrupted(f"stopped after step {step}, saved; the same command goes on from there")
+
+    def _asked_to_stop(self) -> tuple[bool, bool]:
+        """Whether the user asked on any rank, and whether the updates have been idle for too long; the same everywhere
+        (a collective)."""
+        if (warning := self.idle.observe()) and self.keeps:
+            self.run.console.warn(warning)
+        told = self.run.world.gather((len(self._interrupt), self.idle.count))
+        return any(asked for asked, _ in told), self.idle.reached(told[0][1])
 
     def finish(self) -> None:
         """Export, and say what came out of it."""

@@ -24,9 +24,11 @@ def per_kept(sums: dict[str, float], kept: float) -> dict[str, float]:
 
 
 def policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, float]:
-    """Terms of the loss as the loss averages them, the rest per kept token; engine against trainer per token."""
+    """Terms of the loss as the loss averages them, the rest per kept token; engine against trainer per token. What is
+    undefined is left out: means over no kept token, the deviation of one token."""
     sums, means = dict(outcome.sums), outcome.means()
     averaged = {name: sums.pop(name) / divisor for name in ("pg_loss", "kl_loss") if name in sums}
+    averaged = averaged if kept else {}
     del sums["probs_diff"], sums["probs_diff_squared"]
     variance = means["probs_diff_squared"] - means["probs_diff"] ** 2
     return {
@@ -35,7 +37,7 @@ def policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, f
         **{f"actor/{name}": value for name, value in per_kept(sums, kept).items()},
         "training/rollout_probs_diff_mean": means["probs_diff"],
         "training/rollout_probs_diff_max": outcome.maxima["probs_diff"],
-        "training/rollout_probs_diff_std": max(variance, 0.0) ** 0.5,
+        **({"training/rollout_probs_diff_std": max(variance, 0.0) ** 0.5} if outcome.targets > 1 else {}),
     }
 
 

@@ -1,4 +1,5 @@
-"""Warnings of an online run: what looks like trouble and what it usually means, said once, not at every step."""
+"""Warnings of an online run: what looks like trouble and what it usually means, said once, not at every step. Steps
+that train nothing are counted in `stop_early.py`."""
 
 from __future__ import annotations
 
@@ -6,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lockstep.recipe import Recipe
-from lockstep.recipe.rows import estimator_row, loss_row
-from lockstep.reward.scorer import active_weights
+from lockstep.recipe.rows import loss_row
 
 # A warning is said once; it is said again after its sign has been away for this many steps.
 QUIET = 20
@@ -29,7 +29,6 @@ class Warnings:
         self._seen: dict[str, int] = {}
         self._step = 0
         self._known = [
-            *([CONSTANT] if _compares(recipe) else []),
             WarningSign(
                 "entropy",
                 self._collapsed,
@@ -56,21 +55,6 @@ class Warnings:
     def _collapsed(self, metrics: dict[str, float]) -> bool:
         entropy = metrics.get("actor/entropy")
         return entropy is not None and bool(self._first_entropy) and entropy < COLLAPSED_SHARE * self._first_entropy  # type: ignore[operator]
-
-
-def _compares(recipe: Recipe) -> bool:
-    """Does the run learn from how the rewards of a group differ? Not where there are none, as when a teacher alone is
-    followed, nor where the estimator looks at each response by itself."""
-    weights, _ = active_weights(recipe.reward)
-    return recipe.rollout.n > 1 and estimator_row(recipe.algorithm.advantage).groups and any(weights.values())
-
-
-CONSTANT = WarningSign(
-    "constant",
-    lambda metrics: metrics.get("critic/mixed_groups") == 0.0,
-    "in every group all responses earned the same reward, so this step teaches nothing. Usually the task is far too "
-    "hard or too easy for the model, or the reward cannot tell answers apart; look at samples.jsonl",
-)
 
 
 def _runs_away(recipe: Recipe) -> WarningSign:
