@@ -174,7 +174,7 @@ class PromptSet(LoadedRows[Prompt]):
 class PromptRows:
     """The rows of one source as prompts. `asked` is what the rewards read of a row."""
 
-    split_rows = unusable = special_rows = 0
+    split_rows = unusable = special_rows = unseparated_rows = 0
 
     def __init__(
         self,

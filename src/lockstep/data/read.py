@@ -21,7 +21,6 @@ from lockstep.data.formats import parse, read_arrow, read_parquet
 from lockstep.data.known import KnownFiles
 from lockstep.data.own_reader import OwnReader, read_own
 from lockstep.data.rowset import (
-    TELLING,
     ArrowFile,
     FileInfo,
     LineOrigin,
@@ -139,8 +138,8 @@ def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> Ro
     def place(number: int) -> str:
         return str(found.origin(number)).removeprefix(f"{file.name} ")
 
-    for number, why in disagreements(groups, place, TELLING):
-        remedy = "every row needs the same columns and kinds; null is allowed anywhere"
+    for number, why in disagreements(groups, place):
+        remedy = "rows need these columns with values of one kind; null is allowed anywhere"
         problems.add(found.origin(number), why, remedy)
     if problems.count == before and not groups[0].shape:
         problems.add(file.name, "has rows without any column")
