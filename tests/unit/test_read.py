@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tracemalloc
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -695,6 +696,19 @@ def test_columns_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
     assert rows.partly == {"id": 3, "remark": 1}
 
 
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    assert the_problem("pipe.jsonl", tmp_path).why == "is a pipe or a device, not a file"
+    assert the_problem("loop.jsonl", tmp_path).why == "is a symbolic link that leads nowhere, or to itself"
+    write(tmp_path / "rows.jsonl", jsonl([{"text": "t"}]))
+    assert the_problem("*.jsonl", tmp_path).where == "pipe.jsonl"
+    (tmp_path / "pipe.jsonl").unlink()
+    assert the_problem("*.jsonl", tmp_path) == Problem(
+        "loop.jsonl", "cannot be read: Too many levels of symbolic links"
+    )
+
+
 # --- the hub ----------------------------------------------------------------------------------------------------------
 
 
@@ -750,3 +764,15 @@ def test_hub_package_on_a_local_folder(datasets_cache: Path) -> None:
 def test_hub_failure_says_why(datasets_cache: Path) -> None:
     with pytest.raises(Refusal, match=r"hub:nobody/nothing-here: cannot be loaded: \S+"):
         read_rows("hub:nobody/nothing-here")
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(datasets_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package itself would try again for a minute, and the refusal would speak of the form of the name."""
+    from huggingface_hub import constants
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    problem = the_problem("hub:nobody/unreached", datasets_cache)
+    assert "the hub (http://127.0.0.1:9) cannot be reached" in problem.why
+    assert "copy the files of the data set here" in problem.remedy

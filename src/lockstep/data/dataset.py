@@ -227,7 +227,9 @@ def load_rows(
     for source, items in zip(sources, loaded.sources, strict=True):
         if not items:
             raise Refusal.at(
-                source.path, f"all {loaded.WHAT} are over {limit} tokens and were dropped", f"raise {loaded.LIMIT}"
+                source.path,
+                f"all {loaded.WHAT} are over {limit} tokens and were dropped",
+                f"raise {loaded.LIMIT}, as far as the model's context allows",
             )
     return loaded
 
