@@ -6,13 +6,16 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3NextConfig
 
-from conftest import chat_rows, write_jsonl
+from conftest import chat_rows, run, write_jsonl
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.run import checkpoint as checkpoints
@@ -112,6 +115,73 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding(recipe_file: Path, tiny
     tokenizer.save_pretrained(folder)
     with pytest.raises(Refusal, match=r"<extra299>.*the embedding has \d+ rows"):
         train(recipe_file, f"model.path={folder}")
+
+
+def quantized(folder: Path) -> list[str]:
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return [f"model.path={folder}"]
+
+
+def linear_attention(folder: Path) -> list[str]:
+    """A config of Qwen3-Next in front of weights of another model: what loading would say of it comes first."""
+    size = {"vocab_size": 600, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128}
+    Qwen3NextConfig(**size, num_attention_heads=4, num_key_value_heads=2, head_dim=16).save_pretrained(folder)
+    return [f"model.path={folder}"]
+
+
+def no_wandb(folder: Path) -> list[str]:
+    if find_spec("wandb") is not None:
+        pytest.skip("wandb is installed")
+    return ["log.track=[wandb]"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (quantized, "its weights are quantized (awq)"),
+        (linear_attention, "linear_attention"),
+        (no_wandb, "needed for the sink wandb and not installed"),
+    ],
+)
+def test_plan_refuses_what_train_refuses_before_loading(
+    recipe_file: Path,
+    tiny_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    broken: Callable[[Path], list[str]],
+    why: str,
+) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "other")
+    words = broken(tmp_path / "other")
+    said = []
+    for verb in ("plan", "train"):
+        assert run(verb, recipe_file, *words) == 2
+        said.append(capsys.readouterr().err.split("problem", 1)[1])
+    assert why in " ".join(said[0].split())
+    assert said[0] == said[1]
+
+
+def test_plan_tries_the_rewards(online_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "reward.py").write_text("def letters(data_source, solution_str, **more):\n    return 'high'\n")
+    assert run("plan", online_file) == 2
+    assert "reward.function" in capsys.readouterr().err
+
+
+def test_plan_says_that_weights_are_missing(
+    recipe_file: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan needs the config alone; training is refused before a row is encoded. A folder in the place of the weights
+    is no weights either."""
+    shutil.copytree(tiny_folder, tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").unlink()
+    for why in ("holds no weights: there is no model.safetensors", "model.safetensors is a folder, not a file"):
+        assert run("plan", recipe_file, f"model.path={tmp_path / 'other'}") == 0
+        assert why in " ".join("".join(capsys.readouterr()).split())
+        assert run("train", recipe_file, f"model.path={tmp_path / 'other'}") == 2
+        assert why in " ".join(capsys.readouterr().err.split())
+        (tmp_path / "other" / "model.safetensors").mkdir(exist_ok=True)
 
 
 def test_weights_that_would_start_random(recipe_file: Path, tiny_folder: Path, tmp_path: Path) -> None:

@@ -89,8 +89,10 @@ def test_one_token_over_is_refused_by_row_with_a_remedy(tokenizer: Any) -> None:
     (problem,) = caught.value.problems
     assert problem.where == "rows.jsonl row 7"
     assert f"{HELLO_TOKENS} tokens, over the limit of {HELLO_TOKENS - 1}" in problem.why
-    assert "data.max_prompt_tokens" in problem.remedy
+    assert "lower rollout.max_tokens" in problem.remedy
     assert "truncate_left" in problem.remedy
+    with pytest.raises(Refusal, match=r"raise data\.max_prompt_tokens"):
+        fit_prompt(asked(user("hello")), tokenizer, 3, "error", Data(train="rows.jsonl", max_prompt_tokens=3))
 
 
 def test_one_token_over_is_dropped(tokenizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tracemalloc
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -589,16 +590,16 @@ def test_csv_refusals(tmp_path: Path, content: bytes, line: int, why: str) -> No
 @pytest.mark.parametrize(("name", "unit"), [("a.jsonl", "line"), ("a.json", "row")])
 @pytest.mark.parametrize("odd", [0, 2, 4])
 def test_odd_row_is_named_wherever_it_stands(tmp_path: Path, name: str, unit: str, odd: int) -> None:
-    rows: list[dict[str, Any]] = [{"q": "a", "answer": "b"} for _ in range(5)]
-    rows[odd] = {"q": ["a"], "label": 1}
+    rows: list[dict[str, Any]] = [{"question": "a", "answer": "b"} for _ in range(5)]
+    rows[odd] = {"question": ["a"], "label": 1}
     write(tmp_path / name, jsonl(rows) if unit == "line" else json.dumps(rows))
     first = 1 if unit == "line" else 0
     norm = first + (1 if odd == 0 else 0)
     assert the_problem(name, tmp_path) == Problem(
         f"{name} {unit} {odd + first}",
         f"has the extra column 'label'; lacks the column 'answer', which {unit} {norm} has; "
-        f"column 'q' is a list here and a string in {unit} {norm}",
-        "every row needs the same columns and kinds; null is allowed anywhere",
+        f"column 'question' is a list here and a string in {unit} {norm}",
+        "rows need these columns with values of one kind; null is allowed anywhere",
     )
 
 
@@ -616,9 +617,9 @@ def test_odd_row_is_named_wherever_it_stands(tmp_path: Path, name: str, unit: st
     ],
 )
 def test_kinds(tmp_path: Path, values: list[Any], agrees: bool) -> None:
-    write(tmp_path / "a.jsonl", jsonl([{"x": value} for value in values]))
+    write(tmp_path / "a.jsonl", jsonl([{"prompt": value} for value in values]))
     if agrees:
-        assert [row["x"] for row in read_rows("a.jsonl", base=tmp_path)] == values
+        assert [row["prompt"] for row in read_rows("a.jsonl", base=tmp_path)] == values
     else:
         assert the_problem("a.jsonl", tmp_path).where == "a.jsonl line 3"
 
@@ -632,11 +633,11 @@ def test_first_ten_problems_and_a_count(tmp_path: Path) -> None:
 
 
 def test_every_file_of_a_set_is_reported_at_once(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", b'{"x": 1}\nbroken\n')
+    write(tmp_path / "a.jsonl", b'{"prompt": 1}\nbroken\n')
     write(tmp_path / "b.parquet", b"PAR1 cut off here")
     write(tmp_path / "c.csv", b"")
-    write(tmp_path / "d.jsonl", b'{"x": 1}\n')
-    write(tmp_path / "e.jsonl", b'{"y": 1}\n')
+    write(tmp_path / "d.jsonl", b'{"prompt": 1}\n')
+    write(tmp_path / "e.jsonl", b'{"response": 1}\n')
     where = [problem.where for problem in refusal("*", tmp_path)]
     assert where == ["a.jsonl line 2", "b.parquet", "c.csv", "e.jsonl"]
 
@@ -645,24 +646,28 @@ def test_every_file_of_a_set_is_reported_at_once(tmp_path: Path) -> None:
     ("files", "odd", "why"),
     [
         (
-            {"a.parquet": [{"x": "1", "y": 1}], "b.parquet": [{"x": "1", "z": 1}]},
+            {"a.parquet": [{"prompt": "1", "response": 1}], "b.parquet": [{"prompt": "1", "answer": 1}]},
             "b.parquet",
-            "has the extra column 'z'; lacks the column 'y', which a.parquet has",
+            "has the extra column 'answer'; lacks the column 'response', which a.parquet has",
         ),
         (
-            {"a.parquet": [{"x": "1"}], "b.jsonl": jsonl([{"x": ["1"]}])},
+            {"a.parquet": [{"prompt": "1"}], "b.jsonl": jsonl([{"prompt": ["1"]}])},
             "b.jsonl",
-            "column 'x' is a list here and a string in a.parquet",
+            "column 'prompt' is a list here and a string in a.parquet",
         ),
         (
-            {"a.jsonl": jsonl([{"x": {"y": 1}}]), "b.jsonl": jsonl([{"x": "1"}]), "c.csv": b"x\n1\n"},
+            {
+                "a.jsonl": jsonl([{"prompt": {"response": 1}}]),
+                "b.jsonl": jsonl([{"prompt": "1"}]),
+                "c.csv": b"prompt\n1\n",
+            },
             "a.jsonl",
-            "column 'x' is an object here and a string in b.jsonl",
+            "column 'prompt' is an object here and a string in b.jsonl",
         ),
         (
-            {"a.jsonl": jsonl([{"x": None}, {"x": 1}]), "b.csv": b"x\n1\n"},
+            {"a.jsonl": jsonl([{"prompt": None}, {"prompt": 1}]), "b.csv": b"prompt\n1\n"},
             "b.csv",
-            "column 'x' is a string here and a number in a.jsonl",
+            "column 'prompt' is a string here and a number in a.jsonl",
         ),
     ],
 )
@@ -679,6 +684,29 @@ def test_files_that_agree_but_for_null_and_width(tmp_path: Path) -> None:
     pq.write_table(pa.table({"y": pa.array(["t"]), "x": pa.array([0.5])}), tmp_path / "b.parquet")
     write(tmp_path / "c.jsonl", b'{"x": null, "y": "u"}\n')
     assert list(read_rows("*", base=tmp_path)) == [{"x": 1, "y": None}, {"x": 0.5, "y": "t"}, {"x": None, "y": "u"}]
+
+
+def test_columns_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
+    """An id that is a number in one row and a text in the next, a remark that one file has and the other has not."""
+    write(tmp_path / "a.jsonl", jsonl([{"text": "t", "id": 1}, {"text": "u", "id": "x"}, {"text": "v", "id": [2]}]))
+    write(tmp_path / "b.csv", b"text,remark\nw,good\n")
+    rows = read_rows("*", base=tmp_path)
+    assert [row["text"] for row in rows] == ["t", "u", "v", "w"]
+    assert rows.columns == ("text", "id", "remark")
+    assert rows.partly == {"id": 3, "remark": 1}
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    assert the_problem("pipe.jsonl", tmp_path).why == "is a pipe or a device, not a file"
+    assert the_problem("loop.jsonl", tmp_path).why == "is a symbolic link that leads nowhere, or to itself"
+    write(tmp_path / "rows.jsonl", jsonl([{"text": "t"}]))
+    assert the_problem("*.jsonl", tmp_path).where == "pipe.jsonl"
+    (tmp_path / "pipe.jsonl").unlink()
+    assert the_problem("*.jsonl", tmp_path) == Problem(
+        "loop.jsonl", "cannot be read: Too many levels of symbolic links"
+    )
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------
@@ -736,3 +764,15 @@ def test_hub_package_on_a_local_folder(datasets_cache: Path) -> None:
 def test_hub_failure_says_why(datasets_cache: Path) -> None:
     with pytest.raises(Refusal, match=r"hub:nobody/nothing-here: cannot be loaded: \S+"):
         read_rows("hub:nobody/nothing-here")
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(datasets_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package itself would try again for a minute, and the refusal would speak of the form of the name."""
+    from huggingface_hub import constants
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    problem = the_problem("hub:nobody/unreached", datasets_cache)
+    assert "the hub (http://127.0.0.1:9) cannot be reached" in problem.why
+    assert "copy the files of the data set here" in problem.remedy

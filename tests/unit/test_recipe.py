@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hang import HANG
+from lockstep.errors import Refusal
 from lockstep.recipe import Recipe, load_recipe, recipe_text
 from lockstep.recipe.checks import DEFAULT_TOKENS
 from lockstep.recipe.load import builtin_names, dump_recipe
@@ -381,3 +382,31 @@ def test_a_bad_recipe_is_refused_before_torch_is_imported(base: str) -> None:
     assert "2 problems:" in said
     assert "bad\n  no such key" in said
     assert "optim.lr\n  input should be greater than 0" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("tapes", "did you mean tape?"),
+        ("run.step", "did you mean run.steps?"),
+        ("model.load_in_4bit", "model.lora.rank=16"),
+        ("load_in_4bit", "model.lora.rank=16"),
+        ("stage", "several processes"),
+        ("cage", "keys of a recipe: method, device"),
+        ("optim.zzz", "keys of optim: "),
+    ],
+)
+def test_a_hint_names_what_was_meant_or_all_there_is(tmp_path: Path, key: str, remedy: str) -> None:
+    with pytest.raises(Refusal) as found:
+        load_recipe(str(write(tmp_path, BASE)), [f"{key}=1"])
+    (problem,) = [one for one in found.value.problems if one.why == "no such key"]
+    assert remedy in problem.remedy
+
+
+def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
+    deep = "[" * 3000 + "]" * 3000
+    (tmp_path / "deep.yaml").write_text(f"method: sft\nmodel: {deep}\n", encoding="utf-8")
+    with pytest.raises(Refusal, match="is nested too deeply"):
+        load_recipe(str(tmp_path / "deep.yaml"))
+    with pytest.raises(Refusal, match=r"optim.betas(?s:.*)is nested too deeply"):
+        load_recipe(str(write(tmp_path, BASE)), [f"optim.betas={deep}"])

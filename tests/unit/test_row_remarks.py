@@ -3,6 +3,7 @@ of them are encoded to show some."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lockstep.data.examples import SupervisedRows
 from lockstep.data.prompts import PromptRows
 from lockstep.device.select import select
 from lockstep.errors import Refusal
+from lockstep.model.load import load_tokenizer
 from lockstep.recipe import load_recipe
 from lockstep.run.progress import Console
 from lockstep.train.prepare import prepare, prepare_online
@@ -119,3 +121,31 @@ def test_a_plan_tells_how_weights_mix_the_sources(
     assert "few.jsonl: 75.0%, 45 rows an epoch from 12" in said
     show_plan(load_recipe(str(recipe_file)), 1)
     assert "rows an epoch from" not in " ".join("".join(capsys.readouterr()).split())
+
+
+def bare_model(tiny_folder: Path, folder: Path) -> Path:
+    """The tiny model as a base model: its tokenizer has no chat template."""
+    shutil.copytree(tiny_folder, folder)
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = None
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_prompts_that_run_into_their_responses(
+    recipe_file: Path, tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By train, plan and data show, with the format that ends it."""
+    rows = [{"prompt": "A?", "response": "B"}, {"prompt": "A? ", "response": "B"}, {"prompt": "A?", "response": "\nB"}]
+    train = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"prompt": "C?", "response": "D"}])
+    words = (recipe_file, f"data.train={train}", "data.val=[]", f"model.path={bare_model(tiny_folder, tmp_path / 'm')}")
+    for verb in (("data", "show"), ("plan",), ("train",)):
+        more = {"show": ("--rows", 4), "train": ("run.steps=1", "optim.warmup=0")}.get(verb[-1], ())
+        assert run(*verb, *words, *more) == 0
+        told = " ".join("".join(capsys.readouterr()).split())
+        assert "2 rows join prompt and response without a space or line break" in told, (verb, told)
+        assert "the tokenizer has no chat template" in told
+        assert f"the first is {train} line 1" in told
+    assert run("data", "show", *words, 'data.prompt_format="Question: {}\\nAnswer: "') == 0
+    assert "without a space" not in "".join(capsys.readouterr())

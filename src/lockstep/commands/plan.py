@@ -18,7 +18,8 @@ from lockstep.run.screen import Screen
 from lockstep.train.beside import handed_lines
 from lockstep.train.plan import make_loader
 from lockstep.train.plan_memory import MemoryPlan, refuse_misfit
-from lockstep.train.prepare import prepare, prepare_online
+from lockstep.train.prepare import PreparedOnline, prepare, prepare_online
+from lockstep.train.scoring import try_rewards_here
 
 
 def show_plan(recipe: Recipe, devices: int) -> None:
@@ -43,6 +44,8 @@ def show_plan(recipe: Recipe, devices: int) -> None:
             *(engine_lines(recipe, device) if generates else []),
         ],
     )
+    if isinstance(prepared, PreparedOnline):
+        try_rewards_here(prepared, device, console)
     for remark in prepared.remarks:
         console.warn(remark)
     Screen.on_stdout().print(_memory_table(prepared.memory))

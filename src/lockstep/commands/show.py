@@ -73,6 +73,8 @@ def _show_examples(recipe: Recipe, rows: int) -> None:
             ("split rows", f"{counts.split:,} tokenised in pieces at the border of prompt and answer"),
         ],
     )
+    for warning in prepared.train.warnings:
+        console.warn(warning)
 
 
 def _template(recipe: Recipe) -> list[tuple[str, str]]:

@@ -35,13 +35,15 @@ class ResponseEncoder:
 
     def __init__(self, encoding: Encoding):
         self.encoding = encoding
-        self.split_rows = self.special_rows = 0
+        self.split_rows = self.special_rows = self.unseparated_rows = 0
         self.special_text = SpecialText(encoding.tokenizer)
 
     def __call__(self, prompt: Turns, responses: Sequence[Turns], origin: Origin, tools: Tools = ()) -> list[Example]:
         texts = all(isinstance(turns, str) for turns in (prompt, *responses))
         if texts and not tools and not self.encoding.templated:
+            before = self.encoding.unseparated
             examples = self._joined(prompt, responses, origin)
+            self.unseparated_rows += self.encoding.unseparated > before
         else:
             prompt = written(prompt, self.encoding.prompt_format, origin)
             examples = self._rendered(prompt, responses, origin, tools)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -102,6 +102,7 @@ class LoadedRows(Generic[T]):
     weights: list[float] | None = None
     fingerprints: list[dict[str, object]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     counts: RowCounts = field(default_factory=RowCounts)
 
     @property
@@ -145,6 +146,11 @@ class RowReader(Protocol[T]):
     @property
     def special_rows(self) -> int:
         """Rows with special tokens in their text (`data/special_text.py`)."""
+        ...
+
+    @property
+    def unseparated_rows(self) -> int:
+        """Rows whose prompt and response were joined without anything between them."""
         ...
 
     @property
@@ -214,13 +220,16 @@ def load_rows(
             all_dropped.append(Problem(source.path, why, "give other rows"))
         left_out = [f"not read: {', '.join(rows.ignored)}"] if rows.ignored else []
         loaded.notes += [f"{source.path}: {note}" for note in (bad, special_rows(parts, origin_of), *left_out) if note]
+        loaded.warnings += [f"{source.path}: {text}" for text in unseparated_rows(parts, origin_of, tokenizer)]
         if kept is not None and kept.failure:
             loaded.notes.append(kept.failure)
     refuse_all(_with_a_way_out(problems) + all_dropped, "rows")
     for source, items in zip(sources, loaded.sources, strict=True):
         if not items:
             raise Refusal.at(
-                source.path, f"all {loaded.WHAT} are over {limit} tokens and were dropped", f"raise {loaded.LIMIT}"
+                source.path,
+                f"all {loaded.WHAT} are over {limit} tokens and were dropped",
+                f"raise {loaded.LIMIT}, as far as the model's context allows",
             )
     return loaded
 
@@ -245,6 +254,20 @@ def special_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
     """How many rows hold special tokens in their text; empty where none does."""
     found = [about for part in parts if (about := part.about["special"])]
     return special_text.told(sum(count for count, _ in found), origin_of(found[0][1])) if found else ""
+
+
+def unseparated_rows(
+    parts: Sequence[RowPart], origin_of: OriginOf, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    """A warning for prompts that run into their responses: the model could not tell where its answer begins."""
+    found = [about for part in parts if (about := part.about["unseparated"])[0]]
+    if found:
+        why = "data.template is none" if tokenizer.chat_template else "the tokenizer has no chat template"
+        yield (
+            f"{sum(count for count, _ in found):,} rows join prompt and response without a space or line break "
+            f"between them ({why}); the first is {origin_of(found[0][1])}. Set a format, for example "
+            'data.prompt_format="Question: {}\\nAnswer: ", or name a chat template with data.template'
+        )
 
 
 class Loader(Generic[T]):

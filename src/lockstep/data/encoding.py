@@ -25,6 +25,8 @@ class Encoding:
         self.prompt_format = data.prompt_format
         self.require_end = data.require_end and learned
         self.special = special_ids(tokenizer)
+        self.unseparated = 0
+        """Prompts that were joined with a response without a space or line break between them."""
         # What the tokenizer itself puts before plain text: a BOS token, or nothing.
         self.opening: list[int] = list(tokenizer("")["input_ids"])
         if data.system and not self.templated:
@@ -43,7 +45,9 @@ class Encoding:
 
     def joined(self, prompt: str, response: str, origin: Origin) -> Example:
         """Prompt, in its format, and response as they are, tokenised apart; response and end token are trained."""
-        before = self.opening + self.ids(formatted(prompt, self.prompt_format))
+        prompt = formatted(prompt, self.prompt_format)
+        self.unseparated += bool(prompt[-1:].strip() and response[:1].strip())
+        before = self.opening + self.ids(prompt)
         after = self.ids(response) + self.end(origin)
         return Example(array("q", before + after), bytes([0] * len(before) + [1] * len(after)), origin)
 

@@ -175,6 +175,10 @@ class SupervisedRows:
     def special_rows(self) -> int:
         return self.encoder.special_rows
 
+    @property
+    def unseparated_rows(self) -> int:
+        return self.encoder.encoding.unseparated
+
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
         whole = self.encoder(row, origin)
         example = fit(whole, self.limit, self.overlong)

@@ -69,6 +69,7 @@ def locate(given: str, base: Path | None) -> FoundFiles:
     path = root / os.path.expanduser(given)
     if path.is_dir():
         return _sift(given, root, (os.path.join(given, entry) for entry in os.listdir(path)))
+    _refuse_odd(given, path)
     if path.exists():
         format = format_of(given)
         if format is None:
@@ -82,6 +83,19 @@ def locate(given: str, base: Path | None) -> FoundFiles:
     raise _missing(given, path)
 
 
+def _refuse_pipe(given: str, path: Path) -> None:
+    """Reading a pipe or a device may never end."""
+    if path.exists() and not path.is_file():
+        raise Refusal.at(given, "is a pipe or a device, not a file", "write the rows into a file and name that")
+
+
+def _refuse_odd(given: str, path: Path) -> None:
+    """A pipe, or a link to itself, which looks like nothing at all."""
+    _refuse_pipe(given, path)
+    if path.is_symlink() and not path.exists():
+        raise Refusal.at(given, "is a symbolic link that leads nowhere, or to itself", "name the file itself")
+
+
 def _sift(given: str, root: Path, names: Iterable[str]) -> FoundFiles:
     found = FoundFiles([], [])
     for name in sorted(names):
@@ -92,6 +106,7 @@ def _sift(given: str, root: Path, names: Iterable[str]) -> FoundFiles:
         elif format is None or path.name.startswith(".") or _ABOUT_ROWS.fullmatch(path.name):
             found.ignored.append(name)
         else:
+            _refuse_pipe(name, path)
             found.files.append(DataFile(name, path, format))
     if not found.files:
         raise _no_files(given, root, found.ignored)

@@ -32,7 +32,8 @@ def too_long(origin: Origin, what: str, limit: int) -> OverLimit:
     return OverLimit.at(
         origin,
         f"{what} tokens, over data.max_tokens={limit}",
-        "raise data.max_tokens, or set data.overlong to drop, truncate_left or truncate_right",
+        "raise data.max_tokens as far as batch.tokens and the model's context allow, or set data.overlong to drop, "
+        "truncate_left or truncate_right",
     )
 
 

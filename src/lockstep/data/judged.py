@@ -82,6 +82,10 @@ class JudgedRows:
     def special_rows(self) -> int:
         return self.encode.special_rows
 
+    @property
+    def unseparated_rows(self) -> int:
+        return self.encode.unseparated_rows
+
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Judged] | None]:
         columns = self.columns
         if isinstance(columns, RankingColumns):

@@ -66,7 +66,8 @@ class RowWork:
         items: list[Any] = []
         numbers: list[int] = []
         split, special, tally = self.reader.split_rows, self.reader.special_rows, self._tally()
-        first_special = -1
+        unseparated = self.reader.unseparated_rows
+        first_special = first_unseparated = -1
         refused: list[tuple[int, str]] = []
         for number in range(*span):
             before = self._tally() if self.drop_bad else None
@@ -74,6 +75,8 @@ class RowWork:
                 found = self.reader(self.rows[number], self.rows.origin(number))
                 if first_special < 0 and self.reader.special_rows > special:
                     first_special = number
+                if first_unseparated < 0 and self.reader.unseparated_rows > unseparated:
+                    first_unseparated = number
                 for kept in found:
                     if kept is None:
                         counts.dropped += 1
@@ -94,6 +97,7 @@ class RowWork:
             "counts": vars(counts),
             "split": self.reader.split_rows - split,
             "special": (self.reader.special_rows - special, first_special) if first_special >= 0 else None,
+            "unseparated": (self.reader.unseparated_rows - unseparated, first_unseparated),
             "refused": (len(refused), refused[:NAMED]),
             "tally": tally,
             "ends": sorted(ends),

@@ -112,6 +112,10 @@ class RankingRows:
         return self.encode.special_rows
 
     @property
+    def unseparated_rows(self) -> int:
+        return self.encode.unseparated_rows
+
+    @property
     def unusable(self) -> int:
         return self.tally["all equal"]
 

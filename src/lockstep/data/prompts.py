@@ -174,7 +174,7 @@ class PromptSet(LoadedRows[Prompt]):
 class PromptRows:
     """The rows of one source as prompts. `asked` is what the rewards read of a row."""
 
-    split_rows = unusable = special_rows = 0
+    split_rows = unusable = special_rows = unseparated_rows = 0
 
     def __init__(
         self,
@@ -271,10 +271,13 @@ def fit_prompt(
     ids = prompt_ids(tokenizer, question, data)
     if not ids:
         raise Refusal.at(question.origin, "the prompt has no tokens", "mend or remove the row")
+    # Without the key the limit is what the response leaves of the model's context or of batch.tokens.
+    is_set = data is not None and data.max_prompt_tokens is not None
+    way = "raise data.max_prompt_tokens" if is_set else "lower rollout.max_tokens, which the prompt shares a limit with"
     over = OverLimit.at(
         question.origin,
         f"the prompt has {len(ids)} tokens, over the limit of {limit}",
-        "raise data.max_prompt_tokens, or set data.overlong to drop or truncate_left",
+        f"{way}, or set data.overlong to drop or truncate_left",
     )
     span = kept_span(len(ids), limit, "error" if overlong == "truncate_right" else overlong, over)
     if span is None:

@@ -10,6 +10,8 @@ import gzip
 import hashlib
 import json
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ from lockstep.data.formats import parse, read_arrow, read_parquet
 from lockstep.data.known import KnownFiles
 from lockstep.data.own_reader import OwnReader, read_own
 from lockstep.data.rowset import (
-    TELLING,
     ArrowFile,
     FileInfo,
     LineOrigin,
@@ -139,8 +140,8 @@ def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> Ro
     def place(number: int) -> str:
         return str(found.origin(number)).removeprefix(f"{file.name} ")
 
-    for number, why in disagreements(groups, place, TELLING):
-        remedy = "every row needs the same columns and kinds; null is allowed anywhere"
+    for number, why in disagreements(groups, place):
+        remedy = "rows need these columns with values of one kind; null is allowed anywhere"
         problems.add(found.origin(number), why, remedy)
     if problems.count == before and not groups[0].shape:
         problems.add(file.name, "has rows without any column")
@@ -199,9 +200,13 @@ def read_hub(given: str) -> RowSet:
         import datasets
     except ImportError as error:
         raise missing_extra("datasets", "hub", given) from error
+    unreached = None if Path(wanted.name).exists() else _refused_by_hub(wanted.name, given)
     try:
-        loaded = datasets.load_dataset(wanted.name, wanted.config, split=wanted.split)
+        with _from_its_cache(datasets, only=unreached is not None):
+            loaded = datasets.load_dataset(wanted.name, wanted.config, split=wanted.split)
     except Exception as error:  # the package lets network, hub and parser errors of many libraries through
+        if unreached is not None:
+            raise unreached from error
         raise Refusal.at(given, f"cannot be loaded: {error}", _FORM) from error
     if isinstance(loaded, dict):
         if len(loaded) != 1:
@@ -214,6 +219,37 @@ def read_hub(given: str) -> RowSet:
     shape = {column.name: kind_of_arrow(column.type) for column in table.schema}
     batches = table.to_batches()
     return RowSet([ArrowFile(_info(given, batches), shape, batches)])
+
+
+def _refused_by_hub(name: str, given: str) -> Refusal | None:
+    """Why the hub cannot give the data set, within seconds: the package itself tries again and again for a minute."""
+    from lockstep.model.hub import ask_hub
+
+    remedy = "copy the files of the data set here and name them, or start where there is a network"
+    try:
+        status = ask_hub(name, given, "cannot be loaded", remedy, "datasets")
+    except Refusal as refusal:
+        return refusal
+    if status in (401, 403, 404):
+        why = f"the hub has no data set {name} that may be read ({status})"
+        return Refusal.at(given, why, "look at the name; for a private or gated one set HF_TOKEN")
+    return None
+
+
+@contextmanager
+def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
+    """With `only`, what an earlier download left is read and nothing is asked of the network."""
+    from huggingface_hub import constants
+
+    switches = [(datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")]
+    before = [getattr(*switch) for switch in switches]
+    try:
+        for switch, was in zip(switches, before, strict=True):
+            setattr(*switch, only or was)
+        yield
+    finally:
+        for switch, was in zip(switches, before, strict=True):
+            setattr(*switch, was)
 
 
 def _info(given: str, batches: list[pa.RecordBatch]) -> FileInfo:

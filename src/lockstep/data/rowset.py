@@ -1,11 +1,11 @@
 """Rows of one source, readable in any order, each able to say where it came from and what its columns are.
 
-Files must have their columns in common, and for each column the kind of its values; rows of one file those columns that
-say of what form a row is, while others (an id, a remark) may be missing from some, which is told. Kinds are JSON's
-(string, number, boolean, list, object), also for Arrow columns, so that a parquet file and a jsonl file can be
-compared. Null agrees with every kind; integers and floats are one kind. What belongs to some chats alone, such as
-tools, may be missing. Only the top level is compared: what a column must hold inside is the business of whoever reads
-that column.
+All rows must agree in the columns that say what form a row has (`TELLING`): every row has them, with values of one
+kind. Other columns (an id, a remark) may be missing from some rows, which is reported, and may hold values of several
+kinds: a column that nobody reads cannot stop a run, and whoever reads one checks each value. Kinds are JSON's (string,
+number, boolean, list, object), also for Arrow columns, so that a parquet file and a jsonl file can be compared. Null
+agrees with every kind; integers and floats are one kind. Columns that only some chats need, such as tools, may be
+missing. Only the top level is compared: the reader of a column checks what is inside.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lockstep.types import Origin, Row
 ColumnKinds = Mapping[str, str]
 
 NULL = "null"
+MIXED = "mixed"
 # Columns that rows may lack, as if they were null: not every chat has tools.
 OPTIONAL = frozenset({"tools", "functions", "parallel_tool_calls", "system", "system_prompt", "input", "history"})
 # Columns that say of what form a row is: a row without one, or with one more, was written in another form.
@@ -209,7 +210,11 @@ class RowSet:
         self.files: tuple[FileInfo, ...] = tuple(part.info for part in self._parts)
         self.ignored: tuple[str, ...] = tuple(ignored)
         self.columns: tuple[str, ...] = tuple(dict.fromkeys(name for part in self._parts for name in part.shape))
-        self.partly: Counter[str] = sum((Counter(part.partly) for part in self._parts), Counter())
+        self.partly: Counter[str] = Counter()
+        for name in set(self.columns) - OPTIONAL:
+            held = [part.partly.get(name, part.info.rows) for part in self._parts if name in part.shape]
+            if sum(held) < self._ends[-1]:
+                self.partly[name] = sum(held)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -322,12 +327,12 @@ class ShapeGroups:
 
 
 def merged(groups: Sequence[ShapeGroup]) -> dict[str, str]:
-    """The one shape of groups that agree: a column is null only where it is null in all of them."""
+    """The one shape of all groups: a column is null only where it is null in all of them."""
     shape: dict[str, str] = {}
     for group in groups:
         for column, kind in group.shape.items():
-            if shape.get(column, NULL) == NULL:
-                shape[column] = kind
+            known = shape.get(column, NULL)
+            shape[column] = kind if known in (NULL, kind) else known if kind == NULL else MIXED
     return shape
 
 
@@ -340,21 +345,17 @@ def partly_there(groups: Sequence[ShapeGroup]) -> dict[str, int]:
     return {column: count for column, count in having.items() if count < total}
 
 
-def disagreements(
-    groups: Sequence[ShapeGroup], name: Callable[[int], str], telling: frozenset[str] | None = None
-) -> list[tuple[int, str]]:
-    """(member, what is wrong with it) for each member that differs from what most members have, in order.
-
-    With `telling`, of the columns these alone must be the same in all.
+def disagreements(groups: Sequence[ShapeGroup], name: Callable[[int], str]) -> list[tuple[int, str]]:
+    """(member, what is wrong with it) for each member that differs from what most members have, in order. Only the
+    columns of `TELLING` must be the same in all.
 
     The majority is the norm, not the first member: one odd first row would otherwise accuse all the others.
     `name` says a member to the reader, because every complaint names one that has the norm.
     """
     norm = _usual_columns(groups)
-    asked = {column for group in groups for column in group.shape} - OPTIONAL
-    if telling is not None:
-        asked &= telling
-    kinds = {column: _usual_kind(groups, column) for group in groups for column in group.shape}
+    asked = TELLING - OPTIONAL
+    present = {column for group in groups for column in group.shape}
+    kinds = {column: _usual_kind(groups, column) for column in sorted(present & (TELLING | OPTIONAL))}
     found = []
     for group in groups:
         complaints = [

@@ -90,7 +90,7 @@ class StepWriter:
 class StepRows:
     """The rows of one source as judged steps. Of `tokens`, which judge a step, the first is the good one."""
 
-    split_rows = special_rows = 0
+    split_rows = special_rows = unseparated_rows = 0
 
     def __init__(
         self,

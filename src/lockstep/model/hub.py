@@ -61,14 +61,15 @@ def hub_errors() -> tuple[type[Exception], ...]:
     return (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)
 
 
-def ask_hub(name: str, where: str, so: str, remedy: str) -> int:
-    """Ask the hub once for a model; the status of its answer. Where there is none: `so` begins the refusal."""
+def ask_hub(name: str, where: str, so: str, remedy: str, kind: str = "models") -> int:
+    """Ask the hub once for a model, or for one of its `datasets`; the status of its answer. Where there is none: `so`
+    begins the refusal."""
     from huggingface_hub import constants, get_token
 
     for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(switch, "").upper() in _OFF:
             raise Refusal.at(where, f"{so}, and the hub may not be asked ({switch} is set)", remedy)
-    address = f"{constants.ENDPOINT}/api/models/{name}"
+    address = f"{constants.ENDPOINT}/api/{kind}/{name}"
     if address in _silent:  # asked before: nobody waits twice
         raise Refusal.at(where, f"{so}, {_silent[address]}", remedy)
     request = urllib.request.Request(address)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Small files that transformers reads; what is wrong with the last two it passes over without a word.
 GENERATION = "generation_config.json"
 SETTINGS = ("config.json", "tokenizer_config.json", GENERATION, "special_tokens_map.json")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 NO_CODE = "use a model that transformers knows by itself, or convert it to one"
 
 
@@ -163,6 +164,50 @@ def refuse_damaged_settings(path: str, where: str) -> None:
         file = Path(path) / name
         if file.is_file() and (damage := _damage_of_json(file)):
             raise Refusal.at(where, f"{file} {damage}", "copy or download it again")
+
+
+def refuse_no_weights(path: str, where: str) -> None:
+    """Refuse a folder that lacks weight files, by the names that transformers looks for. No weight is read."""
+    folder = Path(path)
+    for name in WEIGHTS:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return
+        if index.is_file():
+            if damage := _damage_of_json(index):
+                raise Refusal.at(where, f"{index} {damage}", "copy or download it again")
+            named = sorted(set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()))
+            missing = [one for one in named if not (folder / one).is_file()]
+            if missing:
+                raise Refusal.at(
+                    where,
+                    f"lacks {len(missing)} of the {len(named)} files that {index.name} names: {', '.join(missing[:3])}",
+                    "copy or download them",
+                )
+            return
+    odd = next((name for name in WEIGHTS if (folder / name).is_dir()), "")
+    why = f"{folder / odd} is a folder, not a file" if odd else f"holds no weights: there is no {WEIGHTS[0]}"
+    raise Refusal.at(where, why, "copy or download the model again")
+
+
+def refuse_quantized(config: Any, where: str) -> None:
+    """Refuse quantized weights that transformers cannot load here, or that cannot be trained."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return
+    from transformers.quantizers import AutoHfQuantizer
+
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    remedy = "use the folder of the model without quantization, in bf16 or fp32"
+    try:
+        quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+        quantizer.validate_environment(device_map=None, weights_only=True)
+    except Exception as error:  # each quantizer raises errors of its own packages
+        raise Refusal.at(
+            where, f"its weights are quantized ({method}) and cannot be loaded: {first_line(error)}", remedy
+        ) from error
+    if not getattr(quantizer.quantization_config, "dequantize", False) and not quantizer.is_trainable:
+        raise Refusal.at(where, f"its weights are quantized ({method}) and cannot be trained", remedy)
 
 
 def _named(error: Exception) -> str:

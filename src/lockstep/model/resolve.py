@@ -75,15 +75,19 @@ def adapter_folder(path: str, key: str) -> str:
 def _elsewhere(path: str, where: str) -> str:
     """A name of the hub; a path that looks local is not there."""
     folder = Path(path)
+    # The names under which this project's own pages and recipes use the embedded model.
+    if where.startswith("model.path ") and (folder.parts[:1] == ("quickstart",) or path == "model"):
+        raise Refusal.at(where, "no such folder", f"make the embedded tiny model with: lockstep tiny {quote(path)}")
     if looks_like_hub(path) and not folder.parent.exists():
         near = _near(folder)
         return hub_folder(path, where, f"did you mean the folder {near}? Else " if near else "")
+    if folder.is_symlink():
+        raise Refusal.at(where, "is a symbolic link that leads nowhere, or to itself", "name the folder itself")
     if folder.suffix == ".gguf":
         raise Refusal.at(where, "no such file")
     if near := _near(folder):
         raise Refusal.at(where, "no such folder", f"did you mean {near}?")
-    own = f"make the embedded tiny model with: lockstep tiny {quote(path)}"
-    raise Refusal.at(where, "no such folder", own if where.startswith("model.path ") else "")
+    raise Refusal.at(where, "no such folder", "name the folder of a model, a run or a checkpoint")
 
 
 def _near(path: Path) -> str:

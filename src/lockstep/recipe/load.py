@@ -180,6 +180,8 @@ def _parse_yaml(text: str, where: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise Refusal.at(where, f"not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise Refusal.at(where, "is nested too deeply to be read", "a recipe has a few levels of keys") from error
 
 
 def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
@@ -190,6 +192,8 @@ def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         return [Problem(key, f"value {text!r} is not valid YAML: {error}")]
+    except RecursionError:
+        return [Problem(key, f"value {text[:20]}... is nested too deeply to be read")]
     target: Any = values
     *parents, leaf = key.split(".")
     for parent in parents:
@@ -396,16 +400,33 @@ _ELSEWHERE = {
 }
 
 
+# Keys of other trainers that lockstep has no counterpart for, and what to do instead.
+_ABSENT = {
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bnb_4bit_quant_type"),
+        "weights are not quantized here; train an adapter in bf16: model.dtype=bf16 model.lora.rank=16",
+    ),
+    **dict.fromkeys(
+        ("zero_stage", "stage", "deepspeed", "fsdp"),
+        "weights, gradients and optimizer are sharded wherever several processes train; see parallel.offload for less",
+    ),
+}
+
+
 def _nearest(loc: tuple[int | str, ...]) -> str:
     known = described_keys()
     names = [str(part) for part in loc if isinstance(part, str)]
     full, leaf = ".".join(names), names[-1]
     parent = full[: -len(leaf)]
     siblings = [key[len(parent) :] for key in known if key.startswith(parent) and "." not in key[len(parent) :]]
+    if leaf in _ABSENT:
+        return _ABSENT[leaf]
     near = [_ELSEWHERE[leaf]] if leaf in _ELSEWHERE else []
-    near = near or [parent + name for name in difflib.get_close_matches(leaf, siblings, n=1)]
+    # Below this likeness a hint names another thing more often than the one that was meant (`stage` and `tape`).
+    near = near or [parent + name for name in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
     near = near or [key for key in known if key.split(".")[-1] == leaf]
-    near = near or difflib.get_close_matches(full, list(known), n=1, cutoff=0.5)
+    leaves = {key.split(".")[-1]: key for key in known}
+    near = near or [leaves[name] for name in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)]
     if near:
         return f"did you mean {near[0]}?"
     return f"keys of {parent.rstrip('.') or 'a recipe'}: {', '.join(siblings)}"

@@ -79,7 +79,7 @@ def build_critic(recipe: Recipe, device: Device, world: World, torch_device: tor
     if not has_critic(recipe):
         return None
     path = recipe.critic.path or recipe.model.path
-    _refuse_other_vocabulary(recipe, "critic.path", path)
+    refuse_other_vocabulary(recipe, "critic.path", path)
     offload = recipe.parallel.offload_critic
     sharding = sharding_of(recipe.parallel, device, world, on_host=offload in ("params", "all"))
     seed = recipe.run.seed
@@ -149,7 +149,7 @@ def _frozen(
     recipe: Recipe, key: str, path: str, device: Device, world: World, torch_device: torch.device, on_host: bool
 ) -> Policy:
     settings = recipe.model.model_copy(update={"path": path, "lora": None})
-    _refuse_other_vocabulary(recipe, key, path)
+    refuse_other_vocabulary(recipe, key, path)
     sharding = sharding_of(recipe.parallel, device, world, on_host=on_host)
     seed, scoring = recipe.run.seed, replace(scoring_of(recipe), squares=False)
     policy = load_policy(settings, torch_device, device.attention, seed, scoring, sharding, frozen=True)
@@ -161,7 +161,7 @@ def _frozen(
     return policy
 
 
-def _refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
+def refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
     """The same ids would be other tokens to it."""
     own = load_config(recipe.model.path).vocab_size
     other = load_config(path).vocab_size

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -43,13 +45,15 @@ from lockstep.rollout.native.prefill import prefill_budget
 from lockstep.rollout.questions import asked_as, encode_questions
 from lockstep.rollout.server.collective import refuse_shared_device
 from lockstep.rollout.server.process import refuse_absent
+from lockstep.run.folder import RunFolder
 from lockstep.run.progress import Console
+from lockstep.run.sinks import open_sinks
 from lockstep.train.beside import refuse_beside, with_worker
 from lockstep.train.own_functions import try_functions
 from lockstep.train.plan import BatchPlan, OnlinePlan, plan_batches, plan_online
 from lockstep.train.plan_memory import MemoryPlan, plan_memory, refuse_misfit
 from lockstep.train.row_remarks import repeated_rows, seen_in_training
-from lockstep.train.trained import refuse_indivisible_models, refuse_routers
+from lockstep.train.trained import missing_weights, refuse_indivisible_models, refuse_models, refuse_routers
 from lockstep.types import Question
 
 if TYPE_CHECKING:
@@ -157,6 +161,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
     collect(lambda: grid_of(recipe.parallel, devices))
     collect(lambda: refuse_offload(recipe.parallel, devices))
     collect.problems += refuse_indivisible_models(recipe)
+    remarks = _refuse_before_loading(recipe, device, collect, trains=must_fit)
     limit = collect(lambda: row_limit(recipe, config)) or 0
     train = collect(lambda: _read(recipe, recipe.data.taken, tokenizer, limit, console, "training"))
     val = None
@@ -164,7 +169,6 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
         val = collect(lambda: _read(recipe, recipe.data.val, tokenizer, limit, console, "validation"))
     if METHODS[recipe.method].model == "value":
         collect(lambda: refuse_no_classifier(config, recipe.model.path))
-    remarks: list[str] = []
     for key, rows in (("data.train", train), ("data.val", val)):
         if rows is not None:
             problems, said = METHODS[recipe.method].check(recipe, rows, key)
@@ -175,7 +179,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
             remarks += said
     collect.refuse()
     assert train is not None
-    remarks += repeated_rows(recipe, train)
+    remarks += [*train.warnings, *(val.warnings if val is not None else ()), *repeated_rows(recipe, train)]
     if val is not None:
         remarks += seen_in_training(train.items, val.items, "data.val")
     _warn_slow(recipe, config, device, console)
@@ -260,6 +264,7 @@ def prepare_online(
     collect(lambda: grid_of(recipe.parallel, devices))
     collect(lambda: refuse_offload(recipe.parallel, devices))
     collect.problems += refuse_indivisible_models(recipe)
+    remarks = _refuse_before_loading(recipe, device, collect, trains=must_fit)
     limit = collect(lambda: prompt_limit(recipe, config)) or 0
     train = collect(lambda: _read_prompts(recipe, tokenizer, limit, console)) if limit else None
     if train is not None:
@@ -290,7 +295,7 @@ def prepare_online(
     memory = with_worker(memory, recipe, config, devices, batches.longest, prefill_tokens, on_host=on_host)
     if must_fit:
         refuse_misfit(memory, device.memory().total, device.name)
-    remarks = [*repeated_rows(recipe, train), *memory.remarks]
+    remarks += [*train.warnings, *repeated_rows(recipe, train), *memory.remarks]
     if questions:
         asked = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))
         remarks += seen_in_training(train.items, asked, "val.questions")
@@ -360,6 +365,19 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
     collect.problems += refuse_routers(recipe)
     collect(lambda: _refuse_long_questions(recipe, tokenizer, config, questions or []))
     return tokenizer, config, questions or []
+
+
+def _refuse_before_loading(recipe: Recipe, device: Device, collect: Collector, *, trains: bool) -> list[str]:
+    """What loading the models and starting the trackers would refuse, for `train` and `plan` alike. Weights may be
+    missing for a plan: that is returned as a remark."""
+    collect.problems += refuse_models(recipe, device)
+    if int(os.environ.get("RANK", "0")) == 0:  # the only rank that writes to trackers
+        folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
+        collect(lambda: open_sinks(list(recipe.log.track), folder, recipe.log.project, Console.silent()))
+    missing = missing_weights(recipe)
+    if trains:
+        collect.problems += missing
+    return [] if trains else [f"{one.where} {one.why}: training would be refused" for one in missing]
 
 
 def _warn_slow(recipe: Recipe, config: Any, device: Device, console: Console) -> None:

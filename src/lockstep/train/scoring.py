@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lockstep.device.base import Device
 from lockstep.reward.scorer import Scorer
 from lockstep.run.progress import Console
 from lockstep.train.prepare import PreparedOnline
@@ -21,6 +22,18 @@ def open_scorer(prepared: PreparedOnline, runtime: Runtime) -> Iterator[Scorer]:
     with Scorer.open(recipe.reward, sorted(sources), device, output=output, offload=offload) as scorer:
         _try_rewards(scorer, prepared, runtime.console)
         yield scorer
+
+
+def try_rewards_here(prepared: PreparedOnline, device: Device, console: Console) -> None:
+    """The trial of `open_scorer` for a plan: of rewards that need no weights and no other server."""
+    reward = prepared.recipe.reward
+    elsewhere = [name for name in ("model", "process", "remote") if getattr(reward, name) is not None]
+    if elsewhere:
+        console.say(f"reward.{', reward.'.join(elsewhere)}: tried when training starts, not by a plan")
+        return
+    sources = {*prepared.train.data_sources, *(question.data_source for question in prepared.questions)}
+    with Scorer.open(reward, sorted(sources), device.torch_device(0)) as scorer:
+        _try_rewards(scorer, prepared, console)
 
 
 def _try_rewards(scorer: Scorer, prepared: PreparedOnline, console: Console) -> None:

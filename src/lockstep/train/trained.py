@@ -1,14 +1,20 @@
-"""The models of a run, and what of them cannot be trained right, or divided."""
+"""The models of a run, and everything about them that is refused before their weights are loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from lockstep.device.base import Device
 from lockstep.errors import Problem, Refusal
-from lockstep.model.load import load_config
+from lockstep.model.check import check_architecture
+from lockstep.model.load import DTYPES, kernel_of, load_config
+from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
+from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
 from lockstep.model.tensor_plan import refuse_indivisible
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import reference_folder, reference_kind
-from lockstep.train.build import has_critic
+from lockstep.train.build import has_critic, refuse_other_tokenizer, refuse_other_vocabulary
 
 
 def trained_folders(recipe: Recipe) -> dict[str, str]:
@@ -17,6 +23,53 @@ def trained_folders(recipe: Recipe) -> dict[str, str]:
     if has_critic(recipe) and recipe.critic.path not in (None, recipe.model.path):
         folders["critic.path"] = str(recipe.critic.path)
     return folders
+
+
+def model_folders(recipe: Recipe) -> dict[str, str]:
+    """The folders of all models that pass over the tokens of the policy, trained or only read, each once."""
+    folders = trained_folders(recipe)
+    if reference_kind(recipe) in ("model", "disk"):
+        folders.setdefault("the reference", reference_folder(recipe))
+    if recipe.distill.teacher is not None:
+        folders["distill.teacher"] = recipe.distill.teacher
+    return {key: path for key, path in folders.items() if key == "model.path" or path != recipe.model.path}
+
+
+def refuse_models(recipe: Recipe, device: Device) -> list[Problem]:
+    """What loading the models would refuse, found without reading a weight: `plan` refuses what `train` refuses."""
+    problems: list[Problem] = []
+
+    def collect(check: Callable[[], None]) -> None:
+        try:
+            check()
+        except Refusal as refusal:
+            problems.extend(refusal.problems)
+
+    kernel, dtype = kernel_of(recipe.model, device.attention), DTYPES[recipe.model.dtype]
+    for key, path in model_folders(recipe).items():
+        where = f"{key} {path}"
+        before = len(problems)
+        config = load_config(path)
+        collect(lambda where=where, config=config: refuse_quantized(config, where))  # type: ignore[misc]
+        if key != "model.path":
+            collect(lambda key=key, path=path: refuse_other_vocabulary(recipe, key, path))  # type: ignore[misc]
+        if key == "distill.teacher":
+            collect(lambda key=key, path=path: refuse_other_tokenizer(recipe, key, path))  # type: ignore[misc]
+        if len(problems) == before:
+            arguments = (config, path, dtype, kernel, device.torch_device(0))
+            collect(lambda arguments=arguments: check_architecture(*arguments))  # type: ignore[misc]
+    return problems
+
+
+def missing_weights(recipe: Recipe) -> list[Problem]:
+    """Models whose folders lack weight files."""
+    problems: list[Problem] = []
+    for key, path in model_folders(recipe).items():
+        try:
+            refuse_no_weights(model_folder(path), f"{key} {path}")
+        except Refusal as refusal:
+            problems += refusal.problems
+    return problems
 
 
 def refuse_routers(recipe: Recipe) -> list[Problem]:
@@ -36,13 +89,8 @@ def refuse_routers(recipe: Recipe) -> list[Problem]:
 
 def refuse_indivisible_models(recipe: Recipe) -> list[Problem]:
     """Models, also those that are only read, that the processes of `parallel.tensor` cannot divide."""
-    folders = list(trained_folders(recipe).values())
-    if reference_kind(recipe) in ("model", "disk"):
-        folders.append(reference_folder(recipe))
-    if recipe.distill.teacher is not None:
-        folders.append(recipe.distill.teacher)
     problems: list[Problem] = []
-    for path in dict.fromkeys(folders):
+    for path in model_folders(recipe).values():
         try:
             refuse_indivisible(load_config(path), path, recipe.parallel.tensor)
         except Refusal as refusal:
