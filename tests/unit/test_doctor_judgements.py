@@ -256,6 +256,13 @@ def test_a_torch_npu_of_another_torch_is_refused() -> None:
     assert unfit_packages("npu", A2) == []
 
 
+def test_a_patch_release_is_another_release() -> None:
+    """torch_npu 2.12.0 does not load into torch 2.12.1: all three numbers count."""
+    (problem,) = unfit_packages("npu", A2.having(packages={"torch": "2.12.1"}))
+    assert "built for torch 2.12.0" in problem.why
+    assert unfit_packages("npu", A2.having(packages={"torch": "2.12.0+cpu", "torch_npu": "2.12.0.post3"})) == []
+
+
 def test_the_home_of_the_toolkit_is_shown() -> None:
     assert TOOLKIT in next(row.value or "" for row in examine(A2).rows if row.name == "CANN")
 
