@@ -79,11 +79,13 @@ $(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.13 found; install one or say: make PYTHON=/path/to/python3 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { echo "python cannot make a virtual environment (on Debian: apt install python3-venv)"; exit 1; }
 
-$(VENV)/.core: $(BIN)/pip pyproject.toml constraints.txt
+CONSTRAINTS := constraints.txt constraints-common.txt
+
+$(VENV)/.core: $(BIN)/pip pyproject.toml $(CONSTRAINTS)
 	$(PIP_INSTALL) -e .
 	@touch $@
 
-$(VENV)/.test: $(BIN)/pip pyproject.toml constraints.txt
+$(VENV)/.test: $(BIN)/pip pyproject.toml $(CONSTRAINTS)
 	$(PIP_INSTALL) -e ".[test,interpret]"
 	@touch $@ $(VENV)/.core
 

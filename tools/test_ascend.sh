@@ -20,7 +20,7 @@ command -v nm >/dev/null && command -v readelf >/dev/null || skip "no binutils f
 [ -e "$shared/.test" ] || { echo "there is no environment in $shared: run \`make test-ascend\`"; exit 1; }
 packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 stamp=$venv/.installed
-wanted=$({ cat pyproject.toml constraints.txt tools/test_ascend.sh; packages "$shared"; } | cksum)
+wanted=$({ cat pyproject.toml constraints.txt constraints-common.txt tools/test_ascend.sh; packages "$shared"; } | cksum)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     "$shared/bin/python" -m venv --clear "$venv" || skip "no virtual environment could be made in $venv"
     printf 'import site; site.addsitedir(r"%s")\n' "$(packages "$shared")" >"$(packages "$venv")/shared.pth"

@@ -15,7 +15,7 @@ skip() { printf 'SKIPPED test-migration: %s\n' "$*"; exit 0; }
 [ -e "$shared/.test" ] || { echo "there is no environment in $shared: run \`make test-migration\`"; exit 1; }
 packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 stamp=$venv/.installed
-wanted=$({ cat pyproject.toml constraints.txt tools/test_migration.sh; packages "$shared"; } | cksum)
+wanted=$({ cat pyproject.toml constraints.txt constraints-common.txt tools/test_migration.sh; packages "$shared"; } | cksum)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     "$shared/bin/python" -m venv --clear "$venv" || skip "no virtual environment could be made in $venv"
     printf 'import site; site.addsitedir(r"%s")\n' "$(packages "$shared")" >"$(packages "$venv")/shared.pth"

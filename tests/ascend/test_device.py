@@ -56,6 +56,18 @@ def test_hidden_devices_are_told(tmp_path: Path) -> None:
     assert python("-c", code, ASCEND_RT_VISIBLE_DEVICES="1").stdout.split()[-1] == "1"
 
 
+def test_the_variable_of_visible_devices_is_the_one_torch_npu_reads() -> None:
+    code = "from lockstep.device.npu import Npu; print(Npu().count())"
+    assert python("-c", code, **{Npu.visible_variable: "1"}).stdout.split()[-1] == "1"
+
+
+def test_a_rank_uses_the_device_of_its_number() -> None:
+    for index in (1, 0):
+        Npu().use(index)
+        assert torch.npu.current_device() == index
+        assert torch.empty(1, device="npu").device.index == index
+
+
 def test_weights_keep_the_plain_layout() -> None:
     import torch_npu
 

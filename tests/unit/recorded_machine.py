@@ -97,6 +97,6 @@ A2 = CPU.having(
         "npu-smi": CommandOutput(0, output("board-23.0.5.txt")),
     },
     files={INSTALL_INFO: "package_name=Ascend-cann-toolkit\nversion=9.1.0\n"},
-    packages={"torch_npu": "2.13.0"},
+    packages={"torch": "2.12.0", "torch_npu": "2.12.0"},
     variables={"LD_LIBRARY_PATH": f"{TOOLKIT}/lib64:/usr/lib", "ASCEND_HOME_PATH": TOOLKIT},
 )

@@ -551,3 +551,17 @@ def test_worker_threads_wait_asleep_unless_told_otherwise(given: dict[str, str],
         [sys.executable, "-c", script], env=environment | given, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("torch_npu", "torch_version", "wrong"), [("2.13.1", "2.13.0+cpu", True), ("2.13.0.post2", "2.13.0", False)]
+)
+def test_a_patch_release_of_torch_npu_is_another_release(
+    monkeypatch: pytest.MonkeyPatch, torch_npu: str, torch_version: str, wrong: bool
+) -> None:
+    from lockstep.device import npu
+
+    monkeypatch.setattr(npu, "installed_version", lambda: torch_npu)
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    problem = npu._package_problem()
+    assert (problem is not None and "must be of the same version" in problem) == wrong

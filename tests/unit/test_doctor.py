@@ -162,7 +162,7 @@ def test_healthy_machines(machine: RecordedMachine, device: str) -> None:
     assert (told["device"], told["broken"], told["warnings"]) == (device, 0, 0)
     values = {row["name"]: row["value"] for row in told["rows"]}
     stacks = {"cpu": "cpu: CPU, run here", "cuda": "cuda: NVIDIA, run here"}
-    assert values["known stack"] == stacks.get(device, "lockstep-npu: lockstep on Ascend, contract-tested here")
+    assert values["known stack"] == stacks.get(device, "lockstep-npu: lockstep on Ascend, documented upstream")
     if device == "npu":
         assert values["npu devices"] == "2 x 910B2 (64 GiB)"
         assert (values["driver"], values["firmware"], values["CANN"]) == (
@@ -255,7 +255,7 @@ def test_the_minimum_is_that_of_the_package() -> None:
     for name, version in MINIMUM.items():
         assert f'"{name}>={version}' in project
     assert f'requires-python = ">={PYTHON[0]},<3.{int(PYTHON[1][2:]) + 1}"' in project
-    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    constraints = (ROOT / "constraints-npu.txt").read_text(encoding="utf-8").splitlines()
     torch = next(line for line in constraints if line.startswith("torch=="))
     torch_npu = torch.replace("torch", "torch_npu")
     assert f'npu = ["{torch}", "{torch_npu}"]' in project

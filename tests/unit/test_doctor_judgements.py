@@ -45,8 +45,8 @@ CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
         "expandable_segments:False",
     ),
     # torch_npu
-    (A2.having(packages={"torch_npu": "2.10.0.post4"}), "npu", "torch_npu", "broken", "torch_npu==2.13.0"),
-    (A2.having(packages={"torch_npu": "2.12.0"}), "npu", "torch_npu", "broken", ", or torch==2.12.0"),
+    (A2.having(packages={"torch_npu": "2.10.0.post4"}), "npu", "torch_npu", "broken", "torch_npu==2.12.0"),
+    (A2.having(packages={"torch_npu": "2.11.0"}), "npu", "torch_npu", "broken", ", or torch==2.11.0"),
     (A2.having(packages={"torch_npu": None}), "npu", "torch_npu", "broken", ".[npu]"),
     (A2.having(files={INSTALL_INFO: None}), "npu", "torch_npu", "broken", "set_env.sh"),
     (CPU.having(packages={"torch_npu": "2.13.0"}), "cpu", "torch_npu", "warning", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"),
@@ -217,8 +217,8 @@ def test_judgement(machine: RecordedMachine, device: str, row: str, verdict: str
 @pytest.mark.parametrize(
     ("machine", "device"),
     [
-        (A2.having(packages={"torch_npu": "2.13.0.post2"}), "npu"),
-        (A2.having(packages={"torch_npu": "2.13.0rc1"}), "npu"),
+        (A2.having(packages={"torch_npu": "2.12.0.post2"}), "npu"),
+        (A2.having(packages={"torch_npu": "2.12.0rc1"}), "npu"),
         (A2.having(packages={"triton": "3.5.0", "triton-ascend": "3.2.1"}), "npu"),
         (A2.having(variables={"ASCEND_RT_VISIBLE_DEVICES": "0,1", NOSET: "0"}), "npu"),
         (A2.having(variables={"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}), "npu"),
@@ -251,9 +251,16 @@ def test_a_torch_npu_of_another_torch_is_refused() -> None:
     machine = A2.having(packages={"torch_npu": "2.10.0.post4"})
     (problem,) = unfit_packages("npu", machine)
     assert problem.where == "package torch_npu"
-    assert problem.remedy == "pip install torch_npu==2.13.0 (a candidate or post-release of it will do)"
+    assert problem.remedy == "pip install torch_npu==2.12.0 (a candidate or post-release of it will do)"
     assert unfit_packages("cpu", machine) == []
     assert unfit_packages("npu", A2) == []
+
+
+def test_a_patch_release_is_another_release() -> None:
+    """torch_npu 2.12.0 does not load into torch 2.12.1: all three numbers count."""
+    (problem,) = unfit_packages("npu", A2.having(packages={"torch": "2.12.1"}))
+    assert "built for torch 2.12.0" in problem.why
+    assert unfit_packages("npu", A2.having(packages={"torch": "2.12.0+cpu", "torch_npu": "2.12.0.post3"})) == []
 
 
 def test_the_home_of_the_toolkit_is_shown() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from recorded_machine import A2, INSTALL_INFO, RecordedMachine, output
 
 from lockstep.doctor.check import examine
 from lockstep.doctor.facts import Diagnosis
-from lockstep.doctor.report import Fact
+from lockstep.doctor.machine import CommandOutput
+from lockstep.doctor.report import Fact, as_json, plain_lines, table_lines
 from lockstep.doctor.stacks import Stack, cann_fits, driver_for, known_stacks, older, pins_text
 
 ASCEND = [stack for stack in known_stacks().values() if stack.device == "npu"]
@@ -87,7 +90,7 @@ def test_an_old_stack_is_left_alone(stack: Stack, without: tuple[str, ...]) -> N
     for finding in found:
         assert finding.verdict == "broken"
         assert "leave this environment as it is" in finding.remedy
-        assert 'python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[npu]"' in finding.remedy
+        assert 'python3 -m venv .venv && .venv/bin/pip install -c constraints-npu.txt -e ".[npu]"' in finding.remedy
         assert "-U" not in finding.remedy
 
 
@@ -99,7 +102,7 @@ def test_two_old_packages_that_do_not_fit_are_left_alone_too() -> None:
 
 @pytest.mark.parametrize(
     ("cann", "verdict"),
-    [("8.1.RC1", "broken"), ("8.5.0", "broken"), ("9.0.0", "warning"), ("9.1.0", "ok"), ("9.2.0", "ok")],
+    [("8.1.RC1", "broken"), ("8.5.0", "broken"), ("9.0.0", "warning"), ("9.1.0", "ok"), ("9.2.0", "warning")],
 )
 def test_the_cann_of_lockstep_s_own_stack(cann: str, verdict: str) -> None:
     rows = rows_of(A2.having(files={INSTALL_INFO: f"version={cann}\n"}))
@@ -107,13 +110,73 @@ def test_the_cann_of_lockstep_s_own_stack(cann: str, verdict: str) -> None:
     assert (rows["known stack"].value is not None) == (verdict == "ok")
 
 
-def test_torch_npu_2_13_on_cann_8_1_is_not_green() -> None:
-    machine = A2.having(files={INSTALL_INFO: output("install-8.1.RC1.info")})
-    report = examine(machine, "npu")
-    assert not report.healthy
-    finding = next(row for row in report.rows if row.name == "CANN").findings[0]
-    assert finding.why == "torch_npu 2.13.0 is known with CANN 9.1.0 or newer, this is 8.1.RC1"
-    assert "beside this one" in finding.remedy
+@pytest.mark.parametrize(
+    ("torch_npu", "cann", "driver", "verdict", "why"),
+    [
+        # What nobody can run was called healthy.
+        ("2.12.0", "8.1.RC1", "24.1.0", "broken", "torch_npu 2.12.0 is known with CANN 9.1.0, this is 8.1.RC1"),
+        ("2.14.0", "8.3.RC1", "25.3.RC1", "broken", "torch_npu 2.12.0 already needs CANN 9.1.0, and 2.14.0 is newer"),
+        ("2.13.0", "8.1.RC1", "26.0.rc1", "broken", "torch_npu 2.12.0 already needs CANN 9.1.0, and 2.13.0 is newer"),
+        # Pairs of TorchNPU's own table were warned of.
+        ("2.7.1", "8.3.RC1", "25.3.RC1", "ok", ""),
+        ("2.6.0", "8.2.RC1", "25.2.0", "ok", ""),
+        ("2.7.1.post8", "9.1.0", "26.0.rc1", "ok", ""),
+        ("2.12.0", "9.1.0", "26.0.rc1", "ok", ""),
+        # A version without an entry is unknown, never ok.
+        ("2.13.0", "9.1.0", "26.0.rc1", "unknown", "TorchNPU's compatibility table has no torch_npu 2.13.0"),
+        ("2.14.0", "9.2.0", "26.1.0", "unknown", "TorchNPU's compatibility table has no torch_npu 2.14.0"),
+        ("2.7.1.post8", "8.3.RC1", "25.3.RC1", "broken", "is known with CANN 9.1.0, this is 8.3.RC1"),
+        ("2.8.0", "8.5.0", "25.5.0", "warning", "torch_npu 2.8.0 is known with CANN 8.3.RC1, this is 8.5.0"),
+    ],
+)
+def test_pairs_of_torch_npu_and_cann(torch_npu: str, cann: str, driver: str, verdict: str, why: str) -> None:
+    table = output("npu-smi-23.0.3.txt").replace("23.0.3", driver)
+    machine = A2.having(
+        files={INSTALL_INFO: f"version={cann}\n"},
+        packages={"torch": torch_npu.split(".post")[0], "torch_npu": torch_npu},
+        commands={"npu-smi info": CommandOutput(0, table)},
+    )
+    row = rows_of(machine)["CANN"]
+    assert row.verdict == verdict
+    assert why in " ".join(finding.why for finding in row.findings)
+
+
+def test_a_cann_whose_driver_nobody_names_is_unknown() -> None:
+    rows = rows_of(
+        A2.having(files={INSTALL_INFO: "version=8.5.0\n"}, packages={"torch": "2.9.0", "torch_npu": "2.9.0"})
+    )
+    assert rows["CANN"].verdict == "ok"
+    assert rows["driver"].verdict == "unknown"
+    assert "needs root" in rows["driver"].findings[0].remedy
+
+
+@pytest.mark.parametrize("stack", OLD, ids=lambda stack: stack.name)
+def test_the_first_line_says_that_lockstep_cannot_train_there(stack: Stack) -> None:
+    report = examine(machine_of(stack), "npu")
+    torch_npu = stack.packages.get("torch_npu", "").lstrip("=")
+    for lines in (list(plain_lines(report)), [str(line) for line in table_lines(report, 200)]):
+        told = f"lockstep cannot train on this stack (torch_npu {torch_npu}, CANN {stack.cann[0]})"
+        assert lines[0].startswith(told)
+        assert [line[:2] for line in lines[1:4]] == ["1.", "2.", "3."]
+        text = " ".join(lines[1:4])
+        assert "driver HDK 26.0.rc1 or newer, which needs root" in text
+        assert "lockstep compare" in text
+        assert "lockstep_record.py" in text
+    assert json.loads(as_json(report))["cannot_train"] == list(report.cannot_train)
+    assert examine(A2, "npu").cannot_train == ()
+
+
+def test_tensordict_on_arm_and_the_plain_torch_on_x86() -> None:
+    old = {"torch": "2.5.1", "torch_npu": "2.5.1", "tensordict": "0.10.0"}
+    assert rows_of(A2.having(packages=old))["tensordict"].findings[0].remedy == "pip install tensordict==0.8.3"
+    assert rows_of(A2.having(packages={**old, "tensordict": "0.8.3"}))["tensordict"].verdict == "ok"
+    assert rows_of(A2.having(packages={"tensordict": "0.10.0"}))["tensordict"].verdict == "unknown"
+    assert rows_of(A2.having(packages=old, architecture="x86_64"))["tensordict"].verdict == "ok"
+    plain = rows_of(A2.having(architecture="x86_64"))["torch"].findings
+    assert "brings CUDA and triton" in plain[0].why
+    assert "whl/cpu" in plain[0].remedy
+    assert not rows_of(A2)["torch"].findings
+    assert not rows_of(A2.having(architecture="x86_64", packages={"torch": "2.12.0+cpu"}))["torch"].findings
 
 
 def test_listed_cann_versions() -> None:

@@ -39,7 +39,7 @@ def test_nothing_else_installs_a_serving_engine() -> None:
     others = [one for extra, packages in named.items() if extra not in ENGINES for one in packages]
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     always = re.findall(r'^  "([^"]+)",$', text, flags=re.MULTILINE)
-    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    constraints = (ROOT / "constraints-common.txt").read_text(encoding="utf-8").splitlines()
     assert "torch>=2.11" in always
     assert not [one for one in (*others, *always, *constraints) if re.match(r"(vllm|sglang|lockstep)", one)]
     made = re.findall(r"\[([a-z,-]+)\]", "".join(re.findall(r"PIP_INSTALL\) .+", (ROOT / "Makefile").read_text())))
@@ -60,7 +60,7 @@ def resolved(*names: str, constraints: Path = ROOT / "constraints.txt", python: 
 
 def within_constraints() -> list[str]:
     """Serving engines have an environment of their own (docs/engines.md)."""
-    return sorted(extras().keys() - set(ENGINES))
+    return sorted(extras().keys() - {*ENGINES, "npu"})
 
 
 @pytest.mark.parametrize("name", within_constraints())
@@ -73,8 +73,15 @@ def test_all_extras_resolve_together(python: str) -> None:
     assert not resolved(*within_constraints(), python=python)
 
 
+def test_the_extra_for_ascend_resolves_within_its_own_constraints() -> None:
+    constraints = ROOT / "constraints-npu.txt"
+    assert not resolved("npu", constraints=constraints)
+    assert not resolved("npu", "track", "hub", "math", "ray", constraints=constraints)
+
+
 def test_a_conflict_is_found(tmp_path: Path) -> None:
     """The pin that once made `[track]` impossible to install."""
-    text = re.sub(r"protobuf==\S+", "protobuf==7.36.2", (ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    text = (ROOT / "constraints-common.txt").read_text(encoding="utf-8")
+    text = re.sub(r"protobuf==\S+", "protobuf==7.36.2", text)
     (tmp_path / "constraints.txt").write_text(text, encoding="utf-8")
     assert "swanlab" in resolved("track", constraints=tmp_path / "constraints.txt")

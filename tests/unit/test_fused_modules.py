@@ -23,7 +23,7 @@ from host_kernels import HOST, host_norm, turned, unscaled
 from lockstep.data.batching import micro_batch
 from lockstep.kernels import fused_modules, fused_rotary
 from lockstep.kernels.fused_modules import ModuleKernel, plug_in
-from lockstep.kernels.fused_rotary import Rotary
+from lockstep.kernels.fused_rotary import Heads, Rotary
 from lockstep.kernels.plain_modules import is_rms_norm
 from lockstep.methods.sft import token_loss
 from lockstep.model.load import load_policy
@@ -207,3 +207,16 @@ def test_a_norm_that_subtracts_the_mean_is_another_function() -> None:
 def test_nothing_of_a_device_is_imported_by_the_mechanism() -> None:
     assert "torch_npu" not in vars(fused_modules)
     assert not {name for name in sys.modules if name.startswith("torch_npu")}
+
+
+def test_the_rotary_operator_of_ascend_is_used_only_for_heads_that_were_tried() -> None:
+    """Its documents do not cover every pair of head counts, so an untried pair stays with the model's own function."""
+    from lockstep.kernels.npu_modules import KERNELS as ASCEND
+
+    q, k = (torch.zeros(1, heads, 3, 8) for heads in (4, 2))
+    cos = torch.ones(1, 3, 8)
+    setattr(cos, fused_rotary.MARK, True)
+    rotary = Rotary(modeling_llama.apply_rotary_pos_emb, ASCEND.rotary)
+    assert not rotary.fits(q, k, cos, cos)
+    rotary.tried[Heads(q.dtype, 4, 2, 8)] = True
+    assert rotary.fits(q, k, cos, cos)

@@ -33,7 +33,7 @@ def test_all_parts_run_and_the_status_tells(
     tmp_path: Path, pytest_ends: int, lint_ends: int, ascend_ends: int, failed: str
 ) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "constraints.txt"):
+    for name in ("pyproject.toml", "constraints.txt", "constraints-common.txt"):
         (tmp_path / name).touch()
     script(tmp_path / ".venv/bin/python", f"echo ran pytest; exit {pytest_ends}")
     script(tmp_path / "tools/test_ascend.sh", f"echo ran ascend; exit {ascend_ends}")

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.kernels.npu_limits import decode_problem, fusion_problem, norm_problem, rotary_problem, swiglu_problem
+from lockstep.kernels.npu_attention import infer_fits
+from lockstep.kernels.npu_limits import (
+    decode_problem,
+    fusion_problem,
+    norm_problem,
+    part_problem,
+    rotary_problem,
+    swiglu_problem,
+)
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -20,6 +28,19 @@ def fusion(
     heads: int = 8, size: int = 64, ends: tuple[int, ...] = (4,), dtype: Any = BF16, dropout: float = 0.0
 ) -> Any:
     return fusion_problem(shaped(ends[-1], heads, size, dtype=dtype), ends, dropout)
+
+
+def part(
+    heads: int = 8,
+    groups: int = 2,
+    size: int = 64,
+    values: int | None = None,
+    queries: tuple[int, ...] = (4,),
+    keys: tuple[int, ...] = (6,),
+    dtype: torch.dtype = BF16,
+) -> Any:
+    query = shaped(sum(queries), heads, size, dtype=dtype)
+    return part_problem(query, shaped(sum(keys), groups, values or size, dtype=dtype), queries, keys)
 
 
 def decode(
@@ -66,6 +87,12 @@ INSIDE = [
     (fusion, {"size": 768}),
     (fusion, {"ends": tuple(range(1, 1025))}),
     (fusion, {"ends": (2**20,)}),
+    (part, {}),
+    (part, {"dtype": FP32}),
+    (part, {"heads": 256}),
+    (part, {"size": 768}),
+    (part, {"queries": (1,) * 1024, "keys": (1,) * 1024}),
+    (part, {"keys": (2**20,)}),
     (decode, {}),
     (decode, {"dtype": FP16}),
     (decode, {"block": 16}),
@@ -102,6 +129,15 @@ OUTSIDE = [
     (fusion, {"size": 769}, "heads of 769, at most 768"),
     (fusion, {"ends": tuple(range(1, 1026))}, "1025 sequences, at most 1024"),
     (fusion, {"ends": (2**20 + 1,)}, "1048577 tokens, at most 1048576"),
+    (part, {"dtype": FP64}, "float64"),
+    (part, {"heads": 258}, "258 heads, at most 256"),
+    (part, {"size": 769}, "heads of 769, at most 768"),
+    (part, {"size": 1023}, "heads of 1023, at most 768"),
+    (part, {"values": 32}, "values of 32 for keys of 64"),
+    (part, {"heads": 7}, "7 query heads for 2 key heads"),
+    (part, {"queries": (1,) * 1025, "keys": (1,) * 1025}, "more than 1024 sequences"),
+    (part, {"queries": (2**20 + 1,)}, "more than 1048576 tokens"),
+    (part, {"keys": (2**20 + 1,)}, "more than 1048576 tokens"),
     (decode, {"dtype": FP32}, "float32"),
     (decode, {"cache": FP16}, "a cache of torch.float16"),
     (decode, {"window": 5}, "sliding window"),
@@ -147,3 +183,10 @@ def test_inside_the_limits(ask: Any, call: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("ask", "call", "words"), OUTSIDE, ids=name)
 def test_outside_the_limits(ask: Any, call: dict[str, Any], words: str) -> None:
     assert words in ask(**call)
+
+
+@pytest.mark.parametrize(("queries", "cache"), [(BF16, FP16), (FP16, BF16), (FP16, FP32)])
+def test_a_cache_of_another_type_is_left_to_plain_torch(queries: torch.dtype, cache: torch.dtype) -> None:
+    query = shaped(2, 8, 64, dtype=queries)
+    assert infer_fits(query, shaped(1024, 2, 64, dtype=queries), 128, None, 1024)
+    assert not infer_fits(query, shaped(1024, 2, 64, dtype=cache), 128, None, 1024)

@@ -195,7 +195,7 @@ def choose_device(facts: MachineFacts) -> tuple[str, str]:
     return "cpu", "auto: no accelerator found"
 
 
-Verdict = Literal["ok", "absent", "warning", "broken"]
+Verdict = Literal["ok", "absent", "unknown", "warning", "broken"]
 
 
 @dataclass(frozen=True)
@@ -203,13 +203,18 @@ class Diagnosis:
     """Something wrong with `row`: why, and what to do."""
 
     row: str
-    verdict: Literal["warning", "broken"]
+    verdict: Literal["unknown", "warning", "broken"]
     why: str
     remedy: str
 
 
 # The facts and the chosen device, to what is wrong.
 Examination = Callable[[MachineFacts, str], Iterator[Diagnosis]]
+
+
+def unknown(row: str, why: str, remedy: str) -> Diagnosis:
+    """Neither known to work nor known to fail."""
+    return Diagnosis(row, "unknown", why, remedy)
 
 
 def warning(row: str, why: str, remedy: str) -> Diagnosis:

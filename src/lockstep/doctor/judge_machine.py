@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.doctor.ascend import go_together
-from lockstep.doctor.facts import PYTHON, Diagnosis, Examination, MachineFacts, broken, warning
-from lockstep.doctor.stacks import cann_fits, canns_for, driver_for, older, release
+from lockstep.doctor.facts import PYTHON, Diagnosis, Examination, MachineFacts, broken, unknown, warning
+from lockstep.doctor.stacks import NEWEST_PAIR, cann_fits, canns_for, driver_for, older, release
 
 GIB = 2**30
 
@@ -118,18 +118,27 @@ def cann_fits_torch_npu(facts: MachineFacts, device: str) -> Iterator[Diagnosis]
     torch_npu = facts.packages.get("torch_npu")
     if facts.cann is None or torch_npu is None:
         return
-    named = canns_for(torch_npu)
-    if not named or cann_fits(facts.cann.version, named):
+    named, installed = canns_for(torch_npu), facts.cann.version
+    beside = "install the CANN that is named beside this one, and source its set_env.sh where lockstep runs"
+    if named:
+        if not cann_fits(installed, named):
+            # Between releases of one generation programs often still load; a generation back, symbols are missing.
+            generation = min((each.split(".")[0] for each in named), key=int)
+            say = broken if older(installed, generation) else warning
+            yield say(
+                "CANN", f"torch_npu {torch_npu} is known with CANN {', '.join(named)}, this is {installed}", beside
+            )
         return
-    # Between releases of one generation programs often still load; a generation back, symbols are missing.
-    floors = [each.removeprefix(">=") for each in named if each.startswith(">=")]
-    say = broken if any(older(facts.cann.version, floor.split(".")[0]) for floor in floors) else warning
-    versions = [f"{each.removeprefix('>=')} or newer" if each.startswith(">=") else each for each in named]
-    yield say(
-        "CANN",
-        f"torch_npu {torch_npu} is known with CANN {', '.join(versions)}, this is {facts.cann.version}",
-        "install the CANN that is named beside this one, and source its set_env.sh where lockstep runs",
-    )
+    newest, needed = NEWEST_PAIR
+    if older(newest, torch_npu) and older(installed, needed):
+        why = f"torch_npu {newest} already needs CANN {needed}, and {torch_npu} is newer; this is {installed}"
+        yield broken("CANN", why, f"install CANN {needed} beside this one, with torch and torch_npu {newest}")
+    else:
+        yield unknown(
+            "CANN",
+            f"TorchNPU's compatibility table has no torch_npu {torch_npu}: nobody says which CANN it needs",
+            f"take a pair of the table: torch_npu {newest} with CANN {needed}",
+        )
 
 
 def driver_fits_cann(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
@@ -137,19 +146,25 @@ def driver_fits_cann(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     if facts.cann is None or driver is None:
         return
     wanted = driver_for(facts.cann.version)
-    listed = go_together(facts.cann, facts.driver) if facts.driver is not None else None
+    listed: bool | None = go_together(facts.cann, facts.driver) if facts.driver is not None else None
     if wanted is not None and older(driver, wanted):
         say = warning if listed else broken
         yield say(
             "driver",
             f"CANN {facts.cann.version} is known with HDK {wanted} and newer, this is {driver}",
-            f"install HDK {wanted} or newer, driver and firmware",
+            f"install HDK {wanted} or newer, driver and firmware (needs root; all users of the machine share them)",
         )
     elif listed is False:
         yield warning(
             "driver",
             f"neither CANN {facts.cann.version} nor driver {driver} lists the other as compatible",
             "install the HDK that the CANN release notes name",
+        )
+    elif wanted is None and not listed:
+        yield unknown(
+            "driver",
+            f"no stack names a driver for CANN {facts.cann.version}, this is {driver}",
+            "see the release notes of that CANN; installing a driver needs root",
         )
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lockstep.doctor.facts import MINIMUM, Diagnosis, Examination, MachineFacts, broken, installed_packages, warning
+from lockstep.doctor.facts import (
+    MINIMUM,
+    Diagnosis,
+    Examination,
+    MachineFacts,
+    broken,
+    installed_packages,
+    unknown,
+    warning,
+)
 from lockstep.doctor.machine import AUTOLOAD, Machine
 from lockstep.doctor.stacks import older, release
 from lockstep.errors import Problem
@@ -37,7 +46,7 @@ TRITON_OF_TRITON_ASCEND = ("3.2.0", "3.5.0")
 # The packages of an Ascend guide belong together, and with its engine and its CANN: none is upgraded among the others.
 NEW_ENVIRONMENT = (
     "leave this environment as it is, it belongs to another program; in a checkout of lockstep: "
-    'python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[npu]"'
+    'python3 -m venv .venv && .venv/bin/pip install -c constraints-npu.txt -e ".[npu]"'
 )
 
 
@@ -91,7 +100,7 @@ def torch_npu_can_load(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     torch_npu = facts.packages.get("torch_npu")
     if torch_npu is None:
         if device == "npu":
-            here = 'in a checkout: pip install -c constraints.txt -e ".[npu]"'
+            here = 'in a checkout: pip install -c constraints-npu.txt -e ".[npu]"'
             remedy = NEW_ENVIRONMENT if belongs_to_another(facts.packages, device) else here
             yield broken("torch_npu", "not installed", remedy)
         return
@@ -138,8 +147,32 @@ def nothing_for_cuda(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
         )
 
 
+# verl's guide for Ascend: of the torch that it pins, this is the tensordict that works on Arm.
+TENSORDICT_ON_ARM = {"2.5.1": "0.8.3"}
+
+
+def tensordict_fits_arm(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
+    tensordict, torch = facts.packages.get("tensordict"), facts.packages.get("torch", "")
+    wanted = TENSORDICT_ON_ARM.get(release(torch))
+    if device != "npu" or facts.architecture != "aarch64" or tensordict is None:
+        return
+    if wanted is None:
+        why = f"no guide names a tensordict for torch {torch} on Arm"
+        yield unknown("tensordict", why, "lockstep does not use it; ask the guide of the program that does")
+    elif release(tensordict) != wanted:
+        why = f"on Arm {wanted} goes with torch {release(torch)}, this is {tensordict}"
+        yield warning("tensordict", why, f"pip install tensordict=={wanted}")
+
+
 def torch_is_for_the_device(facts: MachineFacts, device: str) -> Iterator[Diagnosis]:
     torch = facts.packages.get("torch", "")
+    if device == "npu" and facts.architecture == "x86_64" and torch and not torch.endswith("+cpu"):
+        yield warning(
+            "torch",
+            f"{torch} is the plain build, which brings CUDA and triton on x86; TorchNPU needs the CPU build",
+            f"pip uninstall -y torch triton && pip install torch=={release(torch)} "
+            "--index-url https://download.pytorch.org/whl/cpu",
+        )
     if device == "cuda" and torch.endswith("+cpu"):
         yield broken("torch", f"{torch} is a CPU build", "pip uninstall torch, then install the plain one")
 
@@ -153,6 +186,7 @@ def unfit_packages(device: str, machine: Machine) -> list[Problem]:
 JUDGEMENTS: tuple[Examination, ...] = (
     core_is_there,
     torch_is_for_the_device,
+    tensordict_fits_arm,
     torch_fits_torch_npu,
     torch_npu_can_load,
     one_triton,

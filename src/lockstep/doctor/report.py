@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.text import Text
 
@@ -33,8 +34,10 @@ class Fact:
     @property
     def verdict(self) -> Verdict:
         found = {finding.verdict for finding in self.findings}
-        if found:
-            return "broken" if "broken" in found else "warning"
+        order: tuple[Verdict, ...] = ("broken", "warning", "unknown")
+        for worst in order:
+            if worst in found:
+                return worst
         return "ok" if self.value is not None else "absent"
 
 
@@ -120,6 +123,7 @@ WIDTH = 80
 MARKS: dict[Verdict, tuple[str, str]] = {
     "ok": ("✓", "green"),
     "absent": ("–", "dim"),
+    "unknown": ("?", "yellow"),
     "warning": ("!", "yellow"),
     "broken": ("✗", "red"),
 }
@@ -130,6 +134,8 @@ class Report:
     device: str
     why: str
     rows: Sequence[Fact]
+    cannot_train: tuple[str, ...] = ()
+    """Why lockstep cannot train on this machine at all, and then what is left to do; nothing where it can."""
 
     def count(self, verdict: Verdict) -> int:
         return sum(row.verdict == verdict for row in self.rows)
@@ -141,7 +147,8 @@ class Report:
     def verdict(self) -> str:
         broken, warnings = self.count("broken"), self.count("warning")
         state = "nothing broken" if self.healthy else f"{broken} broken"
-        return f"device {self.device} ({self.why}): {state}, {warnings} warning{'s' if warnings != 1 else ''}"
+        unknown = f", {self.count('unknown')} unknown" if self.count("unknown") else ""
+        return f"device {self.device} ({self.why}): {state}, {warnings} warning{'s' if warnings != 1 else ''}{unknown}"
 
 
 def as_json(report: Report) -> str:
@@ -159,7 +166,8 @@ def as_json(report: Report) -> str:
         for row in report.rows
     ]
     broken, warnings = report.count("broken"), report.count("warning")
-    head = {"device": report.device, "why": report.why, "broken": broken, "warnings": warnings}
+    head: dict[str, Any] = {"device": report.device, "why": report.why, "broken": broken, "warnings": warnings}
+    head |= {"unknown": report.count("unknown"), "cannot_train": list(report.cannot_train)}
     return json.dumps({**head, "rows": rows}, indent=2, ensure_ascii=False)
 
 
@@ -172,6 +180,7 @@ def show(report: Report) -> None:
 
 def plain_lines(report: Report) -> Iterator[str]:
     """One line a fact and one a finding, never wrapped, so that they can be searched."""
+    yield from report.cannot_train
     width = max(len(row.name) for row in report.rows)
     for row in report.rows:
         yield f"{row.verdict:8} {row.name:{width}}  {row.shown}"
@@ -190,6 +199,11 @@ def _show_table(report: Report) -> None:
 
 
 def table_lines(report: Report, width: int) -> Iterator[Text]:
+    for number, text in enumerate(report.cannot_train):
+        for line in _wrapped(text, width):
+            yield Text(line, style="" if number else "bold red")
+    if report.cannot_train:
+        yield Text()
     names = min(max(len(row.name) for row in report.rows), 20)
     for index, row in enumerate(report.rows):
         if index == 0 or report.rows[index - 1].group != row.group:

@@ -48,6 +48,43 @@ def satisfies(version: str, pin: str) -> bool:
     return release(version) == wanted or (release(version) == release(wanted) and not older(version, wanted))
 
 
+# TorchNPU's compatibility table of August 2026: the CANN of each torch_npu. What is not in it is not known.
+TORCH_NPU_CANN = {
+    "2.12.0": "9.1.0",
+    "2.11.0": "9.1.0",
+    "2.10.0.post4": "9.1.0",
+    "2.9.0.post6": "9.1.0",
+    "2.7.1.post8": "9.1.0",
+    "2.9.0.post2": "9.0.0",
+    "2.8.0.post4": "9.0.0",
+    "2.7.1.post4": "9.0.0",
+    "2.9.0": "8.5.0",
+    "2.8.0.post2": "8.5.0",
+    "2.7.1.post2": "8.5.0",
+    "2.6.0.post5": "8.5.0",
+    "2.8.0": "8.3.RC1",
+    "2.7.1": "8.3.RC1",
+    "2.6.0.post3": "8.3.RC1",
+    "2.1.0.post17": "8.3.RC1",
+    "2.6.0": "8.2.RC1",
+    "2.5.1.post1": "8.2.RC1",
+    "2.1.0.post13": "8.2.RC1",
+    "2.5.1": "8.1.RC1",
+    "2.4.0.post4": "8.1.RC1",
+    "2.3.1.post6": "8.1.RC1",
+    "2.1.0.post12": "8.1.RC1",
+    "2.4.0.post2": "8.0.0",
+    "2.3.1.post4": "8.0.0",
+    "2.1.0.post10": "8.0.0",
+    "2.4.0": "8.0.RC3",
+    "2.3.1.post2": "8.0.RC3",
+    "2.1.0.post8": "8.0.RC3",
+    "2.3.1": "8.0.RC2",
+    "2.2.0.post2": "8.0.RC2",
+    "2.1.0.post6": "8.0.RC2",
+}
+NEWEST_PAIR = next(iter(TORCH_NPU_CANN.items()))
+
 FILE = Path(__file__).parent / "stacks.yaml"
 
 
@@ -121,10 +158,16 @@ def cann_fits(version: str, listed: tuple[str, ...]) -> bool:
 
 
 def canns_for(torch_npu: str) -> tuple[str, ...]:
-    """The CANN versions that stacks name for this torch_npu."""
-    stacks = [stack for stack in known_stacks().values() if "torch_npu" in stack.packages]
-    same = [stack for stack in stacks if release(stack.packages["torch_npu"].lstrip("=>")) == release(torch_npu)]
-    return tuple(dict.fromkeys(version for stack in same for version in stack.cann))
+    """The CANN versions that TorchNPU's table or a stack names for this torch_npu; none where nothing is known."""
+    version = torch_npu.partition("+")[0]
+    listed = TORCH_NPU_CANN.get(version)
+    named = [listed] if listed is not None else []
+    for stack in known_stacks().values():
+        pin = stack.packages.get("torch_npu", "")
+        # A pinned release stands for its candidates and nightly builds, not for post-releases with a row of their own.
+        if pin and (pin.lstrip("=>") == version or (listed is None and satisfies(version, pin))):
+            named += stack.cann
+    return tuple(dict.fromkeys(named))
 
 
 def driver_for(cann: str) -> str | None:
