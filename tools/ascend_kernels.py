@@ -5,8 +5,8 @@ with 1 where an operator is wrong. The CPU computes in float32 on the same round
 Ascend documents: the mean of abs(found - wanted), x 100 %; next to it the sum of the same relative to the sum of
 abs(wanted). A row fails where the relative error or the largest single one is over the bound of its type, or a number
 is not finite. Times are medians in milliseconds, of the fused operator and of its plain-torch twin on the device,
-forward only, each waited for. Attention of generated tokens is swept from 128 to 32,768 keys, with and without a mask: this operator has
-been reported wrong beyond 512 keys.
+forward only, each waited for. Attention of generated tokens is swept from 128 to 32,768 keys, with and without a mask:
+this operator has been reported wrong beyond 512 keys.
 """
 
 from __future__ import annotations
