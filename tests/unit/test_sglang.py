@@ -25,7 +25,14 @@ from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server import probe
-from lockstep.rollout.server.dialect import Answer, PushedWeights, ServerNeeds, ServerStart, WantedSample
+from lockstep.rollout.server.dialect import (
+    Answer,
+    PushedWeights,
+    ServerNeeds,
+    ServerStart,
+    WantedSample,
+    prompt_digest,
+)
 from lockstep.rollout.server.engine import ServerEngine
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.sglang import Sglang
@@ -183,12 +190,13 @@ def test_stop_texts_end_a_response_where_the_built_in_engine_ends_it(
     assert [(each.ids, each.stop) for each in theirs] == [(each.ids, each.stop) for each in ours]
 
 
+WANTED = WantedSample([1, 2], Sampling(max_tokens=3, stop_ids=(END,), stop_strings=("so",)), 3, 1)
+
+
 def answered(ids: list[int], reason: dict[str, Any], **told: Any) -> dict[str, Any]:
     meta = {"finish_reason": reason, "output_token_logprobs": [[-0.5, each, None] for each in ids]}
-    return {"output_ids": ids, "meta_info": {**meta, "weight_version": "a-1", **told}}
-
-
-WANTED = WantedSample([1, 2], Sampling(max_tokens=3, stop_ids=(END,), stop_strings=("so",)), 3, 1)
+    asked = {"id": f"{prompt_digest(WANTED.ids)}-1", "prompt_tokens": len(WANTED.ids)}
+    return {"output_ids": ids, "meta_info": {**meta, **asked, "weight_version": "a-1", **told}}
 
 
 @pytest.mark.parametrize(
@@ -217,6 +225,8 @@ def test_why_a_response_ended(ids: list[int], reason: dict[str, Any], ended: str
         (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[-0.5, 5, None]]), "log-probs of"),
         (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[None, 4, None]]), "no number"),
         (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[]), "log-probs of"),
+        (answered([END], {"type": "stop", "matched": END}, id="fedcba9876543210-1"), "another prompt"),
+        (answered([END], {"type": "stop", "matched": END}, prompt_tokens=3), "a prompt of 3 tokens"),
         ({"text": "hello", "meta_info": {}}, "another form"),
         ([answered([END], {"type": "stop", "matched": END})], "another form"),
     ],

@@ -167,6 +167,14 @@ class ServerEngine:
             ends = ((i, why_ended(ids[:i], 0, wanted.sampling, self.decode)) for i in range(1, len(ids) + 1))
             length, found = next(((i, why) for i, why in ends if why), (len(ids), stop))
             ids, logprobs, stop = ids[:length], logprobs[:length], found
+            # Of a text at the very start tokenizers may decode the space before it, or not.
+            text = self.decode(ids)
+            if stop == "string" and not any(each.strip() in text for each in wanted.sampling.stop_strings):
+                raise Refusal.at(
+                    f"rollout.engine {self.dialect.name}",
+                    f"a response of {len(ids)} tokens ended by a stop text, and none of rollout.stop is in it",
+                    "look for a proxy that changes answers, or for another tokenizer in the server's model folder",
+                )
         if stop == "length" and len(ids) < wanted.max_tokens:
             raise Refusal.at(
                 f"rollout.engine {self.dialect.name}",

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample
+from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample, checked_answer
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.line import Lines, ServerLine
 from lockstep.rollout.server.process import ServerProcess
@@ -67,9 +67,9 @@ ServerEvent = Done | Lost | Back | ServerFailed
 
 
 class Fleet:
-    def __init__(self, dialect: Dialect, lines: Lines, servers: Sequence[Server], answer_limit: float):
+    def __init__(self, dialect: Dialect, lines: Lines, servers: Sequence[Server], answer_limit: float, vocabulary: int):
         self.dialect, self.lines, self.servers = dialect, lines, list(servers)
-        self._answer_limit = answer_limit
+        self._answer_limit, self._vocabulary = answer_limit, vocabulary
         self.version = ""
         """Of the weights that a sample must be drawn by."""
         self._heard: queue.SimpleQueue[ServerEvent] = queue.SimpleQueue()
@@ -145,13 +145,16 @@ class Fleet:
         heard.put(ServerFailed(f"a response was asked for {TRIES} times in vain, the last time: {why}", lost=True))
 
     async def sampled(self, server: Server, wanted: WantedSample) -> Answer:
-        """Ask one server, once."""
+        """Ask one server, once. An answer that is no response to what was asked is refused."""
         path, body = self.dialect.ask(wanted)
         if self.dialect.samples_together:
             said = await server.line.sampled(path, body, self._answer_limit)
         else:
             said = await server.line.asked("POST", path, body, self._answer_limit)
-        return self.dialect.read(said, wanted)
+        try:
+            return checked_answer(self.dialect.read(said, wanted), wanted, self._vocabulary)
+        except ServerFailed as error:
+            raise ServerFailed(f"{server.line.address}{path}: {error}", lost=error.lost) from error
 
     async def _least_busy(self) -> Server:
         while True:

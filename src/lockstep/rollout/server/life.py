@@ -42,7 +42,8 @@ class ServerLife:
         self.met = False
         """Whether all servers have answered and fit the run: one that is lost from then on may work again."""
         self.lines = Lines()
-        self.fleet = Fleet(dialect, self.lines, [], settings.server.answer_limit)
+        self.vocabulary: int = policy.causal_lm.get_input_embeddings().weight.shape[0]
+        self.fleet = Fleet(dialect, self.lines, [], settings.server.answer_limit, self.vocabulary)
 
     # -- start
 
@@ -135,11 +136,10 @@ class ServerLife:
     def _refuse_unfit(self, server: Server, facts: ServerFacts) -> None:
         where = f"rollout.engine {self.dialect.name} at {server.line.address}"
         remedy = self.dialect.started_by_hand(self.needs)
-        rows = self.policy.causal_lm.get_input_embeddings().weight.shape[0]
         for wrong in facts.wrong:
             raise Refusal.at(where, wrong, remedy)
-        if facts.vocabulary is not None and facts.vocabulary != rows:
-            why = f"it has a vocabulary of {facts.vocabulary:,} tokens, the model of the run one of {rows:,}"
+        if facts.vocabulary is not None and facts.vocabulary != self.vocabulary:
+            why = f"it has a vocabulary of {facts.vocabulary:,} tokens, the model of the run one of {self.vocabulary:,}"
             raise Refusal.at(where, why, f"start it with the model {self.place.model}")
         own = str(self.dtype).removeprefix("torch.")
         if facts.dtype is not None and facts.dtype != own:

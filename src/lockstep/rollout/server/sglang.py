@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from lockstep.rollout.server.dialect import (
     ServerNeeds,
     ServerStart,
     WantedSample,
+    prompt_digest,
+    refuse_other_prompt,
 )
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS
@@ -111,6 +114,8 @@ class Sglang:
         if sampling.stop_strings:
             said["stop"] = list(sampling.stop_strings)
         body: dict[str, Any] = {
+            # SGLang returns it with the answer; it must be another one for each request.
+            "rid": f"{prompt_digest(wanted.ids)}-{uuid.uuid4().hex}",
             "input_ids": list(wanted.ids),
             "sampling_params": said,
             "return_logprob": True,
@@ -131,8 +136,12 @@ class Sglang:
                 logprobs = told["output_token_sampling_logprobs"]
             reason = told["finish_reason"]
             kind = reason["type"]
+            prompt, length = str(told["id"]).partition("-")[0], told["prompt_tokens"]
         except (KeyError, TypeError, IndexError) as error:
             raise ServerFailed(f"an answer of another form than SGLang's: {error!r}") from error
+        refuse_other_prompt(wanted, prompt)
+        if length != len(wanted.ids):
+            raise ServerFailed(f"an answer to a prompt of {length} tokens, and {len(wanted.ids)} were asked for")
         if named != ids or len(logprobs) != len(ids):
             raise ServerFailed(f"an answer with {len(ids)} tokens and log-probs of {len(named)} others")
         if not all(isinstance(each, int | float) and math.isfinite(each) for each in logprobs):

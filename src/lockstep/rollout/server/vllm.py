@@ -23,6 +23,7 @@ from lockstep.rollout.server.dialect import (
     ServerNeeds,
     ServerStart,
     WantedSample,
+    refuse_other_prompt,
 )
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS
@@ -124,10 +125,12 @@ class Vllm:
             logprobs = [float(each) for each in answered["logprobs"]]
             reason, stop = answered["finish_reason"], answered["stop_reason"]
             versions = [str(each) for each in answered["versions"] or ()]
+            prompt = answered["prompt"]
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"an answer of another form than asked for: {error!r}") from error
         if len(ids) != len(logprobs):
             raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
+        refuse_other_prompt(wanted, prompt)
         # All tokens of a response are of the same weights: a push ends the responses before it.
         version = " and ".join(dict.fromkeys(versions)) or None
         return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), version)

@@ -10,6 +10,7 @@ Runs in the server's Python, which need not have lockstep: it imports the file b
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import uuid
 from collections.abc import Awaitable, Callable
@@ -108,9 +109,16 @@ async def _generated(
         "logprobs": _logprobs(final),
         "finish_reason": made.finish_reason,
         "stop_reason": made.stop_reason,
+        # Of the prompt that the engine answered: the run holds it against the one that it asked.
+        "prompt": prompt_digest(final.prompt_token_ids),
         # Versions that know of it tell which weights drew which tokens.
         "versions": [span.version for span in getattr(made, "weight_versions", None) or ()] or None,
     }
+
+
+def prompt_digest(ids: list[int]) -> str:
+    """As `dialect.prompt_digest` of the run computes it."""
+    return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def _is_of_the_request(error: Exception) -> bool:
