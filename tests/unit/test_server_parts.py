@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +109,59 @@ def test_files_hold_what_was_written_and_are_gone_afterwards(tmp_path: Path) -> 
         assert all(torch.equal(read[name], tensor.bfloat16()) for name, tensor in weights)
         assert list(pushed.sums) == [int(read[name].view(torch.int16).sum(dtype=torch.int64)) for name, _ in weights]
     assert not list(tmp_path.iterdir())
+
+
+@dataclass
+class OpenLayer:
+    """What vLLM notes of a layer while it is reloaded (`reload/types.py` of vLLM 0.32)."""
+
+    load_numel: int = 0
+    load_numel_total: int | None = None
+    loaded_weights: list[str] = field(default_factory=list)
+
+    def can_load(self) -> bool:
+        return self.load_numel_total is not None
+
+
+def test_a_reload_that_raised_in_vllms_worker_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would count the tensors that came before together with those of the next push."""
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    from lockstep_vllm import _load
+
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    model.load_weights = lambda weights: {name for name, _ in weights}  # type: ignore[assignment]
+    notes = {layer: OpenLayer() for layer in model.modules()}
+    closed: list[list[OpenLayer]] = []
+
+    def reload_weights(weights_iterator: Any) -> None:
+        for note in notes.values():
+            note.load_numel_total = 2
+        for (name, _), note in zip(weights_iterator, list(notes.values())[1:], strict=False):
+            note.load_numel, note.loaded_weights = 1, [name]
+
+    def finalize(_: Any, config: str) -> None:
+        assert config == "config"
+        closed.append([OpenLayer(note.load_numel, None, list(note.loaded_weights)) for note in notes.values()])
+
+    reload, layerwise = (ModuleType(f"vllm.{name}") for name in ("reload", "layerwise"))
+    reload.finalize_layerwise_reload = finalize  # type: ignore[attr-defined]
+    layerwise.get_layerwise_info = notes.__getitem__  # type: ignore[attr-defined]
+    package = "vllm.model_executor.model_loader.reload"
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, package, reload)
+    monkeypatch.setitem(sys.modules, f"{package}.layerwise", layerwise)
+    runner = SimpleNamespace(get_model=lambda: model, model_config="config")
+    worker = SimpleNamespace(model_runner=runner, reload_weights=reload_weights)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "0.weight", torch.zeros(1)
+        raise ValueError("1.weight in the files is not what the run has written")
+
+    with pytest.raises(ValueError, match="not what the run has written"):
+        _load(worker, broken())
+    assert closed == [[OpenLayer()] * 3]
+    assert worker._lockstep_version == "incomplete"
 
 
 def test_a_bit_that_is_lost_on_the_way_is_found_by_the_servers_end(

@@ -414,6 +414,25 @@ def test_a_push_that_fails_half_way_ends_the_run(policy: Policy, folder: Path, m
         assert "the last checkpoint is untouched" in str(refusal.value)
 
 
+def test_a_push_that_fails_half_way_leaves_a_server_that_the_next_run_can_use(
+    policy: Policy, folder: Path, requests: list[Request]
+) -> None:
+    """It tells its health by generating, which a pause would hold up, and says that its weights are nobody's."""
+    with serving(folder, *FLAGS) as server:
+        with engine_at(policy, folder, server) as engine:
+            parameter = list(server.engine.model.parameters())[3]
+            whole, parameter.data = parameter.data, torch.zeros(3)
+            moved(policy)
+            with pytest.raises(Refusal, match="Failed to update weights"):
+                engine.sync(policy.stored.named_parameters())
+            assert server.engine.version == f"{engine.fleet.version}-incomplete"
+        assert server.engine.paused is None
+        parameter.data = whole
+        with engine_at(policy, folder, server, server={"start_limit": 2.0}) as engine:
+            made = run(engine, requests, GREEDY)
+            assert [each.ids for each in made] == [each.ids for each in run(native(policy, folder), requests, GREEDY)]
+
+
 def test_files_that_do_not_hold_what_was_announced_are_not_pushed(policy: Policy, folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

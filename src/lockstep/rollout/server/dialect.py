@@ -188,6 +188,8 @@ class Dialect(Protocol):
     """Whether the route of `ask` takes many samples in one request (`together.py`)."""
     opens_memory: bool
     """Whether it has `take`."""
+    gone_statuses: tuple[int, ...]
+    """Of GET /health, where the server answers and what generates behind it is dead."""
     bucket_bytes: int | None
     """The most that `receive` takes at once; None where it takes one tensor after another by itself."""
 

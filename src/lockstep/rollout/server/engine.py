@@ -79,7 +79,7 @@ class ServerEngine:
         begun = time.monotonic()
         every = list(weights)
 
-        def handed() -> tuple[str, int]:
+        def handed() -> tuple[str, int, list[bool]]:
             now = fingerprint(every)
             compared = time.monotonic() - begun
             slept = any(server.asleep for server in self.fleet.servers)
@@ -90,12 +90,12 @@ class ServerEngine:
                 self._drawn_by = self.updates
                 self.sync_seconds = time.monotonic() - begun
                 self.sync_parts = {"compare": compared, **self.handover.seconds}
-            return self.fleet.version, self._drawn_by
+            return self.fleet.version, self._drawn_by, [server.up for server in self.fleet.servers]
 
-        self.fleet.version, self._drawn_by = self._on_main(handed)
+        self.fleet.version, self._drawn_by, up = self._on_main(handed)
         if not self.world.main:
-            for server in self.fleet.servers:
-                server.up = True
+            for server, there in zip(self.fleet.servers, up, strict=True):
+                server.up = there
 
     def told(self) -> dict[str, Any]:
         """What the run's record says of it: of rank 0, which asks the servers."""
@@ -140,7 +140,7 @@ class ServerEngine:
                     self.life.start_again(event.server)
                 elif isinstance(event, Back):
                     self.handover.bring_up(event.server)
-                    if not event.server.up:
+                    if not (event.server.up or event.server.left_out):
                         self.fleet.watch(event.server)
                 else:
                     self.world.progress()  # still for the response that is named already

@@ -38,6 +38,10 @@ class Server:
     """When it was lost, or started."""
     starts: int = 0
     """Restarts since it last had weights."""
+    left_out: bool = False
+    """It answers and does not fit the run: it is not asked for anything."""
+    told_at: float = 0.0
+    """When its silence was last told."""
 
     def told(self) -> str:
         return f"{self.line.address}: {self.why}" if self.why else self.line.address
@@ -105,7 +109,8 @@ class Fleet:
     # -- on the event loop
 
     async def _all(self, asked: Sequence[WantedSample], heard: queue.SimpleQueue[ServerEvent]) -> None:
-        self._watches = {asyncio.create_task(self._watch(server, heard)) for server in self.servers if not server.up}
+        lost = [server for server in self.servers if not (server.up or server.left_out)]
+        self._watches = {asyncio.create_task(self._watch(server, heard)) for server in lost}
         tasks = [asyncio.create_task(self._one(number, wanted, heard)) for number, wanted in enumerate(asked)]
         try:
             await asyncio.gather(*tasks)

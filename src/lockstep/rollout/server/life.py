@@ -12,18 +12,21 @@ from lockstep.device.base import Device
 from lockstep.errors import LostProcess, Refusal
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import Policy
+from lockstep.parallel.meeting import TELL_AGAIN_SECONDS, TELL_SECONDS, say
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server.dialect import Channel, Dialect, ServerFacts, ServerNeeds
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Fleet, Server
-from lockstep.rollout.server.line import Lines, ServerLine, is_address
-from lockstep.rollout.server.process import refuse_absent, start_server
+from lockstep.rollout.server.line import Lines, Pulse, ServerLine, is_address
+from lockstep.rollout.server.process import ServerProcess, refuse_absent, start_server
 
 T = TypeVar("T")
 # Restarts in a row of a server of ours that is lost again before it has weights; at the next loss the run ends.
 STARTS = 3
 POLL_SECONDS = 1.0
+# Once one server of several answers, the others have so long before the run starts without them.
+OTHERS_SECONDS = 60.0
 GOES_ON = "the same command goes on from the last checkpoint"
 
 
@@ -55,31 +58,74 @@ class ServerLife:
         process, address = start_server(
             self.dialect, self.settings, self.device, self.place.model, dtype, self.lora_rank, log
         )
-        self.fleet.servers = [Server(self._line(address), process, since=time.monotonic())]
+        self.fleet.servers = [Server(self._line(address, process), process, since=time.monotonic())]
         return address
 
     def find(self, addresses: Sequence[str]) -> None:
         """Servers that somebody else has started, or rank 0."""
         self.fleet.servers = [Server(self._line(address), since=time.monotonic()) for address in addresses]
 
-    def _line(self, address: str) -> ServerLine:
+    def _line(self, address: str, process: ServerProcess | None = None) -> ServerLine:
+        def ended() -> str | None:
+            return None if process is None or process.alive else process.how_ended()
+
+        self.lines.pulses[address] = Pulse(address, self.dialect.gone_statuses, ended)
         return ServerLine(self.lines, address, self.settings.server.answer_limit)
 
     def wait_for_all(self) -> None:
-        """Until all answer; what they say of themselves must fit the model."""
-        for server in self.fleet.servers:
-            while True:
-                try:
-                    self.dialect.healthy(server.line)
-                    break
-                except ServerFailed as error:
-                    server.why = str(error)
+        """Until all answer, or one does and the others have had their time; what they say of themselves must fit the
+        model. A server that answers later is given the weights then."""
+        missing, first = list(self.fleet.servers), 0.0
+        while missing:
+            for server in list(missing):
+                if self._answers(server):
+                    self.meet(server)
+                    missing.remove(server)
+                    first = first or time.monotonic()
+                elif not first:
                     self.refuse_silent(server)
-                    self.world.progress(f"the start of {server.line.address}")
-                    time.sleep(POLL_SECONDS)
-            facts = self.asked(server, lambda line: self.dialect.facts(line, self.needs))
-            self.engines[server.line.address] = facts.engine
-            self._refuse_unfit(server, facts)
+            if first and missing and time.monotonic() - first > OTHERS_SECONDS:
+                self._tell_left_out(missing)
+                return
+            if missing:
+                self.world.progress(f"the start of {missing[0].line.address}")
+                time.sleep(POLL_SECONDS)
+
+    def _answers(self, server: Server) -> bool:
+        try:
+            self.dialect.healthy(server.line)
+        except ServerFailed as error:
+            server.why = str(error)
+            return False
+        server.why = ""
+        return True
+
+    def meet(self, server: Server) -> None:
+        """A server that answers for the first time."""
+        facts = self.asked(server, lambda line: self.dialect.facts(line, self.needs))
+        self._refuse_unfit(server, facts)
+        self.engines[server.line.address] = facts.engine
+
+    def met_late(self, server: Server) -> bool:
+        """Whether a server that was not there at the start fits the run. One that does not is left out: the others have
+        the run's work."""
+        if server.line.address in self.engines:
+            return True
+        try:
+            self.meet(server)
+        except Refusal as refusal:
+            server.left_out = True
+            say(f"warning: {server.line.address} is left out of the run: {refusal.problems[0].why}")
+            return False
+        return True
+
+    def _tell_left_out(self, missing: Sequence[Server]) -> None:
+        count = len(self.fleet.servers)
+        say(
+            f"warning: {len(missing)} of {count} servers of rollout.url did not answer within {OTHERS_SECONDS:g} s of "
+            f"the first. The run starts with {count - len(missing)} and gives the others weights when they answer: "
+            + "; ".join(server.told() for server in missing)
+        )
 
     def asked(self, server: Server, verb: Callable[[Channel], T]) -> T:
         """What must succeed; a server that cannot do it ends the run."""
@@ -110,6 +156,7 @@ class ServerLife:
     def refuse_silent(self, server: Server) -> None:
         """A server that has ended, or is waited for too long. One of ours that has worked before is tried again."""
         limit = self.settings.server.start_limit
+        self._tell_silent(server)
         if server.process is not None and not server.process.alive:
             if self.met:
                 server.why = f"it {server.process.how_ended()} before it answered"
@@ -126,6 +173,16 @@ class ServerLife:
                 "rollout.server.start_limit",
                 f"no answer in {limit:g} s from {server.told()}{last}",
                 "raise it, or look why the server does not come up" + (f"; {GOES_ON}" if self.met else ""),
+            )
+
+    def _tell_silent(self, server: Server) -> None:
+        now = time.monotonic()
+        if now - server.since >= TELL_SECONDS and now - server.told_at >= TELL_AGAIN_SECONDS:
+            server.told_at = now
+            limit = self.settings.server.start_limit
+            say(
+                f"waiting for an answer from {server.told()} for {now - server.since:.0f} s; the run gives up after "
+                f"{limit:g} s (rollout.server.start_limit)"
             )
 
     def refuse_all_silent(self) -> None:

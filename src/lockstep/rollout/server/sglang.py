@@ -43,6 +43,8 @@ class Sglang:
     samples_together = False
     opens_memory = False
     bucket_bytes = 256 * 2**20
+    # Not 503: a server that tells its health by generating says it while it is paused.
+    gone_statuses = (502, 504)
 
     def install(self, device: str) -> str:
         return serving_on(device, self.name).install

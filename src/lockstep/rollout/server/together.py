@@ -71,7 +71,9 @@ class Together:
         failed = lines.wrong or failed
         for one in asked:
             if not one.answer.done():
-                one.answer.set_exception(ServerFailed(str(failed), lost=failed.lost, status=failed.status))
+                one.answer.set_exception(
+                    ServerFailed(str(failed), lost=failed.lost, status=failed.status, gone=failed.gone)
+                )
 
 
 def _one_request(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Vllm:
     samples_together = True
     opens_memory = True
     bucket_bytes = None
+    gone_statuses = (502, 503, 504)
 
     def install(self, device: str) -> str:
         return serving_on(device, self.name).install
