@@ -35,6 +35,7 @@ from lockstep.rollout.server.dialect import (
 )
 from lockstep.rollout.server.engine import ServerEngine
 from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.line import KEY_VARIABLE
 from lockstep.rollout.server.sglang import Sglang
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 from sglang_schema import FORMS
@@ -285,6 +286,19 @@ def test_a_server_whose_log_probs_are_from_before_the_temperature_is_refused(
     differ = pytest.raises(Refusal, match="log-probs of the probe differ")
     with serving(folder, *FLAGS) as server, differ, engine_at(policy, folder, server):
         pass
+
+
+def test_a_server_that_asks_for_a_key_is_brought_it(
+    policy: Policy, folder: Path, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(folder, *FLAGS, "--api-key", "s3cret") as server:
+        monkeypatch.delenv(KEY_VARIABLE, raising=False)
+        with pytest.raises(Refusal, match="answered 401") as caught, engine_at(policy, folder, server):
+            pass
+        assert KEY_VARIABLE in str(caught.value)
+        monkeypatch.setenv(KEY_VARIABLE, "s3cret")
+        with engine_at(policy, folder, server) as engine:
+            assert len(run(engine, requests[:1], GREEDY)) == 2
 
 
 @pytest.mark.parametrize(

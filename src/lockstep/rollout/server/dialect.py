@@ -160,6 +160,10 @@ class ServerStart:
     tensor_parallel: int
     needs: ServerNeeds
     args: Sequence[str] = ()
+    key: str = ""
+    """What every request must bring."""
+    key_file: str = ""
+    """A file of SGLang's flags that holds it: a command line can be read by every user of the machine."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,8 @@ class Dialect(Protocol):
     """Whether the route of `ask` takes many samples in one request (`together.py`)."""
     opens_memory: bool
     """Whether it has `take`."""
+    reads_key_file: bool
+    """Whether a server takes its key from `ServerStart.key_file`."""
     gone_statuses: tuple[int, ...]
     """Of GET /health, where the server answers and what generates behind it is dead."""
     bucket_bytes: int | None

@@ -21,7 +21,7 @@ from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Back, Done, Lost
 from lockstep.rollout.server.handover import WeightHandOver
 from lockstep.rollout.server.life import GOES_ON, ServerLife, named_servers, refusal_kind
-from lockstep.rollout.server.process import dialect_of
+from lockstep.rollout.server.process import dialect_of, machine_of, served_host
 from lockstep.rollout.server.weights import fingerprint
 from lockstep.types import Completion, Request, Sampling
 
@@ -70,7 +70,10 @@ class ServerEngine:
     def _open(self) -> None:
         addresses = named_servers(self.settings)
         if addresses is None:
-            addresses = [self._on_main(self.life.start)]
+            machines = self.world.gather(machine_of(self.world))
+            address, key = self._on_main(lambda: self.life.start(served_host(machines)))
+            self.life.lines.authorize(key)
+            addresses = [address]
         if not self.fleet.servers:
             self.life.find(addresses)
 

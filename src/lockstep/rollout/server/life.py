@@ -50,16 +50,16 @@ class ServerLife:
 
     # -- start
 
-    def start(self) -> str:
-        """One server of ours; its address. It is not waited for."""
+    def start(self, host: str) -> tuple[str, str]:
+        """One server of ours; its address and its key. It is not waited for."""
         refuse_absent(self.settings, self.device)
         dtype = next(name for name, kind in DTYPES.items() if kind == self.dtype)
         log = self.place.folder / f"{self.dialect.name}.log"
-        process, address = start_server(
-            self.dialect, self.settings, self.device, self.place.model, dtype, self.lora_rank, log
+        process, address, key = start_server(
+            self.dialect, self.settings, self.device, self.place.model, dtype, self.lora_rank, log, host
         )
         self.fleet.servers = [Server(self._line(address, process), process, since=time.monotonic())]
-        return address
+        return address, key
 
     def find(self, addresses: Sequence[str]) -> None:
         """Servers that somebody else has started, or rank 0."""
@@ -206,6 +206,7 @@ class ServerLife:
         for server in self.fleet.servers:
             if server.process is not None:
                 server.process.close()
+                server.process.remove_key()
         self.lines.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -23,6 +24,9 @@ from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.together import MOST_BYTES, Together
 
 T = TypeVar("T")
+# What the servers ask for: of those that lockstep starts it is made up, unless this is set. Not a key of the recipe,
+# which is kept and shown.
+KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
 # For a verb that only turns a switch.
 SWITCH_SECONDS = 120.0
 # For a word of goodbye, which nobody needs an answer to.
@@ -101,6 +105,12 @@ class Lines:
         self._thread = threading.Thread(target=self._serve, name="rollout-server", daemon=True)
         self._thread.start()
         self._ready.wait()
+        self.authorize(os.environ.get(KEY_VARIABLE))
+
+    def authorize(self, key: str | None) -> None:
+        """Every request from here on brings the key."""
+        if key:
+            self._loop.call_soon_threadsafe(self._client.headers.__setitem__, "Authorization", f"Bearer {key}")
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin something on the thread."""

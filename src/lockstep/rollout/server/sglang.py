@@ -29,7 +29,7 @@ from lockstep.rollout.server.dialect import (
     refuse_other_prompt,
 )
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS
+from lockstep.rollout.server.line import KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
 from lockstep.types import Sampling
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -43,6 +43,7 @@ class Sglang:
     samples_together = False
     opens_memory = False
     bucket_bytes = 256 * 2**20
+    reads_key_file = True
     # Not 503: a server that tells its health by generating says it while it is paused.
     gone_statuses = (502, 504)
 
@@ -56,6 +57,7 @@ class Sglang:
         said = [start.python, "-m", "sglang.launch_server", *self.flags(start.needs)]
         said += ["--model-path", start.model, "--host", start.host, "--port", str(start.port)]
         said += ["--dtype", _DTYPES[start.dtype], "--tp-size", str(start.tensor_parallel), "--device", device]
+        said += ["--config", start.key_file] if start.key_file else []
         return [*said, *serving_on(device, self.name).words, *start.args]
 
     def flags(self, needs: ServerNeeds) -> list[str]:
@@ -87,7 +89,10 @@ class Sglang:
 
     def started_by_hand(self, needs: ServerNeeds) -> str:
         flags = " ".join(self.flags(needs))
-        return f"start it with python -m sglang.launch_server --model-path FOLDER --dtype DTYPE {flags}"
+        return (
+            f"start it with python -m sglang.launch_server --model-path FOLDER --dtype DTYPE {flags}; where it has an "
+            f"--api-key, start the run with {KEY_VARIABLE} set to it"
+        )
 
     # -- generate
 
