@@ -40,18 +40,10 @@ class ServerProcess:
         self._process = self._begin()
 
     def _begin(self) -> FunctionProcess:
-        self._keep_private(self.log)
         process = FunctionProcess("lockstep.rollout.server.entry:serve", (self._command,), self.log)
         # Not as an argument: a command line can be read by every user of the machine, and the key is in here.
         process.connection.sendall(json.dumps(self._environment).encode() + b"\n")
         return process
-
-    @staticmethod
-    def _keep_private(log: Path) -> None:
-        """Engines print their flags, and SGLang its key among them."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch(mode=0o600)
-        log.chmod(0o600)
 
     @property
     def alive(self) -> bool:
