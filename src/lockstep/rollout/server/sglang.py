@@ -90,8 +90,8 @@ class Sglang:
     def started_by_hand(self, needs: ServerNeeds) -> str:
         flags = " ".join(self.flags(needs))
         return (
-            f"start it with python -m sglang.launch_server --model-path FOLDER --dtype DTYPE {flags}; where it has an "
-            f"--api-key, start the run with {KEY_VARIABLE} set to it"
+            f"where it has an --api-key, start the run with {KEY_VARIABLE} set to it; start it with python -m "
+            f"sglang.launch_server --model-path FOLDER --dtype DTYPE {flags}"
         )
 
     # -- generate
