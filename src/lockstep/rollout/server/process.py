@@ -154,11 +154,11 @@ def _written_key(key: str, args: Sequence[str]) -> Path:
     return file
 
 
-Machine = tuple[tuple[str, str, str], str]
+RankMachine = tuple[tuple[str, str, str], str]
 """A rank's machine, and its address there as the other ranks see it."""
 
 
-def machine_of(world: World) -> Machine:
+def machine_of(world: World) -> RankMachine:
     address = ""
     if world.size > 1 and (master := os.environ.get("MASTER_ADDR")):
         with suppress(ServerFailed):
@@ -166,7 +166,7 @@ def machine_of(world: World) -> Machine:
     return _machine(), address
 
 
-def served_host(machines: Sequence[Machine | None]) -> str:
+def served_host(machines: Sequence[RankMachine | None]) -> str:
     """The address of this machine, rank 0's, at which all ranks reach a server on it: the loopback where all are
     here."""
     own = _machine()
