@@ -4,6 +4,7 @@ nowhere else, because a server takes minutes of processor time to start."""
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -36,7 +37,9 @@ class RealServer:
         from lockstep.rollout.server.vllm import Vllm
 
         settings = RolloutSettings(engine="vllm", server={"python": PYTHON, "env": {"OMP_NUM_THREADS": "1"}})
-        self.process, self.url = start_server(
+        # Of all servers of these tests, and of the runs that ask them.
+        os.environ.setdefault("LOCKSTEP_SERVER_KEY", secrets.token_urlsafe(32))
+        self.process, self.url, _ = start_server(
             Vllm(), settings, Cpu(), str(model), "fp32", lora_rank, logs / "vllm" / "server.log"
         )
 

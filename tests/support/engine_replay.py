@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from lockstep.rollout.server.dialect import prompt_digest
 from lockstep.rollout.server.line import Lines, ServerLine
 from lockstep.rollout.server.vllm import SAMPLES
 
@@ -86,6 +87,9 @@ class Replay(ThreadingHTTPServer):
             said = known.get(self.version, next(iter(known.values())))
             self.version = _new_version(path, json.loads(plain(body))) or self.version
         said = json.loads(json.dumps(said).replace("RUN-", f"{self.run}-"))
+        if path == SAMPLES and body is not None:
+            # The plugin that was recorded did not say yet of which prompt an answer is.
+            said = {"prompt": prompt_digest(body["token_ids"]), **said}
         return (200, said) if self.fault is None else self.fault(path, body, number, said)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

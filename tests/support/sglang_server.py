@@ -29,6 +29,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -436,7 +437,9 @@ class Engine:
 
     def server_info(self) -> dict[str, Any]:
         """The flags as they were at the start, `weight_version` among them: a later one is in `model_info` only."""
-        given = {name: value for name, value in vars(self.args).items() if name != "admin_api_key"}
+        given = {
+            name: value for name, value in vars(self.args).items() if name not in ("admin_api_key", "api_key", "config")
+        }
         backend = "pytorch" if self.args.enable_deterministic_inference else self.args.sampling_backend or "flashinfer"
         given |= {"sampling_backend": backend, "sampling_mask_max_tokens": 4096, "disable_radix_cache": False}
         return {**given, "version": VERSION, "internal_states": [{}], "context_length": self.context}
@@ -504,6 +507,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--max-lora-rank", type=int, default=64)
     flags.add_argument("--lora-target-modules", nargs="*")
     flags.add_argument("--admin-api-key")
+    flags.add_argument("--api-key")
+    flags.add_argument("--config")
     flags.add_argument("--log-level", default="info")
     for switch in (
         "skip-tokenizer-init",
@@ -556,6 +561,11 @@ class Handler(BaseHTTPRequestHandler):
             generates = path != "/health" or switch in ("1", "true")
             self._say(503 if generates and engine.paused is not None else 200, "")
         elif path in plain:
+            try:
+                self._allowed(path)
+            except Rejected as rejected:
+                self._say(rejected.status, rejected.body)
+                return
             self._say(200, plain[path]())
         else:
             self._say(404, {"detail": "Not Found"})
@@ -565,15 +575,16 @@ class Handler(BaseHTTPRequestHandler):
         given = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         try:
             if where.path == "/flush_cache":
+                self._allowed(where.path)
                 timeout = parse_qs(where.query).get("timeout", ["0"])[0]
                 if not float(timeout) >= 0:
                     raise Rejected.validation("query.timeout: Input should be greater than or equal to 0")
                 engine.asked.append((where.path, None))
                 self._say(*engine.flush_cache())
                 return
+            self._allowed(where.path)
             body = self._read(given)
             engine.asked.append((where.path, body))
-            self._allowed(where.path)
             if where.path == "/generate":
                 self._say(200, engine.generate(body))
             elif where.path in FORMS:
@@ -592,8 +603,13 @@ class Handler(BaseHTTPRequestHandler):
             raise Rejected.validation(f"JSON decode error: {error}") from error
 
     def _allowed(self, path: str) -> None:
-        key = self.server.engine.args.admin_api_key
-        if key is not None and path != "/generate" and self.headers.get("Authorization") != f"Bearer {key}":
+        """As `srt/utils/auth.py` decides; the routes of administration take the common key where there is no other."""
+        args = self.server.engine.args
+        key = (
+            args.api_key if path in ("/generate", "/model_info", "/server_info") else args.admin_api_key or args.api_key
+        )
+        scheme, _, given = (self.headers.get("Authorization") or "").partition(" ")
+        if key is not None and not (scheme.lower() == "bearer" and given == key):
             raise Rejected(401, {"error": "Unauthorized"})
 
     def _say(self, status: int, body: Any) -> None:
@@ -640,7 +656,15 @@ def write_package(folder: Path) -> Path:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    args = parser().parse_args(sys.argv[1:] if words is None else words)
+    given = list(sys.argv[1:] if words is None else words)
+    if "--config" in given:
+        # As `server_args_config_parser.py` merges it: flags of the command line win.
+        at = given.index("--config")
+        read = yaml.safe_load(Path(given[at + 1]).read_text(encoding="utf-8"))
+        given = (
+            [word for key, value in read.items() for word in (f"--{key}", str(value))] + given[:at] + given[at + 2 :]
+        )
+    args = parser().parse_args(given)
     Server(Engine(args), (args.host, args.port)).serve_forever()
 
 

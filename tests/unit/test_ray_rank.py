@@ -1,14 +1,21 @@
-"""The process that an actor runs a rank in. It needs no Ray."""
+"""The process that an actor runs a rank in, and the address of a cluster. Neither needs Ray."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from hang import wait_until
+from hang import HANG, wait_until
+from lockstep.errors import Refusal
+from lockstep.parallel import ray_launcher
+from lockstep.parallel.meeting import told_wait
+from lockstep.parallel.ray_launcher import refuse_unreachable
 from lockstep.parallel.ray_rank import RankHeard, RankProcess
 from ranks import assert_none_left, ranks_of
 
@@ -54,3 +61,67 @@ def test_a_node_without_the_folder_is_refused(tmp_path: Path) -> None:
     problem = RankProcess().start(["recipes"], {}, str(tmp_path / "nowhere"))
     assert problem is not None
     assert os.uname().nodename in problem.why
+
+
+# -- RAY_ADDRESS
+
+
+@pytest.mark.parametrize("address", ["nonsense", "head", "head:port", "head:0", "head:70000", "ray://head", "a b:6379"])
+def test_an_address_that_is_none_is_refused_with_what_to_write(address: str) -> None:
+    with pytest.raises(Refusal, match="is no address of a Ray cluster") as caught:
+        refuse_unreachable(address)
+    assert "HOST:PORT" in caught.value.problems[0].remedy
+
+
+@pytest.mark.parametrize("address", [None, "", "auto", "local", "k8s://mine"])
+def test_what_ray_finds_by_itself_is_left_to_it(address: str | None) -> None:
+    refuse_unreachable(address)
+
+
+SETTINGS = bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 100])
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (None, "Connection refused"),
+        (b"", "timed out"),
+        (b"HTTP/1.1 400 Bad Request", "what listens there is no Ray cluster"),
+        (SETTINGS, None),
+    ],
+)
+def test_a_cluster_that_does_not_answer_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], answer: bytes | None, why: str | None
+) -> None:
+    """Nobody listens; somebody does and says nothing; something that is no cluster; what a cluster begins with."""
+    monkeypatch.setattr(ray_launcher, "_CONNECT_SECONDS", 0.2)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if answer is not None:
+            server.listen()
+
+        def serve() -> None:
+            line, _ = server.accept()
+            with line, suppress(OSError):
+                line.recv(100)
+                line.sendall(answer or b"")
+                line.recv(100)
+
+        if answer:
+            threading.Thread(target=serve, daemon=True).start()
+        if why is None:
+            refuse_unreachable(address)
+            return
+        with pytest.raises(Refusal, match=why) as caught:
+            refuse_unreachable(address)
+    assert caught.value.problems[0].where == f"RAY_ADDRESS={address}"
+
+
+def test_a_long_wait_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    with told_wait("the others", after=0.01):
+        wait_until(lambda: said.append(capfd.readouterr().err) or "waiting for the others for" in "".join(said))
+    with told_wait("nobody", after=HANG):
+        pass
+    assert "nobody" not in capfd.readouterr().err

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from conftest import write_online_recipe
-from hang import wait_until
+from hang import HANG, wait_until
 from lockstep.data.batching import micro_batch
 from lockstep.device.cpu import Cpu
 from lockstep.errors import LostProcess, Refusal
@@ -28,7 +28,7 @@ from lockstep.recipe import Recipe, load_recipe
 from lockstep.rollout.worker import engine as engine_module
 from lockstep.rollout.worker.engine import WorkerEngine
 from lockstep.rollout.worker.generation import _Worker, work
-from lockstep.rollout.worker.group import WeightGroup
+from lockstep.rollout.worker.group import BroadcastFailed, WeightGroup
 from lockstep.rollout.worker.memory import WeightMemory
 from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Opening
 from lockstep.types import Example, Origin, Request, Sampling
@@ -209,6 +209,15 @@ def test_a_worker_killed_before_a_collective_hand_over_is_told(worker: WorkerEng
     os.kill(child_of(worker), signal.SIGKILL)
     with pytest.raises(LostProcess, match=r"the process that generates was killed \(SIGKILL\)"):
         worker.hand_over(next(VERSIONS), [], SAMPLING)
+
+
+def test_a_worker_that_ended_before_the_two_have_met_is_not_waited_for() -> None:
+    """The store where they meet would wait for it as long as for one that is slow."""
+    group = WeightGroup.opened("gloo", HANG)
+    told: list[str] = []
+    group.ended = lambda: bool(told)
+    with pytest.raises(BroadcastFailed, match="the worker has ended"):
+        group.give([("a", torch.zeros(2))], lambda: told.append("weights come"))
 
 
 def test_a_killed_worker_ends_the_run_with_a_message_and_leaves_nobody(worker: WorkerEngine) -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -366,6 +367,29 @@ def test_a_key_is_asked_for(app: LanguageModelApp) -> None:
                 else:
                     with pytest.raises(openai.AuthenticationError):
                         client.models.list()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "given", "status"),
+    [
+        ("GET", "/v1/models", "Bearer s3cret", 200),
+        ("GET", "/v1/models", "bearer s3cret", 200),
+        ("GET", "/v1/models", "BEARER  s3cret", 200),
+        ("GET", "/v1/models", "Basic s3cret", 401),
+        ("GET", "/v1/models", "s3cret", 401),
+        ("GET", "/v1/models", None, 401),
+        ("GET", "/health", None, 200),
+        ("GET", "/health/", None, 200),
+        ("POST", "/health", None, 401),
+        ("GET", "/healthy", None, 401),
+    ],
+)
+def test_what_a_key_is_asked_for(app: LanguageModelApp, method: str, path: str, given: str | None, status: int) -> None:
+    with endpoint(app, api_key="s3cret") as address:
+        line = HTTPConnection(address.removeprefix("http://"), timeout=HANG)
+        line.request(method, path, headers={} if given is None else {"Authorization": given})
+        assert line.getresponse().status == status
+        line.close()
 
 
 def test_what_cannot_be_served_is_told_in_the_words_of_the_command(speaker: Path) -> None:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from hang import wait_until
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
+from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
 from lockstep.recipe.rollout import RolloutSettings
+from lockstep.rollout.server import process
 from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart, WantedSample
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import Lines, ServerLine
+from lockstep.rollout.server.line import KEY_VARIABLE, Lines, ServerLine
 from lockstep.rollout.server.probe import Bounds, ProbeResult, calibrated, repeat_noise, why_refused
-from lockstep.rollout.server.process import refuse_absent
+from lockstep.rollout.server.process import machine_of, refuse_absent, served_host, start_server
 from lockstep.rollout.server.sglang import Sglang
 from lockstep.rollout.server.vllm import PLUGIN, Vllm
 from lockstep.rollout.server.weights import fingerprint, travelling, written_weights
@@ -105,6 +112,59 @@ def test_files_hold_what_was_written_and_are_gone_afterwards(tmp_path: Path) -> 
         assert all(torch.equal(read[name], tensor.bfloat16()) for name, tensor in weights)
         assert list(pushed.sums) == [int(read[name].view(torch.int16).sum(dtype=torch.int64)) for name, _ in weights]
     assert not list(tmp_path.iterdir())
+
+
+@dataclass
+class OpenLayer:
+    """What vLLM notes of a layer while it is reloaded (`reload/types.py` of vLLM 0.32)."""
+
+    load_numel: int = 0
+    load_numel_total: int | None = None
+    loaded_weights: list[str] = field(default_factory=list)
+
+    def can_load(self) -> bool:
+        return self.load_numel_total is not None
+
+
+def test_a_reload_that_raised_in_vllms_worker_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would count the tensors that came before together with those of the next push."""
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    from lockstep_vllm import _load
+
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    model.load_weights = lambda weights: {name for name, _ in weights}  # type: ignore[assignment]
+    notes = {layer: OpenLayer() for layer in model.modules()}
+    closed: list[list[OpenLayer]] = []
+
+    def reload_weights(weights_iterator: Any) -> None:
+        for note in notes.values():
+            note.load_numel_total = 2
+        for (name, _), note in zip(weights_iterator, list(notes.values())[1:], strict=False):
+            note.load_numel, note.loaded_weights = 1, [name]
+
+    def finalize(_: Any, config: str) -> None:
+        assert config == "config"
+        closed.append([OpenLayer(note.load_numel, None, list(note.loaded_weights)) for note in notes.values()])
+
+    reload, layerwise = (ModuleType(f"vllm.{name}") for name in ("reload", "layerwise"))
+    reload.finalize_layerwise_reload = finalize  # type: ignore[attr-defined]
+    layerwise.get_layerwise_info = notes.__getitem__  # type: ignore[attr-defined]
+    package = "vllm.model_executor.model_loader.reload"
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, package, reload)
+    monkeypatch.setitem(sys.modules, f"{package}.layerwise", layerwise)
+    runner = SimpleNamespace(get_model=lambda: model, model_config="config")
+    worker = SimpleNamespace(model_runner=runner, reload_weights=reload_weights)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "0.weight", torch.zeros(1)
+        raise ValueError("1.weight in the files is not what the run has written")
+
+    with pytest.raises(ValueError, match="not what the run has written"):
+        _load(worker, broken())
+    assert closed == [[OpenLayer()] * 3]
+    assert worker._lockstep_version == "incomplete"
 
 
 def test_a_bit_that_is_lost_on_the_way_is_found_by_the_servers_end(
@@ -208,6 +268,73 @@ def test_a_server_of_a_user_is_told_every_flag_that_one_of_ours_has(
     assert (saves in told) == (sleep and (device != "cpu" or dialect.name == "sglang"))
     ours = dialect.command(ServerStart("python", "folder", "bf16", "127.0.0.1", 8000, 1, needs))
     assert all(word in ours for flag in dialect.settings(needs) for word in flag.split())
+
+
+# -- a server that ranks on other machines ask
+
+
+def test_a_server_for_ranks_of_one_machine_is_not_reached_from_others() -> None:
+    own, _ = machine_of(World(0, 2))
+    assert served_host([(own, "192.0.2.1"), (own, "192.0.2.1")]) == "127.0.0.1"
+    assert served_host([(own, "")]) == "127.0.0.1"
+
+
+def test_a_server_is_announced_to_other_machines_by_the_address_that_they_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(process, "own_address", lambda server: asked.append(server) or "192.0.2.1")
+    own, _ = machine_of(World(0, 4))
+    other = ("elsewhere", "boot", "net")
+    assert served_host([(own, "192.0.2.1"), (own, "192.0.2.1"), (other, "192.0.2.9")]) == "192.0.2.1"
+    assert served_host([(own, "192.0.2.1"), (other, "2001:db8::9")]) == "192.0.2.1"
+    assert asked[-2:] == ["http://192.0.2.9:1", "http://[2001:db8::9]:1"]
+    with pytest.raises(Refusal, match="no address of this machine is known"):
+        served_host([(own, ""), (other, "")])
+
+
+def test_the_key_of_a_server_is_in_no_command_line_and_no_file_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real process in the place of the engine, which prints what it was told and stays."""
+    monkeypatch.setenv(KEY_VARIABLE, "s3cret-of-the-test")
+    code = "import os, time; print('key', os.environ['LOCKSTEP_SERVER_KEY'], flush=True); time.sleep(3600)"
+    monkeypatch.setattr(Vllm, "command", lambda self, start: [sys.executable, "-c", code])
+    log = tmp_path / "rollout" / "vllm.log"
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    settings = RolloutSettings(engine="vllm")
+    started, address, key = start_server(Vllm(), settings, Cpu(), str(tmp_path), "fp32", None, log)
+    try:
+        wait_until(lambda: "key s3cret" in started.last_lines())
+        assert f"key {key}" in started.last_lines()
+        assert address.startswith("http://127.0.0.1:")
+        lines = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+        assert not [line for line in lines if key.encode() in line]
+        assert log.stat().st_mode & 0o077 == 0
+    finally:
+        started.close()
+
+
+def test_sglang_reads_the_key_from_a_file_of_its_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    commands: list[list[str]] = []
+    command = Sglang.command
+    ends = [sys.executable, "-c", "pass"]
+    monkeypatch.setattr(Sglang, "command", lambda self, start: commands.append(command(self, start)) or ends)
+    settings = RolloutSettings(engine="sglang")
+    started, _, key = start_server(Sglang(), settings, Cpu(), str(tmp_path), "fp32", None, tmp_path / "sglang.log")
+    started.close()
+    file = Path(commands[0][commands[0].index("--config") + 1])
+    assert file.read_text(encoding="utf-8") == f'api-key: "{key}"\n'
+    assert len(key) > 30
+    assert (file.stat().st_mode | file.parent.stat().st_mode) & 0o077 == 0
+    assert key not in " ".join(commands[0])
+    started.remove_key()
+    assert not file.parent.exists()
+    own = RolloutSettings(engine="sglang", server={"args": ["--config", "mine.yaml"]})
+    with pytest.raises(Refusal, match=r"rollout\.server\.args: --config is lockstep's own"):
+        start_server(Sglang(), own, Cpu(), str(tmp_path), "fp32", None, tmp_path / "sglang.log")
 
 
 # -- HTTP

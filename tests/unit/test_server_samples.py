@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.rollout.server import dialect
+from lockstep.rollout.server import line as line_module
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.together import Together, _AnswerLines, _Waiting
 from lockstep.rollout.server.vllm import PLUGIN, SAMPLES
 
 sys.path.append(str(PLUGIN))
-from lockstep_samples import PATH  # type: ignore[import-not-found]
+from lockstep_samples import KEY_VARIABLE, PATH, SampleRoute, prompt_digest  # type: ignore[import-not-found]
 from lockstep_scheduler import LOGPROBS, SAMPLE, _FinishedSamples  # type: ignore[import-not-found]
 
 
@@ -26,6 +28,57 @@ def line(number: int, **said: Any) -> bytes:
 
 def test_both_ends_name_the_same_route() -> None:
     assert PATH == SAMPLES
+
+
+def test_both_ends_name_the_same_variable() -> None:
+    assert KEY_VARIABLE == line_module.KEY_VARIABLE
+
+
+@pytest.mark.parametrize(
+    ("key", "method", "path", "given", "status"),
+    [
+        ("s3cret", "POST", "/collective_rpc", [], 401),
+        ("s3cret", "POST", "/update_weight_version", ["Bearer other"], 401),
+        ("s3cret", "POST", "/v1/completions", ["Basic s3cret"], 401),
+        ("s3cret", "GET", PATH, [], 401),
+        ("s3cret", "GET", "/health/../collective_rpc", [], 401),
+        ("s3cret", "POST", "/health", [], 401),
+        ("s3cret", "POST", "/pause", ["Bearer s3cret", "Bearer s3cret"], 401),
+        ("s3cret", "POST", "/collective_rpc", ["Bearer s3cret"], 200),
+        ("s3cret", "POST", "/collective_rpc", ["bearer s3cret"], 200),
+        ("s3cret", "GET", PATH, ["BEARER s3cret"], 200),
+        ("s3cret", "GET", "/health", [], 200),
+        # A server without a key is open to nobody.
+        ("", "POST", "/collective_rpc", ["Bearer "], 403),
+        ("", "POST", "/collective_rpc", [], 403),
+        ("", "GET", "/health", [], 200),
+    ],
+)
+def test_every_route_of_the_server_asks_for_the_key(
+    monkeypatch: pytest.MonkeyPatch, key: str, method: str, path: str, given: list[str], status: int
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    told: list[Any] = []
+
+    async def send(message: Any) -> None:
+        told.append(message)
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    headers = [(b"Authorization", each.encode()) for each in given]
+    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+    asyncio.run(SampleRoute(vllm)(scope, None, send))
+    assert told[0]["status"] == status
+    if status != 200:
+        assert KEY_VARIABLE in json.loads(told[1]["body"])["error"]
+        asyncio.run(SampleRoute(vllm)({**scope, "type": "websocket"}, None, send))
+        assert told[-1] == {"type": "websocket.close", "code": 1008}
+
+
+def test_both_ends_name_a_prompt_alike() -> None:
+    """The digest is the beginning of the SHA-256 of `[1,23]`."""
+    assert prompt_digest([1, 23]) == dialect.prompt_digest((1, 23)) == "c0cb3dde31baa48b"
 
 
 # -- the run's end
@@ -53,6 +106,29 @@ def test_samples_of_one_moment_go_in_one_request_and_each_has_its_own_answer() -
     assert (first, third) == ("a", "c")
     assert isinstance(second, ServerFailed)
     assert (str(second), second.lost, second.status) == ("answered 400: no", False, 400)
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (line(0, answer="a") + line(0, answer="b"), "a second answer to sample 0"),
+        (line(0, answer="a") + line(2, answer="b"), "an answer to sample 2, and there are 2"),
+        (line(0, answer="a") + line(-1, answer="b"), "an answer to sample -1, and there are 2"),
+        (line(0, answer="a") + b"<html>\n", "a line of another form than asked for"),
+    ],
+)
+def test_lines_that_answer_nothing_are_no_loss_of_the_server(lines: bytes, why: str) -> None:
+    async def post(address: str, body: Any, seconds: float, piece: Any) -> None:
+        try:
+            piece(lines)
+        except ServerFailed as error:  # as the HTTP client tells what went wrong while it read
+            raise ServerFailed("the connection broke", lost=True) from error
+
+    first, second = asyncio.run(asked(post, [b"a", b"b"]))
+    assert first == "a"
+    assert isinstance(second, ServerFailed)
+    assert why in str(second)
+    assert not second.lost
 
 
 def test_what_was_answered_before_the_server_was_lost_is_kept() -> None:

@@ -25,9 +25,17 @@ from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server import probe
-from lockstep.rollout.server.dialect import Answer, PushedWeights, ServerNeeds, ServerStart, WantedSample
+from lockstep.rollout.server.dialect import (
+    Answer,
+    PushedWeights,
+    ServerNeeds,
+    ServerStart,
+    WantedSample,
+    prompt_digest,
+)
 from lockstep.rollout.server.engine import ServerEngine
 from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.line import KEY_VARIABLE
 from lockstep.rollout.server.sglang import Sglang
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 from sglang_schema import FORMS
@@ -183,12 +191,13 @@ def test_stop_texts_end_a_response_where_the_built_in_engine_ends_it(
     assert [(each.ids, each.stop) for each in theirs] == [(each.ids, each.stop) for each in ours]
 
 
+WANTED = WantedSample([1, 2], Sampling(max_tokens=3, stop_ids=(END,), stop_strings=("so",)), 3, 1)
+
+
 def answered(ids: list[int], reason: dict[str, Any], **told: Any) -> dict[str, Any]:
     meta = {"finish_reason": reason, "output_token_logprobs": [[-0.5, each, None] for each in ids]}
-    return {"output_ids": ids, "meta_info": {**meta, "weight_version": "a-1", **told}}
-
-
-WANTED = WantedSample([1, 2], Sampling(max_tokens=3, stop_ids=(END,), stop_strings=("so",)), 3, 1)
+    asked = {"id": f"{prompt_digest(WANTED.ids)}-1", "prompt_tokens": len(WANTED.ids)}
+    return {"output_ids": ids, "meta_info": {**meta, **asked, "weight_version": "a-1", **told}}
 
 
 @pytest.mark.parametrize(
@@ -217,6 +226,8 @@ def test_why_a_response_ended(ids: list[int], reason: dict[str, Any], ended: str
         (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[-0.5, 5, None]]), "log-probs of"),
         (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[None, 4, None]]), "no number"),
         (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[]), "log-probs of"),
+        (answered([END], {"type": "stop", "matched": END}, id="fedcba9876543210-1"), "another prompt"),
+        (answered([END], {"type": "stop", "matched": END}, prompt_tokens=3), "a prompt of 3 tokens"),
         ({"text": "hello", "meta_info": {}}, "another form"),
         ([answered([END], {"type": "stop", "matched": END})], "another form"),
     ],
@@ -275,6 +286,19 @@ def test_a_server_whose_log_probs_are_from_before_the_temperature_is_refused(
     differ = pytest.raises(Refusal, match="log-probs of the probe differ")
     with serving(folder, *FLAGS) as server, differ, engine_at(policy, folder, server):
         pass
+
+
+def test_a_server_that_asks_for_a_key_is_brought_it(
+    policy: Policy, folder: Path, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(folder, *FLAGS, "--api-key", "s3cret") as server:
+        monkeypatch.delenv(KEY_VARIABLE, raising=False)
+        with pytest.raises(Refusal, match="answered 401") as caught, engine_at(policy, folder, server):
+            pass
+        assert KEY_VARIABLE in str(caught.value)
+        monkeypatch.setenv(KEY_VARIABLE, "s3cret")
+        with engine_at(policy, folder, server) as engine:
+            assert len(run(engine, requests[:1], GREEDY)) == 2
 
 
 @pytest.mark.parametrize(
@@ -402,6 +426,25 @@ def test_a_push_that_fails_half_way_ends_the_run(policy: Policy, folder: Path, m
         with pytest.raises(Refusal, match="Failed to update weights") as refusal:
             engine.sync(policy.stored.named_parameters())
         assert "the last checkpoint is untouched" in str(refusal.value)
+
+
+def test_a_push_that_fails_half_way_leaves_a_server_that_the_next_run_can_use(
+    policy: Policy, folder: Path, requests: list[Request]
+) -> None:
+    """It tells its health by generating, which a pause would hold up, and says that its weights are nobody's."""
+    with serving(folder, *FLAGS) as server:
+        with engine_at(policy, folder, server) as engine:
+            parameter = list(server.engine.model.parameters())[3]
+            whole, parameter.data = parameter.data, torch.zeros(3)
+            moved(policy)
+            with pytest.raises(Refusal, match="Failed to update weights"):
+                engine.sync(policy.stored.named_parameters())
+            assert server.engine.version == f"{engine.fleet.version}-incomplete"
+        assert server.engine.paused is None
+        parameter.data = whole
+        with engine_at(policy, folder, server, server={"start_limit": 2.0}) as engine:
+            made = run(engine, requests, GREEDY)
+            assert [each.ids for each in made] == [each.ids for each in run(native(policy, folder), requests, GREEDY)]
 
 
 def test_files_that_do_not_hold_what_was_announced_are_not_pushed(policy: Policy, folder: Path, tmp_path: Path) -> None:

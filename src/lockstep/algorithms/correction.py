@@ -102,6 +102,13 @@ def correct(
     return Corrected(weights_K, keep_K, metrics)
 
 
+def logprob_difference(trainer_K: torch.Tensor, engine_K: torch.Tensor, whole: WholeStep) -> tuple[float, float]:
+    """The mean of |d| over the step, and k3, which estimates KL(engine, trainer). A token without a number makes both
+    NaN."""
+    log_ratio_K = log_ratio(trainer_K, engine_K).detach().double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return whole.mean(log_ratio_K.abs()), whole.mean(log_ratio_K.exp() - log_ratio_K - 1)
+
+
 def _log_ratio(trainer_K: torch.Tensor, engine_K: torch.Tensor, whole: WholeStep) -> torch.Tensor:
     difference_K = log_ratio(trainer_K, engine_K).detach()
     unknown, tokens = whole.count(int(difference_K.isnan().sum())), whole.count(len(difference_K))

@@ -1,13 +1,20 @@
-"""The store where the ranks meet."""
+"""Where processes meet: the store of the ranks, and word of a long wait for others."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
+# A wait for another process is told after so long, and then again at this pace.
+TELL_SECONDS, TELL_AGAIN_SECONDS = 10.0, 60.0
 # How often each purpose has had a store in this process; every rank counts alike.
 _turns: Counter[str] = Counter()
 
@@ -25,3 +32,27 @@ def connected_store(purpose: str, timeout: timedelta) -> dist.Store:
     turn = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_turns[purpose]}"
     _turns[purpose] += 1
     return dist.PrefixStore(f"lockstep/{purpose}/{turn}", store)
+
+
+def say(text: str) -> None:
+    """To whoever watches the run, beside its own output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def told_wait(what: str, after: float = TELL_SECONDS) -> Iterator[None]:
+    """Inside, something else is waited for: told where it takes long, and again every minute."""
+    over = threading.Event()
+    begun = time.monotonic()
+
+    def tell() -> None:
+        pause = after
+        while not over.wait(pause):
+            say(f"waiting for {what} for {time.monotonic() - begun:.0f} s")
+            pause = TELL_AGAIN_SECONDS
+
+    threading.Thread(target=tell, daemon=True, name="wait").start()
+    try:
+        yield
+    finally:
+        over.set()

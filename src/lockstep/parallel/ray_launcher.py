@@ -7,7 +7,9 @@ rank. Which of them run where is Ray's to say; what they compute, torch.distribu
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.device.select import DEVICES, select
 from lockstep.errors import Refusal, first_line, missing_extra
+from lockstep.parallel.meeting import TELL_AGAIN_SECONDS, TELL_SECONDS, say, told_wait
 from lockstep.parallel.ray_rank import RankHeard, RankProcess, RankSeat
 from lockstep.parallel.restarts import worst
 
@@ -38,6 +41,12 @@ _GRACE_SECONDS = 5.0
 # For a cluster to put what it has where it is asked for, and after a failure to come back as it was.
 _TRY_SECONDS, _PLACE_SECONDS, _RETURN_SECONDS = 10.0, 120.0, 300.0
 
+# For a cluster that RAY_ADDRESS names to take a connection.
+_CONNECT_SECONDS = 60.0
+_ADDRESS = re.compile(r"(?:ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})/?")
+_SETTINGS_FRAME, _FRAME_HEAD = 4, 9
+_START_REMEDY = "start it (`ray start --head`), or unset RAY_ADDRESS and `ray stop` for one that the run starts itself"
+
 Start = Callable[[Sequence[str], int], int]
 
 
@@ -57,20 +66,61 @@ def ray_cluster(recipe: Recipe) -> Iterator[Start]:
     refuse_rigid(recipe.parallel)
     devices = recipe.parallel.devices or 1
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    named = os.environ.get("RAY_ADDRESS")
+    refuse_unreachable(named)
+    where = f"RAY_ADDRESS={named}" if named else "the Ray cluster"
     try:
-        try:
-            # More ranks than processors are slow and no error, as with the other launchers.
-            ray.init(num_cpus=max(devices, os.cpu_count() or 1), include_dashboard=False, **quiet)
-        except ValueError:
-            ray.init(**quiet)  # there is a cluster, which knows what it has
-    except (ConnectionError, RuntimeError) as error:
-        where = f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}" if os.environ.get("RAY_ADDRESS") else "the Ray cluster"
-        remedy = "start it (`ray start --head`), or unset RAY_ADDRESS and `ray stop` for one that the run starts itself"
-        raise Refusal.at(where, first_line(error), remedy) from error
+        with told_wait(f"{where} to answer"):
+            try:
+                # More ranks than processors are slow and no error, as with the other launchers.
+                ray.init(num_cpus=max(devices, os.cpu_count() or 1), include_dashboard=False, **quiet)
+            except ValueError:
+                ray.init(**quiet)  # there is a cluster, which knows what it has
+    except Exception as error:  # a node that does not come up in time is a bare one
+        raise Refusal.at(where, first_line(error), _START_REMEDY) from error
     try:
         yield Cluster(recipe, ray).run
     finally:
         ray.shutdown()
+
+
+def refuse_unreachable(address: str | None) -> None:
+    """An address at which no cluster takes a connection for a minute: Ray itself would try for many, without a word.
+    What Ray finds by itself (`auto`, `local`, other schemes) is left to it."""
+    if not address or address in ("auto", "local") or ("://" in address and not address.startswith("ray://")):
+        return
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found["port"]) < 2**16:
+        raise Refusal.at(
+            "RAY_ADDRESS",
+            f"{address!r} is no address of a Ray cluster",
+            "write HOST:PORT of its head node (6379 unless it says otherwise), ray://HOST:10001, or auto",
+        )
+    given_up = time.monotonic() + _CONNECT_SECONDS
+    with told_wait(f"a connection to RAY_ADDRESS={address}"):
+        while True:
+            try:
+                _meet(found["host"].strip("[]"), int(found["port"]), max(1.0, given_up - time.monotonic()))
+                return
+            except OSError as error:
+                if time.monotonic() + _BEAT_SECONDS >= given_up:
+                    why = f"no cluster answers for {_CONNECT_SECONDS:g} s: {error.strerror or error}"
+                    raise Refusal.at(f"RAY_ADDRESS={address}", why, _START_REMEDY) from error
+            time.sleep(_BEAT_SECONDS)
+
+
+def _meet(host: str, port: int, seconds: float) -> None:
+    """OSError where nobody takes a connection, or who takes it does not speak gRPC: it answers the beginning of HTTP/2
+    with a frame of its settings. A cluster with TLS is only connected to."""
+    with socket.create_connection((host, port), timeout=seconds) as line:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return
+        line.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0]))
+        head = b""
+        while len(head) < _FRAME_HEAD and (piece := line.recv(_FRAME_HEAD - len(head))):
+            head += piece
+        if len(head) < _FRAME_HEAD or head[3] != _SETTINGS_FRAME:
+            raise OSError("what listens there is no Ray cluster")
 
 
 class Cluster:
@@ -115,7 +165,7 @@ class Cluster:
                     ranks = Ranks(self.ray, actors, self.recipe.parallel.stall_seconds)
                     return ranks.run(told, self._environments(actors), self.folder)
             except RayActorError as error:
-                _say(f"an actor is lost before its rank began: {first_line(error)}")
+                say(f"an actor is lost before its rank began: {first_line(error)}")
                 return _KILLED
 
     @contextmanager
@@ -127,6 +177,7 @@ class Cluster:
         from lockstep.parallel.elastic import fitting_devices, layout_of
 
         asked, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic
+        tell_at = time.monotonic() + TELL_SECONDS
         given_up = time.monotonic() + (_RETURN_SECONDS if turn else _PLACE_SECONDS)
         while True:
             there = int(self.ray.cluster_resources().get(self.resource, 0))
@@ -140,7 +191,7 @@ class Cluster:
                             said = f"the cluster has {there} {self.resource} of {asked}: the run goes on with {devices}"
                             rounded = devices < min(asked, there)
                             why = f", the most that {layout_of(self.recipe.parallel)} leaves even" if rounded else ""
-                            _say(said + why)
+                            say(said + why)
                         yield group, devices
                         return
                 finally:
@@ -154,6 +205,9 @@ class Cluster:
                     f"is {asked}, and the nodes of the Ray cluster have {there} {self.resource} together, {free} free",
                     "start more nodes (`ray start --address=...`), wait for what else runs there, or ask for fewer",
                 )
+            if time.monotonic() >= tell_at:
+                tell_at = time.monotonic() + TELL_AGAIN_SECONDS
+                say(f"waiting for {asked} {self.resource} of the Ray cluster, which has {there}")
             # The cluster notices a lost node after a while, and another one may come in its place.
             time.sleep(_BEAT_SECONDS)
 
@@ -176,7 +230,8 @@ class Cluster:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
                 )
                 actors.append(options.remote())
-            nodes = [place.node for place in self.ray.get([actor.place.remote() for actor in actors])]
+            with told_wait(f"the {devices} actors of the Ray cluster to start"):
+                nodes = [place.node for place in self.ray.get([actor.place.remote() for actor in actors])]
             yield [actor for _, actor in sorted(zip(nodes, actors, strict=True), key=lambda pair: pair[0])]
         finally:
             for actor in actors:
@@ -224,7 +279,8 @@ class Ranks:
             try:
                 # One by one: of a refusal there is one to tell.
                 for actor, environment in zip(self.actors, environments, strict=True):
-                    problem = self.ray.get(actor.start.remote(words, environment, folder))
+                    with told_wait(f"rank {environment['RANK']} to start"):
+                        problem = self.ray.get(actor.start.remote(words, environment, folder))
                     if problem is not None:
                         raise Refusal([problem])
                 return self._follow()
@@ -259,7 +315,7 @@ class Ranks:
                     self.status[rank] = heard.status
             for reference, rank in list(waiting.items()):
                 if self.silence is not None and now - heard_at[rank] > self.silence:
-                    _say(f"rank {rank}: its actor has not answered for {now - heard_at[rank]:.0f} s")
+                    say(f"rank {rank}: its actor has not answered for {now - heard_at[rank]:.0f} s")
                     del waiting[reference]
                     self.status[rank] = _KILLED
             if failed_at is None and any(self.status.values()):
@@ -272,10 +328,10 @@ class Ranks:
         try:
             heard: RankHeard = self.ray.get(reference)
         except RayActorError as error:
-            _say(f"rank {rank} is lost with its actor: {first_line(error)}")
+            say(f"rank {rank} is lost with its actor: {first_line(error)}")
             return RankHeard([], _KILLED)
         if heard.status is not None and heard.status > 128 and heard.status - 128 in list(signal.Signals):
-            _say(f"rank {rank} was ended by {signal.Signals(heard.status - 128).name}")
+            say(f"rank {rank} was ended by {signal.Signals(heard.status - 128).name}")
         return heard
 
     def _show(self, rank: int, heard: RankHeard) -> None:
@@ -304,7 +360,3 @@ def _signals(asked: list[int]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

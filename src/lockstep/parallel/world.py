@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.device.base import Device
-from lockstep.parallel.meeting import connected_store, launcher_holds_store
+from lockstep.parallel.meeting import connected_store, launcher_holds_store, told_wait
 from lockstep.parallel.stall import Stall
 from lockstep.parallel.watch import Watch, watching
 
@@ -200,14 +200,16 @@ def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
             return
         own = f"{device.name}:{device.collective}"
         backend = HOST if own == HOST else f"{HOST},{own}"
+        meeting = f"all {size} ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if launcher_holds_store():
             # So the first meeting can be watched too.
             watch = stack.enter_context(watching(rank, size, stall))
-            with watch.collective("joining"):
+            with watch.collective("joining"), told_wait(f"{meeting} (this is rank {rank})"):
                 store = connected_store("world", TIMEOUT)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         else:
-            dist.init_process_group(backend, timeout=TIMEOUT)
+            with told_wait(f"{meeting} (this is rank {rank})"):
+                dist.init_process_group(backend, timeout=TIMEOUT)
             watch = stack.enter_context(watching(rank, size, stall))
         try:
             yield World(rank, size, local_rank, watch, turn=next(_turns))

@@ -41,6 +41,7 @@ class OutputTail:
         with suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)
             with written_aside(self._file, durable=False) as aside:
+                aside.touch(mode=0o600)  # programs print their flags, and keys among them
                 aside.write_bytes(self._kept)
             self.waiting = False
 

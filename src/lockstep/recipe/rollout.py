@@ -158,6 +158,15 @@ class RolloutSettings(Section):
         effect=Effect("harmless", "the same weights by another way; a probe shows that they are"),
         resumable=True,
     )
+    max_logprob_diff: float | Literal["auto"] | None = Field(
+        "auto",
+        description="Stop before the updates of a step when the engine's log-probabilities of its own tokens differ "
+        "from the trainer's by more than this on average, or when their divergence (k3) is over half of it. `auto` "
+        "checks serving engines: 0.005 in fp32, 0.03 in fp16, 0.1 in bf16, divided by a `temperature` below 1. `null`: "
+        "no check.",
+        effect=Effect("harmless", "only when the run is stopped"),
+        resumable=True,
+    )
     max_probs_diff: float | None = Field(
         None,
         gt=0,

@@ -35,6 +35,7 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
             "the process that generates beside training cannot run rollout.function",
             "remove one of them",
         )
+    yield from _logprob_check_problems(recipe)
     if rollout.max_staleness is None and rollout.worker_device is not None:
         why = "says how a process generates beside training, and there is none"
         yield Problem("rollout.worker_device", why, "set rollout.max_staleness, or remove it")
@@ -51,6 +52,18 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
             "responses would come from a truncated distribution while the trainer scores the whole one: every ratio of "
             "new to old probability would be off",
             "remove it, or say rollout.truncated=mask (the trainer truncates too) or ignore",
+        )
+
+
+def _logprob_check_problems(recipe: Recipe) -> Iterator[Problem]:
+    limit, key = recipe.rollout.max_logprob_diff, "rollout.max_logprob_diff"
+    if isinstance(limit, float) and limit <= 0:
+        yield Problem(key, f"{limit:g} is not over 0", "null switches the check off")
+    if recipe.rollout.max_staleness and isinstance(limit, float):
+        yield Problem(
+            key,
+            "compares with the policy of the step, and with rollout.max_staleness an older one drew the responses",
+            "remove it; rollout_corr/k3 shows how far the two are apart",
         )
 
 

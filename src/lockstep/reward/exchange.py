@@ -122,6 +122,22 @@ async def exchanged(
     raise Trouble(why) from cause
 
 
+async def answers(client: Any, address: str, seconds: float) -> int | None:
+    """The status of a GET: a look whether anybody is there. None where the connection was taken and nothing came within
+    `seconds`, as of a program that is busy. `Trouble` where there is no connection to be had."""
+    heard: list[HttpAnswer] = []
+    timeout = httpx.Timeout(None, connect=seconds)
+    request = client.build_request("GET", address, headers=_HEADERS, timeout=timeout, extensions={"heard": heard})
+    try:
+        response = await asyncio.wait_for(client.send(request, stream=True), 2 * seconds)
+    except asyncio.TimeoutError:
+        return None
+    except Exception as error:
+        raise Trouble(_root_cause(error)) from error
+    await response.aclose()
+    return int(response.status_code)
+
+
 async def _exchange(
     client: Any,
     method: str,

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.errors import Problem, refuse_all
+from lockstep.parallel.meeting import TELL_SECONDS, say
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import number
 from lockstep.reward.batch_function import prompt_text
@@ -82,6 +84,7 @@ class RemotePart(RewardPart):
         self._lock = threading.Lock()
         self._gathered: list[_Item] = []
         self._waiting: set[_Item] = set()
+        self._told: set[tuple[str, str]] = set()
         self._over: str | None = None
         self._loop = asyncio.new_event_loop()
         self._batches: asyncio.Queue[list[_Item]] = asyncio.Queue()
@@ -192,7 +195,7 @@ class RemotePart(RewardPart):
     async def _scored(self, client: Any, items: list[str]) -> list[float]:
         body, key = self._request(items)
         tries = 1 + self._settings.remote_retries
-        pause = self._first_pause
+        pause, begun = self._first_pause, time.monotonic()
         for left in reversed(range(tries)):
             endpoint = self._endpoints.choose()
             if endpoint is None:
@@ -203,10 +206,17 @@ class RemotePart(RewardPart):
                 if left == 0:
                     told = f"{endpoint.address}: {error}; tried {tries} times; {self._endpoints.left()}"
                     raise _Final(told) from error
+                self._tell(endpoint, str(error), time.monotonic() - begun)
                 own = min(pause, LONGEST_PAUSE) * self._jitter.uniform(0.5, 1.5)
                 await asyncio.sleep(max(own, min(error.after, self._settings.remote_timeout)))
             pause *= 2
         raise AssertionError("the last try returns or raises")
+
+    def _tell(self, endpoint: Endpoint, why: str, waited: float) -> None:
+        """That a batch waits for an endpoint that fails: once for each reason."""
+        if waited >= TELL_SECONDS and (endpoint.address, why) not in self._told:
+            self._told.add((endpoint.address, why))
+            say(f"waiting for reward.remote {endpoint.address} for {waited:.0f} s: {why}; it is tried again")
 
     def _request(self, items: list[str]) -> tuple[bytes, str]:
         """What is sent, and under which name the numbers come back."""

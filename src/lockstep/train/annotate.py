@@ -8,14 +8,21 @@ from itertools import accumulate
 
 import torch
 
+from lockstep.algorithms.correction import logprob_difference
 from lockstep.data.groups import LaidLine
+from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
-from lockstep.recipe.rows import estimator_row, loss_row
+from lockstep.recipe.rows import ENGINES, estimator_row, loss_row
 from lockstep.recipe.schema import Batch
 from lockstep.run.metrics import PhaseTimer
 from lockstep.train.experience import Experience
 from lockstep.train.models import Models
 from lockstep.types import MicroBatch
+
+# Mean |log p_trainer - log p_engine| that a serving engine may have, by the dtype of both. Rounding alone, with other
+# attention kernels and with experts that are chosen otherwise, stays well below; a response that has another one's
+# log-probs is off by a nat. k3 has half of it: it weighs the few tokens that are far off.
+LOGPROB_LIMITS = {"fp32": 0.005, "fp16": 0.03, "bf16": 0.1}
 
 
 @dataclass(frozen=True)
@@ -130,3 +137,47 @@ def annotate(
         with phases("values"):
             values_K = torch.cat([models.values(plan) for plan in plans])
     return Annotated(old_K, reference_K, values_K, trainer_K, squares_K)
+
+
+def logprob_limit(recipe: Recipe) -> float | None:
+    """The largest mean difference of the engine's log-probs from the trainer's; None: they are not compared."""
+    rollout = recipe.rollout
+    if rollout.max_logprob_diff != "auto":
+        return rollout.max_logprob_diff
+    if not ENGINES[rollout.engine].served:
+        return None
+    # Dividing logits by a temperature below 1 scales their rounding too.
+    return LOGPROB_LIMITS[recipe.model.dtype] / min(1.0, rollout.temperature)
+
+
+def check_engine_logprobs(
+    plans: Sequence[UpdatePlan],
+    models: Models,
+    recipe: Recipe,
+    phases: PhaseTimer,
+    experience: Experience,
+    known: Annotated,
+    limit: float,
+) -> dict[str, float]:
+    """Compare the engine's log-probs of the step's tokens with the trainer's own, before any update.
+
+    The weights are those that the responses were drawn with. The trainer scores the responses here where nothing else
+    of the recipe needed it (`old_needed`).
+    """
+    trainer_K = known.trainer_K if recipe.algorithm.correction.bypass else known.old_K
+    if trainer_K is None:
+        with phases("old_log_prob"):
+            trainer_K = torch.cat([models.logprobs(plan) for plan in plans])
+    mean, k3 = logprob_difference(trainer_K, experience.engine_K, experience.whole)
+    if not (mean <= limit and k3 <= limit / 2):
+        tokens = experience.whole.count(len(trainer_K))
+        raise Refusal.at(
+            "rollout.max_logprob_diff",
+            f"the log-probs that engine {recipe.rollout.engine} returned differ from the trainer's for the same tokens "
+            f"and weights: mean |difference| {mean:.3g} (limit {limit:.3g}), k3 {k3:.3g} (limit {limit / 2:.3g}), over "
+            f"{tokens:,} tokens of {experience.sequences:,} responses",
+            "look for a proxy or load balancer that mixes up answers, and for settings that change how the server "
+            "samples. A larger number accepts the difference, null switches the check off. The last checkpoint is "
+            "untouched",
+        )
+    return {"training/rollout_logprob_diff_mean": mean}

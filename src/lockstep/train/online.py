@@ -12,7 +12,7 @@ from lockstep.recipe import Recipe
 from lockstep.reward.scorer import Scorer
 from lockstep.run.progress import Console
 from lockstep.train.advantages import Learned, estimate_advantages
-from lockstep.train.annotate import annotate, lay_updates, plan_updates
+from lockstep.train.annotate import annotate, check_engine_logprobs, lay_updates, logprob_limit, plan_updates
 from lockstep.train.failures import failure_warning
 from lockstep.train.kl_coefficient import next_coefficient
 from lockstep.train.moving import moved
@@ -50,6 +50,8 @@ class Online:
     loader: Loader[Prompt]
     scorer: Scorer
     warnings: Warnings
+    logprob_limit: float | None = None
+    """What the log-probs of an engine that drew the responses may differ from the trainer's; None: no check."""
 
     def take_rollouts(self) -> Rollouts:
         """The next prompts, answered and scored."""
@@ -73,7 +75,9 @@ def open_online(
         ):
             start = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient}
             training.position.carried = {**start, **training.carried}
-            yield Online(training, make_loader(recipe, prepared.train), scorer, Warnings(recipe))
+            # A replay trains on recorded log-probs, and reports what differs.
+            limit = logprob_limit(recipe) if keeps else None
+            yield Online(training, make_loader(recipe, prepared.train), scorer, Warnings(recipe), limit)
 
 
 def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float]:
@@ -85,12 +89,15 @@ def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float
     experience = moved(rollouts.experience, updates, run.world)
     plans = plan_updates(experience, updates, models)
     known = annotate(plans, models, recipe, run.phases, experience.engine_K)
+    checked: dict[str, float] = {}
+    if (limit := online.logprob_limit) is not None:
+        checked = check_engine_logprobs(plans, models, recipe, run.phases, experience, known, limit)
     with run.phases("adv"):
         advantages = estimate_advantages(experience, known, recipe, beta, (recipe.run.seed, step))
     record_rollouts(training.tape, rollouts, experience, known, advantages)
     learned = Learned(experience, known, advantages)
     training.idle.signal = no_signal(learned, recipe)
-    metrics = {**rollouts.metrics, **advantages.metrics}
+    metrics = {**rollouts.metrics, **checked, **advantages.metrics}
     metrics |= update(plans, learned, models, recipe, beta, step, batches.steps, run.phases)
     metrics["training/epoch"] = rollouts.position / batches.rows
     next_beta = next_coefficient(recipe, beta, metrics, experience.sequences)

@@ -14,7 +14,7 @@ from lockstep.parallel.mesh import grid_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
-from lockstep.train.annotate import old_needed
+from lockstep.train.annotate import logprob_limit, old_needed
 from lockstep.train.cluster import Members, TargetCluster
 from lockstep.train.plan_counts import Counted
 from lockstep.train.plan_layers import LayerKernels, activation_bytes, kept_by_layer
@@ -110,7 +110,7 @@ class StepTimes:
         asked = reference_kind(recipe) in ("model", "adapter")
         if asked or (recipe.distill.teacher is not None and recipe.distill.top_k is None):
             found.append(self.reference())
-        if online and old_needed(recipe, self.work.updates):
+        if online and (old_needed(recipe, self.work.updates) or logprob_limit(recipe) is not None):
             found.append(replace(self.scored(self.models.cost), name="old probs"))
         critic = online and estimator_row(recipe.algorithm.advantage).critic
         if critic:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from lockstep.rollout.server.failed import ServerFailed
 from lockstep.types import Sampling
 
 Ended = Literal["token", "string", "length", "aborted"]
 MemoryPart = Literal["weights", "cache"]
+# What rounding may leave of the log-prob of a token that is certain.
+_MOST_LOGPROB = 0.01
 
 
 class Channel(Protocol):
@@ -45,6 +51,43 @@ class Answer:
     logprobs: list[float]
     ended: Ended
     version: str | None = None
+
+
+def prompt_digest(ids: Sequence[int]) -> str:
+    """Tells prompts apart in an answer (`plugin/lockstep_samples.py` computes the same)."""
+    return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def refuse_other_prompt(wanted: WantedSample, answered: object) -> None:
+    """`answered` is the digest of the prompt that the answer belongs to, as the server has it."""
+    own = prompt_digest(wanted.ids)
+    if answered != own:
+        raise ServerFailed(f"an answer to another prompt: the digest of its prompt is {answered}, not {own}")
+
+
+def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Answer:
+    """The answer where it can be a response to what was asked; `ServerFailed` where it cannot."""
+    ids, logprobs, stops = answer.ids, answer.logprobs, wanted.sampling.stop_ids
+    if answer.ended == "aborted":
+        return answer  # it is dropped and asked again
+    if len(ids) != len(logprobs):
+        raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
+    if not 1 <= len(ids) <= wanted.max_tokens:
+        raise ServerFailed(f"an answer of {len(ids)} tokens, and 1 to {wanted.max_tokens} were asked for")
+    for place, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise ServerFailed(f"token {place} of an answer is {token!r}: the vocabulary has {vocabulary:,} tokens")
+    for place, logprob in enumerate(logprobs):
+        if not (math.isfinite(logprob) and logprob <= _MOST_LOGPROB):
+            raise ServerFailed(f"the log-prob of token {place} of an answer is {logprob}")
+    end = next((place for place, token in enumerate(ids) if token in stops), None)
+    if end is not None and end < len(ids) - 1:
+        raise ServerFailed(f"an answer of {len(ids)} tokens goes on after its end token {ids[end]} at place {end}")
+    if answer.ended == "token" and end is None:
+        raise ServerFailed(f"an answer that ended with token {ids[-1]}, which is no end token of the run")
+    if answer.ended == "string" and not wanted.sampling.stop_strings:
+        raise ServerFailed("an answer that a stop text ended, and none was asked for")
+    return answer if end is None else replace(answer, ended="token")
 
 
 @dataclass(frozen=True)
@@ -117,6 +160,10 @@ class ServerStart:
     tensor_parallel: int
     needs: ServerNeeds
     args: Sequence[str] = ()
+    key: str = ""
+    """What every request must bring."""
+    key_file: str = ""
+    """A file of SGLang's flags that holds it: a command line can be read by every user of the machine."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +192,10 @@ class Dialect(Protocol):
     """Whether the route of `ask` takes many samples in one request (`together.py`)."""
     opens_memory: bool
     """Whether it has `take`."""
+    reads_key_file: bool
+    """Whether a server takes its key from `ServerStart.key_file`."""
+    gone_statuses: tuple[int, ...]
+    """Of GET /health, where the server answers and what generates behind it is dead."""
     bucket_bytes: int | None
     """The most that `receive` takes at once; None where it takes one tensor after another by itself."""
 

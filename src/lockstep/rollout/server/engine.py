@@ -21,7 +21,7 @@ from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Back, Done, Lost
 from lockstep.rollout.server.handover import WeightHandOver
 from lockstep.rollout.server.life import GOES_ON, ServerLife, named_servers, refusal_kind
-from lockstep.rollout.server.process import dialect_of
+from lockstep.rollout.server.process import dialect_of, machine_of, served_host
 from lockstep.rollout.server.weights import fingerprint
 from lockstep.types import Completion, Request, Sampling
 
@@ -70,7 +70,10 @@ class ServerEngine:
     def _open(self) -> None:
         addresses = named_servers(self.settings)
         if addresses is None:
-            addresses = [self._on_main(self.life.start)]
+            machines = self.world.gather(machine_of(self.world))
+            address, key = self._on_main(lambda: self.life.start(served_host(machines)))
+            self.life.lines.authorize(key)
+            addresses = [address]
         if not self.fleet.servers:
             self.life.find(addresses)
 
@@ -79,7 +82,7 @@ class ServerEngine:
         begun = time.monotonic()
         every = list(weights)
 
-        def handed() -> tuple[str, int]:
+        def handed() -> tuple[str, int, list[bool]]:
             now = fingerprint(every)
             compared = time.monotonic() - begun
             slept = any(server.asleep for server in self.fleet.servers)
@@ -90,12 +93,12 @@ class ServerEngine:
                 self._drawn_by = self.updates
                 self.sync_seconds = time.monotonic() - begun
                 self.sync_parts = {"compare": compared, **self.handover.seconds}
-            return self.fleet.version, self._drawn_by
+            return self.fleet.version, self._drawn_by, [server.up for server in self.fleet.servers]
 
-        self.fleet.version, self._drawn_by = self._on_main(handed)
+        self.fleet.version, self._drawn_by, up = self._on_main(handed)
         if not self.world.main:
-            for server in self.fleet.servers:
-                server.up = True
+            for server, there in zip(self.fleet.servers, up, strict=True):
+                server.up = there
 
     def told(self) -> dict[str, Any]:
         """What the run's record says of it: of rank 0, which asks the servers."""
@@ -140,7 +143,7 @@ class ServerEngine:
                     self.life.start_again(event.server)
                 elif isinstance(event, Back):
                     self.handover.bring_up(event.server)
-                    if not event.server.up:
+                    if not (event.server.up or event.server.left_out):
                         self.fleet.watch(event.server)
                 else:
                     self.world.progress()  # still for the response that is named already
@@ -167,6 +170,14 @@ class ServerEngine:
             ends = ((i, why_ended(ids[:i], 0, wanted.sampling, self.decode)) for i in range(1, len(ids) + 1))
             length, found = next(((i, why) for i, why in ends if why), (len(ids), stop))
             ids, logprobs, stop = ids[:length], logprobs[:length], found
+            # Of a text at the very start tokenizers may decode the space before it, or not.
+            text = self.decode(ids)
+            if stop == "string" and not any(each.strip() in text for each in wanted.sampling.stop_strings):
+                raise Refusal.at(
+                    f"rollout.engine {self.dialect.name}",
+                    f"a response of {len(ids)} tokens ended by a stop text, and none of rollout.stop is in it",
+                    "look for a proxy that changes answers, or for another tokenizer in the server's model folder",
+                )
         if stop == "length" and len(ids) < wanted.max_tokens:
             raise Refusal.at(
                 f"rollout.engine {self.dialect.name}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import NoReturn
@@ -11,9 +12,11 @@ _OF_A_RANK = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZ
 _OF_TORCHRUN = ("TORCHELASTIC_", "ROLE_")
 
 
-def serve(connection: int, command: list[str], environment: dict[str, str]) -> NoReturn:
-    """Runs below the warden: this process becomes the server."""
-    os.close(connection)
+def serve(connection: int, command: list[str]) -> NoReturn:
+    """Runs below the warden: this process becomes the server. Its environment, with the server's key, comes by the
+    connection as a line of JSON."""
+    with os.fdopen(connection, "rb") as told:
+        environment: dict[str, str] = json.loads(told.readline())
     os.execvpe(command[0], command, {**_without_rank(os.environ), **environment})
 
 

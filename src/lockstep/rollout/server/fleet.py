@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample
+from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample, checked_answer
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.line import Lines, ServerLine
 from lockstep.rollout.server.process import ServerProcess
@@ -38,6 +38,10 @@ class Server:
     """When it was lost, or started."""
     starts: int = 0
     """Restarts since it last had weights."""
+    left_out: bool = False
+    """It answers and does not fit the run: it is not asked for anything."""
+    told_at: float = 0.0
+    """When its silence was last told."""
 
     def told(self) -> str:
         return f"{self.line.address}: {self.why}" if self.why else self.line.address
@@ -67,9 +71,9 @@ ServerEvent = Done | Lost | Back | ServerFailed
 
 
 class Fleet:
-    def __init__(self, dialect: Dialect, lines: Lines, servers: Sequence[Server], answer_limit: float):
+    def __init__(self, dialect: Dialect, lines: Lines, servers: Sequence[Server], answer_limit: float, vocabulary: int):
         self.dialect, self.lines, self.servers = dialect, lines, list(servers)
-        self._answer_limit = answer_limit
+        self._answer_limit, self._vocabulary = answer_limit, vocabulary
         self.version = ""
         """Of the weights that a sample must be drawn by."""
         self._heard: queue.SimpleQueue[ServerEvent] = queue.SimpleQueue()
@@ -105,7 +109,8 @@ class Fleet:
     # -- on the event loop
 
     async def _all(self, asked: Sequence[WantedSample], heard: queue.SimpleQueue[ServerEvent]) -> None:
-        self._watches = {asyncio.create_task(self._watch(server, heard)) for server in self.servers if not server.up}
+        lost = [server for server in self.servers if not (server.up or server.left_out)]
+        self._watches = {asyncio.create_task(self._watch(server, heard)) for server in lost}
         tasks = [asyncio.create_task(self._one(number, wanted, heard)) for number, wanted in enumerate(asked)]
         try:
             await asyncio.gather(*tasks)
@@ -145,13 +150,16 @@ class Fleet:
         heard.put(ServerFailed(f"a response was asked for {TRIES} times in vain, the last time: {why}", lost=True))
 
     async def sampled(self, server: Server, wanted: WantedSample) -> Answer:
-        """Ask one server, once."""
+        """Ask one server, once. An answer that is no response to what was asked is refused."""
         path, body = self.dialect.ask(wanted)
         if self.dialect.samples_together:
             said = await server.line.sampled(path, body, self._answer_limit)
         else:
             said = await server.line.asked("POST", path, body, self._answer_limit)
-        return self.dialect.read(said, wanted)
+        try:
+            return checked_answer(self.dialect.read(said, wanted), wanted, self._vocabulary)
+        except ServerFailed as error:
+            raise ServerFailed(f"{server.line.address}{path}: {error}", lost=error.lost) from error
 
     async def _least_busy(self) -> Server:
         while True:

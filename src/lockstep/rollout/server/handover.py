@@ -77,7 +77,7 @@ class WeightHandOver:
         self.seconds.clear()
         self._next_version()
         reached = []
-        for server in self.fleet.servers:
+        for server in self._reachable():
             try:
                 self._to_one(server, weights)
                 reached.append(server)
@@ -87,6 +87,12 @@ class WeightHandOver:
         if not reached:
             self._wait_for_one(weights)
 
+    def _reachable(self) -> list[Server]:
+        """Servers that were lost are given the weights when they answer again (`bring_up`); where all were, each is
+        tried."""
+        known = [server for server in self.fleet.servers if not server.left_out]
+        return [server for server in known if not server.why] or known
+
     def bring_up(self, server: Server, weights: Weights | None = None) -> None:
         """The weights of the step once more, for a server that answers again."""
         try:
@@ -94,6 +100,8 @@ class WeightHandOver:
             if not self.world.main:
                 # Rank 0 does it when it finds out; until then this server is not asked.
                 server.up = self.dialect.version(server.line) == self.fleet.version
+                return
+            if not self.life.met_late(server):
                 return
             # It is a fresh server: the probe before says nothing of it.
             self.probed.pop(server.line.address, None)
@@ -118,7 +126,8 @@ class WeightHandOver:
         while not self.fleet.up():
             self.life.refuse_all_silent()
             for server in self.fleet.servers:
-                self.bring_up(server, weights)
+                if not server.left_out:
+                    self.bring_up(server, weights)
             self.world.progress("a server that answers")
             time.sleep(POLL_SECONDS)
 
@@ -131,11 +140,20 @@ class WeightHandOver:
             self._give_and_probe(server, weights)
         except ServerFailed as error:
             self._unlink(server)
-            if error.lost:
-                # One that is there after all must not stand still for ever: some tell their health by generating.
-                with suppress(ServerFailed):
-                    self.dialect.resume(server.line)
+            if not error.gone:
+                self._abandon(server)
             raise
+
+    def _abandon(self, server: Server) -> None:
+        """A push that failed half-way: the server says that its weights are nobody's, closes the update, and does not
+        stand still for the next run (some tell their health by generating)."""
+        line = server.line
+        if by_collective(self.settings):
+            with suppress(ServerFailed):
+                self.dialect.finish(line)
+        for verb in (partial(self.dialect.end, version=f"{self.fleet.version}-incomplete"), self.dialect.resume):
+            with suppress(ServerFailed):
+                verb(line)
 
     def _give_and_probe(self, server: Server, weights: Weights) -> None:
         """The first time all of it twice, which tells what is noise."""

@@ -12,18 +12,21 @@ from lockstep.device.base import Device
 from lockstep.errors import LostProcess, Refusal
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import Policy
+from lockstep.parallel.meeting import TELL_AGAIN_SECONDS, TELL_SECONDS, say
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server.dialect import Channel, Dialect, ServerFacts, ServerNeeds
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Fleet, Server
-from lockstep.rollout.server.line import Lines, ServerLine, is_address
-from lockstep.rollout.server.process import refuse_absent, start_server
+from lockstep.rollout.server.line import Lines, Pulse, ServerLine, is_address
+from lockstep.rollout.server.process import ServerProcess, refuse_absent, start_server
 
 T = TypeVar("T")
 # Restarts in a row of a server of ours that is lost again before it has weights; at the next loss the run ends.
 STARTS = 3
 POLL_SECONDS = 1.0
+# Once one server of several answers, the others have so long before the run starts without them.
+OTHERS_SECONDS = 60.0
 GOES_ON = "the same command goes on from the last checkpoint"
 
 
@@ -42,43 +45,87 @@ class ServerLife:
         self.met = False
         """Whether all servers have answered and fit the run: one that is lost from then on may work again."""
         self.lines = Lines()
-        self.fleet = Fleet(dialect, self.lines, [], settings.server.answer_limit)
+        self.vocabulary: int = policy.causal_lm.get_input_embeddings().weight.shape[0]
+        self.fleet = Fleet(dialect, self.lines, [], settings.server.answer_limit, self.vocabulary)
 
     # -- start
 
-    def start(self) -> str:
-        """One server of ours; its address. It is not waited for."""
+    def start(self, host: str) -> tuple[str, str]:
+        """One server of ours; its address and its key. It is not waited for."""
         refuse_absent(self.settings, self.device)
         dtype = next(name for name, kind in DTYPES.items() if kind == self.dtype)
         log = self.place.folder / f"{self.dialect.name}.log"
-        process, address = start_server(
-            self.dialect, self.settings, self.device, self.place.model, dtype, self.lora_rank, log
+        process, address, key = start_server(
+            self.dialect, self.settings, self.device, self.place.model, dtype, self.lora_rank, log, host
         )
-        self.fleet.servers = [Server(self._line(address), process, since=time.monotonic())]
-        return address
+        self.fleet.servers = [Server(self._line(address, process), process, since=time.monotonic())]
+        return address, key
 
     def find(self, addresses: Sequence[str]) -> None:
         """Servers that somebody else has started, or rank 0."""
         self.fleet.servers = [Server(self._line(address), since=time.monotonic()) for address in addresses]
 
-    def _line(self, address: str) -> ServerLine:
+    def _line(self, address: str, process: ServerProcess | None = None) -> ServerLine:
+        def ended() -> str | None:
+            return None if process is None or process.alive else process.how_ended()
+
+        self.lines.pulses[address] = Pulse(address, self.dialect.gone_statuses, ended)
         return ServerLine(self.lines, address, self.settings.server.answer_limit)
 
     def wait_for_all(self) -> None:
-        """Until all answer; what they say of themselves must fit the model."""
-        for server in self.fleet.servers:
-            while True:
-                try:
-                    self.dialect.healthy(server.line)
-                    break
-                except ServerFailed as error:
-                    server.why = str(error)
+        """Until all answer, or one does and the others have had their time; what they say of themselves must fit the
+        model. A server that answers later is given the weights then."""
+        missing, first = list(self.fleet.servers), 0.0
+        while missing:
+            for server in list(missing):
+                if self._answers(server):
+                    self.meet(server)
+                    missing.remove(server)
+                    first = first or time.monotonic()
+                elif not first:
                     self.refuse_silent(server)
-                    self.world.progress(f"the start of {server.line.address}")
-                    time.sleep(POLL_SECONDS)
-            facts = self.asked(server, lambda line: self.dialect.facts(line, self.needs))
-            self.engines[server.line.address] = facts.engine
-            self._refuse_unfit(server, facts)
+            if first and missing and time.monotonic() - first > OTHERS_SECONDS:
+                self._tell_left_out(missing)
+                return
+            if missing:
+                self.world.progress(f"the start of {missing[0].line.address}")
+                time.sleep(POLL_SECONDS)
+
+    def _answers(self, server: Server) -> bool:
+        try:
+            self.dialect.healthy(server.line)
+        except ServerFailed as error:
+            server.why = str(error)
+            return False
+        server.why = ""
+        return True
+
+    def meet(self, server: Server) -> None:
+        """A server that answers for the first time."""
+        facts = self.asked(server, lambda line: self.dialect.facts(line, self.needs))
+        self._refuse_unfit(server, facts)
+        self.engines[server.line.address] = facts.engine
+
+    def met_late(self, server: Server) -> bool:
+        """Whether a server that was not there at the start fits the run. One that does not is left out: the others have
+        the run's work."""
+        if server.line.address in self.engines:
+            return True
+        try:
+            self.meet(server)
+        except Refusal as refusal:
+            server.left_out = True
+            say(f"warning: {server.line.address} is left out of the run: {refusal.problems[0].why}")
+            return False
+        return True
+
+    def _tell_left_out(self, missing: Sequence[Server]) -> None:
+        count = len(self.fleet.servers)
+        say(
+            f"warning: {len(missing)} of {count} servers of rollout.url did not answer within {OTHERS_SECONDS:g} s of "
+            f"the first. The run starts with {count - len(missing)} and gives the others weights when they answer: "
+            + "; ".join(server.told() for server in missing)
+        )
 
     def asked(self, server: Server, verb: Callable[[Channel], T]) -> T:
         """What must succeed; a server that cannot do it ends the run."""
@@ -109,6 +156,7 @@ class ServerLife:
     def refuse_silent(self, server: Server) -> None:
         """A server that has ended, or is waited for too long. One of ours that has worked before is tried again."""
         limit = self.settings.server.start_limit
+        self._tell_silent(server)
         if server.process is not None and not server.process.alive:
             if self.met:
                 server.why = f"it {server.process.how_ended()} before it answered"
@@ -127,6 +175,16 @@ class ServerLife:
                 "raise it, or look why the server does not come up" + (f"; {GOES_ON}" if self.met else ""),
             )
 
+    def _tell_silent(self, server: Server) -> None:
+        now = time.monotonic()
+        if now - server.since >= TELL_SECONDS and now - server.told_at >= TELL_AGAIN_SECONDS:
+            server.told_at = now
+            limit = self.settings.server.start_limit
+            say(
+                f"waiting for an answer from {server.told()} for {now - server.since:.0f} s; the run gives up after "
+                f"{limit:g} s (rollout.server.start_limit)"
+            )
+
     def refuse_all_silent(self) -> None:
         """While one is up, the others may take their time."""
         if not self.fleet.up():
@@ -135,11 +193,10 @@ class ServerLife:
     def _refuse_unfit(self, server: Server, facts: ServerFacts) -> None:
         where = f"rollout.engine {self.dialect.name} at {server.line.address}"
         remedy = self.dialect.started_by_hand(self.needs)
-        rows = self.policy.causal_lm.get_input_embeddings().weight.shape[0]
         for wrong in facts.wrong:
             raise Refusal.at(where, wrong, remedy)
-        if facts.vocabulary is not None and facts.vocabulary != rows:
-            why = f"it has a vocabulary of {facts.vocabulary:,} tokens, the model of the run one of {rows:,}"
+        if facts.vocabulary is not None and facts.vocabulary != self.vocabulary:
+            why = f"it has a vocabulary of {facts.vocabulary:,} tokens, the model of the run one of {self.vocabulary:,}"
             raise Refusal.at(where, why, f"start it with the model {self.place.model}")
         own = str(self.dtype).removeprefix("torch.")
         if facts.dtype is not None and facts.dtype != own:
@@ -149,6 +206,7 @@ class ServerLife:
         for server in self.fleet.servers:
             if server.process is not None:
                 server.process.close()
+                server.process.remove_key()
         self.lines.close()
 
 

@@ -1,27 +1,94 @@
-"""HTTP to the servers: many requests under way at once, each bounded in time and size, on a thread of its own."""
+"""HTTP to the servers: many requests under way at once, each bounded in time and size, on a thread of its own.
+
+While a request is under way the server is looked at (`Pulse`): a busy one may take its time, one that is gone ends the
+request long before its limit.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from lockstep.reward.exchange import HttpAnswer, TooLong, Trouble, exchanged, open_client, short
+from lockstep.parallel.meeting import say
+from lockstep.reward.exchange import HttpAnswer, TooLong, Trouble, answers, exchanged, open_client, short
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.together import MOST_BYTES, Together
 
 T = TypeVar("T")
+# What the servers ask for: of those that lockstep starts it is made up, unless this is set. Not a key of the recipe,
+# which is kept and shown.
+KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
 # For a verb that only turns a switch.
 SWITCH_SECONDS = 120.0
 # For a word of goodbye, which nobody needs an answer to.
 LEAVE_SECONDS = 10.0
 _JOIN_SECONDS = 30.0
+# How often a server is looked at while it is waited for, and how long a look may take.
+LOOK_SECONDS = 5.0
+# A wait is told after so long. A server that nobody finds for so long is gone: a minute at most after it went.
+TELL_SECONDS, GONE_SECONDS = 10.0, 35.0
+
+
+@dataclass(eq=False)
+class Pulse:
+    """Whether one server is there, as all requests to it see it. Used on the event loop alone."""
+
+    address: str
+    gone_statuses: tuple[int, ...] = ()
+    """Of `/health`: its engine is dead, or the server behind a proxy is."""
+    ended: Callable[[], str | None] = lambda: None
+    """How the process has ended, where it is one of ours."""
+    why: str = ""
+    """Why it looks gone; empty where it does not."""
+    _since: float = 0.0
+    _looked: float = 0.0
+    _looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _told: set[str] = field(default_factory=set)
+
+    async def look(self, client: Any) -> str | None:
+        """Why the server is gone, once that is certain."""
+        async with self._looking:
+            missed = time.monotonic() - self._looked
+            if missed > GONE_SECONDS:
+                self.why = ""  # nobody has looked for long: what was found then says nothing of now
+            if missed >= LOOK_SECONDS / 2:
+                await self._look(client)
+                self._looked = time.monotonic()
+        if (ended := self.ended()) is not None:
+            return f"the server {ended}"
+        missed = time.monotonic() - self._since
+        if not self.why or missed < GONE_SECONDS:
+            return None
+        return f"the server is gone: {self.why} for {missed:.0f} s"
+
+    async def _look(self, client: Any) -> None:
+        try:
+            status = await answers(client, f"{self.address}/health", LOOK_SECONDS)
+            why = f"/health answers {status}" if status in self.gone_statuses else ""
+        except Trouble as error:
+            why = str(error)
+        if why and not self.why:
+            self._since = time.monotonic()
+            self._told.discard("gone")
+        self.why = why
+
+    def tell(self, path: str, waited: float) -> None:
+        """That a wait is long: of each path once as long as the server is there, and once when it no longer is."""
+        what = "gone" if self.why else path
+        if what in self._told:
+            return
+        self._told.add(what)
+        state = f"{self.why}; it is given up after {GONE_SECONDS:g} s" if self.why else "the server is there"
+        say(f"waiting for {self.address}{path} for {waited:.0f} s: {state}")
 
 
 class Lines:
@@ -32,10 +99,18 @@ class Lines:
         self._ready = threading.Event()
         self._over: asyncio.Event | None = None
         self._client: Any = None
+        self.pulses: dict[str, Pulse] = {}
+        """Of each server by its address."""
         self.together = Together(self._post_for_lines)
         self._thread = threading.Thread(target=self._serve, name="rollout-server", daemon=True)
         self._thread.start()
         self._ready.wait()
+        self.authorize(os.environ.get(KEY_VARIABLE))
+
+    def authorize(self, key: str | None) -> None:
+        """Every request from here on brings the key."""
+        if key:
+            self._loop.call_soon_threadsafe(self._client.headers.__setitem__, "Authorization", f"Bearer {key}")
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin something on the thread."""
@@ -77,6 +152,23 @@ class Lines:
             raise ServerFailed(_told(answer), lost=answer.status >= 500, status=answer.status)
         return answer
 
+    async def watched(self, address: str, path: str, work: Coroutine[Any, Any, T], *, tells: bool) -> T:
+        """What the work returns, as long as the server is there; `tells` that it takes long."""
+        pulse = self.pulses.setdefault(address, Pulse(address))
+        task = asyncio.ensure_future(work)
+        begun = time.monotonic()
+        try:
+            while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+                gone = await pulse.look(self._client)
+                waited = time.monotonic() - begun
+                if waited >= TELL_SECONDS and (tells or pulse.why):
+                    pulse.tell(path.partition("?")[0], waited)
+                if gone is not None and not task.done():
+                    raise ServerFailed(gone, lost=True, gone=True)
+            return task.result()
+        finally:
+            task.cancel()
+
     def close(self) -> None:
         if self._over is not None:
             with suppress(RuntimeError):  # the loop is closed
@@ -110,24 +202,28 @@ class ServerLine:
     seconds: float
 
     def get(self, path: str, seconds: float | None = None) -> Any:
-        return self.lines.start(self.asked("GET", path, None, seconds or SWITCH_SECONDS)).result()
+        work = self.asked("GET", path, None, seconds or SWITCH_SECONDS, tells=True)
+        return self.lines.start(work).result()
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, seconds: float | None = None) -> Any:
-        return self.lines.start(self.asked("POST", path, body, seconds or self.seconds)).result()
+        work = self.asked("POST", path, body, seconds or self.seconds, tells=True)
+        return self.lines.start(work).result()
 
-    async def asked(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-        return await self._told(path, self.lines.exchange(method, self.address + path, body, seconds))
+    async def asked(
+        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float, *, tells: bool = False
+    ) -> Any:
+        return await self._told(path, self.lines.exchange(method, self.address + path, body, seconds), tells=tells)
 
     async def sampled(self, path: str, body: Mapping[str, Any], seconds: float) -> Any:
         """One sample, by a route that takes many."""
         return await self._told(path, self.lines.together.ask(self.address + path, body, seconds))
 
-    async def _told(self, path: str, work: Awaitable[T]) -> T:
+    async def _told(self, path: str, work: Coroutine[Any, Any, T], *, tells: bool = False) -> T:
         try:
-            return await work
+            return await self.lines.watched(self.address, path, work, tells=tells)
         except ServerFailed as error:
             told = f"{self.address}{path.partition('?')[0]}: {error}"
-            raise ServerFailed(told, lost=error.lost, status=error.status) from error
+            raise ServerFailed(told, lost=error.lost, status=error.status, gone=error.gone) from error
 
 
 def is_address(text: str) -> bool:

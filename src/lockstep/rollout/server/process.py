@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
 from lockstep.errors import Refusal
 from lockstep.model.resolve import model_folder
+from lockstep.parallel.world import World
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe.rollout import RolloutSettings
 from lockstep.recipe.rows import ENGINES, imported
+from lockstep.rollout.server.collective import own_address
 from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart
+from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.line import KEY_VARIABLE
 
 HOST = "127.0.0.1"
 LAST_LINES = 25
@@ -25,12 +35,15 @@ _LOOK_SECONDS = 300.0
 class ServerProcess:
     """One process with all that it starts, which a warden watches over (`processes/warden.py`)."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path):
-        self._command, self._environment, self.log = command, environment, log
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path, key_file: Path | None = None):
+        self._command, self._environment, self.log, self._key_file = command, environment, log, key_file
         self._process = self._begin()
 
     def _begin(self) -> FunctionProcess:
-        return FunctionProcess("lockstep.rollout.server.entry:serve", (self._command, self._environment), self.log)
+        process = FunctionProcess("lockstep.rollout.server.entry:serve", (self._command,), self.log)
+        # Not as an argument: a command line can be read by every user of the machine, and the key is in here.
+        process.connection.sendall(json.dumps(self._environment).encode() + b"\n")
+        return process
 
     @property
     def alive(self) -> bool:
@@ -60,6 +73,11 @@ class ServerProcess:
 
     def close(self) -> None:
         self._process.kill()
+
+    def remove_key(self) -> None:
+        """It is not started again."""
+        if self._key_file is not None:
+            shutil.rmtree(self._key_file.parent, ignore_errors=True)
 
 
 def python_of(settings: RolloutSettings) -> str:
@@ -102,24 +120,83 @@ def start_server(
     dtype: str,
     lora_rank: int | None,
     log: Path,
-) -> tuple[ServerProcess, str]:
-    """A server on a free port of this machine, and its address. It is not waited for."""
+    host: str = HOST,
+) -> tuple[ServerProcess, str, str]:
+    """A server on a free port of this machine, its address, and the key that it asks for. It is not waited for."""
     server = settings.server
+    folder = str(Path(model_folder(model)).absolute())
+    key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
+    key_file = _written_key(key, server.args) if dialect.reads_key_file else None
     start = ServerStart(
         python_of(settings),
-        str(Path(model_folder(model)).absolute()),
+        folder,
         dtype,
-        HOST,
-        _free_port(),
+        host,
+        _free_port(host),
         server.tensor_parallel,
         ServerNeeds(device.name, settings.sleep, lora_rank),
         tuple(server.args),
+        key,
+        "" if key_file is None else str(key_file),
     )
     environment = {**dialect.environment(start), **server.env}
     if server.devices is not None and device.visible_variable is not None:
         environment[device.visible_variable] = ",".join(map(str, server.devices))
     environment["PYTHONPATH"] = _python_path(dialect.environment(start), settings)
-    return ServerProcess(dialect.command(start), environment, log), f"http://{HOST}:{start.port}"
+    return ServerProcess(dialect.command(start), environment, log, key_file), _url(host, start.port), key
+
+
+def _written_key(key: str, args: Sequence[str]) -> Path:
+    """In a folder that only this user opens."""
+    for flag in ("--config", "--api-key", "--admin-api-key"):
+        if any(word == flag or word.startswith(f"{flag}=") for word in args):
+            why = f"{flag} is lockstep's own: it gives the server a key by a file of flags"
+            remedy = f"write the other flags of that file as args, and set {KEY_VARIABLE} for a key of yours"
+            raise Refusal.at("rollout.server.args", why, remedy)
+    file = Path(tempfile.mkdtemp(prefix="lockstep-server-")) / "flags.yaml"
+    file.write_text(f"api-key: {json.dumps(key)}\n", encoding="utf-8")
+    file.chmod(0o600)
+    return file
+
+
+RankMachine = tuple[tuple[str, str, str], str]
+"""A rank's machine, and its address there as the other ranks see it."""
+
+
+def machine_of(world: World) -> RankMachine:
+    address = ""
+    if world.size > 1 and (master := os.environ.get("MASTER_ADDR")):
+        with suppress(ServerFailed):
+            address = own_address(_url(master, 1))
+    return _machine(), address
+
+
+def served_host(machines: Sequence[RankMachine | None]) -> str:
+    """The address of this machine, rank 0's, at which all ranks reach a server on it: the loopback where all are
+    here."""
+    own = _machine()
+    others = [one[1] for one in machines if one is not None and one[0] != own]
+    if not others:
+        return HOST
+    try:
+        return own_address(_url(next(filter(None, others)), 1))
+    except (StopIteration, ServerFailed) as error:
+        why = "no address of this machine is known that the ranks on other machines reach"
+        raise Refusal.at("rollout.server", why, "start the server yourself and set rollout.url") from error
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _machine() -> tuple[str, str, str]:
+    """Tells machines apart, and containers with networks of their own."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    return (
+        socket.gethostname(),
+        boot.read_text(encoding="ascii").strip() if boot.exists() else "",
+        os.readlink(network) if network.is_symlink() else "",
+    )
 
 
 def _python_path(own: dict[str, str], settings: RolloutSettings) -> str:
@@ -128,7 +205,8 @@ def _python_path(own: dict[str, str], settings: RolloutSettings) -> str:
     return os.pathsep.join(filter(None, [own.get("PYTHONPATH"), settings.server.env.get("PYTHONPATH"), inherited]))
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind((HOST, 0))
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as found:
+        found.bind((host, 0))
         return int(found.getsockname()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from lockstep.rollout.server.dialect import (
     ServerNeeds,
     ServerStart,
     WantedSample,
+    prompt_digest,
+    refuse_other_prompt,
 )
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS
+from lockstep.rollout.server.line import KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
 from lockstep.types import Sampling
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -40,6 +43,9 @@ class Sglang:
     samples_together = False
     opens_memory = False
     bucket_bytes = 256 * 2**20
+    reads_key_file = True
+    # Not 503: a server that tells its health by generating says it while it is paused.
+    gone_statuses = (502, 504)
 
     def install(self, device: str) -> str:
         return serving_on(device, self.name).install
@@ -51,6 +57,7 @@ class Sglang:
         said = [start.python, "-m", "sglang.launch_server", *self.flags(start.needs)]
         said += ["--model-path", start.model, "--host", start.host, "--port", str(start.port)]
         said += ["--dtype", _DTYPES[start.dtype], "--tp-size", str(start.tensor_parallel), "--device", device]
+        said += ["--config", start.key_file] if start.key_file else []
         return [*said, *serving_on(device, self.name).words, *start.args]
 
     def flags(self, needs: ServerNeeds) -> list[str]:
@@ -82,7 +89,10 @@ class Sglang:
 
     def started_by_hand(self, needs: ServerNeeds) -> str:
         flags = " ".join(self.flags(needs))
-        return f"start it with python -m sglang.launch_server --model-path FOLDER --dtype DTYPE {flags}"
+        return (
+            f"where it has an --api-key, start the run with {KEY_VARIABLE} set to it; start it with python -m "
+            f"sglang.launch_server --model-path FOLDER --dtype DTYPE {flags}"
+        )
 
     # -- generate
 
@@ -111,6 +121,8 @@ class Sglang:
         if sampling.stop_strings:
             said["stop"] = list(sampling.stop_strings)
         body: dict[str, Any] = {
+            # SGLang returns it with the answer; it must be another one for each request.
+            "rid": f"{prompt_digest(wanted.ids)}-{uuid.uuid4().hex}",
             "input_ids": list(wanted.ids),
             "sampling_params": said,
             "return_logprob": True,
@@ -131,8 +143,12 @@ class Sglang:
                 logprobs = told["output_token_sampling_logprobs"]
             reason = told["finish_reason"]
             kind = reason["type"]
+            prompt, length = str(told["id"]).partition("-")[0], told["prompt_tokens"]
         except (KeyError, TypeError, IndexError) as error:
             raise ServerFailed(f"an answer of another form than SGLang's: {error!r}") from error
+        refuse_other_prompt(wanted, prompt)
+        if length != len(wanted.ids):
+            raise ServerFailed(f"an answer to a prompt of {length} tokens, and {len(wanted.ids)} were asked for")
         if named != ids or len(logprobs) != len(ids):
             raise ServerFailed(f"an answer with {len(ids)} tokens and log-probs of {len(named)} others")
         if not all(isinstance(each, int | float) and math.isfinite(each) for each in logprobs):

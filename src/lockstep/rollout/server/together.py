@@ -67,9 +67,13 @@ class Together:
             failed = error
         except Exception as error:  # noqa: BLE001 - whoever waits must hear that there is no answer
             failed = ServerFailed(f"{type(error).__name__}: {error}")
+        # What is wrong with an answer is no loss of the server: another one would not help.
+        failed = lines.wrong or failed
         for one in asked:
             if not one.answer.done():
-                one.answer.set_exception(ServerFailed(str(failed), lost=failed.lost, status=failed.status))
+                one.answer.set_exception(
+                    ServerFailed(str(failed), lost=failed.lost, status=failed.status, gone=failed.gone)
+                )
 
 
 def _one_request(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -84,6 +88,9 @@ class _AnswerLines:
 
     def __init__(self, asked: list[_Waiting]):
         self._asked, self._rest = asked, bytearray()
+        self._answered: set[int] = set()
+        self.wrong: ServerFailed | None = None
+        """Why the answer is none to what was asked."""
 
     def take(self, piece: bytes) -> None:
         self._rest += piece
@@ -94,13 +101,25 @@ class _AnswerLines:
         *lines, rest = bytes(self._rest).split(b"\n")
         self._rest = bytearray(rest)
         for line in lines:
-            self._give(line)
+            try:
+                self._give(json.loads(line))
+            except ServerFailed as error:
+                self.wrong = error
+                raise
+            except (ValueError, KeyError, TypeError) as error:
+                self.wrong = ServerFailed(f"a line of another form than asked for: {error!r}")
+                raise self.wrong from error
 
-    def _give(self, line: bytes) -> None:
-        said = json.loads(line)
-        waits = self._asked[said["number"]].answer
+    def _give(self, said: Any) -> None:
+        number = said["number"]
+        if type(number) is not int or not 0 <= number < len(self._asked):
+            raise ServerFailed(f"an answer to sample {number!r}, and there are {len(self._asked)}")
+        waits = self._asked[number].answer
+        if number in self._answered:
+            raise ServerFailed(f"a second answer to sample {number}")
+        self._answered.add(number)
         if waits.done():
-            return
+            return  # nobody waits for it any more
         if "answer" in said:
             waits.set_result(said["answer"])
         else:

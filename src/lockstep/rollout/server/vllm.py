@@ -23,9 +23,10 @@ from lockstep.rollout.server.dialect import (
     ServerNeeds,
     ServerStart,
     WantedSample,
+    refuse_other_prompt,
 )
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import LEAVE_SECONDS, SWITCH_SECONDS
+from lockstep.rollout.server.line import KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
 
 PLUGIN = Path(__file__).parent / "plugin"
 MODEL = "lockstep"
@@ -42,6 +43,8 @@ class Vllm:
     samples_together = True
     opens_memory = True
     bucket_bytes = None
+    reads_key_file = False
+    gone_statuses = (502, 503, 504)
 
     def install(self, device: str) -> str:
         return serving_on(device, self.name).install
@@ -84,13 +87,15 @@ class Vllm:
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            KEY_VARIABLE: start.key,
         }
         return said | serving_on(start.needs.device, self.name).environment(sleep=start.needs.sleep)
 
     def started_by_hand(self, needs: ServerNeeds) -> str:
         return (
-            f"start it with PYTHONPATH={PLUGIN} VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m "
-            f"vllm.entrypoints.openai.api_server --model FOLDER --dtype DTYPE {' '.join(self.flags(needs))}"
+            f"start it and the run with {KEY_VARIABLE}=SECRET, and it with PYTHONPATH={PLUGIN} VLLM_SERVER_DEV_MODE=1 "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server --model FOLDER --dtype "
+            f"DTYPE {' '.join(self.flags(needs))}"
         )
 
     # -- generate
@@ -124,10 +129,12 @@ class Vllm:
             logprobs = [float(each) for each in answered["logprobs"]]
             reason, stop = answered["finish_reason"], answered["stop_reason"]
             versions = [str(each) for each in answered["versions"] or ()]
+            prompt = answered["prompt"]
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"an answer of another form than asked for: {error!r}") from error
         if len(ids) != len(logprobs):
             raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
+        refuse_other_prompt(wanted, prompt)
         # All tokens of a response are of the same weights: a push ends the responses before it.
         version = " and ".join(dict.fromkeys(versions)) or None
         return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), version)

@@ -19,6 +19,7 @@ import torch
 
 from lockstep.errors import LostProcess, Refusal
 from lockstep.model.policy import Policy
+from lockstep.parallel.meeting import TELL_AGAIN_SECONDS, TELL_SECONDS, say
 from lockstep.parallel.shard import let_go, whole_on
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe import Recipe
@@ -74,6 +75,8 @@ class WorkerEngine:
         self._busy = 0.0
         self._busy_since: float | None = None
         self.channel, how, files = _channel(policy, collective)
+        if isinstance(self.channel, WeightGroup):
+            self.channel.ended = lambda: self._ended
         self.process = FunctionProcess("lockstep.rollout.worker.process:serve", (), log)
         self._line = _connection(self.process.connection, files)
         threading.Thread(target=self._listen, daemon=True, name="rollout worker").start()
@@ -194,7 +197,7 @@ class WorkerEngine:
 
     def _wait(self, come: Callable[[], bool]) -> None:
         """Until it has come; a worker that has ended or hung ends the run."""
-        begun = time.monotonic()
+        begun, tell_at = time.monotonic(), TELL_SECONDS
         try:
             with self._changed:
                 while not come():
@@ -203,7 +206,10 @@ class WorkerEngine:
                     silent = time.monotonic() - max(self._heard, begun)
                     if silent >= SILENT_SECONDS:
                         raise self._silent()
-                    self._changed.wait(SILENT_SECONDS - silent)
+                    if silent >= tell_at:
+                        say(f"waiting for the rollout worker for {silent:.0f} s: its process runs; log {self.log}")
+                        tell_at = silent + TELL_AGAIN_SECONDS
+                    self._changed.wait(min(SILENT_SECONDS, tell_at) - silent)
         finally:
             self.waited += time.monotonic() - begun
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 
 import torch
@@ -11,6 +12,7 @@ from lockstep.rollout.server.plugin.lockstep_group import RUN, joined, left
 
 HERE = "127.0.0.1"
 WORKER = 1
+_LOOK_SECONDS = 0.5
 
 
 class BroadcastFailed(RuntimeError):
@@ -24,6 +26,8 @@ class WeightGroup:
         self.rank, self.backend, self.store = rank, backend, store
         self._seconds = seconds
         self._joined: dist.ProcessGroup | None = None
+        self.ended: Callable[[], bool] = lambda: False
+        """Whether the worker has ended, as the run sees it."""
 
     @classmethod
     def opened(cls, backend: str, seconds: float) -> WeightGroup:
@@ -42,6 +46,8 @@ class WeightGroup:
     def give(self, parameters: Iterable[tuple[str, torch.Tensor]], tell: Callable[[], None]) -> None:
         """Tell the worker that weights come, and send them."""
         tell()
+        if self._joined is None:
+            self._meet()
         for _, parameter in parameters:
             self._broadcast(parameter.detach().contiguous())
 
@@ -59,6 +65,25 @@ class WeightGroup:
         except RuntimeError as error:
             raise BroadcastFailed(str(error)) from error
         return tensor
+
+    def _meet(self) -> None:
+        """Join the group, on a thread: the store where the two meet waits for a worker that has ended too."""
+        failed: list[BaseException] = []
+
+        def join() -> None:
+            try:
+                self._group()
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                failed.append(error)
+
+        thread = threading.Thread(target=join, daemon=True, name="weights")
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+            if thread.is_alive() and self.ended():
+                raise BroadcastFailed("the worker has ended")
+        if failed:
+            raise BroadcastFailed(str(failed[0])) from failed[0]
 
     def _group(self) -> dist.ProcessGroup:
         if self._joined is None:

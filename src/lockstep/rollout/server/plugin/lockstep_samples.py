@@ -1,8 +1,12 @@
-"""What lockstep adds to vLLM's HTTP server (`--middleware lockstep_samples.SampleRoute`): one request for many samples.
+"""What lockstep adds to vLLM's HTTP server (`--middleware lockstep_samples.SampleRoute`): one request for many samples,
+and a key that every route but /health asks for.
 
 vLLM's own routes take a request for each prompt, make objects for each token's log-prob, and tell of a request after
 each of its tokens: with a small model that takes longer than the device does. Here each sample is told of once, when it
 is finished, on a line of its own.
+
+vLLM's own key guards the routes of OpenAI's API alone. Those that a run needs (`/collective_rpc` and the others of
+VLLM_SERVER_DEV_MODE) load weights and open files for whoever reaches the port.
 
 Runs in the server's Python, which need not have lockstep: it imports the file beside it, and vLLM when it is asked.
 """
@@ -10,7 +14,10 @@ Runs in the server's Python, which need not have lockstep: it imports the file b
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import json
+import os
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,6 +25,9 @@ from typing import Any
 from lockstep_scheduler import LOGPROBS, SAMPLE  # type: ignore[import-not-found]
 
 PATH = "/lockstep/samples"
+KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
+_NO_KEY = f"the server has no key: start it with {KEY_VARIABLE} in its environment, and the run with the same"
+_WRONG_KEY = f"the key is missing or wrong (Authorization: Bearer KEY): start the run with the server's {KEY_VARIABLE}"
 _LINES = "application/x-ndjson"
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -27,18 +37,38 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 class SampleRoute:
     """ASGI middleware. POST takes `{"prompts": [[id, ...], ...], "samples": [{model, token_ids, sampling_params}]}`,
     with the number of a prompt as `token_ids`. It answers a line of JSON for each sample, in the order in which they
-    finish: `{number, answer}`, or `{number, status, error}`. GET says that the route is there."""
+    finish: `{number, answer}`, or `{number, status, error}`. GET says that the route is there.
+
+    Every request but GET /health must bring the key of the server's environment."""
 
     def __init__(self, app: Any):
         self._app = app
+        self._key = os.environ.get(KEY_VARIABLE, "")
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH:
+        if scope["type"] in ("http", "websocket") and not self._may_ask(scope):
+            await self._refuse(scope, send)
+        elif scope["type"] != "http" or scope["path"] != PATH:
             await self._app(scope, receive, send)
         elif scope["method"] != "POST":
             await _answer(send, {"samples": "POST"})
         else:
             await _samples(scope["app"].state, receive, send)
+
+    def _may_ask(self, scope: dict[str, Any]) -> bool:
+        if scope["type"] == "http" and scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
+            return True
+        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+        # Without a key nobody may: an empty one is none.
+        same = hmac.compare_digest(key.strip(), self._key.encode())
+        return bool(self._key) and scheme.lower() == b"bearer" and same
+
+    async def _refuse(self, scope: dict[str, Any], send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await _answer(send, {"error": _WRONG_KEY if self._key else _NO_KEY}, status=401 if self._key else 403)
 
 
 async def _samples(state: Any, receive: Receive, send: Send) -> None:
@@ -108,9 +138,16 @@ async def _generated(
         "logprobs": _logprobs(final),
         "finish_reason": made.finish_reason,
         "stop_reason": made.stop_reason,
+        # Of the prompt that the engine answered: the run holds it against the one that it asked.
+        "prompt": prompt_digest(final.prompt_token_ids),
         # Versions that know of it tell which weights drew which tokens.
         "versions": [span.version for span in getattr(made, "weight_versions", None) or ()] or None,
     }
+
+
+def prompt_digest(ids: list[int]) -> str:
+    """As `dialect.prompt_digest` of the run computes it."""
+    return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def _is_of_the_request(error: Exception) -> bool:

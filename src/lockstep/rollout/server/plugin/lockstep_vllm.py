@@ -130,9 +130,29 @@ def _load(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     # Half-new weights must not pass for the ones before.
     worker._lockstep_version = "incomplete"
     model = worker.model_runner.get_model()
-    loaded = _recorded(model, lambda: worker.reload_weights(weights_iterator=weights))
+    try:
+        loaded = _recorded(model, lambda: worker.reload_weights(weights_iterator=weights))
+    except BaseException:
+        _close_reload(worker, model)
+        raise
     _refuse_left_out(model, loaded)
     _repack_heads(model)
+
+
+def _close_reload(worker: Any, model: Any) -> None:
+    """vLLM leaves a reload that raised open: its layers keep the weights that came, and count them together with those
+    of the next reload. Here each layer that is not complete drops them and gets its earlier tensors back."""
+    try:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    except ImportError:  # a version that reloads in another way
+        return
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel = 0
+            info.loaded_weights.clear()
+    finalize_layerwise_reload(model, worker.model_runner.model_config)
 
 
 def _opened(
