@@ -249,11 +249,21 @@ def read(path: Path) -> Checkpoint:
             raise Refusal.at(
                 str(path), f"was written in format {version}, this version reads {VERSION} and {SHARDED_VERSION}"
             )
+        _refuse_paths(values.get("files", {}), path / STATE)
         stored = _shards(path) if version == SHARDED_VERSION else _files(path)
         parts = {name: one for name in (CRITIC, CRITIC_OPTIMIZER) if (one := stored(name))}
         return Checkpoint(State(**values), stored(MODEL), stored(OPTIMIZER), path, *parts.values())
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise Refusal.at(str(path), f"cannot be read: {error}") from error
+
+
+def _refuse_paths(files: Any, where: Path) -> None:
+    """An export writes these files into its folder. A name with a path would write anywhere else."""
+    for name, text in files.items() if isinstance(files, dict) else [(files, "")]:
+        plain = isinstance(name, str) and isinstance(text, str) and Path(name).name == name and "\0" not in name
+        if not plain or name in ("", ".."):
+            why = f"its files name {name!r:.80}, which is not a file name with a text"
+            raise Refusal.at(str(where), why, "the checkpoint was changed after it was written: use another one")
 
 
 def _files(path: Path) -> Callable[[str], StoredTensors]:
