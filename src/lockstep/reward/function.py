@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from pathlib import Path
 
+from lockstep.errors import with_secrets
 from lockstep.functions import located
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import Given, Raised
@@ -35,7 +36,11 @@ class FunctionPart(RewardPart):
         self.name = name
         path, function = located(reference, key)
         # Those of the recipe are for the user's function, not for a judge of ours that runs in the same way.
-        self._arguments = arguments = dict(settings.arguments) if key == "reward.function" else {}
+        arguments = settings.arguments if key == "reward.function" else {}
+        self._arguments = {
+            name: with_secrets(value, f"reward.arguments.{name}") if isinstance(value, str) else value
+            for name, value in arguments.items()
+        }
         target = Target(
             str(path), function, settings.time_limit, settings.memory_limit_gb, output, key, tuple(arguments)
         )

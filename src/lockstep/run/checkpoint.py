@@ -8,6 +8,7 @@ several processes has the same tensors in `shards/`, where each wrote its slices
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from lockstep.errors import Refusal
 from lockstep.parallel.stored import StoredTensors
 from lockstep.recipe.measure import Measure
-from lockstep.run.files import checksum, written_aside
+from lockstep.run.files import checksum, write_private, written_aside
 from lockstep.run.folder import read_object
 
 VERSION, SHARDED_VERSION = 1, 2
@@ -89,7 +90,7 @@ def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Ten
             aside.mkdir(parents=True)
             for name, content in tensors.items():
                 save_file(_contiguous(content), aside / name)
-            (aside / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
+            write_private(aside / STATE, json.dumps(asdict(state), indent=2))
             write_manifest(aside, told_of(aside, [aside / name for name in (*tensors, STATE)]))
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise unwritten_checkpoint(target, str(error)) from error
@@ -164,10 +165,13 @@ def _ranked(values: Mapping[int, float | None], measure: Measure) -> list[int]:
 
 
 def sweep(checkpoints: Path) -> None:
-    """Clear what a kill left half written or half removed."""
+    """Clear what a kill left half written or half removed, and close state files that others can read."""
     for pattern in (".writing-*", ".removing-*"):
         for leftover in checkpoints.glob(pattern):
             shutil.rmtree(leftover)
+    for state in checkpoints.glob(f"step_*/{STATE}"):
+        with contextlib.suppress(OSError):  # another user's
+            state.chmod(0o600)
 
 
 def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:

@@ -94,7 +94,7 @@ class TapeFolder:
         text = json.dumps({"version": VERSION, **values}, indent=2) + "\n"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            replace_text(self.manifest_file, text)
+            replace_text(self.manifest_file, text, private=True)
         except OSError as error:
             raise _unwritten(self.manifest_file, error) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.errors import Problem, Refusal
+from lockstep.masking import comparable
 from lockstep.recipe.facts import facts_of
 from lockstep.recipe.schema import Optim
 from lockstep.run.checkpoint import State
@@ -26,7 +27,8 @@ def refuse_changed_recipe(before: dict[str, Any], now: dict[str, Any]) -> list[s
     """Refuse a recipe that would train something else; returns the harmless changes as sentences."""
     # A harmless group of keys that the version which wrote the checkpoint did not have is no change.
     unknown = {name: group for name, group in now.items() if name not in before and facts_of(name).resumable}
-    old, new = flatten({**unknown, **before}), flatten(now)
+    # Another secret, or another way to the same one, is no change of what is trained.
+    old, new = (_without_secrets(flatten(values)) for values in ({**unknown, **before}, now))
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     harmful = [key for key in changed if not facts_of(key).resumable]
     if harmful:
@@ -41,6 +43,10 @@ def refuse_changed_recipe(before: dict[str, Any], now: dict[str, Any]) -> list[s
             ]
         )
     return [f"{key} changed from {old.get(key)!r} to {new.get(key)!r}" for key in changed]
+
+
+def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: comparable(value, key.rpartition(".")[2]) for key, value in values.items()}
 
 
 def stretched(state: State, steps: int, optim: Optim) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.data.template import is_named, template_text
 from lockstep.device.base import Device
+from lockstep.masking import sources
 from lockstep.model.fingerprint import model_fingerprint
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
@@ -115,6 +116,7 @@ class Run:
                 "engine": self.engine,
                 "fused": fused,
                 "own_code": code,
+                "secrets": sources(resolved(self.recipe)),
             }
         )
 

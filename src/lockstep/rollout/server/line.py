@@ -9,9 +9,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from lockstep.errors import with_secrets
+from lockstep.masking import comparable
 from lockstep.reward.exchange import HttpAnswer, TooLong, Trouble, exchanged, open_client, short
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.together import MOST_BYTES, Together
@@ -107,7 +110,12 @@ class ServerLine:
 
     lines: Lines
     address: str
+    """As it is shown: with references in the place of secrets."""
     seconds: float
+
+    @cached_property
+    def _reached(self) -> str:
+        return with_secrets(self.address, "rollout.url")
 
     def get(self, path: str, seconds: float | None = None) -> Any:
         return self.lines.start(self.asked("GET", path, None, seconds or SWITCH_SECONDS)).result()
@@ -116,11 +124,11 @@ class ServerLine:
         return self.lines.start(self.asked("POST", path, body, seconds or self.seconds)).result()
 
     async def asked(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-        return await self._told(path, self.lines.exchange(method, self.address + path, body, seconds))
+        return await self._told(path, self.lines.exchange(method, self._reached + path, body, seconds))
 
     async def sampled(self, path: str, body: Mapping[str, Any], seconds: float) -> Any:
         """One sample, by a route that takes many."""
-        return await self._told(path, self.lines.together.ask(self.address + path, body, seconds))
+        return await self._told(path, self.lines.together.ask(self._reached + path, body, seconds))
 
     async def _told(self, path: str, work: Awaitable[T]) -> T:
         try:
@@ -133,7 +141,7 @@ class ServerLine:
 def is_address(text: str) -> bool:
     """http://host:port, with nothing behind it but a path that all routes share."""
     try:
-        parts = urlsplit(text)
+        parts = urlsplit(comparable(text))
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
     except ValueError:
         return False

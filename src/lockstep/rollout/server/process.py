@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, with_secrets
 from lockstep.model.resolve import model_folder
 from lockstep.processes.process import FunctionProcess
 from lockstep.recipe.rollout import RolloutSettings
@@ -110,7 +110,8 @@ def start_server(
         ServerNeeds(device.name, settings.sleep, lora_rank),
         tuple(server.args),
     )
-    environment = {**dialect.environment(start), **server.env}
+    own = {name: with_secrets(value, f"rollout.server.env.{name}") for name, value in server.env.items()}
+    environment = {**dialect.environment(start), **own}
     if server.devices is not None and device.visible_variable is not None:
         environment[device.visible_variable] = ",".join(map(str, server.devices))
     environment["PYTHONPATH"] = _python_path(dialect.environment(start), settings)
