@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from lockstep.masking import Unresolved, expanded, masked
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -15,6 +17,11 @@ class Problem:
     where: str
     why: str
     remedy: str = ""
+
+    def __post_init__(self) -> None:
+        # Texts of a problem repeat values of the input, and are printed and logged.
+        for name in ("where", "why", "remedy"):
+            object.__setattr__(self, name, masked(getattr(self, name)))
 
     def __str__(self) -> str:
         return f"{self.where}: {self.why}" + (f"\n    -> {self.remedy}" if self.remedy else "")
@@ -31,6 +38,14 @@ class Refusal(Exception):
     def at(cls, where: object, why: str, remedy: str = "") -> Self:
         """Of one problem; `where` is shown as text."""
         return cls([Problem(str(where), why, remedy)])
+
+
+def with_secrets(text: str, key: str) -> str:
+    """A value of a recipe with the secrets that it refers to; `key` is named where one is not there."""
+    try:
+        return expanded(text)
+    except Unresolved as error:
+        raise Refusal.at(key, f"{text}: {error}", "provide it where the run starts, on every machine") from error
 
 
 class LostProcess(Refusal):

@@ -26,6 +26,8 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.reply = reply
         self.requests: list[list[dict]] = []
+        self.heard: list[tuple[str, str]] = []
+        """Path and authorization of each request."""
         self.extra_headers: dict[str, str] = {}
         self.asked = threading.Event()
         self.over = threading.Event()
@@ -47,6 +49,7 @@ class Handler(BaseHTTPRequestHandler):
         items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["items"]
         with self.server.lock:
             self.server.requests.append(items)
+            self.server.heard.append((self.path, self.headers.get("Authorization", "")))
             number = len(self.server.requests)
         self.server.asked.set()
         code, body = self.server.reply(number, items)

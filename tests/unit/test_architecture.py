@@ -146,7 +146,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parallel",),
     ("kernels",),
     ("device", "doctor"),
-    ("types", "recipe", "recipes", "algorithms", "functions", "errors", "page"),
+    ("types", "recipe", "recipes", "algorithms", "functions", "errors", "masking", "page"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

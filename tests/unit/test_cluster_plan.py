@@ -20,8 +20,9 @@ from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
 from lockstep.recipe.parallel import Parallel
 from lockstep.recipe.section import Field
+from lockstep.rollout.native.prefill import prefill_bytes
 from lockstep.train.cluster import Members, TargetCluster, cluster_named
-from lockstep.train.fitting import fitting, with_keys
+from lockstep.train.fitting import _tensors, fitting, with_keys
 from lockstep.train.outlook import Outlook, refuse_over, refuse_uncounted
 from lockstep.train.step_time import PhaseTime
 from lockstep.train.step_work import OnlineSteps
@@ -35,7 +36,7 @@ ALL = Reached(1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0)
 ROUND = ChipFacts(
     "round",
     "cpu",
-    memory=10**6,
+    memory=10**8,
     half=1e6,
     single=1e6,
     bandwidth=1e5,
@@ -87,6 +88,18 @@ def test_an_unknown_device_is_refused_with_the_nearest() -> None:
         cluster_named("2x8:atlas-800-a2")
     with pytest.raises(Refusal, match="49 nodes, and the links between nodes of atlas-a3 are known for up to 48"):
         cluster_named("49x16:atlas-a3")
+
+
+@pytest.mark.parametrize("text", [f"100000x8:{name}" for name in CHIPS])
+def test_more_nodes_than_anybody_has_told_of_are_refused(text: str) -> None:
+    with pytest.raises(Refusal, match=r"100000 nodes, and the links between nodes of .* are known for up to"):
+        cluster_named(text)
+
+
+def test_more_devices_than_a_node_has_are_refused() -> None:
+    with pytest.raises(Refusal, match=r"64 devices in a node, .*\n.*say more nodes: 8x8:h100"):
+        cluster_named("1x64:h100")
+    assert cluster_named("1x16:atlas-a3").devices == 16
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
@@ -467,6 +480,68 @@ def test_a_model_that_no_device_holds_is_loaded_in_slices() -> None:
     reference = 2 * whole // 128
     assert load.total == 2 * (whole // 128 + 2 * outside + 2 * (multiplied // 8 + 2 * 10_240)) + reference
     assert [phase.name for phase in grpo.over(cluster)] == []
+
+
+LLAMA_70B = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=8_192,
+    intermediate_size=28_672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    tie_word_embeddings=False,
+)
+
+
+def test_tensor_groups_are_searched_where_nothing_else_fits() -> None:
+    """GRPO of 70B numbers on 64 cards of 80 GiB: no card holds a whole copy in bf16 (141 GB) to generate with."""
+    keys: dict[str, Any] = {"model__dtype": "bf16", "batch__prompts": 128, "batch__tokens": 4096, "rollout__n": 8}
+    recipe = recipe_of(method="grpo", rollout__max_tokens=1024, model__gradient_checkpointing=True, **keys)
+    outlook, cluster = Outlook.of(recipe, LLAMA_70B, OnlineSteps(512, 512, 1024)), cluster_named("8x8:h100")
+    assert [phase.name for phase in outlook.over(cluster)] == ["generate"]
+    eight = outlook.divided_over(8)
+    assert eight.over(cluster) == []
+    # Queries and output, keys and values, feed-forward, of which a rank has an eighth; norms, embedding and head whole.
+    layers = 80 * (2 * 8_192**2 + 2 * 8_192 * 1_024 + 3 * 8_192 * 28_672)
+    whole = 80 * 2 * 8_192 + 8_192 + 2 * 128_256 * 8_192
+    (generate,) = (phase for phase in eight.phases(cluster) if phase.name == "generate")
+    # Beside it the reference, in slices.
+    assert generate.weights == 2 * (layers // 8 + whole) + 2 * (layers + whole) // 64
+    # Groups of four fit too, and wait less for each other.
+    found = fitting(outlook, cluster)
+    assert found is not None
+    assert (found.cluster, dict(found.keys)) == (cluster, {"parallel.tensor": 4})
+    # Two key/value heads are not divided over four ranks, and groups stay inside of a node.
+    assert [one.recipe.parallel.tensor for one in _tensors(*small(10**9, 8))] == [2]
+    assert [one.recipe.parallel.tensor for one in _tensors(*small(10**9, 3))] == []
+
+
+def test_a_cache_that_the_engine_makes_smaller_is_no_misfit() -> None:
+    """256 sequences of 240 tokens would want more than the device has. The engine takes half of what is free."""
+    keys = {"rollout__n": 64, "rollout__max_tokens": 230, "batch__tokens": 240}
+    memory = 5_000_000
+    outlook, cluster = small(memory, **keys)
+    token = 2 * 2 * 2 * 16 * 4  # keys and values of two layers with two heads of 16, in fp32
+    plan = outlook.memory(cluster)
+    assert plan.wanted_cache == 4 * 64 * 240 * token > memory
+    assert outlook.over(cluster) == []
+    # Policy and reference, and two moments of the policy.
+    free = memory - 4 * PARAMETERS * (1 + 1 + 2)
+    assert plan.cache == int(0.5 * free)
+    (generate,) = (phase for phase in outlook.phases(cluster) if phase.name == "generate")
+    assert generate.activations == plan.cache + prefill_bytes(CONFIG, 4 * 10, 4)
+    # Prompts of 10 and responses of 40 tokens are held at a time; with fewer at once a step takes longer.
+    held = int(plan.cache / (50 * token))
+    assert outlook.held(cluster) == held < 256
+    times = {time.name: time.computing for time in outlook.times(cluster) or []}
+    roomy = {time.name: time.computing for time in outlook.times(small(10**9)[1]) or []}
+    assert times["generate"] > roomy["generate"]
+    assert times["update"] == roomy["update"]
+    # A cache that the recipe asks for is not made smaller, and one that holds no sequence is refused.
+    asked, _ = small(memory, **keys, rollout__cache_gb=0.01)
+    assert [phase.name for phase in asked.over(cluster)] == ["generate"]
+    tight = replace(cluster, chip=replace(cluster.chip, memory=memory - free + 240 * token))
+    assert "generate" in [phase.name for phase in outlook.over(tight)]
 
 
 def test_a_key_that_is_not_counted_is_refused() -> None:

@@ -7,11 +7,16 @@ import json
 import math
 import os
 import random
+import shutil
+import stat
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import pytest
 
+from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog, read_metrics
 from lockstep.view.curves import Curves, smoothed, thinned
 from lockstep.view.files import Missing, open_inside
@@ -422,3 +427,98 @@ def test_a_lock_that_is_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 1, {"a": float})
     os.mkfifo(run / ".lock")
     assert summary(tmp_path, "run", run, held_locks())["running"] is False
+
+
+# The index ----------------------------------------------------------------------------------------------------------
+
+OPENED: list[Path] = []
+COUNTING = False
+
+
+def _count(event: str, arguments: tuple[Any, ...]) -> None:
+    if COUNTING and event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
+        OPENED.append(Path(os.fsdecode(arguments[0])))
+
+
+def opened_below(root: Path, call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What the call gives, and the files of runs that the process opened for it."""
+    global COUNTING
+    if not OPENED:
+        sys.addaudithook(_count)  # stays as long as the process
+    OPENED[:] = [Path("counted")]
+    COUNTING = True
+    try:
+        given = call()
+    finally:
+        COUNTING = False
+    return given, sorted(str(path.relative_to(root)) for path in OPENED if path.is_relative_to(root))
+
+
+def many_runs(root: Path, count: int) -> Path:
+    for number in range(count):
+        write_run(root / f"run{number:03d}", 3, {"train/loss": lambda step: 1 / step})
+    return Path(os.path.realpath(root))
+
+
+def test_runs_that_did_not_change_are_not_opened_again(tmp_path: Path) -> None:
+    """A page that starts anew reads what has changed since the last one, however many runs there are."""
+    root = many_runs(tmp_path / "runs", 120)
+    first, opened = opened_below(root, Shelf(root).listed)
+    assert len(opened) == 2 * 120  # recipe and metrics of each
+    again, opened = opened_below(root, Shelf(root).listed)
+    assert opened == []
+    assert again == first
+    # A run that grows, one that is new, one that is replaced by another of the same size, one that is gone.
+    with (root / "run007" / "metrics.jsonl").open("a") as file:
+        file.write(metric_line(4, {"train/loss": 9.0}))
+    write_run(root / "run999", 1, {"train/loss": lambda step: 5.0})
+    text = (root / "run008" / "recipe.yaml").read_text()
+    (root / "aside").write_text(text.replace("grpo", "rloo"))
+    (root / "aside").replace(root / "run008" / "recipe.yaml")
+    shutil.rmtree(root / "run009")
+    now, opened = opened_below(root, Shelf(root).listed)
+    assert opened == [
+        f"{run}/{name}" for run in ("run007", "run008", "run999") for name in ("metrics.jsonl", "recipe.yaml")
+    ]
+    runs = {run["run"]: run for run in now["runs"]}
+    assert (runs["run007"]["step"], runs["run007"]["value"]) == (4, 9.0)
+    assert (runs["run008"]["method"], runs["run999"]["value"]) == ("rloo", 5.0)
+    assert "run009" not in runs
+    assert now == json.loads(json.dumps(now))
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "list", "entry", "version", "gone", "folder"])
+def test_a_damaged_index_is_made_again(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    root = many_runs(tmp_path / "runs", 3)
+    right = Shelf(root).listed()
+    (index,) = (tmp_path / "cache" / "runs").glob("*.json")
+    assert stat.S_IMODE(index.stat().st_mode) == 0o600
+    told = json.loads(index.read_text())
+    if damage == "entry":
+        next(iter(told["runs"].values()))[1]["method"] = "another"
+    if damage == "version":
+        told["version"] = "another"
+    changed = {"cut": index.read_text()[:-40], "text": "\0", "list": "[1]"}.get(damage, json.dumps(told))
+    index.unlink()
+    if damage == "folder":
+        index.mkdir()
+    elif damage != "gone":
+        index.write_text(changed)
+    now, opened = opened_below(root, Shelf(root).listed)
+    assert now == right
+    assert len(opened) == 6
+    again, opened = opened_below(root, Shelf(root).listed)
+    assert again == right
+    assert len(opened) == (6 if damage == "folder" else 0)
+
+
+def test_only_the_lock_of_a_run_that_works_is_read(tmp_path: Path) -> None:
+    root = many_runs(tmp_path / "runs", 3)
+    for run in root.iterdir():
+        (run / ".lock").write_text("1")
+    Shelf(root).listed()
+    with RunFolder(root / "run001").lock():
+        now, opened = opened_below(root, Shelf(root).listed)
+    assert opened == ["run001/.lock"]
+    assert [run["running"] for run in now["runs"]] == [False, True, False]

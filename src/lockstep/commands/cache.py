@@ -5,13 +5,25 @@ from __future__ import annotations
 import time
 
 from lockstep.errors import Refusal
-from lockstep.run.caches import FOLDERS, ROWS, VERIFIED, cache_home, clear, folders_bound, gib, made_folders, size_of
+from lockstep.run.caches import (
+    FOLDERS,
+    ROWS,
+    RUNS,
+    VERIFIED,
+    cache_home,
+    clear,
+    folders_bound,
+    gib,
+    made_folders,
+    size_of,
+)
 from lockstep.run.text import fit_rows
 
 PARTS = {
     ROWS: "encoded rows (each recipe's data.cache_gb bounds them)",
     FOLDERS: "model folders made of checkpoints, adapters and GGUF files",
     VERIFIED: "architectures that passed their check",
+    RUNS: "lists of runs, for `lockstep view`",
 }
 
 

@@ -89,7 +89,7 @@ def _told(said: str, out: Path, verified: Verification) -> str:
 def _recipe_of(run: Path) -> Recipe:
     if not RunFolder(run).recipe.is_file():
         raise Refusal.at(str(run), "is not a run folder: it has no recipe.yaml", "give a folder under runs/")
-    return load_recipe(str(RunFolder(run).recipe))
+    return load_recipe(str(RunFolder(run).recipe), stored=True)
 
 
 def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: bool) -> str:

@@ -59,11 +59,24 @@ def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) ->
     for line in (
         *handed_lines(outlook.memory(cluster), cluster.each),
         *_lines(recipe, cluster, steps.work(recipe), times),
+        *_waiting(outlook, cluster),
     ):
         console.say(line)
     if outlook.over(cluster):
         refuse_over(outlook, cluster, _proposal(outlook, cluster))
     console.say(f"fits: {cluster.chip.name} has {cluster.memory / 2**30:.1f} GiB")
+
+
+def _waiting(outlook: Outlook, cluster: TargetCluster) -> Iterable[str]:
+    """Sequences without a place in the cache, and devices without a sequence."""
+    recipe, work = outlook.recipe, outlook.steps.work(outlook.recipe)
+    if recipe.method in ONLINE and (held := outlook.held(cluster)) is not None:
+        cache = outlook.memory(cluster).cache / 2**30
+        yield f"the KV cache takes {cache:,.1f} GiB and holds about {held:,} sequences at once: the others wait"
+    groups, rows = cluster.devices // recipe.parallel.group, max(1, work.rows // work.updates)
+    if groups > rows:
+        idle = (groups - rows) * recipe.parallel.group
+        yield f"{idle:,} of {cluster.devices:,} devices have nothing to train on: an update has {rows:,} rows"
 
 
 def _table(phases: Sequence[Phase], times: Sequence[PhaseTime]) -> Table:

@@ -11,6 +11,7 @@ import torch
 from lockstep.commands.options import as_options
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import located
+from lockstep.masking import comparable
 from lockstep.model.fingerprint import model_files
 from lockstep.model.resolve import model_folder
 from lockstep.recipe.online import Reward
@@ -39,7 +40,7 @@ def identity_of(reward: Reward) -> dict[str, Any]:
         "--reward-function": _function(reward.function) if reward.function else None,
         # A path that is no folder is refused when the model is loaded.
         "--reward-model": model_files(model) if model and Path(model).is_dir() else model,
-        "--reward-remote": reward.remote,
+        "--reward-remote": comparable(reward.remote),
         "--format": reward.format,
     }
 

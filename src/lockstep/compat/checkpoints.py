@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lockstep.compat.pickles import read_pickle, read_sharded
-from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.errors import Problem, Refusal, first_line, refuse_all
 
 _SHARD = re.compile(r"^model_world_size_(\d+)_rank_(\d+)\.pt$")
 _ZERO3 = re.compile(r"^(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
@@ -89,7 +89,12 @@ def find_checkpoint(path: Path) -> Found:
 def _tagged(path: Path) -> list[Path]:
     """The step that DeepSpeed's `latest` names."""
     latest = path / "latest"
-    return [path / latest.read_text().strip()] if latest.is_file() else []
+    if not latest.is_file():
+        return []
+    name = latest.read_text(encoding="utf-8", errors="replace").strip()
+    if name in ("", "..") or Path(name).name != name:
+        raise Refusal.at(latest, f"names {name[:80]!r}, which is no folder beside it", "name the folder of one step")
+    return [path / name]
 
 
 def read_fsdp(folder: Path) -> Weights:
@@ -107,7 +112,12 @@ def read_fsdp(folder: Path) -> Weights:
             if list(s) != names
         ]
     )
-    return {name: _whole([shard[name] for shard in shards], name, folder) for name in names}
+    try:
+        return {name: _whole([shard[name] for shard in shards], name, folder) for name in names}
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise Refusal.at(
+            folder, f"its shards cannot be put together: {first_line(error)}", "copy them again"
+        ) from error
 
 
 def _whole(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
@@ -141,7 +151,11 @@ def _module(state: Any, file: Path) -> Weights:
     module = state.get("module") if isinstance(state, dict) else None
     if not isinstance(module, dict):
         raise Refusal.at(file, "holds no module", "is it a checkpoint of DeepSpeed's?")
-    return {name: tensor for name, tensor in module.items() if isinstance(tensor, torch.Tensor)}
+    return {name: tensor for name, tensor in module.items() if _is_weight(name, tensor)}
+
+
+def _is_weight(name: Any, value: Any) -> bool:
+    return isinstance(name, str) and isinstance(value, torch.Tensor)
 
 
 def read_zero3(folder: Path) -> Weights:
@@ -153,7 +167,10 @@ def read_zero3(folder: Path) -> Weights:
             folder, f"{len(models)} of the ranks have weights, {len(optims)} their optimizer", "copy all files"
         )
     state = read_pickle(models[0])
-    shapes = {name: tuple(shape) for group in state["param_shapes"] for name, shape in group.items()}
+    try:
+        shapes = {name: tuple(map(int, shape)) for group in state["param_shapes"] for name, shape in group.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Refusal.at(models[0], "holds no param_shapes", "is it of ZeRO 3?") from error
     flat = [_flat(read_pickle(optims[rank]), optims[rank]) for rank in sorted(optims)]
     weights: Weights = {}
     at = 0
@@ -164,15 +181,20 @@ def read_zero3(folder: Path) -> Weights:
             raise Refusal.at(folder, f"{name}: the ranks hold fewer numbers than the shapes say", "is the save whole?")
         weights[name] = torch.cat([part.narrow(0, at, run) for part in flat])[:count].clone().view(shape)
         at += run
-    buffers = {name: state["module"][name] for name in state.get("buffer_names", ()) if name in state.get("module", {})}
-    shared = {pair[0]: weights[pair[1]] for pair in state.get("shared_params") or () if pair[1] in weights}
+    try:
+        module = state.get("module", {})
+        named = {name: module[name] for name in state.get("buffer_names", ()) if name in module}
+        buffers = {name: value for name, value in named.items() if _is_weight(name, value)}
+        shared = {pair[0]: weights[pair[1]] for pair in state.get("shared_params") or () if pair[1] in weights}
+    except (KeyError, TypeError) as error:
+        raise Refusal.at(models[0], "names buffers or shared weights that it does not hold") from error
     return {**weights, **buffers, **shared}
 
 
 def _flat(state: Any, file: Path) -> torch.Tensor:
     try:
         return torch.cat([group.flatten() for group in state["optimizer_state_dict"]["fp32_flat_groups"]])
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Refusal.at(file, "holds no fp32_flat_groups", "is it of ZeRO 3?") from error
 
 

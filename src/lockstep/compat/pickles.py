@@ -1,36 +1,91 @@
 """Pickled checkpoints of other programs, read without running anything that they name.
 
-Tensors and plain containers are made; every other class becomes an empty stand-in, so that neither the program that
-wrote the file nor code hidden in it is needed or run.
+The archive is read here and never given to torch.load without `weights_only`, which hands a TorchScript archive to
+`torch.jit.load` and so runs its methods. Tensors and plain containers are made. Every class of another program becomes
+an empty stand-in. A function of Python's own library is no part of a checkpoint: such a file is refused.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
+import sys
+import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from lockstep.errors import Refusal, first_line
+from lockstep.errors import Refusal
+from lockstep.model.pretrained import why_not_unpickled
 
-_BUILTINS = {"set", "frozenset", "dict", "list", "tuple", "int", "float", "bool", "str", "bytes", "complex", "slice"}
-_ALLOWED = {
-    ("collections", "OrderedDict"),
-    ("collections", "defaultdict"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch._utils", "_rebuild_tensor"),
-    ("torch._utils", "_rebuild_parameter"),
-    ("torch._utils", "_rebuild_parameter_with_state"),
-    ("torch.nn.parameter", "Parameter"),
+_BUILTINS = [
+    "set",
+    "frozenset",
+    "dict",
+    "list",
+    "tuple",
+    "int",
+    "float",
+    "bool",
+    "str",
+    "bytes",
+    "bytearray",
+    "complex",
+    "slice",
+    "range",
+    "object",
+]
+_ALLOWED = {("collections", "OrderedDict"), ("collections", "defaultdict"), ("torch", "Size"), ("torch", "device")}
+_REBUILDS = (
+    "_rebuild_tensor",
+    "_rebuild_tensor_v2",
+    "_rebuild_tensor_v3",
+    "_rebuild_parameter",
+    "_rebuild_parameter_with_state",
+)
+# Modules of Python's library whose classes hold settings and counters of a trainer. They become stand-ins.
+_DATA = [
+    "argparse",
+    "collections",
+    "copyreg",
+    "_codecs",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "enum",
+    "fractions",
+    "functools",
+    "numbers",
+    "pathlib",
+    "random",
+    "types",
+    "typing",
+    "uuid",
+]
+_STORAGES = {
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "UntypedStorage": torch.uint8,
 }
+_ZIP = b"PK\x03\x04"
+_TORCHSCRIPT = ("constants.pkl", "code/")
+_UNTRUSTED = "do not load it with torch.load either; ask whoever made it for a safetensors copy"
 
 
 class _StandIn:
-    """Of a class that is not needed; takes whatever it is given and keeps nothing."""
+    """An object of a class that is not needed. It accepts any state and stores none."""
 
     def __init__(self, *arguments: Any, **named: Any):
         pass
@@ -46,23 +101,95 @@ class _StandIn:
 
 
 class _Unpickler(pickle.Unpickler):
+    """Makes what is on the lists above, reads storages with `storage`, and imports nothing else."""
+
+    def __init__(self, file: io.BytesIO, storage: Callable[[Any], Any]):
+        super().__init__(file, encoding="utf-8")
+        self._storage = storage
+
     def find_class(self, module: str, name: str) -> Any:
-        if module == "builtins" and name in _BUILTINS:
+        # torch.save writes protocol 2, which has Python 2's names: `__builtin__ set`.
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        if (module == "builtins" and name in _BUILTINS) or (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
+        if module == "torch._utils" and name in _REBUILDS:
+            # A new object each time: a pickle can set attributes of whatever it is given.
+            return partial(getattr(torch._utils, name))
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        root = module.partition(".")[0]
+        if root in sys.stdlib_module_names and root not in _DATA:
+            raise _Forbidden(f"{module}.{name}")
         return type(name, (_StandIn,), {})
 
+    def persistent_load(self, told: Any) -> Any:
+        return self._storage(told)
 
-_READER = SimpleNamespace(__name__="lockstep.compat.pickles", Unpickler=_Unpickler, load=None)
+
+class _Forbidden(Exception):
+    """A name that a checkpoint has no use for."""
 
 
 def read_pickle(path: Path) -> Any:
     """What `torch.save` wrote, on the CPU."""
     try:
-        return torch.load(path, map_location="cpu", pickle_module=_READER, weights_only=False)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, AttributeError, TypeError) as error:
-        raise Refusal.at(path, f"cannot be read: {first_line(error)}", "is the file whole?") from error
+        if _is_zip(path):
+            return _from_zip(path)
+        # What torch wrote before 1.6: its own restricted reader knows that format.
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Refusal:
+        raise
+    except _Forbidden as error:
+        raise Refusal.at(path, f"names {error}, which no checkpoint needs: it was not read", _UNTRUSTED) from error
+    except Exception as error:  # a file that is made by hand raises whatever the unpickler meets
+        raise _unread(path, error) from error
+
+
+def _is_zip(path: Path) -> bool:
+    """As torch tells its archives from its older format."""
+    with path.open("rb") as file:
+        return file.read(len(_ZIP)) == _ZIP
+
+
+def _refuse_torchscript(names: Sequence[str], path: Path) -> None:
+    if any(name.partition("/")[2].startswith(_TORCHSCRIPT) for name in names):
+        why = "is a TorchScript archive, whose methods would run: it was not read"
+        raise Refusal.at(path, why, "save the weights alone: torch.save(model.state_dict(), FILE)")
+
+
+def _from_zip(path: Path) -> Any:
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        _refuse_torchscript(names, path)
+        pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise Refusal.at(path, "holds no data.pkl of torch.save", "is it a checkpoint?")
+        folder = pickles[0].removesuffix("data.pkl")
+        if f"{folder}byteorder" in names and archive.read(f"{folder}byteorder") != b"little":
+            raise Refusal.at(path, "was written on a big-endian machine", "save it again on a little-endian one")
+        storages: dict[str, torch.storage.TypedStorage] = {}
+
+        def storage(told: Any) -> torch.storage.TypedStorage:
+            kind, dtype, key, _, count = told
+            if kind != "storage" or not isinstance(dtype, torch.dtype):
+                raise ValueError(f"an unknown persistent id: {told!r:.80}")
+            if key not in storages:
+                storages[key] = _storage(archive, f"{folder}data/{key}", dtype, count)
+            return storages[key]
+
+        return _Unpickler(io.BytesIO(archive.read(pickles[0])), storage).load()
+
+
+def _storage(archive: zipfile.ZipFile, name: str, dtype: torch.dtype, count: int) -> torch.storage.TypedStorage:
+    facts = archive.getinfo(name)
+    # torch stores without compression, so the size on disk is the size in memory.
+    if facts.compress_type != zipfile.ZIP_STORED or facts.file_size != count * dtype.itemsize:
+        raise ValueError(f"{name} holds {facts.file_size:,} bytes, not {count:,} numbers of {dtype}")
+    content = bytearray(archive.read(name))
+    flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return torch.storage.TypedStorage(wrap_storage=flat.untyped_storage(), dtype=dtype, _internal=True)
 
 
 def read_sharded(path: Path) -> dict[str, Any]:
@@ -70,9 +197,18 @@ def read_sharded(path: Path) -> dict[str, Any]:
     import torch.distributed.tensor
 
     try:
+        if _is_zip(path):
+            with zipfile.ZipFile(path) as archive:
+                _refuse_torchscript(archive.namelist(), path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise Refusal.at(path, f"cannot be read: {first_line(error)}", "is the file whole?") from error
+    except Refusal:
+        raise
+    except Exception as error:  # as above
+        raise _unread(path, error) from error
     if not isinstance(loaded, dict):
         raise Refusal.at(path, f"holds a {type(loaded).__name__}, not weights by name")
     return loaded
+
+
+def _unread(path: Path, error: Exception) -> Refusal:
+    return Refusal.at(path, f"cannot be read: {why_not_unpickled(error)}", "is the file whole?")

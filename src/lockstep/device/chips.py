@@ -86,8 +86,10 @@ class ChipFacts:
     reached: Reached = H200_REACHED
     measured: bool = False
     """Whether `reached`, the speed of products and that of memory were measured on it."""
+    most_devices: int | None = None
+    """Of a node: between more of them `inside` does not hold."""
     most_nodes: int | None = None
-    """Up to how many nodes `between` holds."""
+    """Up to how many nodes `between` holds: the largest cluster of the kind that somebody has told of."""
 
     @property
     def products(self) -> float:
@@ -115,7 +117,8 @@ CHIPS = {
         # Memory as torch reports it there (bench/results/memory_h200.json). Products and copies measured; the maker
         # says 989 TFLOP/s and 4.8 TB/s. NVLink 4: 900 GB/s both ways; ConnectX-7: 400 Gbit/s a GPU; PCIe 5 x16.
         # float32 is the maker's times the same share. https://www.nvidia.com/en-us/data-center/h200/; links also in
-        # github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json.
+        # github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json. Nodes: as
+        # of the H100, which has the same adapters.
         ChipFacts(
             "h200",
             "cuda",
@@ -127,9 +130,12 @@ CHIPS = {
             between=50 * _GB,
             host=64 * _GB,
             measured=True,
+            most_devices=8,
+            most_nodes=3072,
         ),
         # SXM. https://www.nvidia.com/en-us/data-center/h100/: 80 GB, 3.35 TB/s, 989 TFLOP/s dense, NVLink 900 GB/s both
-        # ways. DGX H100: a ConnectX-7 of 400 Gbit/s a GPU.
+        # ways. DGX H100: a ConnectX-7 of 400 Gbit/s a GPU. 3,072 nodes: the clusters of 24,576 GPUs that Meta has told
+        # of, https://engineering.fb.com/2024/03/12/data-center-engineering/building-metas-genai-infrastructure/.
         ChipFacts(
             "h100",
             "cuda",
@@ -140,9 +146,12 @@ CHIPS = {
             inside=450 * _GB,
             between=50 * _GB,
             host=64 * _GB,
+            most_devices=8,
+            most_nodes=3072,
         ),
         # SXM. https://www.nvidia.com/en-us/data-center/a100/: 80 GB, 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both
-        # ways. DGX A100: a ConnectX-6 of 200 Gbit/s a GPU; PCIe 4 x16.
+        # ways. DGX A100: a ConnectX-6 of 200 Gbit/s a GPU; PCIe 4 x16. 2,000 nodes: Meta's RSC,
+        # https://ai.meta.com/blog/supercomputer-meta-research-cluster-2023/.
         ChipFacts(
             "a100-80g",
             "cuda",
@@ -153,11 +162,14 @@ CHIPS = {
             inside=300 * _GB,
             between=25 * _GB,
             host=32 * _GB,
+            most_devices=8,
+            most_nodes=2000,
         ),
         # Ascend 910B3, the slowest of those with 64 GB. Arithmetic: `device/npu.py`. Memory 1.6 TB/s; 7 HCCS links of
         # 28 GB/s each way to the 7 others (392 GB/s both ways): https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/;
         # 200 Gbit/s RoCE a device. To the host: 17 GB/s, measured by others (github.com/xiaojia151/Hixl,
-        # benchmarks/A2_benchmark_performance.md, which has 19.3 GB/s on one HCCS link). Not run by us on that hardware.
+        # benchmarks/A2_benchmark_performance.md, which has 19.3 GB/s on one HCCS link). 1,024 nodes: the 8,192 devices
+        # of https://arxiv.org/abs/2504.07866. Not run by us on that hardware.
         ChipFacts(
             "atlas-800t-a2",
             "npu",
@@ -168,6 +180,8 @@ CHIPS = {
             inside=196 * _GB,
             between=25 * _GB,
             host=17 * _GB,
+            most_devices=8,
+            most_nodes=1024,
         ),
         # A die of an Ascend 910C in a super-node of 48 nodes of 16 dies (Atlas 900 A3, CloudMatrix384):
         # https://arxiv.org/abs/2506.12708: 64 GB and 1.6 TB/s a die, the unified bus 196 GB/s a die and direction,
@@ -182,11 +196,12 @@ CHIPS = {
             inside=196 * _GB,
             between=196 * _GB,
             host=17 * _GB,
+            most_devices=16,
             most_nodes=48,
         ),
         # One core of an Arm Neoverse N1, measured with torch 2.13 on one thread: a product of 1,024^3 in fp32, a copy.
         # bfloat16 has no arithmetic there. Processes of a machine share its memory; the links between them, gloo's over
-        # the loopback, are a guess.
+        # the loopback, are a guess, and so is the number of nodes.
         ChipFacts(
             "cpu",
             "cpu",
@@ -199,6 +214,7 @@ CHIPS = {
             host=34 * _GB,
             reached=CORE_REACHED,
             measured=True,
+            most_nodes=64,
         ),
     )
 }

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 GENERATION = "generation_config.json"
 SETTINGS = ("config.json", "tokenizer_config.json", GENERATION, "special_tokens_map.json")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# Keys of a config by which transformers fetches a kernel from the hub and runs it.
+_KERNELS = frozenset({"attn_implementation", "experts_implementation"})
 NO_CODE = "use a model that transformers knows by itself, or convert it to one"
 
 
@@ -164,6 +166,20 @@ def refuse_damaged_settings(path: str, where: str) -> None:
         file = Path(path) / name
         if file.is_file() and (damage := _damage_of_json(file)):
             raise Refusal.at(where, f"{file} {damage}", "copy or download it again")
+    file = Path(path) / SETTINGS[0]
+    if file.is_file() and (kernel := _hub_kernel(json.loads(file.read_text(encoding="utf-8")))):
+        why = f"{file} asks for the code {kernel!r:.80} of the hub, and none of that is run here"
+        raise Refusal.at(where, why, "remove that key from the file")
+
+
+def _hub_kernel(config: Any) -> str:
+    """What a config, or one inside of it, names as OWNER/NAME in the place of an implementation."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if isinstance(value, dict) and (found := _hub_kernel(value)):
+            return found
+        if str(key).lstrip("_").removesuffix("_internal") in _KERNELS and "/" in str(value):
+            return str(value)
+    return ""
 
 
 def refuse_no_weights(path: str, where: str) -> None:
@@ -225,7 +241,27 @@ def _damaged_file(folder: Path) -> str:
                 pass
         except (OSError, SafetensorError) as error:
             return f"{file} is damaged: {first_line(error)}"
+    for file in sorted(folder.glob("*.bin")) if folder.is_dir() else []:
+        if damage := _damage_of_pickle(file):
+            return f"{file} {damage}"
     return ""
+
+
+def _damage_of_pickle(file: Path) -> str:
+    """What torch's restricted reader says of a file; it runs nothing that the file names."""
+    import torch
+
+    try:
+        torch.load(file, map_location="meta", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - a file that was made by hand raises anything
+        return f"holds more than weights, or is damaged: {why_not_unpickled(error)}"
+    return ""
+
+
+def why_not_unpickled(error: Exception) -> str:
+    """What torch's restricted reader met; not its advice to read the file without restriction."""
+    _, found, why = str(error).partition("WeightsUnpickler error: ")
+    return why.splitlines()[0].partition(" was not an allowed global")[0] if found else first_line(error)
 
 
 def _damage_of_json(file: Path) -> str:

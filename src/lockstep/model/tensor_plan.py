@@ -45,7 +45,7 @@ def refuse_indivisible(config: Any, path: str, size: int) -> None:
     from transformers import AutoModelForCausalLM
 
     try:
-        _refuse_heads(config, size)
+        refuse_heads(config, size)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         styles_of(model, size)
@@ -139,7 +139,8 @@ def _refuse_module(name: str, module: nn.Module, style: Style, size: int) -> Non
         raise Indivisible(f"{name} has {side} {'outputs' if style == 'columns' else 'inputs'}, not divisible by {size}")
 
 
-def _refuse_heads(config: Any, size: int) -> None:
+def refuse_heads(config: Any, size: int) -> None:
+    """Raise Indivisible where the ranks of a group cannot have the same number of attention heads each."""
     text = config.get_text_config(decoder=True)
     query = getattr(text, "num_attention_heads", None)
     heads = {"query": query, "key/value": getattr(text, "num_key_value_heads", None) or query}

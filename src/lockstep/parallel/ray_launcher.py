@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.device.select import DEVICES, select
 from lockstep.errors import Refusal, first_line, missing_extra
+from lockstep.masking import variables
 from lockstep.parallel.meeting import TELL_AGAIN_SECONDS, TELL_SECONDS, say, told_wait
 from lockstep.parallel.ray_rank import RankHeard, RankProcess, RankSeat
 from lockstep.parallel.restarts import worst
@@ -242,7 +243,8 @@ class Cluster:
         places: list[RankSeat] = self.ray.get([actor.place.remote() for actor in actors])
         nodes, address = [place.node for place in places], places[0].address
         port = self.ray.get(actors[0].hold_store.remote(address))
-        passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+        named = variables(self.recipe.model_dump(mode="json"))
+        passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) or name in named}
         found = []
         for rank, place in enumerate(places):
             # A rank sees its own accelerator and no other one, also where Ray was told not to see to it.

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.run.files import written_aside
+from lockstep.run.files import write_private, written_aside
 
 # In the file. As much again may wait in memory before it is cut.
 KEPT_BYTES = 64 * 2**10
@@ -41,8 +41,7 @@ class OutputTail:
         with suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)
             with written_aside(self._file, durable=False) as aside:
-                aside.touch(mode=0o600)  # programs print their flags, and keys among them
-                aside.write_bytes(self._kept)
+                write_private(aside, self._kept)
             self.waiting = False
 
     def _cut(self) -> None:

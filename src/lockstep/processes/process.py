@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,10 @@ from lockstep.processes.descendants import MARK, NOBODY, any_stopped, end_descen
 # For a warden to end all that the function started.
 ENDING_SECONDS = 10.0
 
-_START = "import sys; sys.path[:] = {path!r}; from lockstep.processes.warden import main; main{arguments!r}"
+# What stands behind it is for whoever looks at the list of processes.
+_START = (
+    "import sys; sys.path[:] = {path!r}; from lockstep.processes.warden import started; started({words})  # {shown!r}"
+)
 
 
 class FunctionProcess:
@@ -36,11 +40,16 @@ class FunctionProcess:
         end, leash = os.pipe()
         self._leash: int | None = leash
         output = None if log is None else str(log.absolute())
-        words = (childs.fileno(), end, os.getpid(), serve, arguments, self._mark, output)
+        # The arguments may hold secrets, and everybody sees a command line: that has the user's file and the log alone.
+        file = arguments[0] if arguments and isinstance(arguments[0], str) else None
+        shown = " ".join(filter(None, [serve, file, output]))
+        words = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, with the other ends
+        words.write(repr((childs.fileno(), end, os.getpid(), serve, arguments, self._mark, output)).encode())
+        words.seek(0)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(path=sys.path, arguments=words)],
-                pass_fds=[childs.fileno(), end],
+                [sys.executable, "-c", _START.format(path=sys.path, words=words.fileno(), shown=shown)],
+                pass_fds=[childs.fileno(), end, words.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 # Out of reach of the terminal's Ctrl-C.
@@ -55,6 +64,7 @@ class FunctionProcess:
         finally:
             os.close(end)
             childs.close()
+            words.close()
 
     @property
     def alive(self) -> bool:

@@ -6,6 +6,7 @@ run ends it kills all that is left. It ends the way the worker ended, so that th
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import resource
@@ -27,6 +28,12 @@ from lockstep.processes.output_tail import OutputTail
 _IDLE, _SOMETIMES = 0.05, 1.0
 _SELDOM = 5.0
 _ENDING = {signal.SIGTERM, signal.SIGHUP}
+
+
+def started(words: int) -> NoReturn:
+    """`main` with the arguments that are written in the open file `words`."""
+    with open(words, "rb") as file:
+        main(*ast.literal_eval(file.read().decode()))
 
 
 def main(

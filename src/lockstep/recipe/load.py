@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import give
+from lockstep.masking import masked_tree, secrets_in
 from lockstep.recipe.checks import combination_problems, with_derived_defaults
 from lockstep.recipe.methods import (
     OFFLINE,
@@ -82,11 +83,14 @@ def recipe_text(name_or_path: str) -> str:
     )
 
 
-def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, override, check. Raises one Refusal with every problem found."""
+def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, stored: bool = False) -> Recipe:
+    """Read, override, check. Raises one Refusal with every problem found. `stored`: of a run folder, where an earlier
+    version may have left secrets, which are masked."""
     values = _parse_yaml(recipe_text(name_or_path), name_or_path)
     if not isinstance(values, dict):
         raise Refusal.at(name_or_path, f"a recipe is a mapping of keys, not {type(values).__name__}")
+    if stored:
+        values = masked_tree(values)
     problems = [problem for word in overrides for problem in _apply_override(values, word)]
     return _checked(values, problems)
 
@@ -141,7 +145,7 @@ def _plain(value: Any, key: str) -> Any:
 
 
 def _checked(values: dict[str, Any], problems: list[Problem]) -> Recipe:
-    problems = [*problems, *import_plugins(values)]
+    problems = [*problems, *(Problem(*told) for told in secrets_in(values)), *import_plugins(values)]
     recipe, more = _validate(with_method_defaults(values))
     if problems or more or recipe is None:
         raise Refusal([*problems, *more])

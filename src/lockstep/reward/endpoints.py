@@ -34,6 +34,9 @@ class Endpoints:
         self._turn = 0
         self._lock = threading.Lock()
 
+    def addresses(self) -> list[str]:
+        return [endpoint.address for endpoint in self._endpoints]
+
     def choose(self) -> Endpoint | None:
         """The next endpoint in use, or one whose pause is over; None where all are left out."""
         with self._lock:

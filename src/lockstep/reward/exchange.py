@@ -19,6 +19,8 @@ try:
 except ImportError:
     import httpx  # type: ignore[import-not-found,no-redef]
 
+from lockstep.masking import masked
+
 MOST_BYTES = 16 * 2**20
 LONGEST_WHY = 300
 # Of a body that says why a request was refused.
@@ -187,5 +189,5 @@ def _root_cause(error: BaseException) -> str:
 
 def short(text: str) -> str:
     """On one line, and no longer than a reason needs to be."""
-    text = " ".join(text.split())
+    text = masked(" ".join(text.split()))
     return text if len(text) <= LONGEST_WHY else text[:LONGEST_WHY] + "..."

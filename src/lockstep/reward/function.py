@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, with_secrets
 from lockstep.functions import Unloadable, located, only_here
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import Given, Raised
@@ -39,7 +39,11 @@ class FunctionPart(RewardPart):
     ):
         self.name = name
         # Those of the recipe are for the user's function, not for a judge of ours that runs in the same way.
-        self._arguments = arguments = dict(settings.arguments) if key == "reward.function" else {}
+        arguments = settings.arguments if key == "reward.function" else {}
+        self._arguments = {
+            name: with_secrets(value, f"reward.arguments.{name}") if isinstance(value, str) else value
+            for name, value in arguments.items()
+        }
         function = only_here(reference)
         self._pool: Pool | LocalCalls
         if function is not None:

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.errors import Problem, refuse_all
+from lockstep.errors import Problem, refuse_all, with_secrets
+from lockstep.masking import comparable, conceal, secrets_in
 from lockstep.parallel.meeting import TELL_SECONDS, say
 from lockstep.recipe.online import Reward
 from lockstep.reward.answers import number
@@ -76,6 +77,9 @@ class RemotePart(RewardPart):
         left_out: float = LEFT_OUT,
     ):
         self._endpoints = Endpoints(_checked(addresses), left_out=left_out)
+        # The addresses with their secrets, by those that are shown.
+        self._addresses = {shown: with_secrets(shown, "reward.remote") for shown in self._endpoints.addresses()}
+        conceal(os.environ.get(KEY_VARIABLE, ""))
         self._settings = settings
         self._first_pause = first_pause
         # Its own generator: pauses must not move the run's random numbers.
@@ -228,7 +232,7 @@ class RemotePart(RewardPart):
     async def _asked(self, client: Any, endpoint: Endpoint, body: bytes, *, last_try: bool) -> bytes:
         """What the endpoint answers, within `remote_timeout`; its breaker is told how it went."""
         try:
-            answer = await post(client, endpoint.address, body, self._settings.remote_timeout)
+            answer = await post(client, self._addresses[endpoint.address], body, self._settings.remote_timeout)
         except Trouble as error:
             self._endpoints.failed(endpoint, str(error), last_try=last_try)
             raise _Again(str(error)) from error
@@ -287,13 +291,14 @@ def _checked(addresses: str | Sequence[str]) -> list[str]:
     ]
     if not found:
         problems.append(Problem("reward.remote", "names no endpoint", "write http://host:port/path"))
+    problems += [Problem("reward.remote", why, remedy) for _, why, remedy in secrets_in(found, "reward.remote")]
     refuse_all(problems)
     return found
 
 
 def _is_http(address: str) -> bool:
     try:
-        parts = urlsplit(address)
+        parts = urlsplit(comparable(address))
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is no number, a broken IPv6 address
         return False

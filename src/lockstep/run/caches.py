@@ -20,8 +20,8 @@ from pathlib import Path
 from lockstep.errors import Refusal
 from lockstep.run.files import ASIDE
 
-ROWS, FOLDERS, VERIFIED = "rows", "folders", "models"
-"""Encoded rows, model folders that were made, architectures that passed their check."""
+ROWS, FOLDERS, VERIFIED, RUNS = "rows", "folders", "models", "runs"
+"""Encoded rows, model folders that were made, architectures that passed their check, lists of runs."""
 BOUND = "LOCKSTEP_CACHE_GB"
 USUAL_GB = 50.0
 _REMOVING = ".removing-"

@@ -8,6 +8,7 @@ several processes has the same tensors in `shards/`, where each wrote its slices
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from lockstep.errors import Refusal
 from lockstep.parallel.stored import StoredTensors
 from lockstep.recipe.measure import Measure
-from lockstep.run.files import checksum, written_aside
+from lockstep.run.files import checksum, write_private, written_aside
 from lockstep.run.folder import read_object
 
 VERSION, SHARDED_VERSION = 1, 2
@@ -97,7 +98,7 @@ def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Ten
             aside.mkdir(parents=True)
             for name, content in tensors.items():
                 save_file(_contiguous(content), aside / name)
-            (aside / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
+            write_private(aside / STATE, json.dumps(asdict(state), indent=2))
             write_manifest(aside, told_of(aside, [aside / name for name in (*tensors, STATE)]))
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise unwritten_checkpoint(target, str(error)) from error
@@ -172,10 +173,13 @@ def _ranked(values: Mapping[int, float | None], measure: Measure) -> list[int]:
 
 
 def sweep(checkpoints: Path) -> None:
-    """Clear what a kill left half written or half removed."""
+    """Clear what a kill left half written or half removed, and close state files that others can read."""
     for pattern in (".writing-*", ".removing-*"):
         for leftover in checkpoints.glob(pattern):
             shutil.rmtree(leftover)
+    for state in checkpoints.glob(f"step_*/{STATE}"):
+        with contextlib.suppress(OSError):  # another user's
+            state.chmod(0o600)
 
 
 def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
@@ -257,11 +261,21 @@ def read(path: Path) -> Checkpoint:
             raise Refusal.at(
                 str(path), f"was written in format {version}, this version reads {VERSION} and {SHARDED_VERSION}"
             )
+        _refuse_paths(values.get("files", {}), path / STATE)
         stored = _shards(path) if version == SHARDED_VERSION else _files(path)
         parts = {name: one for name in (CRITIC, CRITIC_OPTIMIZER) if (one := stored(name))}
         return Checkpoint(State(**values), stored(MODEL), stored(OPTIMIZER), path, *parts.values())
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise Refusal.at(str(path), f"cannot be read: {error}") from error
+
+
+def _refuse_paths(files: Any, where: Path) -> None:
+    """An export writes these files into its folder. A name with a path would write anywhere else."""
+    for name, text in files.items() if isinstance(files, dict) else [(files, "")]:
+        plain = isinstance(name, str) and isinstance(text, str) and Path(name).name == name and "\0" not in name
+        if not plain or name in ("", ".."):
+            why = f"its files name {name!r:.80}, which is not a file name with a text"
+            raise Refusal.at(str(where), why, "the checkpoint was changed after it was written: use another one")
 
 
 def _files(path: Path) -> Callable[[str], StoredTensors]:

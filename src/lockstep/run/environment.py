@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
+from lockstep.masking import masked_words
 
 # Device facts (driver, accelerator packages) come from the device classes, through the caller.
 PACKAGES = (
@@ -40,7 +41,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpu_count": os.cpu_count(),
-        "command": list(sys.argv),
+        "command": masked_words(sys.argv),
     }
 
 

@@ -65,16 +65,27 @@ def _remove(aside: Path) -> None:
         aside.unlink(missing_ok=True)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write `path` anew, for callers with advice of their own on a disk that takes no more."""
+def replace_text(path: Path, text: str, *, private: bool = False) -> None:
+    """Write `path` anew, for callers with advice of their own on a disk that takes no more. `private`: for the user
+    alone, as a file that repeats the recipe or the command line."""
     with written_aside(path) as aside:
-        aside.write_text(text, encoding="utf-8", newline="\n")
+        if private:
+            write_private(aside, text)
+        else:
+            aside.write_text(text, encoding="utf-8", newline="\n")
 
 
-def atomic_write_text(path: Path, text: str) -> None:
+def write_private(path: Path, content: str | bytes | bytearray) -> None:
+    """A new file that nobody but the user can read, from its first moment."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def atomic_write_text(path: Path, text: str, *, private: bool = False) -> None:
     """Write `path` anew, or refuse with what was there before untouched."""
     try:
-        replace_text(path, text)
+        replace_text(path, text, private=private)
     except OSError as error:
         raise unwritten(path, error, "what was there before is untouched") from error
 

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lockstep.errors import Refusal, unwritten
+from lockstep.masking import masked_tree
 from lockstep.run.environment import describe_environment
 from lockstep.run.files import atomic_write_text
 
@@ -89,9 +92,9 @@ class RunFolder:
         Steps after `step` do not count: a run that goes back to an earlier checkpoint trains them anew.
         """
         known = {last: path.read_text(encoding="utf-8") for last, path in self.earlier_recipes().items()}
-        parts = list(known.items())
+        parts = [(last, _without_secrets(held)) for last, held in known.items()]
         if self.recipe.is_file():
-            parts.append((step, self.recipe.read_text(encoding="utf-8")))
+            parts.append((step, _without_secrets(self.recipe.read_text(encoding="utf-8"))))
         kept: dict[int, str] = {}
         for last, held in parts:
             if (end := min(last, step)) > max(kept, default=0):
@@ -101,8 +104,8 @@ class RunFolder:
         # New files first, the old ones last: a kill in between leaves too many, which the next start mends.
         for last, held in kept.items():
             if known.get(last) != held:
-                atomic_write_text(self.earlier_recipe(last), held)
-        atomic_write_text(self.recipe, text)
+                atomic_write_text(self.earlier_recipe(last), held, private=True)
+        atomic_write_text(self.recipe, text, private=True)
         for last in known.keys() - kept.keys():
             self.earlier_recipe(last).unlink()
 
@@ -121,8 +124,8 @@ class RunFolder:
         earlier = self.read_env()
         if earlier:
             before = earlier.pop("before_resume", [])
-            facts["before_resume"] = [*(before if isinstance(before, list) else [before]), earlier]
-        atomic_write_text(self.env, json.dumps(facts, indent=2) + "\n")
+            facts["before_resume"] = masked_tree([*(before if isinstance(before, list) else [before]), earlier])
+        atomic_write_text(self.env, json.dumps(facts, indent=2) + "\n", private=True)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -142,6 +145,13 @@ class RunFolder:
             # The file stays: removing it would let two processes lock two different files of the same name.
             _held.discard(file)
             os.close(file)
+
+
+def _without_secrets(recipe: str) -> str:
+    """The text of a recipe, where an earlier version stored secrets without them."""
+    values = yaml.load(recipe, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    clean = masked_tree(values)
+    return recipe if clean == values else yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
 
 
 def read_object(path: Path, remedy: str = "restore the file") -> dict[str, Any]:

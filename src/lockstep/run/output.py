@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 import sys
 
+from lockstep.masking import without_concealed
+
 # Control characters but for the line break and the tab; marks, overrides and isolates of the writing direction, which
 # make a line read otherwise than it is; separators that some terminals break lines at; halves of surrogate pairs,
 # which no encoding can print.
@@ -23,7 +25,7 @@ def _spelt(code: int) -> str:
 
 def write(text: str = "", *, error: bool = False, end: str = "\n") -> None:
     """A line on stdout, or on stderr, at once."""
-    print(visible(text), file=sys.stderr if error else sys.stdout, end=end, flush=True)
+    print(visible(without_concealed(text)), file=sys.stderr if error else sys.stdout, end=end, flush=True)
 
 
 def never_fail_to_encode() -> None:

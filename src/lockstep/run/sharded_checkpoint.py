@@ -34,7 +34,7 @@ from lockstep.run.checkpoint import (
     unwritten_checkpoint,
     write_manifest,
 )
-from lockstep.run.files import aside_of, cleared_aside, take_name
+from lockstep.run.files import aside_of, cleared_aside, take_name, write_private
 
 
 class ShardedWriter:
@@ -93,7 +93,7 @@ class ShardedWriter:
                 raise unwritten_checkpoint(target, str(error)) from error
 
     def _land(self, state: State, folder: Path, target: Path, every: list[dict[str, Any]]) -> None:
-        (folder / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
+        write_private(folder / STATE, json.dumps(asdict(state), indent=2))
         manifest = {name: facts for told in every for name, facts in told.items()}
         write_manifest(folder, {**manifest, **told_of(folder, [folder / STATE])})
         take_name(folder, target)

@@ -94,7 +94,7 @@ class TapeFolder:
         text = json.dumps({"version": VERSION, **values}, indent=2) + "\n"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            replace_text(self.manifest_file, text)
+            replace_text(self.manifest_file, text, private=True)
         except OSError as error:
             raise _unwritten(self.manifest_file, error) from error
 
@@ -105,7 +105,7 @@ class TapeFolder:
             raise Refusal.at(
                 str(self.path), "there is no tape", "record one: `lockstep train RECIPE tape=true run.name=NEW`"
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise _unread(self.manifest_file, error) from error
         version = values.get("version") if isinstance(values, dict) else None
         if version != VERSION:
@@ -208,8 +208,11 @@ def _metadata(info: dict[str, Any]) -> dict[str, str]:
 
 def _unstacked(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     info, tensors = _load(file)
-    for stack, names in info.pop(STACKS, {}).items():
-        tensors |= zip(names, tensors.pop(stack).unbind(), strict=True)
+    try:
+        for stack, names in info.pop(STACKS, {}).items():
+            tensors |= zip(names, tensors.pop(stack).unbind(), strict=True)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _unread(file, error) from error
     return info, tensors
 
 
@@ -217,6 +220,8 @@ def _load(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     try:
         with safe_open(file, "pt") as opened:
             info = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+            if not isinstance(info, dict):
+                raise ValueError(f"its metadata {METADATA} is no JSON object")
             return info, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise _unread(file, error) from error

@@ -9,6 +9,7 @@ from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.model.load import DTYPES
 from lockstep.recipe import Recipe
+from lockstep.rollout.native.engine import FREE_SHARE
 from lockstep.rollout.native.prefill import prefill_bytes
 from lockstep.train.plan_layers import kv_bytes
 from lockstep.train.plan_memory import MemoryPlan, Phase
@@ -79,18 +80,31 @@ def collective_of(recipe: Recipe, device: Device) -> str | None:
 
 
 def with_worker(
-    plan: MemoryPlan, recipe: Recipe, config: Any, ranks: int, longest: int, prefill_tokens: int, *, on_host: bool
+    plan: MemoryPlan,
+    recipe: Recipe,
+    config: Any,
+    ranks: int,
+    longest: int,
+    prefill_tokens: int,
+    *,
+    on_host: bool,
+    memory: int,
 ) -> MemoryPlan:
     """A worker's copy of the model, its cache and its pass over prompts: beside every phase of its rank where it is on
     the same device, for itself where it has its own. `on_host`: the device's memory is the host's, in which weights
-    that are handed over lie once more."""
+    that are handed over lie once more. The cache takes a share of what is free of a device's `memory`."""
     rollout, size = recipe.rollout, DTYPES[recipe.model.dtype].itemsize
     if rollout.max_staleness is None:
         return plan
     asked = (rollout.max_staleness + 1) * -(-recipe.batch.prompts // ranks)
     sequences = min(rollout.max_sequences, asked * rollout.n)
     cached = sequences * longest * kv_bytes(config, size)
-    cache = min(cached, int(rollout.cache_gb * 1e9)) if rollout.cache_gb else cached
+    standing = next(phase for phase in plan.phases if phase.name == "validation")
+    held = 0 if rollout.worker_device else standing.total - standing.activations
+    room = int(FREE_SHARE * max(0, memory - held - plan.parameters * size))
+    cache = min(
+        cached, int(rollout.cache_gb * 1e9) if rollout.cache_gb else max(room, longest * kv_bytes(config, size))
+    )
     prompts = asked * max(0, longest - rollout.max_tokens)
     passes = prefill_bytes(config.get_text_config(), min(prefill_tokens, prompts), size)
     worker = Phase(WORKER, plan.parameters * size, activations=cache + passes)

@@ -90,6 +90,12 @@ def cluster_named(text: str) -> TargetCluster:
             f"known devices: {', '.join(CHIPS)}" + (f"; did you mean {nearest}?" if nearest else ""),
         )
     cluster = TargetCluster(int(found[1]), int(found[2]), chip)
+    if chip.most_devices is not None and cluster.each > chip.most_devices:
+        raise Refusal.at(
+            "--cluster",
+            f"{cluster.each} devices in a node, and a node of {chip.name} has up to {chip.most_devices}",
+            f"say more nodes: {-(-cluster.devices // chip.most_devices)}x{chip.most_devices}:{chip.name}",
+        )
     if chip.most_nodes is not None and cluster.nodes > chip.most_nodes:
         raise Refusal.at(
             "--cluster",

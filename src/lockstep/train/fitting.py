@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from lockstep.device.select import DEVICES
 from lockstep.errors import Refusal
+from lockstep.model.tensor_plan import Indivisible
 from lockstep.parallel.mesh import grid_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.checks import combination_problems
 from lockstep.recipe.load import value_text
 from lockstep.recipe.methods import ONLINE, reference_kind
 from lockstep.recipe.rows import estimator_row
-from lockstep.train.beside import WORKER
+from lockstep.train.beside import WORKER, refuse_beside
 from lockstep.train.cluster import TargetCluster
 from lockstep.train.outlook import Outlook
 
@@ -54,23 +56,44 @@ def with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
 
 
 def _fastest(outlook: Outlook, cluster: TargetCluster) -> KeyValues | None:
-    """By the time of a step, rounded, so that a change that gains next to nothing is left out."""
-    found: list[tuple[float, int, KeyValues]] = []
-    for keys in _candidates(outlook, cluster):
-        changed = outlook.with_recipe(with_keys(outlook.recipe, keys))
-        if changed.over(cluster):
-            continue
-        times = changed.times(cluster)
-        seconds = sum(time.open for time in times) if times is not None else 0.0
-        found.append((seconds, len(keys), keys))
+    """By the time of a step, rounded, so that a change that gains next to nothing is left out. Tensor groups only where
+    nothing else fits: what their sums wait for is not known."""
+    found = list(_timed(outlook, cluster))
+    if not found:
+        found = [
+            (seconds, count + 1, {"parallel.tensor": divided.recipe.parallel.tensor, **keys})
+            for divided in _tensors(outlook, cluster)
+            for seconds, count, keys in _timed(divided, cluster)
+        ]
     if not found:
         return None
     least = min(seconds for seconds, _, _ in found)
     return min((one for one in found if one[0] <= (1 + WORTH) * least), key=lambda one: (one[1], one[0]))[2]
 
 
-def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[KeyValues]:
-    """All combinations that the recipe may have, with as many sequences at once as the cache then has room for."""
+def _timed(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[float, int, KeyValues]]:
+    """What fits: the seconds of a step, the number of keys, and the keys."""
+    for keys, changed in _candidates(outlook, cluster):
+        times = changed.times(cluster)
+        yield sum(time.open for time in times) if times is not None else 0.0, len(keys), keys
+
+
+def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
+    """Larger tensor groups inside a node, of a model that can be divided so."""
+    recipe = outlook.recipe
+    for size in (2, 4, 8, 16):
+        if size <= recipe.parallel.tensor or cluster.each % size:
+            continue
+        try:
+            divided = outlook.divided_over(size)
+            refuse_beside(divided.recipe, DEVICES[cluster.chip.kind], cluster.each, None)
+        except (Indivisible, Refusal):
+            continue
+        yield divided
+
+
+def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyValues, Outlook]]:
+    """All combinations that the recipe may have and that fit, with as many sequences at once as have room then."""
     recipe = outlook.recipe
     for parts in product(
         *(one(recipe, cluster) for one in (_slices, _hosts, _references, _rewards, _layers, _contexts))
@@ -83,8 +106,10 @@ def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[KeyValues]
                 continue
             for sequences in _sequences(recipe, cluster):
                 changed = outlook.with_recipe(with_keys(recipe, {**keys, **sequences}))
-                if all(phase.name not in ("generate", WORKER) for phase in changed.over(cluster)):
-                    yield {**keys, **sequences}
+                over = changed.over(cluster)
+                if not over:
+                    yield {**keys, **sequences}, changed
+                if all(phase.name not in ("generate", WORKER) for phase in over):
                     break
 
 

@@ -47,7 +47,7 @@ class LogprobCache:
     """The numbers of the targets of known examples, read from disk as they are needed."""
 
     def __init__(self, folder: Path, names: Sequence[str], examples: Iterable[Example]):
-        self._columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names}
+        self._columns = {name: np.lib.format.open_memmap(folder / f"{name}.npy", "r") for name in names}
         # Examples are made anew each time that they are asked for: they are known by what they are.
         self._starts: dict[bytes, int] = {}
         start = 0
@@ -102,7 +102,8 @@ def _is_whole(folder: Path, shapes: dict[str, Shape], targets: int) -> bool:
         return False
     for name, shape in shapes.items():
         try:
-            column = np.load(folder / f"{name}.npy", mmap_mode="r")
+            # Unlike np.load it reads no zip archive, and never a pickle.
+            column = np.lib.format.open_memmap(folder / f"{name}.npy", "r")
         except (OSError, ValueError):
             return False
         if column.shape != shape.of(targets) or column.dtype != np.dtype(shape.dtype):

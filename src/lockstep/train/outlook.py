@@ -8,6 +8,7 @@ from typing import Any
 from lockstep.device.select import DEVICES
 from lockstep.errors import Problem, refuse_all
 from lockstep.model.load import DTYPES, load_config
+from lockstep.model.tensor_plan import refuse_heads
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.parallel import Parallel
@@ -16,8 +17,8 @@ from lockstep.rollout.native.prefill import fitting_prefill
 from lockstep.train.beside import WORKER, with_worker
 from lockstep.train.cluster import TargetCluster
 from lockstep.train.plan_counts import count_parameters
-from lockstep.train.plan_layers import kernels_of
-from lockstep.train.plan_memory import MemoryPlan, Phase, plan_memory
+from lockstep.train.plan_layers import kernels_of, kv_bytes
+from lockstep.train.plan_memory import MemoryPlan, Phase, on_device, plan_memory
 from lockstep.train.roofline import model_cost
 from lockstep.train.step_time import ModelCosts, PhaseTime, StepTimes
 from lockstep.train.step_work import StepSource
@@ -58,23 +59,47 @@ class Outlook:
         device, recipe, config = DEVICES[cluster.chip.kind], self.recipe, self.models.config
         size, text = DTYPES[recipe.model.dtype].itemsize, config.get_text_config()
         prefill = recipe.rollout.prefill_tokens or fitting_prefill(device.prefill_tokens, cluster.memory, text, size)
-        longest = self.steps.longest(recipe)
-        plan = plan_memory(
-            recipe,
-            config,
-            cluster.devices,
-            longest,
-            self.steps.rows(recipe),
-            prefill,
-            device=device,
-            keeps_cache=kept_cache(cluster.memory) if device.graph_capture else 0,
-            counted=self.models.counted,
-        )
+        longest, memory = self.steps.longest(recipe), cluster.memory
+
+        def planned(cache_room: int | None) -> MemoryPlan:
+            return plan_memory(
+                recipe,
+                config,
+                cluster.devices,
+                longest,
+                self.steps.rows(recipe),
+                prefill,
+                device=device,
+                keeps_cache=kept_cache(memory) if device.graph_capture else 0,
+                counted=self.models.counted,
+                cache_room=cache_room,
+            )
+
+        plan = on_device(recipe, memory, planned)
         if recipe.method not in ONLINE:
             return plan
         # The table has no memory of a device that is the host.
         on_host = cluster.chip.memory is None
-        return with_worker(plan, recipe, config, cluster.devices, longest, prefill, on_host=on_host)
+        return with_worker(plan, recipe, config, cluster.devices, longest, prefill, on_host=on_host, memory=memory)
+
+    def held(self, cluster: TargetCluster) -> int | None:
+        """Sequences of a mean length that the KV cache of a device holds at once; None where it holds all, or where
+        not even the least cache fits."""
+        plan, work = self.memory(cluster), self.steps.work(self.recipe)
+        fits = all(phase.name != "generation" or phase.total <= cluster.memory for phase in plan.phases)
+        if plan.cache >= plan.wanted_cache or not fits:
+            return None
+        size = DTYPES[self.recipe.model.dtype].itemsize
+        each = kv_bytes(self.models.config, size) / self.recipe.parallel.tensor
+        return max(1, int(plan.cache / (each * (work.prompt_tokens + work.response_tokens))))
+
+    def divided_over(self, tensor: int) -> Outlook:
+        """The same with tensor groups of this size. Raises Indivisible where the model has no such parts."""
+        refuse_heads(self.models.config, tensor)
+        parallel = self.recipe.parallel.model_copy(update={"tensor": tensor})
+        recipe = self.recipe.model_copy(update={"parallel": parallel})
+        counted = count_parameters(recipe, self.models.config)
+        return replace(self, recipe=recipe, models=replace(self.models, counted=counted))
 
     def phases(self, cluster: TargetCluster) -> list[Phase]:
         """Those of a step and around it: load, generate, reference, update, save."""
@@ -99,8 +124,12 @@ class Outlook:
         """None where the table has no figure for the chip and the number format."""
         if cluster.chip.flops(DTYPES[self.recipe.model.dtype].itemsize) is None:
             return None
-        kernels = kernels_of(self.recipe, self.models.counted, DEVICES[cluster.chip.kind], cluster.devices)
-        return StepTimes(self.recipe, self.models, self.steps.work(self.recipe), cluster, kernels).phases()
+        recipe, held = self.recipe, self.held(cluster) if self.recipe.method in ONLINE else None
+        kernels = kernels_of(recipe, self.models.counted, DEVICES[cluster.chip.kind], cluster.devices)
+        if held is not None and held < recipe.rollout.max_sequences:
+            rollout = recipe.rollout.model_copy(update={"max_sequences": held})
+            recipe = recipe.model_copy(update={"rollout": rollout})
+        return StepTimes(recipe, self.models, self.steps.work(recipe), cluster, kernels).phases()
 
 
 def _other_model(recipe: Recipe) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,10 @@ from lockstep.parallel.mesh import grid_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.parallel import Parallel
-from lockstep.recipe.rows import estimator_row
+from lockstep.recipe.rows import ENGINES, estimator_row
+from lockstep.rollout.native.engine import FREE_SHARE
 from lockstep.rollout.native.prefill import prefill_bytes
+from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.train.plan_counts import Counted, count_parameters, loaded_beside
 from lockstep.train.plan_layers import activation_bytes, head_bytes, kept_by_layer, kernels_of, kv_bytes
 from lockstep.train.plan_offload import Freed, TrainedBytes, freed_by, waiting_activations, without, without_frozen
@@ -45,6 +48,10 @@ class MemoryPlan:
     remarks: tuple[str, ...] = ()
     handed_bytes: int = 0
     """Of the host's memory, for each rank that hands its rollout worker weights through it."""
+    cache: int = 0
+    """Bytes of the KV cache."""
+    wanted_cache: int = 0
+    """Bytes with which every sequence that may be generated at once would have its place."""
 
     @property
     def peak(self) -> Phase:
@@ -62,8 +69,9 @@ def plan_memory(
     device: Device | type[Device] = Device,
     keeps_cache: int = 0,
     counted: Counted | None = None,
+    cache_room: int | None = None,
 ) -> MemoryPlan:
-    """Estimates from shapes alone; `counted` saves counting again.
+    """Estimates from shapes alone; `counted` saves counting again. `cache_room` bounds the KV cache (`on_device`).
 
     A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
     `prefill_tokens` are those of one pass of the engine over prompts, `keeps_cache` up to how many bytes of KV cache
@@ -116,7 +124,7 @@ def plan_memory(
     if recipe.method in ONLINE:
         gathered = parameters - counted.divided + counted.divided // tensor
         before = plan.phases[-1]
-        engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache)
+        engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room)
         plan = _with_online_parts(plan, recipe, config, shards, gathered, engine)
         after = plan.phases[len(phases) - 1]
         if after.weights > before.weights:
@@ -168,10 +176,18 @@ class EnginePlan:
     longest: int
     prefill_tokens: int
     keeps_cache: int
+    cache_room: int | None = None
+    """Bytes that the cache may take; None where it takes all that it can use."""
 
     def prompts(self, recipe: Recipe) -> int:
         """Those that one device answers."""
         return -(-recipe.batch.prompts // self.devices)
+
+    def cache(self, recipe: Recipe, wanted: int, longest: int) -> int:
+        """Bytes of the cache: what all sequences want, within the room, and no less than the longest one takes."""
+        if recipe.rollout.cache_gb:
+            return min(wanted, int(recipe.rollout.cache_gb * 1e9))
+        return wanted if self.cache_room is None else min(wanted, max(self.cache_room, longest))
 
     def kept(self, recipe: Recipe, cache: int) -> int:
         """Bytes of the cache that stay on the device between two generations."""
@@ -196,8 +212,11 @@ def _with_online_parts(
     state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
     asked = engine.prompts(recipe)
     sequences = min(recipe.rollout.max_sequences, asked * recipe.rollout.n)
-    cached = sequences * engine.longest * kv_bytes(config, size) // recipe.parallel.tensor
-    cache = min(cached, int(recipe.rollout.cache_gb * 1e9)) if recipe.rollout.cache_gb else cached
+    token = kv_bytes(config, size)
+    cached = sequences * engine.longest * token // recipe.parallel.tensor
+    block = recipe.rollout.block_tokens
+    least = Scheduler.least_blocks(engine.longest, block) * block * token // recipe.parallel.tensor
+    cache = engine.cache(recipe, cached, least)
     phases = tuple(
         replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state) for phase in plan.phases
     )
@@ -212,7 +231,19 @@ def _with_online_parts(
     passes = prefill_bytes(config.get_text_config(), min(engine.prefill_tokens, prompts), size)
     generation = Phase("generation", gathered * size + beside, 0, standing.optimizer, cache + passes)
     own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
-    return replace(plan, phases=(*phases, generation), checkpoint_bytes=plan.checkpoint_bytes + own)
+    stored = plan.checkpoint_bytes + own
+    return replace(plan, phases=(*phases, generation), checkpoint_bytes=stored, cache=cache, wanted_cache=cached)
+
+
+def on_device(recipe: Recipe, memory: int, plan_of: Callable[[int | None], MemoryPlan]) -> MemoryPlan:
+    """The plan on a device of this memory: the built-in engine takes a share of what is free beside all else for its KV
+    cache, and lets sequences wait that have no place in it. `plan_of` is asked with the bound of the cache."""
+    plan = plan_of(None)
+    standing = next((phase for phase in plan.phases if phase.name == "generation"), None)
+    if standing is None or recipe.rollout.cache_gb is not None or not ENGINES[recipe.rollout.engine].paged:
+        return plan
+    room = int(FREE_SHARE * max(0, memory - standing.total + standing.activations))
+    return plan if plan.cache <= room else plan_of(room)
 
 
 def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:

@@ -51,7 +51,8 @@ from lockstep.run.sinks import open_sinks
 from lockstep.train.beside import refuse_beside, with_worker
 from lockstep.train.own_functions import try_functions
 from lockstep.train.plan import BatchPlan, OnlinePlan, plan_batches, plan_online
-from lockstep.train.plan_memory import MemoryPlan, plan_memory, refuse_misfit
+from lockstep.train.plan_counts import count_parameters
+from lockstep.train.plan_memory import MemoryPlan, on_device, plan_memory, refuse_misfit
 from lockstep.train.row_remarks import repeated_rows, seen_in_training
 from lockstep.train.trained import missing_weights, refuse_indivisible_models, refuse_models, refuse_routers
 from lockstep.types import Question
@@ -281,20 +282,29 @@ def prepare_online(
     rows = sequences_per_update(recipe)
     size = DTYPES[recipe.model.dtype].itemsize
     prefill_tokens = prefill_budget(recipe.rollout, device, config.get_text_config(), size)
-    memory = plan_memory(
-        recipe,
-        config,
-        devices,
-        batches.longest,
-        rows,
-        prefill_tokens,
-        device=device,
-        keeps_cache=kept_cache(device.memory().total) if device.graph_capture else 0,
-    )
+    total, counted = device.memory().total, count_parameters(recipe, config)
+
+    def planned(cache_room: int | None) -> MemoryPlan:
+        return plan_memory(
+            recipe,
+            config,
+            devices,
+            batches.longest,
+            rows,
+            prefill_tokens,
+            device=device,
+            keeps_cache=kept_cache(total) if device.graph_capture else 0,
+            counted=counted,
+            cache_room=cache_room,
+        )
+
+    memory = on_device(recipe, total, planned)
     on_host = device.torch_device(0).type == "cpu"
-    memory = with_worker(memory, recipe, config, devices, batches.longest, prefill_tokens, on_host=on_host)
+    memory = with_worker(
+        memory, recipe, config, devices, batches.longest, prefill_tokens, on_host=on_host, memory=total
+    )
     if must_fit:
-        refuse_misfit(memory, device.memory().total, device.name)
+        refuse_misfit(memory, total, device.name)
     remarks += [*train.warnings, *repeated_rows(recipe, train), *memory.remarks]
     if questions:
         asked = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))

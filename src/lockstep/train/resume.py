@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import Problem, refuse_all
+from lockstep.masking import comparable
 from lockstep.model.fingerprint import differing_files, folder_fingerprint
 from lockstep.model.resolve import adapter_folder, model_folder
 from lockstep.recipe import Recipe
@@ -48,9 +49,14 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
     # A harmless group of keys that the version which wrote the checkpoint did not have is no change.
     unknown = {name: group for name, group in now.items() if name not in before and facts_of(name).resumable}
-    old, new = flatten({**unknown, **before}), flatten(now)
+    # Another secret, or another way to the same one, is no change of what is trained.
+    old, new = (_without_secrets(flatten(values)) for values in ({**unknown, **before}, now))
     unlike = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     return [Changed(key, old.get(key), new.get(key)) for key in unlike]
+
+
+def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: comparable(value, key.rpartition(".")[2]) for key, value in values.items()}
 
 
 def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str]) -> list[Changed]:

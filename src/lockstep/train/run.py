@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.data.template import is_named, template_text
 from lockstep.device.base import Device
+from lockstep.masking import sources
 from lockstep.model.fingerprint import model_fingerprint
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
@@ -118,6 +119,7 @@ class Run:
                 "fused": fused,
                 "own_code": code,
                 **({"resumed": self.resumed} if self.resumed else {}),
+                "secrets": sources(resolved(self.recipe)),
             }
         )
 

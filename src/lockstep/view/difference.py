@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from lockstep.masking import masked_tree
 from lockstep.run.folder import RunFolder
 from lockstep.view.files import Missing, read_small
 from lockstep.view.recipes import MOST_BYTES, flat, loaded
@@ -63,7 +64,7 @@ def _setup(root: Path, run: Path) -> tuple[dict[str, Any], dict[str, Any], list[
         raise Missing(f"env.json of {run.name}: {error}") from error
     if not isinstance(env, dict):
         raise Missing(f"env.json of {run.name} holds no keys")
-    return recipe, env, [], earlier
+    return recipe, masked_tree(env), [], earlier
 
 
 def _keys(text: str, run: Path) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def _keys(text: str, run: Path) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise Missing(f"recipe.yaml of {run.name} holds no keys")
     flat(recipe)  # refuses one that is small on disk and endless when its anchors are followed
-    return recipe
+    return cast(dict[str, Any], masked_tree(recipe))
 
 
 def _shown(value: Any) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from lockstep.masking import masked, masked_tree
 from lockstep.run.folder import RunFolder
 from lockstep.view.files import Missing, read_small
 
@@ -23,22 +24,28 @@ def recipe_of(root: Path, run: Path) -> dict[str, Any]:
     """`recipe` and `env` by key, the recipe's text, and the recipes that trained earlier steps."""
     folder = RunFolder(run)
     earlier = [
-        {"last_step": last, "text": read_small(root, path, MOST_BYTES)}
+        {"last_step": last, "text": masked(read_small(root, path, MOST_BYTES))}
         for last, path in folder.earlier_recipes().items()
     ]
     told: dict[str, Any] = {"text": None, "recipe": {}, "env": {}, "earlier": earlier, "problems": []}
     if folder.recipe.is_file():
         try:
-            told["text"] = read_small(root, folder.recipe, MOST_BYTES)
-            told["recipe"] = flat(loaded(told["text"]))
+            text = read_small(root, folder.recipe, MOST_BYTES)
+            told["text"], told["recipe"] = masked(text), _without_secrets(flat(loaded(text)))
         except Missing as error:
             told["problems"].append(str(error))
     if folder.env.is_file():
         try:
-            told["env"] = flat(json.loads(read_small(root, folder.env, MOST_BYTES)))
+            told["env"] = _without_secrets(flat(json.loads(read_small(root, folder.env, MOST_BYTES))))
         except (Missing, ValueError, RecursionError) as error:
             told["problems"].append(f"env.json: {error}")
     return told
+
+
+def _without_secrets(values: dict[str, str]) -> dict[str, str]:
+    """Flat values without what an earlier version stored; flat first, because anchors make a small file endless."""
+    found = {key: masked_tree(json.loads(value), key.rpartition(".")[2]) for key, value in values.items()}
+    return {key: json.dumps(value, ensure_ascii=False) for key, value in found.items()}
 
 
 def loaded(text: str) -> Any:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
+import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lockstep
+from lockstep.run.caches import RUNS, cache_home
+from lockstep.run.files import replace_text
 from lockstep.run.folder import RunFolder
 from lockstep.run.text import OFFLINE_COLUMNS, ONLINE_COLUMNS
 from lockstep.view.files import Missing, inside, open_inside, read_small
@@ -20,8 +28,11 @@ MOST_FOLDERS = 5_000
 LOOK_AGAIN_SECONDS = 1.0
 
 
-ReadBefore = dict[Path, tuple[tuple[tuple[int, int, int], ...], dict[str, Any]]]
+Signs = tuple[tuple[int, int, int], ...]
+ReadBefore = dict[Path, tuple[Signs, dict[str, Any]]]
 """What was read of a run, and of which state of its files."""
+# So many runs read anew make the index worth writing; a few that grow are read again at the next start.
+WRITE_AFTER = 20
 
 
 @dataclass(frozen=True)
@@ -174,10 +185,61 @@ def held_locks() -> frozenset[tuple[int, int]]:
 def _held(root: Path, folder: RunFolder, locks: frozenset[tuple[int, int]]) -> bool:
     lock = folder.path / ".lock"
     try:
-        holder, inode = int(read_small(root, lock, 32)), lock.stat().st_ino
+        inode = lock.stat().st_ino
+        # Most runs are over: their lock files need not be read.
+        return any(inode == locked for _, locked in locks) and (int(read_small(root, lock, 32)), inode) in locks
     except (Missing, OSError, ValueError):
         return False
-    return (holder, inode) in locks
+
+
+class RunIndex:
+    """What was read of the runs of a folder, kept in the cache for the next start. An entry holds as long as the files
+    that it was read from have the same time, size and inode. An index that is damaged, or of another version, is made
+    again."""
+
+    def __init__(self, root: Path):
+        self.known: ReadBefore = {}
+        self._written: ReadBefore = {}
+        self._file: Path | None = None
+        with contextlib.suppress(RuntimeError):  # no home
+            name = hashlib.sha256(os.fsencode(root)).hexdigest()[:24]
+            self._file = cache_home() / RUNS / f"{name}.json"
+        # Another version may read other things of the same files.
+        self._version = hashlib.sha256(json.dumps([lockstep.__version__, first_metrics()]).encode()).hexdigest()
+        if self._file is not None:
+            self.known = self._read(self._file)
+            self._written = dict(self.known)
+
+    def _read(self, file: Path) -> ReadBefore:
+        try:
+            told = json.loads(file.read_text(encoding="utf-8"))
+            body = told["runs"]
+            if told["version"] != self._version or told["sha256"] != _checksum(body):
+                return {}
+            return {Path(run): (tuple(map(tuple, signs)), dict(read)) for run, (signs, read) in body.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+
+    def keep(self, runs: Collection[Path]) -> None:
+        """Forget all other runs, and write the index where it is worth it. One that cannot be written costs time."""
+        for gone in self.known.keys() - set(runs):
+            del self.known[gone]
+        changed = sum(self._written.get(run) != read for run, read in self.known.items())
+        new = self.known.keys() - self._written.keys()
+        if self._file is None or not (new or changed >= WRITE_AFTER):
+            return
+        body = {str(run): [signs, read] for run, (signs, read) in self.known.items()}
+        # As it comes back: tuples are lists there.
+        body = json.loads(json.dumps(body))
+        told = {"version": self._version, "sha256": _checksum(body), "runs": body}
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(self._file, json.dumps(told), private=True)
+            self._written = dict(self.known)
+
+
+def _checksum(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 class Shelf:
@@ -187,7 +249,8 @@ class Shelf:
         self.root = Path(os.path.realpath(root))
         self._found: FoundRuns | None = None
         self._looked = 0.0
-        self._known: ReadBefore = {}
+        self._index: RunIndex | None = None
+        self._listing = threading.Lock()
 
     def found(self) -> FoundRuns:
         """As they are now."""
@@ -205,5 +268,8 @@ class Shelf:
 
     def listed(self) -> dict[str, Any]:
         found, locks = self.found(), held_locks()
-        runs = [summary(self.root, name, path, locks, self._known) for name, path in found.runs.items()]
+        with self._listing:
+            index = self._index = self._index or RunIndex(self.root)
+            runs = [summary(self.root, name, path, locks, index.known) for name, path in found.runs.items()]
+            index.keep(found.runs.values())
         return {"folder": str(self.root), "runs": runs, "left_out": list(found.left_out), "first": first_metrics()}

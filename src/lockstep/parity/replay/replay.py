@@ -146,7 +146,7 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
     ]
     if any(word.startswith("model.dtype=") for word in overrides):
         settled.append("model.master_weights=null")  # its default depends on the dtype
-    return load_recipe(str(recorded), [*settled, *overrides])
+    return load_recipe(str(recorded), [*settled, *overrides], stored=True)
 
 
 def free_name(source: RunFolder, kind: str) -> str:

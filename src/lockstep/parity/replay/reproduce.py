@@ -174,7 +174,7 @@ def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def _lines(case: Case, title: str, heavy: bool) -> list[str]:
     given = [f"    {_literal(tensor)}," for tensor in case.call.inputs]
     if heavy:
-        kept = ["KEPT = torch.load(Path(__file__).with_suffix('.pt'))", "GIVEN = KEPT['given']"]
+        kept = ["KEPT = torch.load(Path(__file__).with_suffix('.pt'), weights_only=True)", "GIVEN = KEPT['given']"]
     else:
         kept = ["GIVEN = [", *given, "]"]
     if case.judge is None:
@@ -184,7 +184,7 @@ def _lines(case: Case, title: str, heavy: bool) -> list[str]:
         same = "The same operator" if case.judge is case.call else "As the clean module asks for it"
         judge = [f"    # {same}, in float64 on the CPU.", f"    return {_call_text(case.judge, double=True)}"]
     return [
-        f'"""{title}: needs only torch, exits with 1 while the two differ and with 0 where they agree."""',
+        f'"""{_quotable(title)}: needs only torch, exits with 1 while the two differ and with 0 where they agree."""',
         "",
         *(["from pathlib import Path", ""] if heavy else []),
         "import torch",
@@ -219,6 +219,11 @@ def _lines(case: Case, title: str, heavy: bool) -> list[str]:
         "print(f'differs: {said}' if differs else f'agrees: {said} where they differ most')",
         "raise SystemExit(int(differs))",
     ]
+
+
+def _quotable(title: str) -> str:
+    """The title names a module of the model. Nothing in that name may end the docstring."""
+    return "".join(sign if sign.isprintable() and sign not in '"\\' else "'" for sign in title)
 
 
 def _call_text(call: Operator, *, double: bool = False) -> str:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from lockstep.device.base import Device
-from lockstep.errors import LostProcess, Refusal
+from lockstep.errors import LostProcess, Refusal, with_secrets
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.parallel.meeting import TELL_AGAIN_SECONDS, TELL_SECONDS, say
@@ -224,6 +224,7 @@ def named_servers(settings: RolloutSettings) -> list[str] | None:
     for address in found:
         if not is_address(address):
             raise Refusal.at("rollout.url", f"{address!r} is not an HTTP address", "write http://host:port")
+        with_secrets(address, "rollout.url")
     if not found:
         raise Refusal.at("rollout.url", "names no server", "write http://host:port, or remove it")
     return found

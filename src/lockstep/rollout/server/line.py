@@ -15,9 +15,12 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from lockstep.errors import with_secrets
+from lockstep.masking import comparable
 from lockstep.parallel.meeting import say
 from lockstep.reward.exchange import HttpAnswer, TooLong, Trouble, answers, exchanged, open_client, short
 from lockstep.rollout.server.failed import ServerFailed
@@ -72,7 +75,7 @@ class Pulse:
 
     async def _look(self, client: Any) -> None:
         try:
-            status = await answers(client, f"{self.address}/health", LOOK_SECONDS)
+            status = await answers(client, f"{with_secrets(self.address, 'rollout.url')}/health", LOOK_SECONDS)
             why = f"/health answers {status}" if status in self.gone_statuses else ""
         except Trouble as error:
             why = str(error)
@@ -199,7 +202,12 @@ class ServerLine:
 
     lines: Lines
     address: str
+    """As it is shown: with references in the place of secrets."""
     seconds: float
+
+    @cached_property
+    def _reached(self) -> str:
+        return with_secrets(self.address, "rollout.url")
 
     def get(self, path: str, seconds: float | None = None) -> Any:
         work = self.asked("GET", path, None, seconds or SWITCH_SECONDS, tells=True)
@@ -212,11 +220,11 @@ class ServerLine:
     async def asked(
         self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float, *, tells: bool = False
     ) -> Any:
-        return await self._told(path, self.lines.exchange(method, self.address + path, body, seconds), tells=tells)
+        return await self._told(path, self.lines.exchange(method, self._reached + path, body, seconds), tells=tells)
 
     async def sampled(self, path: str, body: Mapping[str, Any], seconds: float) -> Any:
         """One sample, by a route that takes many."""
-        return await self._told(path, self.lines.together.ask(self.address + path, body, seconds))
+        return await self._told(path, self.lines.together.ask(self._reached + path, body, seconds))
 
     async def _told(self, path: str, work: Coroutine[Any, Any, T], *, tells: bool = False) -> T:
         try:
@@ -229,7 +237,7 @@ class ServerLine:
 def is_address(text: str) -> bool:
     """http://host:port, with nothing behind it but a path that all routes share."""
     try:
-        parts = urlsplit(text)
+        parts = urlsplit(comparable(text))
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
     except ValueError:
         return False

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, with_secrets
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
 from lockstep.processes.process import FunctionProcess
@@ -139,7 +139,8 @@ def start_server(
         key,
         "" if key_file is None else str(key_file),
     )
-    environment = {**dialect.environment(start), **server.env}
+    own = {name: with_secrets(value, f"rollout.server.env.{name}") for name, value in server.env.items()}
+    environment = {**dialect.environment(start), **own}
     if server.devices is not None and device.visible_variable is not None:
         environment[device.visible_variable] = ",".join(map(str, server.devices))
     environment["PYTHONPATH"] = _python_path(dialect.environment(start), settings)

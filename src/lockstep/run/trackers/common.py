@@ -32,7 +32,7 @@ def tracker_id(folder: RunFolder, tracker: str, resumed_at: int) -> tuple[str, b
 def remember_id(folder: RunFolder, tracker: str, run_id: str) -> None:
     """Keeps the id in the run folder, for a resume."""
     ids = _known_ids(folder) | {tracker: run_id}
-    atomic_write_text(folder.trackers, json.dumps(ids, indent=2) + "\n")
+    atomic_write_text(folder.trackers, json.dumps(ids, indent=2) + "\n", private=True)
 
 
 def earlier_steps(folder: RunFolder, resumed_at: int) -> Iterator[tuple[int, dict[str, float]]]:

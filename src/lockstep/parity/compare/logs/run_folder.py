@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from lockstep.errors import Refusal
+from lockstep.masking import masked_tree
 from lockstep.parity.compare.log import Evidence
 from lockstep.parity.compare.logs.curves import Points
 from lockstep.run.folder import RunFolder, read_object
@@ -53,6 +54,8 @@ def evidence(path: Path) -> Evidence:
         if not isinstance(content, dict):
             raise Refusal.at(file, "holds no keys", "restore the file")
     env = read_object(folder.env) if folder.env.is_file() else {}
+    # An earlier version may have stored secrets; they must not reach a report.
+    recipes, env = {path: masked_tree(recipe) for path, recipe in recipes.items()}, masked_tree(env)
     earlier = {last: recipes[path] for path, last in files.items() if last is not None}
     return Evidence(recipes[folder.recipe], env, _samples(folder.samples), earlier)
 

@@ -1,0 +1,247 @@
+"""Secrets: found in values, masked in text, and referred to by name.
+
+A recipe names a secret and never holds it: `${env:NAME}` is an environment variable, `${file:PATH}` the text of a file.
+The reference is what is stored and shown. The value is read where it is used, and masked in whatever is printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+MASK = "***"
+# Keys whose values are expanded. `*` stands for one name.
+EXPANDED = ("reward.remote", "rollout.url", "rollout.server.env.*", "reward.arguments.*")
+
+_REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
+# user:password@. A number up to the path is a port, not a password: http://host:8000/@name.
+# Lengths are bounded: a text that was made for it would take the expressions hours.
+_PASSWORD = re.compile(
+    r"(?i)(\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@'\"]{0,256}:)(?!\d{0,9}(?:[/?#]|$))([^\s'\"]{1,2048})(?=@)"
+)
+# A user name without a password is one unless it is as long as a token.
+_USER = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]{0,20}://)([^\s/:@'\"]{16,2048})(?=@)")
+_PARAMETER = re.compile(r"([?&;]([\w.~-]+)=)([^&;#\s'\"]+)")
+_PARAMETER_WORD = re.compile(
+    r"(?:api|access)?key|secret|token|pass|passwd|password|pwd|sig|signature|credentials?|auth|authorization"
+)
+_NAME = re.compile(
+    r"(?i)(?:secret|passw(?:or)?d|passphrase|credentials?|authorization|(?:api|access|private|auth|secret)[_-]?key|"
+    r"(?:api|access|auth|bearer|refresh|hf|hub|session|github|gitlab|wandb)[_-]?token|use_wandb|wandb[._-]key)$"
+)
+# Tokens that are known by how they begin.
+_TOKEN = re.compile(
+    r"\b(?:sk-[A-Za-z0-9_-]{20,}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|"
+    r"AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,})\b"
+)
+_FLAG = re.compile(r"--?([\w.-]+)(?:=(.*))?$", re.DOTALL)
+# Shorter values would be found everywhere.
+_SHORTEST = 4
+_concealed: set[str] = set()
+# Characters that stand for references while a text is masked: of the private use area.
+_PLACE = re.compile("[\ue000-\uf8ff]")
+
+
+class Unresolved(ValueError):
+    """A reference that leads nowhere; says what to do."""
+
+
+def conceal(value: str) -> None:
+    """Mask this value from now on in everything that is printed."""
+    if len(value) >= _SHORTEST:
+        _concealed.add(value)
+
+
+def without_concealed(text: str) -> str:
+    """The text without the secrets that this process has read."""
+    for value in sorted(_concealed, key=len, reverse=True):
+        text = text.replace(value, MASK)
+    return text
+
+
+def masked(text: str) -> str:
+    """The text without passwords and keys of its addresses, without known tokens and without concealed values."""
+    text = _TOKEN.sub(MASK, without_concealed(text))
+    if "://" not in text:
+        return text
+    # References have colons and slashes of their own.
+    named: dict[str, str] = {}
+    text = _REFERENCE.sub(lambda found: _place(found[0], named), text)
+    if "@" in text:
+        text = _USER.sub(_mask_last, _PASSWORD.sub(_mask_last, text))
+    text = _PARAMETER.sub(lambda found: _mask_last(found) if _secret_parameter(found[2]) else found[0], text)
+    return _PLACE.sub(lambda found: named.get(found[0], found[0]), text)
+
+
+def _place(reference: str, named: dict[str, str]) -> str:
+    sign = chr(0xE000 + len(named) % 6400)
+    named[sign] = reference
+    return sign
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """A command line without its secrets: `--api-key KEY` too."""
+    told: list[str] = []
+    for word in words:
+        flag, before = _FLAG.match(word), _FLAG.match(told[-1]) if told else None
+        name, equals, value = word.partition("=")
+        if before is not None and before[2] is None and _NAME.search(before[1]) and not word.startswith("-"):
+            told.append(_kept(word))
+        elif equals and _NAME.search(flag[1] if flag else name):
+            told.append(f"{name}={_kept(value)}")
+        else:
+            told.append(masked(word))
+    return told
+
+
+def masked_tree(value: Any, name: str = "") -> Any:
+    """Nested values of a file without their secrets."""
+    if isinstance(value, dict):
+        return {key: masked_tree(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list):
+        words = [inner for inner in value if isinstance(inner, str)]
+        return masked_words(words) if len(words) == len(value) else [masked_tree(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return _kept(value) if _NAME.search(name) and value else masked(value)
+
+
+def comparable(value: Any, name: str = "") -> Any:
+    """What is left of a value without its secrets: equal where only a secret, or the way to it, has changed."""
+    if not isinstance(value, str):
+        return value
+    if _NAME.search(name):
+        return MASK
+    if "://" not in value:
+        return masked(value)
+    value = _REFERENCE.sub("reference", value)
+    scheme, _, rest = value.partition("://")
+    host, slash, path = rest.rpartition("@")[2].partition("/") if _has_user(value) else rest.partition("/")
+    path, _, query = path.partition("?")
+    kept = [part for part in query.split("&") if part and not _secret_parameter(part.partition("=")[0])]
+    return f"{scheme}://{host}{slash}{path}" + ("?" + "&".join(kept) if kept else "")
+
+
+def _has_user(address: str) -> bool:
+    return "@" in address and bool(_PASSWORD.search(address) or "@" in address.partition("://")[2].partition("/")[0])
+
+
+def secrets_in(values: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
+    """Secrets that stand in a recipe, and references where none is read: (key, why, remedy)."""
+    name = key.rpartition(".")[2]
+    if isinstance(values, dict):
+        for inner, value in values.items():
+            yield from secrets_in(value, f"{key}.{inner}" if key else str(inner))
+    elif isinstance(values, list):
+        if key == "rollout.server.args":
+            yield from _secret_flags([str(word) for word in values], key)
+        for number, value in enumerate(values):
+            yield from ((key, *told[1:]) for told in secrets_in(value, f"{key}.{number}"))
+    elif isinstance(values, str):
+        own = key.rpartition(".")[0] if name.isdigit() else key
+        if references(values) and not is_expanded(own):
+            yield key, "holds a reference to a secret, which is not read here", f"references are read in {_places()}"
+        elif masked(values) != values or (is_expanded(own) and _NAME.search(name) and _kept(values) != values):
+            yield key, "holds a secret, which every file of the run would repeat", _REMEDY.format(name=_variable(own))
+
+
+_REMEDY = (
+    "put it into an environment variable or a file, and name that in its place: ${{env:{name}}} or ${{file:PATH}} "
+    "(on a command line in single quotes)"
+)
+
+
+def _variable(key: str) -> str:
+    return "REWARD_KEY" if key.startswith("reward.") else "ENGINE_KEY"
+
+
+def _secret_flags(words: list[str], key: str) -> Iterator[tuple[str, str, str]]:
+    for word, following in pairwise([*words, ""]):
+        flag = _FLAG.match(word)
+        if flag and _NAME.search(flag[1]) and (flag[2] or (following and not following.startswith("-"))):
+            why = f"--{flag[1]} holds a secret, which everybody on the machine sees in the list of processes"
+            yield key, why, "pass it to the engine by rollout.server.env: {VLLM_API_KEY: '${env:ENGINE_KEY}'}"
+
+
+def is_expanded(key: str) -> bool:
+    """Whether references are read in this key of a recipe."""
+    parts = key.split(".")
+    return any(
+        len(parts) == len(known.split("."))
+        and all(own in ("*", part) for own, part in zip(known.split("."), parts, strict=True))
+        for known in EXPANDED
+    )
+
+
+def _places() -> str:
+    return ", ".join(key.removesuffix(".*") for key in EXPANDED)
+
+
+def references(text: str) -> list[str]:
+    """What the text refers to, as people say it."""
+    kinds = {"env": "the environment variable", "file": "the file"}
+    return [f"{kinds[kind]} {name}" for kind, name in _REFERENCE.findall(text)]
+
+
+def variables(values: Any) -> set[str]:
+    """Environment variables that a recipe refers to, which all its processes need."""
+    inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else []
+    own = _REFERENCE.findall(values) if isinstance(values, str) else []
+    return {name for kind, name in own if kind == "env"}.union(*map(variables, inner))
+
+
+def sources(values: Any, key: str = "") -> dict[str, str]:
+    """Where the secrets of a recipe come from, by key, without any of them."""
+    if isinstance(values, dict):
+        pairs = [(f"{key}.{name}" if key else str(name), value) for name, value in values.items()]
+    elif isinstance(values, list):
+        pairs = [(f"{key}.{number}", value) for number, value in enumerate(values)]
+    else:
+        found = references(values) if isinstance(values, str) else []
+        return {key: f"{MASK} from {' and '.join(found)}"} if found else {}
+    return {name: told for inner, value in pairs for name, told in sources(value, inner).items()}
+
+
+def expanded(text: str) -> str:
+    """The text with its secrets in the place of the references; they are masked from here on. Raises Unresolved."""
+    if f"{MASK}@" in text or f"={MASK}" in text or text == MASK:
+        raise Unresolved(f"its secret was masked ({MASK}): name where it is, as ${{env:NAME}}")
+    return _REFERENCE.sub(lambda found: _read(found[1], found[2]), text)
+
+
+def _read(kind: str, name: str) -> str:
+    if kind == "env":
+        value = os.environ.get(name, "")
+        if not value:
+            raise Unresolved(f"the environment variable {name} is not set")
+    else:
+        try:
+            value = Path(name).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise Unresolved(f"the file {name} cannot be read: {error}") from error
+        if not value:
+            raise Unresolved(f"the file {name} is empty")
+    conceal(value)
+    return value
+
+
+def _mask_last(found: re.Match[str]) -> str:
+    return found[1] + _kept(found[found.re.groups])
+
+
+def _kept(value: str) -> str:
+    """A reference or a mask as it is, anything else masked."""
+    return value if not _REFERENCE.sub("", value).replace(MASK, "") or _only_places(value) else MASK
+
+
+def _only_places(value: str) -> bool:
+    return not _PLACE.sub("", value).replace(MASK, "")
+
+
+def _secret_parameter(name: str) -> bool:
+    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    return any(_PARAMETER_WORD.fullmatch(word) for word in words)
