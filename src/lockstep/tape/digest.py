@@ -137,5 +137,10 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _signs(count: int, seed: int, device: torch.device, each: int = SKETCH) -> torch.Tensor:
+    return sign_table(count, seed, each).to(device)
+
+
+def sign_table(count: int, seed: int, each: int) -> torch.Tensor:
+    """1 and -1, the same on every device and in every version. Part of a tape's format."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + count)
-    return (torch.randint(0, 2, (count, each), generator=generator).float() * 2 - 1).to(device)
+    return torch.randint(0, 2, (count, each), generator=generator).float() * 2 - 1
