@@ -106,10 +106,7 @@ def which_side(case: Case, heard: Heard, clean: Heard, record: StepRecord) -> Ju
 
 
 def _verdict(replayed: float, recorded: float) -> tuple[str, str]:
-    said = (
-        f"of what each may be off from the float64 reference, the replay is {replayed:.2g} times and the recorded run "
-        f"{recorded:.2g} times"
-    )
+    said = f"float64 reference: replay {replayed:.2g} times the tolerance, recorded run {recorded:.2g} times"
     if recorded <= 1 < replayed and replayed >= CLEARLY * recorded:
         return REPLAY, said
     if replayed <= 1 < recorded and recorded >= CLEARLY * replayed:
