@@ -182,11 +182,11 @@ class UpdateObserver(Observer):
 
 def _received(batch: MicroBatch | None) -> Callable[[], Received]:
     assert batch is not None
-    waiting = [
+    ids, positions, predictors, targets = (
         fetched(tensor) for tensor in (batch.input_ids_NT, batch.position_ids_NT, batch.predictors_K, batch.targets_K)
-    ]
+    )
     lengths, packed, line_E = batch.lengths, batch.packed, batch.line_E
-    return lambda: Received(*(one() for one in waiting), lengths, packed, line_E)
+    return lambda: Received(ids(), positions(), predictors(), targets(), lengths, packed, line_E)
 
 
 def answers_of(output: Any) -> torch.Tensor:

@@ -110,9 +110,9 @@ def _case(recipe: Recipe, clean: Learner, tape: TapeFolder, step: int, blamed: B
     folder, recorded = Path(model_folder(recipe.model.path)), tape.manifest()["recipe"]["model"]["dtype"]
     dtypes = DTYPES[recorded], DTYPES[recipe.model.dtype]
     weights = weights_for(blamed.module, tape, step, blamed.learner, folder, dtypes)
-    module = clean.module
-    plain = isinstance(module, Policy) and module.scoring.truncation is None and module.scoring.comparison is None
-    temperature = module.scoring.temperature if plain else None
+    scoring = clean.module.scoring if isinstance(clean.module, Policy) else None
+    plain = scoring is not None and scoring.truncation is None and scoring.comparison is None
+    temperature = scoring.temperature if scoring is not None and plain else None
     return Case(blamed, read_config(folder), *weights, line, temperature, tolerance_of(recorded, recipe.model.dtype))
 
 

@@ -116,14 +116,15 @@ def _single(last: str, kind: str, own: dict[str, Array], config: Mapping[str, An
     if kind == "Embedding" and len(shape) == 2 and last == "embed_tokens":
         tied = bool(config.get("tie_word_embeddings"))
         return Reference(lambda x, w, note: [note(w["weight"][line.ids][None], "embedding", "index")], own, tied)
-    epsilon = config.get("rms_norm_eps")
-    if kind.endswith("RMSNorm") and set(own) == {"weight"} and len(shape) == 1 and epsilon is not None:
+    if kind.endswith("RMSNorm") and set(own) == {"weight"} and len(shape) == 1 and "rms_norm_eps" in config:
         if config.get("model_type") not in PLAIN_FAMILIES:
             return None
-        return Reference(lambda x, w, note: [rms_norm(x[0], w["weight"], float(epsilon), note)], own)
+        tiny = float(config["rms_norm_eps"])
+        return Reference(lambda x, w, note: [rms_norm(x[0], w["weight"], tiny, note)], own)
     epsilon = config.get("layer_norm_eps", config.get("layer_norm_epsilon", config.get("norm_epsilon")))
     if kind == "LayerNorm" and len(shape) == 1 and epsilon is not None:
-        return Reference(lambda x, w, note: [layer_norm(x[0], w["weight"], w.get("bias"), float(epsilon), note)], own)
+        small = float(epsilon)
+        return Reference(lambda x, w, note: [layer_norm(x[0], w["weight"], w.get("bias"), small, note)], own)
     return None
 
 

@@ -141,24 +141,23 @@ def _backward(
     if arrived is None:
         return None
     states = next((i for i, x in enumerate(inputs) if x.shape == _shape_back(events)), None)
-    replayed, recorded = [], []
+    replayed: list[float] = []
+    recorded: list[float] = []
     if states is not None and blamed.module != ROOT:
         given = [array(t) for t in heard.outputs if tuple(t.shape) == inputs[states].shape]
-        for reference, found, times in (
-            (references[0], _summed(host_digest(given[-1])) if given else None, replayed),
-            (references[1], _summed(trace.outputs(events[-1])[0]), recorded),
-        ):
+        left = trace.outputs(events[-1])[0]
+        sides = (_summed(host_digest(given[-1])) if given else None, _summed(left))
+        for reference, found, times in zip(references, sides, (replayed, recorded), strict=True):
             wanted = directional(_at_input(reference, inputs, states), inputs[states], arrived)
-            size = norm(trace.outputs(events[-1])[0])
-            times.append(_apart(found, wanted, size) / case.allowed)
+            times.append(_apart(found, wanted, norm(left)) / case.allowed)
     allowed = max(case.tolerance.gradient, case.tolerance.growth * blamed.error_in)
-    for name, digest in heard.parameters.items():
+    for name, theirs in heard.parameters.items():
         ours = trace.tensors.get(f"parameter/{blamed.module}.{name}")
         if ours is None or references[0].tied or name not in references[0].weights:
             continue
-        for reference, found, times in ((references[0], digest, replayed), (references[1], ours, recorded)):
+        for reference, digest, times in zip(references, (theirs, ours), (replayed, recorded), strict=True):
             wanted = directional(_at_weight(reference, inputs, name), reference.weights[name], arrived)
-            times.append(_apart(_summed(found), wanted, norm(ours)) / allowed)
+            times.append(_apart(_summed(digest), wanted, norm(ours)) / allowed)
     return (max(replayed), max(recorded)) if replayed else None
 
 
