@@ -67,9 +67,8 @@ class Case:
     temperature: float | None
     tolerance: Tolerance
 
-    def reference(self, weights: Mapping[str, Array]) -> Reference | None:
-        blamed = self.blamed
-        return reference_of(blamed.module, blamed.kind, self.config, weights, self.line, self.temperature)
+    def reference(self, kind: str, weights: Mapping[str, Array]) -> Reference | None:
+        return reference_of(self.blamed.module, kind, self.config, weights, self.line, self.temperature)
 
     @property
     def allowed(self) -> float:
@@ -82,9 +81,12 @@ def which_side(case: Case, heard: Heard, clean: Heard, record: StepRecord) -> Ju
     """`heard` is the replay's module. `clean` has the gradients that arrive at one that lost them in the replay."""
     blamed = case.blamed
     trace = _trace(record, blamed)
-    references = [case.reference(weights) for weights in (case.replayed_weights, case.recorded_weights)]
+    # Events of the way back do not know a module's class.
+    events = trace.events if trace is not None else []
+    kind = blamed.kind or next((e.kind for e in events if e.module == blamed.module and e.kind), "")
+    references = [case.reference(kind, weights) for weights in (case.replayed_weights, case.recorded_weights)]
     if trace is None or references[0] is None or references[1] is None:
-        return Judged(UNKNOWN, f"there is no float64 reference of {blamed.kind or blamed.module}")
+        return Judged(UNKNOWN, f"there is no float64 reference of {kind or blamed.module}")
     inputs = _inputs(heard, blamed)
     if inputs is None:
         return Judged(UNKNOWN, "the module's inputs are not known")
@@ -101,7 +103,7 @@ def which_side(case: Case, heard: Heard, clean: Heard, record: StepRecord) -> Ju
                 return Judged(UNKNOWN, "the gradients at the module's outputs are not known")
             replayed, recorded = found
     except (StopIteration, ValueError, KeyError, IndexError) as error:
-        return Judged(UNKNOWN, f"the float64 reference of {blamed.kind} does not fit this module: {error}")
+        return Judged(UNKNOWN, f"the float64 reference of {kind} does not fit this module: {error}")
     return Judged(*_verdict(replayed, recorded), noted)
 
 
