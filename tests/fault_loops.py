@@ -16,7 +16,7 @@ from lockstep.parity.replay.restore import restore_learner
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.native.board import DecodeState
 from lockstep.rollout.native.scheduler import Scheduler
-from lockstep.types import Example
+from lockstep.types import Example, MicroBatch
 
 # -- rows
 
@@ -55,6 +55,31 @@ def response_mask(scene: Scene) -> None:
         return last_untrained(prompt_trained(own(rollout)))
 
     patched(scene, "lockstep.train.experience", "example_of", example)
+
+
+def packed_batch(change: Callable[[MicroBatch], MicroBatch]) -> Inject:
+    """Rows that are right, and a line of them that is not."""
+
+    def inject(scene: Scene) -> None:
+        patched(scene, "lockstep.data.batching", "_packed", lambda own, *rows: change(own(*rows)))
+
+    return inject
+
+
+def shifted(batch: MicroBatch) -> MicroBatch:
+    """Every token is predicted from the place after the right one."""
+    return replace(batch, predictors_K=(batch.predictors_K + 1).clamp(max=batch.input_ids_NT.numel() - 1))
+
+
+def running_on(batch: MicroBatch) -> MicroBatch:
+    """The positions of a sequence begin where those of the sequence before it end."""
+    return replace(batch, position_ids_NT=torch.arange(batch.input_ids_NT.numel())[None])
+
+
+def moved_ends(batch: MicroBatch) -> MicroBatch:
+    """Each sequence but the first begins one token late, with what belongs to the one before it."""
+    first, *rest = batch.lengths
+    return replace(batch, lengths=(first + 1, *rest[:-1], rest[-1] - 1)) if rest else batch
 
 
 # -- generation

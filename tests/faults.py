@@ -158,6 +158,9 @@ ROWS = [
     Fault("last token not trained", "sft", loops.rows(loops.last_untrained), "batch"),
     Fault("truncated row", "sft", loops.rows(loops.truncated), "batch"),
     Fault("mask one token early", "grpo", loops.response_mask, "batch"),
+    Fault("packing shifts by one", "sft", loops.packed_batch(loops.shifted), "batch", says="predicted from"),
+    Fault("packed positions run on", "grpo", loops.packed_batch(loops.running_on), "batch", says="predicted from"),
+    Fault("packed sequences end late", "dpo", loops.packed_batch(loops.moved_ends), "batch", says="before it"),
 ]
 
 GENERATION = [

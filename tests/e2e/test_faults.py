@@ -38,6 +38,7 @@ QUICK = {
     "gradients not averaged",
     "micro-batch lost",
     "prompt token trained",
+    "packing shifts by one",
     "stale weights in the engine",
     "wrong block after preemption",
     "engine's temperature missing",

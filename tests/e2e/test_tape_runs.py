@@ -18,10 +18,10 @@ from commands import torchrun
 from conftest import REWARD, chat_rows, question_rows, write_jsonl
 from kills import Moment, killed
 from lockstep.errors import Refusal
-from lockstep.parity.replay.loop import Mode
+from lockstep.parity.replay.loop import Mode, Replay
 from lockstep.parity.replay.modules import traces_of
-from lockstep.parity.replay.replay import judge, replay
-from lockstep.recipe import load_recipe
+from lockstep.parity.replay.replay import Replayed, judge, replay, run_replay
+from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.metrics import read_metrics
 from lockstep.run.progress import Console
@@ -334,6 +334,29 @@ def test_replays_on_this_device_are_in_step(recorded: dict[str, Path], method: s
     if method in ONLINE:
         assert {"reward", "advantages"} <= stages
         assert mode != "forced" or "generation" in stages
+
+
+def test_two_replays_of_a_run_at_the_same_time_have_folders_of_their_own(
+    recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second starts when the first has its name and not yet its folder."""
+    started: list[Replayed | None] = []
+
+    def run_after_another(loop: Replay, recipe: Recipe, console: Console) -> Path | None:
+        monkeypatch.setattr("lockstep.parity.replay.replay.run_replay", run_replay)
+        started.append(replay(recorded["sft"], "forced", [], console, steps=[1]))
+        return run_replay(loop, recipe, console)
+
+    monkeypatch.setattr("lockstep.parity.replay.replay.run_replay", run_after_another)
+    first = replay(recorded["sft"], "forced", [], Console.silent(), steps=[2])
+    [second] = started
+    assert first is not None
+    assert second is not None
+    assert (first.in_step, first.steps) == (True, [2])
+    assert (second.in_step, second.steps) == (True, [1])
+    assert first.folder != second.folder
+    assert {path.name for path in first.folder.parent.iterdir()} >= {first.folder.name, second.folder.name}
+    assert not list(first.folder.parent.glob(".reserved-*"))
 
 
 @pytest.mark.parametrize("method", ["sft", "ppo"])

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from fault_kernels import kernels, products
 from lockstep.tape.digest import (
     BLOCKS,
     LENGTH,
@@ -165,3 +166,15 @@ def test_signs_never_change() -> None:
     sketch = digest(torch.arange(6.0).reshape(2, 3))[len(STATISTICS) : SHORT].reshape(BLOCKS, SKETCH)
     assert sketch[:2].tolist() == [[3.0, -1.0, 3.0, -1.0], [6.0, 4.0, 12.0, -4.0]]
     assert sketch[2:].abs().sum() == 0
+
+
+def test_a_matrix_unit_of_less_precision_changes_no_digest() -> None:
+    """A device may round the factors of every matrix product to bf16. Tensors that are the same stay the same."""
+    tensors = {"embedding": draw((300, 128), 0), "layer": draw((4, 40, 64), 1), "vector": draw((128,), 2)}
+    exact = digests(tensors)
+    with kernels(products(round_to=torch.bfloat16)):
+        rounded = tensors["embedding"] @ tensors["embedding"].T
+        found = digests(tensors)
+    assert not torch.allclose(rounded, tensors["embedding"] @ tensors["embedding"].T, rtol=1e-4), "products are exact"
+    for name in tensors:
+        assert torch.equal(found[name], exact[name]), name

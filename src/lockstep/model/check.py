@@ -16,13 +16,13 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from lockstep.device.trouble import refuse_trouble
-from lockstep.errors import Refusal, first_line
+from lockstep.errors import Problem, Refusal, first_line
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
 from lockstep.kernels.masks import BeyondCausal
 from lockstep.kernels.wide_products import prepare_products
 from lockstep.model.decoder import OUTSIDE
-from lockstep.model.kernel_trial import PLAIN, refuse_kernel, wrong_kernel
+from lockstep.model.kernel_trial import PLAIN, refuse_unless_replayed, wrong_kernel
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.verified import fingerprint, hardware, is_verified, remember
@@ -204,9 +204,10 @@ def check_architecture(config: Any, path: str, dtype: torch.dtype, kernel: str, 
             lambda *how: _why_not(config, dtype, *how),
             lambda: _eager_difference(config, device),
         )
-        if problem is None:
-            raise unsupported(path, (config.architectures or [config.model_type])[0], str(unfit)) from unfit
-        refuse_kernel(problem)
+        # Where a tape was recorded this check passed, so in a replay a failure is this machine's.
+        refuse_unless_replayed(
+            problem or _unsupported(path, (config.architectures or [config.model_type])[0], str(unfit))
+        )
         return
     remember(key)
 
@@ -296,9 +297,7 @@ def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> N
     # Where plain torch is right it is no question of the model.
     found = why if plain > allowed else None
     problem = wrong_kernel(policy.kernel, device, f"{name}: {why}", lambda *_: found, lambda: math.nan)
-    if problem is None:
-        raise unsupported(path, name, why)
-    refuse_kernel(problem)
+    refuse_unless_replayed(problem or _unsupported(path, name, why))
 
 
 @torch.no_grad()
@@ -308,7 +307,11 @@ def enter(module: nn.Module, device: torch.device) -> None:
 
 
 def unsupported(path: str, name: str, why: str) -> Refusal:
-    return Refusal.at(f"model.path {path}", f"{name}: {why}", "use a model that docs/models.md lists as supported")
+    return Refusal([_unsupported(path, name, why)])
+
+
+def _unsupported(path: str, name: str, why: str) -> Problem:
+    return Problem(f"model.path {path}", f"{name}: {why}", "use a model that docs/models.md lists as supported")
 
 
 def _plainly(policy: Policy, line: MicroBatch) -> torch.Tensor:

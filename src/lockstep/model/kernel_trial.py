@@ -19,7 +19,7 @@ HOST = torch.device("cpu")
 # Why a model fails with an attention kernel on a device; None where it passes.
 Trial = Callable[[str, torch.device], str | None]
 
-_kept: ContextVar[list[Problem] | None] = ContextVar("kernels that are judged later", default=None)
+_kept: ContextVar[list[Problem] | None] = ContextVar("problems that a replay locates", default=None)
 
 
 def wrong_kernel(
@@ -49,8 +49,8 @@ def wrong_kernel(
     )
 
 
-def refuse_kernel(problem: Problem) -> None:
-    """Refuse a device whose attention is wrong, or keep the problem where somebody judges the kernels later."""
+def refuse_unless_replayed(problem: Problem) -> None:
+    """Refuse what a check before the first step finds wrong. A replay keeps the problem, continues and locates it."""
     kept = _kept.get()
     if kept is None:
         raise Refusal([problem])
@@ -60,7 +60,7 @@ def refuse_kernel(problem: Problem) -> None:
 
 @contextmanager
 def judged_later() -> Iterator[list[Problem]]:
-    """Inside of it wrong kernels are no refusal: they are collected here."""
+    """Inside of it what a check before the first step finds is no refusal: the problems are collected here."""
     found: list[Problem] = []
     token = _kept.set(found)
     try:

@@ -10,7 +10,7 @@ from lockstep.device.trouble import refuse_trouble
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.check import CHECK_TOLERANCE, RUN_ERRORS, Unfit
-from lockstep.model.kernel_trial import refuse_kernel
+from lockstep.model.kernel_trial import refuse_unless_replayed
 from lockstep.model.policy import Policy, Scoring
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.trial import check_engine_architecture
@@ -34,7 +34,7 @@ def check_engine(engine: Engine, policy: Policy, device: torch.device, path: str
         ours, trainers = _two_scores(engine, policy, device)
     except Unfit as unfit:
         # A replay goes on and judges what is generated: where the tape was recorded, this check passed.
-        refuse_kernel(Problem(f"model.path {path}", f"{name}: {unfit}", remedy))
+        refuse_unless_replayed(Problem(f"model.path {path}", f"{name}: {unfit}", remedy))
         return
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
@@ -43,7 +43,7 @@ def check_engine(engine: Engine, policy: Policy, device: torch.device, path: str
     difference = (trainers - ours).abs().max().item()
     if not difference <= CHECK_TOLERANCE[next(policy.parameters()).dtype]:
         why = f"{name}: the engine's log-probabilities differ from the trainer's by {difference:.3g}"
-        refuse_kernel(Problem(f"model.path {path}", why, remedy))
+        refuse_unless_replayed(Problem(f"model.path {path}", why, remedy))
 
 
 def _two_scores(engine: Engine, policy: Policy, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

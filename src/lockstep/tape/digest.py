@@ -53,25 +53,36 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _digested(rows_NRC: torch.Tensor) -> torch.Tensor:
+    """Products by element and sums alone: a device may run every matrix product in tf32 or bf16, and a projection that
+    is one would then differ where the tensors do not."""
     count, rows, columns = rows_NRC.shape
     device = rows_NRC.device
-    projected_NRS = (rows_NRC @ _signs(columns, 1, device)).mul_(_signs(rows, 2, device))
+    # One buffer for every product, which is as large as what is digested.
+    buffer_NRC = torch.empty_like(rows_NRC)
+    signs_SC, signs_RS = _signs(columns, 1, device).T.contiguous(), _signs(rows, 2, device)
+    projected_NRS = torch.stack([torch.mul(rows_NRC, sign_C, out=buffer_NRC).sum(2) for sign_C in signs_SC], 2)
+    projected_NRS.mul_(signs_RS)
     # The same cut that sharding over 2, 4 or 8 devices makes.
     run = max(1, -(-rows // BLOCKS))
     sketch_NBS = pad(projected_NRS, (0, 0, 0, BLOCKS * run - rows)).view(count, BLOCKS, run, SKETCH).sum(2)
-    # Each of these reads the whole tensor once, and writes nothing as large.
-    row_NR, column_NC = torch.linalg.vector_norm(rows_NRC, dim=2), torch.linalg.vector_norm(rows_NRC, dim=1)
+    torch.mul(rows_NRC, rows_NRC, out=buffer_NRC)
+    row_squares_NR, column_squares_NC = buffer_NRC.sum(2), buffer_NRC.sum(1)
     sum_NC = rows_NRC.sum(1)
-    size_N = torch.linalg.vector_norm(row_NR, dim=1)
+    size_N = row_squares_NR.sum(1).sqrt()
     if rows_NRC.numel():
         mean_N = sum_NC.sum(1) / (rows * columns)
-        largest_N = torch.linalg.vector_norm(rows_NRC, torch.inf, dim=(1, 2))
+        largest_N = torch.abs(rows_NRC, out=buffer_NRC).amax((1, 2))
     else:
         mean_N, largest_N = size_N, size_N
     statistics = torch.stack([size_N, mean_N, largest_N, (~torch.isfinite(size_N)).float()], 1)
     column_marks, row_marks = _signs(columns, 3, device, MARKS), _signs(rows, 4, device, MARKS)
-    sums = sum_NC @ column_marks, column_NC.square() @ column_marks, row_NR.square() @ row_marks
+    sums = _marked(sum_NC, column_marks), _marked(column_squares_NC, column_marks), _marked(row_squares_NR, row_marks)
     return torch.cat([statistics, sketch_NBS.flatten(1), *sums], 1)
+
+
+def _marked(profile_NP: torch.Tensor, marks_PM: torch.Tensor) -> torch.Tensor:
+    """Each profile projected on every column of signs, without a matrix product."""
+    return (profile_NP[:, None] * marks_PM.T).sum(2)
 
 
 def _parts(names: list[str], size: int) -> Iterator[list[str]]:
@@ -126,5 +137,10 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _signs(count: int, seed: int, device: torch.device, each: int = SKETCH) -> torch.Tensor:
+    return sign_table(count, seed, each).to(device)
+
+
+def sign_table(count: int, seed: int, each: int) -> torch.Tensor:
+    """1 and -1, the same on every device and in every version. Part of a tape's format."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + count)
-    return (torch.randint(0, 2, (count, each), generator=generator).float() * 2 - 1).to(device)
+    return torch.randint(0, 2, (count, each), generator=generator).float() * 2 - 1

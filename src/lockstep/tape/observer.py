@@ -16,6 +16,7 @@ from lockstep.parallel.shard import whole
 from lockstep.parallel.world import World
 from lockstep.tape.digest import digests
 from lockstep.tape.probe import on_host
+from lockstep.tape.rows import RECEIVED, Received
 from lockstep.types import MicroBatch
 
 # Time that does not count into the step (`run/metrics.py`).
@@ -54,19 +55,23 @@ class Observer:
 
 @dataclass
 class _Passed:
-    """A micro-batch: its targets' indices, and calls that wait for their answers and the gradients at them."""
+    """A micro-batch: its targets' indices, and calls that wait for their answers, for what the model received and for
+    the gradients at the answers."""
 
     index_K: torch.Tensor
     answers: Callable[[], torch.Tensor]
+    received: Callable[[], Received]
     pulls: list[Callable[[], torch.Tensor]] = field(default_factory=list)
 
 
 class UpdateObserver(Observer):
     """Keeps the updates of a step: `tensors` by `<learner>/<update>/...` and a line of `info` for each update."""
 
-    def __init__(self, name: str, optimizer: Stepper, world: World, aside: Aside):
+    def __init__(self, name: str, module: nn.Module, optimizer: Stepper, world: World, aside: Aside):
         self.name, self.optimizer, self.world, self.aside = name, optimizer, world, aside
         self.detailed = False
+        self._last: MicroBatch | None = None
+        module.register_forward_pre_hook(self._receive)
         self.begin(detailed=False)
 
     def begin(self, *, detailed: bool) -> None:
@@ -86,9 +91,15 @@ class UpdateObserver(Observer):
     def _digested(self) -> bool:
         return self.detailed and len(self.info) == 1
 
+    def _receive(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        self._last = args[0] if args and isinstance(args[0], MicroBatch) else None
+
     def passed(self, batch: MicroBatch, output: Any) -> None:
         answers_K = answers_of(output)
-        passed = _Passed(batch.index_K, fetched(answers_K.detach()))
+        # Of a line that ranks divide each model receives a part; what they divide is the whole.
+        whole_line = batch.context is not None or self._last is None
+        received, self._last = batch if whole_line else self._last, None
+        passed = _Passed(batch.index_K, fetched(answers_K.detach()), _received(received))
         if answers_K.requires_grad:
             answers_K.register_hook(lambda gradient_K: passed.pulls.append(fetched(gradient_K.detach())))
         self._passed.append(passed)
@@ -111,6 +122,12 @@ class UpdateObserver(Observer):
                     pulls_K[one.index_K] = pulls().float() / scale
             for name, vector in (("answers", answers_K), ("pulls", pulls_K), ("owner", owner_K)):
                 self.tensors[f"{key}/{name}"] = self.world.sum_tensor(vector)
+            batches = [(one.index_K, one.received().by_target()) for one in passed]
+            for name in RECEIVED:
+                numbers_K = torch.zeros(targets, dtype=torch.int32)
+                for index_K, found in batches:
+                    numbers_K[index_K] = found[name]
+                self.tensors[f"{key}/received/{name}"] = self.world.sum_tensor(numbers_K)
         self._summed.clear()
         # What the last update of a detailed step left the model with; nothing where there was none.
         return self.tensors | on_host(self._left)
@@ -161,6 +178,15 @@ class UpdateObserver(Observer):
             # What the model computes with, where the optimizer moves a finer copy.
             found[f"{self._key}/sample/{name}/held"] = _pick(self.optimizer.parameters[name])
         self.tensors |= on_host(found)
+
+
+def _received(batch: MicroBatch | None) -> Callable[[], Received]:
+    assert batch is not None
+    ids, positions, predictors, targets = (
+        fetched(tensor) for tensor in (batch.input_ids_NT, batch.position_ids_NT, batch.predictors_K, batch.targets_K)
+    )
+    lengths, packed, line_E = batch.lengths, batch.packed, batch.line_E
+    return lambda: Received(ids(), positions(), predictors(), targets(), lengths, packed, line_E)
 
 
 def answers_of(output: Any) -> torch.Tensor:

@@ -84,7 +84,7 @@ class TapeRecorder(Recorder):
         self.folder, self.settings, self.world = TapeFolder(folder), settings, world
         self.learners = list(learners)
         self.keeps_weights, self.aside = keeps_weights, aside
-        self.observers = [UpdateObserver(one.name, one.optimizer, world, aside) for one in learners]
+        self.observers = [UpdateObserver(one.name, one.module, one.optimizer, world, aside) for one in learners]
         for learner, observer in zip(self.learners, self.observers, strict=True):
             learner.observer = observer
         self.on = False

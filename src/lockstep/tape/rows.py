@@ -27,6 +27,10 @@ from lockstep.types import (
     Steps,
 )
 
+# What is kept of the micro-batches of an update, for each target.
+RECEIVED = ("target", "position", "context")
+HASH = np.uint64(0xBF58476D1CE4E5B9)
+
 
 def rollout_rows(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
     return [_rollout_row(rollout) for rollout in rollouts]
@@ -213,3 +217,44 @@ def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[Fed]:
         examples.append(Fed(own, [0] * length, Origin("tape", number), pairs))
         token, target = token + length, target + targets
     return examples
+
+
+@dataclass(frozen=True)
+class Received:
+    """A micro-batch on the host, as the model got it."""
+
+    ids_NT: torch.Tensor
+    positions_NT: torch.Tensor
+    predictors_K: torch.Tensor
+    targets_K: torch.Tensor
+    lengths: tuple[int, ...]
+    packed: bool
+    line_E: torch.Tensor | None
+
+    def by_target(self) -> dict[str, torch.Tensor]:
+        """For each target its token, the position that it is predicted from, and a hash of the tokens and positions
+        from the beginning of the sequence up to there. They are the same in all right packings of the same rows."""
+        ids, positions = (tensor.flatten().numpy() for tensor in (self.ids_NT, self.positions_NT))
+        width = self.ids_NT.shape[1]
+        hashes = np.zeros(len(ids), dtype=np.uint64)
+        start = 0
+        for row, length in enumerate(self.lengths):
+            if self.line_E is not None:
+                places = self.line_E[start : start + length].numpy()
+            else:
+                first = start if self.packed else row * width
+                places = np.arange(first, min(first + length, len(ids)))
+            hashes[places] = _running_hash(ids[places], positions[places])
+            start += length
+        predictors = self.predictors_K.numpy()
+        found = {"target": self.targets_K.numpy(), "position": positions[predictors], "context": hashes[predictors]}
+        return {name: torch.from_numpy(values.astype(np.int32)) for name, values in found.items()}
+
+
+def _running_hash(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """At each token, of all up to it in their order."""
+    with np.errstate(over="ignore"):
+        mixed = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64)
+        mixed = (mixed + np.arange(len(ids), dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)) * HASH
+        mixed = (mixed ^ (mixed >> np.uint64(31))) * HASH
+        return np.cumsum(mixed ^ (mixed >> np.uint64(33)), dtype=np.uint64) >> np.uint64(33)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from lockstep.data.updates import Update
-from lockstep.errors import Refusal
+from lockstep.errors import Problem
 from lockstep.evaluate.rows import measure
 from lockstep.methods.base import Objective
 from lockstep.model.check import CHECK_TOLERANCE
+from lockstep.model.kernel_trial import refuse_unless_replayed
 from lockstep.model.load import DTYPES
 from lockstep.model.resolve import model_folder
 from lockstep.recipe import Recipe
@@ -40,7 +41,7 @@ CAUSES = {
 def assert_identity(
     items: Sequence[Item], objective: Objective, models: Models, recipe: Recipe, console: Console
 ) -> None:
-    """Refuse to train when the first update does not see policy and reference agree."""
+    """Refuse to train when the first update does not see policy and reference agree. A replay continues and locates."""
     kind, wanted = reference_kind(recipe), objective.start()
     if kind == "none":
         return
@@ -57,32 +58,41 @@ def assert_identity(
     dtype = DTYPES[recipe.model.dtype]
     # A cache was made in other micro-batches.
     tolerance = (CHECK_TOLERANCE if kind == "disk" else SAME_BATCHES)[dtype]
-    _refuse_divergence(update, own, reference, tolerance, kind)
+    if not _agree(update, own, reference, tolerance, kind):
+        return
     if wanted is None or (kind == "disk" and dtype != torch.float32):
         return  # the sum of a cache's rounding in half precision moves the loss at will
     found = measure(items, objective, models)
     loss = found["loss"] - recipe.preference.nll * found.get("nll", 0.0)
     # A large loss, such as IPO's, has a slope as large.
     if abs(loss - wanted) > (tolerance if kind == "disk" else LOSS_TOLERANCE[dtype]) * max(1.0, abs(wanted)):
-        raise Refusal.at(
-            "step 0",
-            f"the loss is {loss:.6f} where equal models give {wanted:.6f}, although their log-probabilities agree",
-            "this is a defect of the loss; please report it with the recipe",
+        refuse_unless_replayed(
+            Problem(
+                "step 0",
+                f"the loss is {loss:.6f} where equal models give {wanted:.6f}, although their log-probabilities agree",
+                "an operator of the loss is wrong on this device: record the first step on another device (tape=true), "
+                "and replay it here to see which number differs first",
+            )
         )
+        return
     console.say(f"before the first step policy and reference agree: loss {loss:.6f}")
 
 
-def _refuse_divergence(update: Update[Any], own: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> None:
+def _agree(update: Update[Any], own: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> bool:
+    """Whether all log-probabilities do. Where they do not, training is refused and a replay continues."""
     difference = (own - reference).abs()
     worst = int(difference.argmax())
     if float(difference[worst]) <= most:
-        return
+        return True
     example = update.examples[int(update.sequence_K[worst])]
     differing = int((~(difference <= most)).sum())
-    raise Refusal.at(
-        f"step 0, {example.origin}",
-        f"policy and reference must be the same model before the first update, and {differing:,} of "
-        f"{len(difference):,} log-probabilities differ; the worst is {float(own[worst]):.6f} against "
-        f"{float(reference[worst]):.6f}",
-        CAUSES[kind],
+    refuse_unless_replayed(
+        Problem(
+            f"step 0, {example.origin}",
+            f"policy and reference must be the same model before the first update, and {differing:,} of "
+            f"{len(difference):,} log-probabilities differ; the worst is {float(own[worst]):.6f} against "
+            f"{float(reference[worst]):.6f}",
+            CAUSES[kind],
+        )
     )
+    return False

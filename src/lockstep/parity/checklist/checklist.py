@@ -18,7 +18,7 @@ from lockstep.parity.checklist.trials import engine_items, padding
 from lockstep.parity.replay.checks import share
 from lockstep.parity.replay.loop import Replay
 from lockstep.parity.replay.parts import parts_of
-from lockstep.parity.replay.replay import free_name, replayed_recipe, run_replay
+from lockstep.parity.replay.replay import replayed_recipe, reserved_name, run_replay
 from lockstep.parity.replay.stages import Side
 from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.recipe.methods import ONLINE
@@ -123,8 +123,8 @@ def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list
     tape.manifest()
     loop = Checklist(tape)
     # The first step is what is looked at, so the recipe that trained it.
-    recipe = replayed_recipe(source, free_name(source, "checklist"), overrides, parts_of(source)[0].recipe)
-    folder = run_replay(loop, recipe, console)
+    with reserved_name(source, "checklist") as name:
+        folder = run_replay(loop, replayed_recipe(source, name, overrides, parts_of(source)[0].recipe), console)
     if folder is None:
         return []
     items = judged(loop, Side.open(tape), Side.open(TapeFolder(RunFolder(folder).tape)))

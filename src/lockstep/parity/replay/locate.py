@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,33 @@ from torch import nn
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.cpu import Cpu
+from lockstep.model.load import DTYPES
+from lockstep.model.policy import Policy
+from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
+from lockstep.parity.replay.host_operators import on_host
 from lockstep.parity.replay.listen import Heard, hear
-from lockstep.parity.replay.modules import WAY_BACK, Blamed, traces_of
-from lockstep.parity.replay.operators import Culprit, other_code, wrong_kernel
+from lockstep.parity.replay.modules import Blamed
+from lockstep.parity.replay.operators import Culprit, other_code, other_values, wrong_kernel
+from lockstep.parity.replay.reference import Line
 from lockstep.parity.replay.reproduce import write_reproducer
 from lockstep.parity.replay.restore import restore_learner
-from lockstep.parity.replay.tolerance import Tolerance, operator_tolerance, tolerance_of
+from lockstep.parity.replay.side import (
+    RECORDED,
+    REPLAY,
+    UNKNOWN,
+    Case,
+    Judged,
+    line_of,
+    read_config,
+    weights_for,
+    which_side,
+)
+from lockstep.parity.replay.tolerance import operator_tolerance, tolerance_of
 from lockstep.recipe import Recipe
-from lockstep.tape.digest import digest, relative
-from lockstep.tape.format import StepRecord, TapeFolder
+from lockstep.tape.format import TapeFolder
 from lockstep.tape.observer import answers_of
-from lockstep.tape.probe import BACKWARD, FORWARD
+from lockstep.tape.probe import BACKWARD
 from lockstep.tape.record import short
 from lockstep.tape.rows import fed_examples
 from lockstep.train.build import build_critic, build_learner
@@ -34,10 +49,10 @@ from lockstep.types import MicroBatch
 
 @dataclass(frozen=True)
 class Located:
-    """The operator inside a blamed module, judged by double precision on the CPU."""
+    """The operator inside a blamed module, judged by double precision on the host."""
 
     side: str
-    """Who is off: the replay, the recorded run, or both."""
+    """Who is off: the replay or the recorded run, or that nobody can tell."""
     operator: str | None
     why: str
     shapes: list[list[int]]
@@ -45,6 +60,8 @@ class Located:
     values: tuple[float, float] | None
     """Found and wanted, where they differ most."""
     script: str | None = None
+    judge: str = ""
+    """In words: what tells the side."""
 
 
 def locate(run: Run, models: Models, tape: TapeFolder, step: int, blamed: Blamed) -> Located | None:
@@ -64,15 +81,14 @@ def locate(run: Run, models: Models, tape: TapeFolder, step: int, blamed: Blamed
         return None
     heard = everyone[blamed.rank]
     if step not in tape.weighed() and step != 1:
-        return Located("unknown", None, "the weights of this step are not on the tape", [], [], None)
+        return Located(UNKNOWN, None, "the weights of this step are not on the tape", [], [], None)
     clean = clean_learner(run.recipe, blamed.learner, tape, step)
     same = listen(clean.module, batch, given=heard.border)
     if fused := same.children - heard.children:
         # A fused operator does what these children do, so they count as parts of the clean module.
         same = listen(clean.module, batch, given=heard.border, through=fused)
-    clean.module.double()
-    exact = listen(clean.module, batch)
-    return judge_module(heard, same, exact, blamed, record, run)
+    judged = which_side(_case(run.recipe, clean, tape, step, blamed, line_of(batch)), heard, same, record)
+    return judge_module(heard, same, judged, blamed, run)
 
 
 def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Learner:
@@ -89,22 +105,36 @@ def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Lea
     return learner
 
 
-def judge_module(heard: Heard, same: Heard, exact: Heard, blamed: Blamed, record: StepRecord, run: Run) -> Located:
-    """Which side is off, and which operator of the replay's module. `same` is a clean copy of the module in the
-    replay's own precision, on the very numbers that the replay's was given; `exact` runs by itself in float64."""
-    tolerance = tolerance_of(run.recipe.model.dtype)
-    if blamed.phase == BACKWARD:
-        tolerance = replace(tolerance, module=WAY_BACK * tolerance.module)
-    replay_off = _far(heard, exact, tolerance)
-    recorded_off = _recorded_far(record, blamed, exact, tolerance)
-    side = "both" if replay_off and recorded_off else "recorded run" if recorded_off else "replay"
+def _case(recipe: Recipe, clean: Learner, tape: TapeFolder, step: int, blamed: Blamed, line: Line) -> Case:
+    """What a judge of the two sides needs: settings and weights from files, and the line that went through."""
+    folder, recorded = Path(model_folder(recipe.model.path)), tape.manifest()["recipe"]["model"]["dtype"]
+    dtypes = DTYPES[recorded], DTYPES[recipe.model.dtype]
+    weights = weights_for(blamed.module, tape, step, blamed.learner, folder, dtypes)
+    scoring = clean.module.scoring if isinstance(clean.module, Policy) else None
+    plain = scoring is not None and scoring.truncation is None and scoring.comparison is None
+    temperature = scoring.temperature if scoring is not None and plain else None
+    return Case(blamed, read_config(folder), *weights, line, temperature, tolerance_of(recorded, recipe.model.dtype))
+
+
+def judge_module(heard: Heard, same: Heard, judged: Judged, blamed: Blamed, run: Run) -> Located:
+    """Which operator of the replay's module is off. `same` is a clean copy of the module in the replay's own precision,
+    on the very numbers that the replay's was given."""
     shapes = [list(t.shape) for t in heard.outputs]
     dtypes = [str(t.dtype).removeprefix("torch.") for t in heard.outputs]
     alike = operator_tolerance(run.recipe.model.dtype, backwards=blamed.phase == BACKWARD)
-    culprit = wrong_kernel(heard.calls) or other_code(heard.calls, same.calls, alike)
+    culprit = None
+    if judged.side != RECORDED:
+        culprit = wrong_kernel(heard.calls) or other_code(heard.calls, same.calls, alike)
+    if culprit is None and judged.side == REPLAY:
+        culprit = other_values(heard.calls, judged.noted, heard.outputs, alike)
     if culprit is None:
         why = "no single operator of the module is off on its own inputs"
-        return Located(side, None, why, shapes, dtypes, None)
+        if judged.side == RECORDED:
+            why = "the replay's are right; to name the other, record here and replay where the run was recorded"
+        return Located(judged.side, None, why, shapes, dtypes, None, judge=judged.why)
+    side, said = judged.side, judged.why
+    if side == UNKNOWN and culprit.fault == "kernel" and on_host(culprit.call) is not None:
+        side, said = REPLAY, f"{culprit.call.name} of the replay gives another result than its inputs do by numpy"
     script = _reproducer(culprit, run.folder.path, blamed)
     return Located(
         side,
@@ -114,42 +144,13 @@ def judge_module(heard: Heard, same: Heard, exact: Heard, blamed: Blamed, record
         [str(t.dtype).removeprefix("torch.") for t in culprit.call.inputs],
         _values(culprit),
         str(script) if script else None,
+        said,
     )
 
 
 def _reproducer(culprit: Culprit, folder: Path, blamed: Blamed) -> Path | None:
     where = f"{blamed.module}, {blamed.phase}"
     return write_reproducer(culprit, folder / "reproduce.py", f"{where}: {culprit.call.name} is off")
-
-
-def _far(heard: Heard, exact: Heard, tolerance: Tolerance) -> bool:
-    pairs = zip(heard.outputs, exact.outputs, strict=False)
-    if any(x.shape != y.shape or not relative(digest(x), digest(y)) <= tolerance.module for x, y in pairs):
-        return True
-    common = heard.parameters.keys() & exact.parameters.keys()
-    return any(not relative(heard.parameters[n], exact.parameters[n]) <= tolerance.gradient for n in common)
-
-
-def _recorded_far(record: StepRecord, blamed: Blamed, exact: Heard, tolerance: Tolerance) -> bool:
-    """Whether what the recorded module gave lies far from the judge's, by their digests."""
-    traces = traces_of(record)
-    trace = traces.get((blamed.learner, blamed.rank)) or traces.get((blamed.learner, 0))
-    if trace is None:
-        return False
-    judge = [digest(tensor) for tensor in exact.outputs if tensor.numel()]
-    events = [event for event in trace.events if (event.module, event.phase) == (blamed.module, blamed.phase)]
-    if blamed.phase == FORWARD:
-        ours = trace.outputs(events[0]) if events else []
-    else:
-        # One event for each gradient that left; those of a module's later calls come back first.
-        ours = [tensor for event in events[-len(judge) :] for tensor in trace.outputs(event)]
-    if any(not relative(x, y) <= tolerance.module for x, y in zip(ours, judge, strict=False)):
-        return True
-    names = {name: trace.tensors.get(f"parameter/{blamed.module}.{name}") for name in exact.parameters}
-    return any(
-        found is not None and not relative(found, exact.parameters[name]) <= tolerance.gradient
-        for name, found in names.items()
-    )
 
 
 def _values(culprit: Culprit) -> tuple[float, float] | None:

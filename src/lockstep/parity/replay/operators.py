@@ -1,4 +1,4 @@
-"""Which operator of a module is off: its parts run again in double precision on the CPU, which is the judge.
+"""Which operator of a module is off: its parts run again in double precision on the host, which is the judge.
 
 Two kinds of fault. A *kernel* gives another result than its operator has, on the very inputs it was given. The *code*
 around the kernels asks for something else: another constant, another dtype, another operator; then the operators are
@@ -18,7 +18,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lockstep.parity.replay.flow import Flow, Result
+from lockstep.parity.replay.host_operators import on_host
 from lockstep.parity.replay.oplog import Operator
+from lockstep.parity.replay.reference import Array, Noted
 from lockstep.parity.replay.tolerance import TOLERANCES, Tolerance
 
 _PRECISION = {torch.float32: "fp32", torch.float64: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -53,7 +55,7 @@ def wrong_kernel(calls: Sequence[Operator], tolerance: Tolerance | None = None) 
             allowed = (tolerance or TOLERANCES[_PRECISION.get(actual.dtype, "fp32")]).module
             error = relative_difference(actual, wanted)
             if not error <= 4 * allowed:
-                why = f"on {call.device} it gives another result than the same inputs do in float64 on the CPU"
+                why = f"on {call.device} it gives another result than the same inputs do in float64 on the host"
                 return Culprit("kernel", call, None, error, actual, wanted, why, index)
     return None
 
@@ -85,6 +87,57 @@ def other_code(calls: Sequence[Operator], clean: Sequence[Operator], tolerance: 
         return None
     end, near = wrong[0]
     return _end(end, near, "what it gives leaves the module, and is not what leaves the clean one")
+
+
+def other_values(
+    calls: Sequence[Operator], noted: Noted, outputs: Sequence[torch.Tensor], tolerance: Tolerance
+) -> Culprit | None:
+    """The first operator that gives something else than a float64 reference has at that point.
+
+    It finds what neither a kernel nor a clean copy of the module shows: code that is wrong for both, such as a function
+    of the library or a modelling file. A right module need not have every value of the reference, so a value that is
+    missing counts where an operator of its kind gives another one.
+    """
+    ours = [one for one in Flow(calls).results() if one.tensor.is_floating_point()]
+    known = [value for value, _ in noted.values]
+    strange = [one for one in ours if not any(_same(one.tensor, value, tolerance) for value in known)]
+    for value, words in noted.values:
+        if any(_same(one.tensor, value, tolerance) for one in ours):
+            continue
+        for word in words:
+            found = next((one for one in strange if word in one.call.name and _alike(one, value, word)), None)
+            if found is not None:
+                return _instead(found, value)
+    last = [one for one in strange if any(_same(one.tensor, out.double().numpy(), tolerance) for out in outputs)]
+    return _instead(last[-1], known[-1]) if last and known else None
+
+
+def _alike(one: Result, value: Array, word: str) -> bool:
+    """Whether it may stand for the value. Attention may lay sequences out with padding."""
+    return one.tensor.numel() == value.size or word == "attention"
+
+
+def _same(tensor: torch.Tensor, value: Array, tolerance: Tolerance) -> bool:
+    if tensor.numel() != value.size:
+        return False
+    layouts = [value, value.swapaxes(0, 1)] if value.ndim == 3 else [value]
+    return any(
+        relative_difference(tensor.flatten(), torch.from_numpy(layout.reshape(-1))) <= tolerance.module
+        for layout in layouts
+    )
+
+
+def _instead(found: Result, value: Array) -> Culprit:
+    """An operator's result beside the reference's value."""
+    why = "the float64 reference of the module has another value here"
+    if found.tensor.numel() != value.size:
+        return Culprit("code", found.call, None, math.inf, found.tensor, torch.zeros(0), why, found.index)
+    layouts = [value, value.swapaxes(0, 1)] if value.ndim == 3 else [value]
+    expected = [torch.from_numpy(layout.reshape(-1).copy()).reshape(found.tensor.shape) for layout in layouts]
+    errors = [relative_difference(found.tensor, one) for one in expected]
+    best = errors.index(min(errors))
+    wanted = expected[best].to(found.tensor.dtype)
+    return Culprit("code", found.call, None, errors[best], found.tensor, wanted, why, found.index)
 
 
 def _unlike(end: Result, theirs: Flow, tolerance: Tolerance) -> Result | Literal[False] | None:
@@ -223,9 +276,16 @@ def _differing_settings(call: Operator, clean: Operator) -> tuple[str, str]:
     return "", ""
 
 
-@torch.no_grad()
 def in_double(call: Operator) -> list[torch.Tensor] | None:
-    """The same call on the same inputs in float64 on the CPU; None where it cannot be asked there."""
+    """The same call on the same inputs in float64 on the host, by numpy where it has the operator: a library that is
+    wrong must not judge itself. None where it cannot be asked there."""
+    found = on_host(call)
+    return in_torch(call) if found is None else found
+
+
+@torch.no_grad()
+def in_torch(call: Operator) -> list[torch.Tensor] | None:
+    """By torch's own float64 on the CPU."""
     try:
         args, kwargs = pytree.tree_map(_doubled, (call.args, call.kwargs))
         result = call.function(*args, **kwargs)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -12,7 +13,10 @@ from typing import Any
 
 import yaml
 
+from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
 from lockstep.model.kernel_trial import judged_later
+from lockstep.parallel.world import joined
 from lockstep.parity.compare.report import strict
 from lockstep.parity.replay.checks import BLAME, STAGES, Check, worst_of
 from lockstep.parity.replay.locate import Located
@@ -60,7 +64,7 @@ class Replayed:
 
 
 def replay(
-    run: Path, mode: Mode, overrides: Sequence[str], console: Console, steps: Sequence[int] = (), name: str = ""
+    run: Path, mode: Mode, overrides: Sequence[str], console: Console, steps: Sequence[int] = ()
 ) -> Replayed | None:
     """Run the recorded steps again with some keys changed, then judge. Ranks other than the first get None."""
     source = RunFolder(run)
@@ -68,7 +72,7 @@ def replay(
     tape.manifest()
     forced = mode == "forced"
     found = [
-        _replay_part(source, part, mode, overrides, console, mine, name)
+        _replay_part(source, part, mode, overrides, console, mine)
         for part, mine in shared_out(source, tape, steps, forced=forced)
     ]
     results = [result for result in found if result is not None]
@@ -86,14 +90,12 @@ def _replay_part(
     overrides: Sequence[str],
     console: Console,
     steps: Sequence[int],
-    name: str,
 ) -> Replayed | None:
     """Steps that one recipe trained."""
     tape = TapeFolder(source.tape)
-    recipe = replayed_recipe(source, name or free_name(source, mode), overrides, part.recipe)
     loop = Replay(tape, mode, steps)
-    with judged_later() as problems:
-        folder = run_replay(loop, recipe, console)
+    with judged_later() as problems, reserved_name(source, mode) as name:
+        folder = run_replay(loop, replayed_recipe(source, name, overrides, part.recipe), console)
     if folder is None:
         return None
     result = judge(tape, TapeFolder(RunFolder(folder).tape), mode, folder, trained=_keys(part.recipe))
@@ -149,10 +151,41 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
     return load_recipe(str(recorded), [*settled, *overrides], stored=True)
 
 
-def free_name(source: RunFolder, kind: str) -> str:
-    """`kind-1`, or the first number that no replay of the run has."""
-    taken = {path.name for path in (source.path / REPLAYS).glob(f"{kind}-*")}
-    return next(name for number in count(1) if (name := f"{kind}-{number}") not in taken)
+@contextmanager
+def reserved_name(source: RunFolder, kind: str) -> Iterator[str]:
+    """`kind-1`, or the first number that no replay of the run has: replays that start at the same time get different
+    ones. All ranks of one replay get the same."""
+    name = _reserve(source, kind) if int(os.environ.get("RANK", "0")) == 0 else ""
+    try:
+        with joined(Cpu()) as world:
+            agreed = world.gather(name)[0]
+        yield agreed
+    finally:
+        if name:
+            _reservation(source, name).rmdir()
+
+
+def _reserve(source: RunFolder, kind: str) -> str:
+    """Makes the reservation, which no two processes can. It ends when the replay's own folder is there."""
+    for number in count(1):
+        name = f"{kind}-{number}"
+        folder, mark = source.path / REPLAYS / name, _reservation(source, name)
+        try:
+            mark.parent.mkdir(exist_ok=True)
+            mark.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            remedy = "a replay writes into the run's folder: make it writable, or copy the run"
+            raise Refusal.at(str(mark.parent), f"cannot be written to: {error.strerror}", remedy) from error
+        if not folder.exists():
+            return name
+        mark.rmdir()
+    raise AssertionError("numbers do not end")
+
+
+def _reservation(source: RunFolder, name: str) -> Path:
+    return source.path / REPLAYS / f".reserved-{name}"
 
 
 def judge(

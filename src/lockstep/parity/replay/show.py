@@ -69,6 +69,8 @@ def first_divergence(result: Replayed) -> list[tuple[str, str]]:
     operator = result.operator
     if operator is not None:
         rows.append(("who is off", operator.side))
+        if operator.judge:
+            rows.append(("judged by", operator.judge))
         if operator.operator:
             rows.append(("operator", f"{operator.operator}: {operator.why}"))
             rows.append(("inputs", _inputs(operator.shapes, operator.dtypes)))

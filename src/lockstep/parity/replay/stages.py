@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from lockstep.parity.replay.systematic import Limits, line
 from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.recipe.rows import drawn_by
 from lockstep.tape.format import StepRecord, TapeFolder
-from lockstep.tape.rows import rollouts_of
+from lockstep.tape.rows import RECEIVED, rollouts_of
 from lockstep.types import Rollout
 
 # Log-probabilities that losses compare with, as their checks are named.
@@ -50,7 +51,7 @@ def judge_step(a: Side, b: Side, step: int, tolerance: Tolerance, *, generated: 
     """Every check of one step. `generated`: B's responses are its own, from the recorded weights."""
     one, other = a.tape.read_step(step), b.tape.read_step(step)
     checks = [*_batch(one, other)]
-    if not checks[0].passed:
+    if not all(check.passed for check in checks):
         return checks  # numbers of other tokens cannot be compared
     if "rollout" in a.recipe:
         if generated:
@@ -77,6 +78,34 @@ def _batch(a: StepRecord, b: StepRecord) -> Iterator[Check]:
             yield Check("batch", a.step, "tokens and loss mask", math.inf, 0.0, where)
             return
     yield Check("batch", a.step, "tokens and loss mask", 0.0, 0.0)
+    yield from _received(a, b)
+
+
+def _received(a: StepRecord, b: StepRecord) -> Iterator[Check]:
+    """The micro-batches as the models get them: a fault of packing or padding changes these and not the rows."""
+    said = {
+        "target": "the token that is asked for",
+        "position": "the position that the token is predicted from",
+        "context": "hash of the tokens and positions before it",
+    }
+    counts: Counter[str] = Counter()
+    for update in a.info["updates"]:
+        learner = update["learner"]
+        key, what = f"{learner}/{counts[learner]}/received", f"{learner}, update {counts[learner] + 1}: micro-batches"
+        for name in RECEIVED:
+            x, y = a.tensors.get(f"{key}/{name}"), b.tensors.get(f"{key}/{name}")
+            if x is None or y is None:
+                continue  # a tape of an earlier version, or an update that one side did not make
+            if x.shape != y.shape or not torch.equal(x, y):
+                where = f"{worst_difference(x, y, 'target')}: {said[name]}; {_share_off(x, y)}"
+                yield Check("batch", a.step, what, math.inf, 0.0, where, counts[learner])
+                break
+        counts[learner] += 1
+
+
+def _share_off(x: torch.Tensor, y: torch.Tensor) -> str:
+    off = int((x != y).sum()) if x.shape == y.shape else len(x)
+    return f"{off} of {len(x)} targets differ"
 
 
 def _generation(a: Side, b: Side, one: StepRecord, tolerance: Tolerance) -> list[Check]:
