@@ -57,6 +57,7 @@ def follow(
             continue
         # Biases and norms have one axis and are spared from decay, unless the recipe says otherwise.
         decay = optim["weight_decay"] if optim.get("decay_all") or len(shapes[name]) >= 2 else 0.0
+        decay = optim.get("decays", {}).get(name, decay)  # another framework's optimizer, with groups of its own
         expected = _stepped(kept, factor, lr, optim, decay)
         way = (expected - kept["before"]).abs()
         difference = (kept["after"] - expected).abs() - ULPS * kept["before"].abs()

@@ -13,10 +13,11 @@ MODES = {
 }
 
 
-def show(result: Replayed, console: Console) -> None:
+def show(result: Replayed, console: Console, title: str | None = None) -> None:
     steps = f"{len(result.steps)} steps ({result.steps[0]} to {result.steps[-1]})" if result.steps else "no step"
     console.banner(
-        f"replay, {result.mode}: {MODES[result.mode]}", [("replayed", steps), ("folder", str(result.folder))]
+        title or f"replay, {result.mode}: {MODES[result.mode]}",
+        [("judged" if title else "replayed", steps), ("folder", str(result.folder))],
     )
     console.say("")
     console.say(f"{'stage':<12}{'verdict':<12}{'worst':>10}{'allowed':>10}  at step, of what")
