@@ -30,6 +30,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 __all__ = ["MicroBatch", "Recorder", "digest", "record", "write_tensors"]
 
@@ -474,6 +475,20 @@ class Recorder:
         if os.path.exists(os.path.join(self.folder, "tape.json")):
             raise FileExistsError(f"{self.folder} holds a tape already: give another folder, or remove it")
         os.makedirs(self.folder, exist_ok=True)
+        try:
+            self._hook()
+        except BaseException:
+            self._unhook()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._unhook()
+        self._drop_tracer()
+        self._write_line()
+        self._write_manifest()
+
+    def _hook(self) -> None:
         self.handles += [
             self.root.register_forward_pre_hook(self._guarded(self._forward), with_kwargs=True),
             self.root.register_forward_hook(self._guarded(self._forwarded), with_kwargs=True),
@@ -483,9 +498,8 @@ class Recorder:
         self._patch(torch.nn.utils, "clip_grad_norm_", self._clip)
         if hasattr(self.model, "clip_grad_norm_"):  # FSDP has one of its own
             self._patch(self.model, "clip_grad_norm_", self._clip_sharded)
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def _unhook(self) -> None:
         for handle in self.handles:
             handle.remove()
         for owner, name, before, inherited in reversed(self.patched):
@@ -494,9 +508,6 @@ class Recorder:
             else:
                 setattr(owner, name, before)
         self.handles, self.patched = [], []
-        self._drop_tracer()
-        self._write_line()
-        self._write_manifest()
 
     def log(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Metrics of the update that was made last, for the curves that `lockstep compare` judges."""
@@ -527,10 +538,9 @@ class Recorder:
     def _hook_optimizer(self) -> None:
         before, after = self._guarded(self._before_step), self._guarded(self._after_step)
         if self.given is None:
-            hooks = torch.optim.optimizer
             self.handles += [
-                hooks.register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: before(optimizer)),
-                hooks.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: after(optimizer)),
+                register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: before(optimizer)),
+                register_optimizer_step_post_hook(lambda optimizer, args, kwargs: after(optimizer)),
             ]
         elif isinstance(self.given, torch.optim.Optimizer):
             self.handles += [

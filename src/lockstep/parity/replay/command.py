@@ -8,8 +8,9 @@ from pathlib import Path
 
 from lockstep.errors import Refusal
 from lockstep.parity.checklist import checklist
+from lockstep.parity.compare.logs.run_folder import ranks_of
 from lockstep.parity.replay.loop import MODES
-from lockstep.parity.replay.recording import ranks_of, replay_recording
+from lockstep.parity.replay.recording import replay_recording
 from lockstep.parity.replay.replay import as_json, replay
 from lockstep.parity.replay.show import show
 from lockstep.recipe.methods import ONLINE

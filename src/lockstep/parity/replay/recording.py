@@ -18,6 +18,7 @@ import torch
 
 from lockstep.device.select import select
 from lockstep.errors import Refusal
+from lockstep.parity.compare.logs.run_folder import ranks_of
 from lockstep.parity.replay.checks import Check
 from lockstep.parity.replay.landing import UNTOUCHED, judge_formula
 from lockstep.parity.replay.replay import REPLAYS, RESULT, Replayed, as_json, first_cause, free_name, judge
@@ -25,7 +26,7 @@ from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.run.files import atomic_write_text
 from lockstep.run.folder import RunFolder
 from lockstep.tape.digest import relative
-from lockstep.tape.format import MANIFEST, StepRecord, TapeFolder
+from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.probe import BACKWARD, FORWARD
 from lockstep_record import LEARNER, MicroBatch, digest, logprobs, record
 
@@ -35,24 +36,6 @@ KEYS = ("device", "model.dtype", "model.attention")
 ROUNDED = 1e-2
 # Arguments of a call that change nothing that is judged, or that a replay decides itself.
 NOT_REPEATED = {"labels", "use_cache", "return_dict", "training", "num_items_in_batch"}
-
-
-def ranks_of(folder: Path) -> dict[int, Path]:
-    """The tapes of a recording by rank; empty where the folder is none."""
-    single = _is_recorded(folder / MANIFEST)
-    found = {0: folder} if single else {}
-    for inner in folder.glob("rank_*") if folder.is_dir() and not single else ():
-        if inner.name[5:].isdigit() and _is_recorded(inner / MANIFEST):
-            found[int(inner.name[5:])] = inner
-    return dict(sorted(found.items()))
-
-
-def _is_recorded(manifest: Path) -> bool:
-    try:
-        values = json.loads(manifest.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(values, dict) and "recorder" in values
 
 
 def compare_recordings(a: Path, b: Path) -> Replayed:

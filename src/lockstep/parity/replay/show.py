@@ -28,10 +28,11 @@ def show(result: Replayed, console: Console, title: str | None = None) -> None:
     console.say("")
     for remark in result.remarks:
         console.say(remark)
+    verdict = "verdict" if title is None else "verdict, update by update"
     if result.in_step:
-        console.banner("verdict: in step", [])
+        console.banner(f"{verdict}: in step", [])
         return
-    console.banner("verdict: out of step", first_divergence(result))
+    console.banner(f"{verdict}: out of step", first_divergence(result))
 
 
 def _line(stage: str, checks: list[Check]) -> str:

@@ -34,6 +34,7 @@ from lockstep.parity.compare.logs.kinds import (
     MEGATRON,
     MINDSPEED_RL,
     OPENRLHF,
+    RECORDING,
     RUN,
     SWIFT,
     TENSORBOARD_CSV,
@@ -41,15 +42,15 @@ from lockstep.parity.compare.logs.kinds import (
     VERL_CONSOLE,
     VERL_FILE,
 )
-from lockstep.parity.compare.logs.run_folder import is_run_folder, refuse_lost_metrics
+from lockstep.parity.compare.logs.run_folder import is_run_folder, ranks_of, recorded_points, refuse_lost_metrics
 from lockstep.parity.compare.logs.run_folder import points as run_points
 from lockstep.parity.compare.logs.text import decoded, lines
 
 LOOKED_FOR = (
-    "looked for: a run folder (recipe.yaml, metrics.jsonl), the console output of verl (or its file logger), OpenRLHF, "
-    "Megatron, MindSpeed or DeepSpeed, a trainer_state.json, LLaMA-Factory's trainer_log.jsonl, ms-swift's "
-    "logging.jsonl, a tensorboard event file or its csv export, a .wandb file, and csv or JSON lines with a column "
-    "step, global_step, train/global_step, training/global_step, Step or _step"
+    "looked for: a run folder (recipe.yaml, metrics.jsonl), a recording (tape.json), the console output of verl (or "
+    "its file logger), OpenRLHF, Megatron, MindSpeed or DeepSpeed, a trainer_state.json, LLaMA-Factory's "
+    "trainer_log.jsonl, ms-swift's logging.jsonl, a tensorboard event file or its csv export, a .wandb file, and csv or "
+    "JSON lines with a column step, global_step, train/global_step, training/global_step, Step or _step"
 )
 _TEXT = (".jsonl", ".json", ".csv", ".tsv", ".log", ".txt", ".out")
 _EVENTS = "tfevents"
@@ -82,6 +83,8 @@ def find(source: str) -> FoundLog:
 def _in_folder(path: Path) -> FoundLog | None:
     if is_run_folder(path):
         return FoundLog(path, RUN, partial(run_points, path))
+    if ranks_of(path):
+        return FoundLog(path, RECORDING, partial(recorded_points, path))
     refuse_lost_metrics(path)
     candidates = _of_one_run(path, _candidates(path))
     if len(candidates) > 1:
