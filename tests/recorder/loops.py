@@ -139,7 +139,8 @@ def _train_trl(
     device = {"use_cpu": True} if "use_cpu" in names else {}
     arguments = config(
         output_dir=f"{folder}.trainer", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=UPDATES,
-        learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[], bf16=False, seed=1, **device, **(more or {}),
+        learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[], bf16=False, seed=1,
+        **device, **(more or {}),
     )  # fmt: skip
     network = AutoModelForCausalLM.from_pretrained(model).float()
     made = trainer(model=network, args=arguments, train_dataset=dataset, processing_class=tokenizer, **(given or {}))
