@@ -9,8 +9,9 @@ Copy this file to the machine that trains, and the folder back. Judge it there: 
 `lockstep replay tape-old --model MODEL`. docs/recorder.md says what is recorded and what is not.
 
 An update is what ends with `optimizer.step()`. Everything is local to the rank: of a sharded parameter the tape has the
-shard that this rank holds. Recording changes no number of the training. Where recording fails, training goes on: a
-warning and `tape.json` say what happened.
+shard that this rank holds. Recording changes no number of the training, with one exception: at a snapshot with modules
+autograd may sum gradients in another order, which is rounding. Where recording fails, training goes on: a warning and
+`tape.json` say what happened.
 """
 
 from __future__ import annotations

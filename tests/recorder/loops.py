@@ -34,14 +34,14 @@ def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def plain(model: str, folder: str, *, dtype: torch.dtype = torch.float32, fault: Any = None) -> torch.nn.Module:
+def plain(model: str, folder: str, *, fault: Any = None, **settings: Any) -> torch.nn.Module:
     """SFT in plain torch, two micro-batches an update."""
     torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_pretrained(model).to(dtype).train()
+    network = AutoModelForCausalLM.from_pretrained(model).float().train()
     if fault is not None:
         fault(network)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
-    with record(network, optimizer, folder, every=2) as recorder:
+    with record(network, optimizer, folder, **{"every": 2, **settings}) as recorder:
         for update in range(UPDATES):
             ids, mask = rows(update)
             for part in (slice(0, 4), slice(4, 8)):

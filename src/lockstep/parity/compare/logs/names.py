@@ -95,15 +95,20 @@ KINDS: dict[str, dict[str, str]] = {
     # OpenRLHF's KTO and process reward trainers
     "kto_loss": {"kto_loss": "train/loss", "kl": "train/kl"},
     "prm_loss": {"prm_loss": "train/loss", "acc": "train/step_accuracy"},
-    # MindSpeed-RL
-    "grpo/rewards/mean": {
-        "grpo/rewards/mean": "critic/rewards/mean",
-        "grpo/score/mean": "critic/score/mean",
-        "grpo/lr": "actor/lr",
+    # MindSpeed-RL: GRPO and DAPO name their scores after themselves, so did earlier PPO; newer PPO has verl's names.
+    "timing/all": {
+        **{
+            f"{method}/{what}/{how}": f"critic/{what}/{how}"
+            for method in ("grpo", "dapo", "ppo")
+            for what in ("rewards", "score")
+            for how in ("mean", "max", "min")
+        },
+        **{f"{method}/lr": "actor/lr" for method in ("grpo", "dapo", "ppo")},
         "grad_norm": "actor/grad_norm",
         "timing/all": "timing_s/step",
         "timing/rollout": "timing_s/gen",
         "timing/update": "timing_s/update_actor",
+        "timing/update_critic": "timing_s/update_critic",
     },
     # TRL's KTO trainer
     "logps/KL": {"kl": "train/kl", "rewards/accuracies": "train/label_accuracy"},
