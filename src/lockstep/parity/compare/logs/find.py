@@ -54,7 +54,8 @@ LOOKED_FOR = (
     "looked for: a run folder (recipe.yaml, metrics.jsonl), a recording (tape.json), the console output of verl (or "
     "its file logger), OpenRLHF, Megatron, MindSpeed or DeepSpeed, a trainer_state.json, LLaMA-Factory's "
     "trainer_log.jsonl, ms-swift's logging.jsonl, a tensorboard event file or its csv export, a .wandb or .swanlab "
-    "file, msprobe's dump.json or csv, and csv or JSON lines with a column step, global_step, train/global_step, training/global_step, Step or _step"
+    "file, msprobe's dump.json or csv, and csv or JSON lines with a column step, global_step, train/global_step, "
+    "training/global_step, Step or _step"
 )
 _TEXT = (".jsonl", ".json", ".csv", ".tsv", ".log", ".txt", ".out")
 _EVENTS = "tfevents"
