@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
-os.environ.update({"CUDA_VISIBLE_DEVICES": "", "WANDB_DISABLED": "true", "HF_HUB_OFFLINE": "1"})
+if __name__ == "__main__":  # where lockstep is not installed
+    sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+    os.environ.update({"CUDA_VISIBLE_DEVICES": "", "WANDB_DISABLED": "true", "HF_HUB_OFFLINE": "1"})
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
