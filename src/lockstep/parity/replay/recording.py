@@ -46,7 +46,7 @@ def compare_recordings(a: Path, b: Path) -> Replayed:
         raise Refusal.at(b, f"has none of the ranks of {a}", "compare recordings of the same number of processes")
     found = [_compare(TapeFolder(ours[rank]), TapeFolder(theirs[rank])) for rank in shared]
     parted = next((number for number, result in enumerate(found) if not result.in_step), 0)
-    said = (f"Rank {shared[parted]} of {len(shared)}.",) if len(shared) > 1 else ()
+    said: tuple[str, ...] = (f"Rank {shared[parted]} of {len(shared)}.",) if len(shared) > 1 else ()
     if len(ours) != len(theirs):
         said += (f"A was recorded on {len(ours)} ranks, B on {len(theirs)}: their micro-batches differ.",)
     return replace(found[parted], remarks=(*said, *found[parted].remarks))
@@ -169,7 +169,8 @@ def _steps(tape: TapeFolder, manifest: Mapping[str, Any], only: Sequence[int]) -
 
 def _limits(tape: TapeFolder, manifest: Mapping[str, Any], steps: Sequence[int]) -> _Limits:
     why = ["The loss is not judged: the trainer computes it. Its recorded slopes at the log-probabilities are used."]
-    skip, phases = {"loss"}, (FORWARD, BACKWARD)
+    skip = {"loss"}
+    phases: tuple[str, ...] = (FORWARD, BACKWARD)
     updates = [tape.read_step(step).info["updates"][0] for step in steps]
     if not all(update.get("slopes_exact") for update in updates):
         skip |= {"gradient", "optimizer", "weights"}
