@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: quickstart test browser test-ascend test-engines test-migration test-ray test-slow lint format docs models bench clean
+.PHONY: quickstart test browser test-ascend test-engines test-migration test-ray test-recorder test-slow lint format docs models bench clean
 
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
@@ -35,6 +35,10 @@ test-ascend: $(VENV)/.test
 # Migrated commands against the trainers they come from, which have an environment of their own too.
 test-migration: $(VENV)/.test
 	@VENV="$(VENV)" sh tools/test_migration.sh
+
+# The recorder in old trainers, which need gigabytes: torch 2.5.1, verl 0.4.1 and TRL.
+test-recorder: $(VENV)/.test
+	@VENV="$(VENV)" sh tools/test_recorder.sh
 
 # Not in the run above: a cluster and its actors take a minute of processor time at each start.
 test-ray: $(VENV)/.ray
@@ -73,7 +77,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/parity.py
 
 clean:
-	rm -rf $(VENV) .venv-ascend .venv-peers .venv-vllm .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-ascend .venv-peers .venv-recorder .venv-recorder-trl .venv-vllm .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.13 found; install one or say: make PYTHON=/path/to/python3 ..."; exit 1; }

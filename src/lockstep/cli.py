@@ -265,7 +265,7 @@ def view(
 
 @app.command()
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder with a tape (`tape=true`).")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder with a tape (`tape=true`), or a recording.")],
     overrides: Overrides = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="Replay on this device.")] = None,
     mode: Annotated[
@@ -273,6 +273,9 @@ def replay(
     ] = "forced",
     step: Annotated[list[int] | None, typer.Option(help="Only this step; may be repeated.")] = None,
     checklist: Annotated[bool, typer.Option("--checklist", help="What the guides check by hand, one by one.")] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Of a recording of another framework: the model it trained.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Repeat RUN on another device, dtype, engine or number of processes, and name the first place where it parts.
@@ -282,7 +285,7 @@ def replay(
     from lockstep.parity.replay.command import ReplayRequest, replay_run
 
     words = [*(overrides or []), *([f"device={device}"] if device else [])]
-    raise typer.Exit(replay_run(ReplayRequest(run, mode, tuple(words), tuple(step or ()), checklist, json)))
+    raise typer.Exit(replay_run(ReplayRequest(run, mode, tuple(words), tuple(step or ()), checklist, json, model)))
 
 
 @app.command()

@@ -117,6 +117,138 @@ def test_mindspeed_rl() -> None:
     assert curve(log, "response_length/mean") == {1: 512.5, 2: 500.0}
 
 
+@pytest.mark.parametrize("method", ["ppo", "dapo"])
+def test_mindspeed_rl_with_other_methods(tmp_path: Path, method: str) -> None:
+    """As `loggers.py` of MindSpeed-RL writes them now: behind logging's own prefix, and rates as 1e-06."""
+    source = tmp_path / "run.log"
+    source.write_text(
+        "".join(
+            f"2025-09-01 10:0{step}:00,123 - INFO - [2025-09-01 10:0{step}:00] iteration: {step} / 100 | timing/all : "
+            f"{200 + step}.0000 | actor/pg_loss : 0.0{step}00 | grad_norm : 0.2500 | {method}/lr : 1.000000e-06 | "
+            f"acc_rewards/mean : 0.5000 | {method}/score/mean : 0.{step}250 | {method}/rewards/mean : 0.{step}500 \n"
+            for step in (1, 2)
+        )
+    )
+    log = read_log(str(source))
+    assert log.kind == "MindSpeed-RL console"
+    assert curve(log, "critic/rewards/mean") == {1: 0.15, 2: 0.25}
+    assert curve(log, "critic/score/mean") == {1: 0.125, 2: 0.225}
+    assert curve(log, "actor/lr") == {1: 1e-6, 2: 1e-6}
+    assert curve(log, "timing_s/step") == {1: 201.0, 2: 202.0}
+    assert curve(log, "actor/grad_norm") == {1: 0.25, 2: 0.25}
+
+
+def megatron_line(step: int, loss: float, time: float = 900.0) -> str:
+    return (
+        f" iteration {step:8d}/      30 | consumed samples: {8 * step:12d} | elapsed time per iteration (ms): {time} | "
+        f"learning rate: 1.000E-04 | lm loss: {loss:.6E} | grad norm: 1.500 | number of skipped iterations:   0 | "
+        "number of nan iterations:   0 |"
+    )
+
+
+@pytest.mark.parametrize("label", ["[default{}]:", "[rank{}]:", "{}: ", "[1,{}]<stdout>:"])
+def test_megatron_lines_of_several_ranks(tmp_path: Path, label: str) -> None:
+    """Before each line its rank; lines of two ranks on one; a warning of another process behind the last field."""
+    source = tmp_path / "run.log"
+    lines = [
+        label.format(0) + megatron_line(1, 8.0) + label.format(7) + megatron_line(1, 8.0, 901.0),
+        label.format(7) + megatron_line(2, 7.5) + "/usr/lib/warn.py:3: UserWarning: slow",
+        label.format(0) + megatron_line(2, 7.5, 905.0),
+        label.format(7) + "Warning: iteration is slow",
+        label.format(0) + megatron_line(3, 7.25),
+    ]
+    source.write_text("\n".join(lines) + "\n")
+    log = read_log(str(source))
+    assert log.kind == "Megatron console"
+    assert curve(log, "train/loss") == {1: 8.0, 2: 7.5, 3: 7.25}
+    assert curve(log, "train/grad_norm") == {1: 1.5, 2: 1.5, 3: 1.5}
+    source.write_text("\n".join([*lines, label.format(7) + megatron_line(3, 9.0)]) + "\n")
+    with pytest.raises(Refusal, match=r"line 6.*ranks 0 and 7 differ at iteration 3: lm loss 7.25 and 9"):
+        read_log(str(source))
+
+
+@pytest.mark.parametrize("name", ["backup.swanlab", "run-zr5qlem6.swanlab"])
+def test_swanlab(name: str) -> None:
+    """Files of SwanLab 0.6.8 (JSON records) and 0.10.3 (protobuf records)."""
+    log = recorded(name)
+    assert log.kind == "SwanLab"
+    assert curve(log, "critic/rewards/mean") == {1: 0.25, 2: 0.5, 3: 0.75}
+    assert curve(log, "actor/loss") == {1: 1.0, 2: 0.5, 3: 1 / 3}
+    assert all(math.isnan(value) for value in curve(log, "bad").values())
+    assert not [metric for metric in log.metrics if "swanlab" in metric]
+
+
+def test_a_swanlab_file_of_an_unknown_format_or_damaged(tmp_path: Path) -> None:
+    content = bytearray((RECORDED / "run-zr5qlem6.swanlab").read_bytes())
+    cut = tmp_path / "cut.swanlab"
+    cut.write_bytes(content[:-3])  # the last record is half written
+    assert read_log(str(cut)).kind == "SwanLab"
+    content[6] = 3
+    cut.write_bytes(content)
+    with pytest.raises(Refusal, match="format 3, known are 1 and 2"):
+        read_log(str(cut))
+
+
+def test_msprobe_dump(tmp_path: Path) -> None:
+    """The folder of its PrecisionDebugger: statistics by step, and by rank where there are several."""
+    for step in (0, 1):
+        tensor = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [8, 4], "Max": 1.5, "Min": -1.0}
+        tensor |= {"Mean": 0.25, "Norm": 70.5 + step, "requires_grad": True, "data_name": "x.pt"}
+        data = {
+            "Module.conv2.Conv2d.forward.0": {
+                "input_args": [tensor],
+                "input_kwargs": {},
+                "output": [{**tensor, "Norm": 140.0}, {"type": "int", "value": 3}],
+                "parameters": {"weight": {**tensor, "Norm": 3.5}},
+            },
+            "Module.conv2.Conv2d.parameters_grad.0": {"weight": [{**tensor, "Norm": 0.25, "Max": "nan"}]},
+        }
+        folder = tmp_path / "dump" / f"step{step}" / "rank0"
+        folder.mkdir(parents=True)
+        text = {"task": "statistics", "level": "L0", "framework": "pytorch", "dump_data_dir": "/dump", "data": data}
+        (folder / "dump.json").write_text(json.dumps(text))
+        (folder / "stack.json").write_text("{}")
+    log = read_log(str(tmp_path / "dump"))
+    assert log.kind == "msprobe"
+    assert curve(log, "Module.conv2.Conv2d.forward.0.input_args.0/Norm") == {1: 70.5, 2: 71.5}
+    assert curve(log, "Module.conv2.Conv2d.forward.0.output.0/Norm") == {1: 140.0, 2: 140.0}
+    assert curve(log, "Module.conv2.Conv2d.forward.0.parameters.weight/Mean") == {1: 0.25, 2: 0.25}
+    assert curve(log, "Module.conv2.Conv2d.parameters_grad.0.weight.0/Norm") == {1: 0.25, 2: 0.25}
+    one = read_log(str(tmp_path / "dump" / "step1" / "rank0" / "dump.json"))
+    assert curve(one, "Module.conv2.Conv2d.forward.0.input_args.0/Norm") == {2: 71.5}
+    (tmp_path / "dump" / "step0" / "rank0").rename(tmp_path / "dump" / "step0" / "rank1")
+    both = read_log(str(tmp_path / "dump"))
+    assert curve(both, "rank1/Module.conv2.Conv2d.forward.0.input_args.0/Norm") == {1: 70.5}
+    assert curve(both, "rank0/Module.conv2.Conv2d.forward.0.input_args.0/Norm") == {2: 71.5}
+
+
+def test_msprobe_monitor_and_gradient_probe(tmp_path: Path) -> None:
+    monitor = tmp_path / "monitor"
+    monitor.mkdir()
+    (monitor / "grad_reduced_0-1.csv").write_text(
+        "vpp_stage,name,step,norm,mean\n0,layers.0.weight,0,1.5,0.25\n0,layers.0.weight,1,1.25,nan\n"
+    )
+    (monitor / "actv_0-1.csv").write_text(
+        "vpp_stage,name,step,micro_step,norm\n0,layers.0.input,0,0,9.5\n1,layers.0.input,0,1,8.5\n"
+    )
+    log = read_log(str(monitor))
+    assert log.kind == "msprobe"
+    assert curve(log, "grad_reduced/layers.0.weight/norm") == {1: 1.5, 2: 1.25}
+    assert curve(log, "actv/layers.0.input/norm") == {1: 9.5}
+    assert curve(log, "actv/1:layers.0.input:1/norm") == {1: 8.5}
+    probe = tmp_path / "probe" / "rank0"
+    probe.mkdir(parents=True)
+    for step in (0, 1):
+        (probe / f"grad_summary_{step}.csv").write_text(
+            f'Param_name,MD5,=0,Max,Min,Norm,Shape\nlayers.0.weight,ab12,0.5,0.25,-0.5,{step + 1}.5,"[4, 8]"\n'
+        )
+    log = read_log(str(tmp_path / "probe"))
+    assert curve(log, "gradient/layers.0.weight/Norm") == {1: 1.5, 2: 2.5}
+    (monitor / "grad_reduced_0-1.csv").write_text("vpp_stage,name,step,norm\n0,layers.0.weight,x,1.5\n")
+    with pytest.raises(Refusal, match="row with a whole number as step"):
+        read_log(str(monitor))
+
+
 def test_megatron_lines_between_those_of_deepspeed(tmp_path: Path) -> None:
     """The lines of both are in one log: those with the loss are read."""
     source = tmp_path / "both.log"
@@ -281,7 +413,7 @@ def test_a_half_line_at_the_end_is_left_out(tmp_path: Path, name: str, steps: li
 
 
 def samples() -> list[Path]:
-    return [file for file in sorted(RECORDED.iterdir()) if file.suffix not in (".md", ".wandb")]
+    return [file for file in sorted(RECORDED.iterdir()) if file.suffix not in (".md", ".wandb", ".swanlab")]
 
 
 @pytest.mark.parametrize("file", samples(), ids=lambda file: file.name)

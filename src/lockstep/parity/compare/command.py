@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ from pathlib import Path
 
 from lockstep.errors import Refusal
 from lockstep.parity.compare.compare import compare
+from lockstep.parity.compare.comparison import Comparison
 from lockstep.parity.compare.log import Log
 from lockstep.parity.compare.logs import read_log
+from lockstep.parity.compare.logs.kinds import RECORDING
 from lockstep.parity.compare.logs.names import read_names
 from lockstep.parity.compare.logs.tensorboard_csv import VALUE
 from lockstep.parity.compare.record import record
@@ -42,7 +45,10 @@ def compare_logs(order: Order, as_json: bool = False) -> int:
     names = {**(read_names(order.names) if order.names else {}), **({VALUE: order.value} if order.value else {})}
     a, b, *repeats = (read_log(source, names) for source in (order.a, order.b, *order.repeats))
     comparison = compare(a, b, repeats, order.metrics, order.bars, order.shift)
-    if as_json:
+    in_step = True
+    if a.kind == b.kind == RECORDING:
+        in_step = _recordings(a, b, comparison, as_json)
+    elif as_json:
         write(as_strict_json(comparison))
     else:
         show(comparison, Console.open())
@@ -55,7 +61,24 @@ def compare_logs(order: Order, as_json: bool = False) -> int:
         write(f"wrote {page}", error=as_json)
     if order.support is not None:
         write(record(comparison, order.support, order.support.with_suffix("")), error=as_json)
-    return EXIT_CODES[comparison.verdict]
+    return EXIT_CODES[comparison.verdict] if in_step else 1
+
+
+def _recordings(a: Log, b: Log, comparison: Comparison, as_json: bool) -> bool:
+    """The curves, then every stage and module of the updates that both recorded; whether these are in step."""
+    # torch is only needed here: curves alone are compared without it.
+    from lockstep.parity.replay.recording import compare_recordings
+    from lockstep.parity.replay.replay import as_json as replayed_json
+    from lockstep.parity.replay.show import show as show_stages
+
+    judged = compare_recordings(Path(a.source), Path(b.source))
+    if as_json:
+        write(json.dumps({**json.loads(as_strict_json(comparison)), "recordings": replayed_json(judged)}, indent=2))
+    else:
+        console = Console.open()
+        show(comparison, console)
+        show_stages(judged, console, "recordings, update by update: A against B")
+    return judged.in_step
 
 
 def _page_of(b: Log) -> Path | None:

@@ -61,6 +61,7 @@ def follow(
         # Biases and norms are spared from decay, unless the recipe says otherwise.
         matrix = len(shapes[name]) >= 2 and name not in spared
         decay = optim["weight_decay"] if optim.get("decay_all") or matrix else 0.0
+        decay = optim.get("decays", {}).get(name, decay)  # another framework's optimizer, with groups of its own
         expected = _stepped(kept, factor, lr, optim, decay)
         way = (expected - kept["before"]).abs()
         difference = (kept["after"] - expected).abs() - ULPS * kept["before"].abs()

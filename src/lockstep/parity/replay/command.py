@@ -8,7 +8,9 @@ from pathlib import Path
 
 from lockstep.errors import Refusal
 from lockstep.parity.checklist import checklist
+from lockstep.parity.compare.logs.run_folder import ranks_of
 from lockstep.parity.replay.loop import MODES
+from lockstep.parity.replay.recording import replay_recording
 from lockstep.parity.replay.replay import as_json, replay
 from lockstep.parity.replay.show import show
 from lockstep.recipe.methods import ONLINE
@@ -27,12 +29,18 @@ class ReplayRequest:
     steps: tuple[int, ...]
     checklist: bool
     json: bool
+    model: str | None = None
+    """Of a recording of another framework: the folder of the model that was trained."""
 
 
 def replay_run(request: ReplayRequest) -> int:
     mode = next((known for known in MODES if known == request.mode), None)
     if mode is None:
         raise Refusal.at("--mode", f"there is no mode {request.mode!r}", f"use one of {', '.join(MODES)}")
+    if ranks_of(request.run):
+        return _recorded(request, mode)
+    if request.model is not None:
+        raise Refusal.at("--model", f"{request.run} has a recipe, which names its model", "use model.path=FOLDER")
     console = Console.silent() if request.json else _console(request.run)
     if request.checklist:
         items = checklist.run_checklist(request.run, request.overrides, console)
@@ -50,6 +58,21 @@ def replay_run(request: ReplayRequest) -> int:
         write(json.dumps(as_json(result), indent=2))
     else:
         show(result, console)
+    return int(not result.in_step)
+
+
+def _recorded(request: ReplayRequest, mode: str) -> int:
+    if mode != "forced" or request.checklist:
+        raise Refusal.at(str(request.run), "is a recording, whose updates are replayed one by one", "use --mode forced")
+    [first, *others] = ranks_of(request.run).values()
+    if others:
+        remedy = f"name one of them: lockstep replay {first} --model FOLDER"
+        raise Refusal.at(str(request.run), f"holds the tapes of {len(others) + 1} ranks", remedy)
+    result = replay_recording(first, request.model, request.overrides, request.steps)
+    if request.json:
+        write(json.dumps(as_json(result), indent=2))
+    else:
+        show(result, Console.open(), "replay of a recording: each update from the recorded weights")
     return int(not result.in_step)
 
 

@@ -44,7 +44,7 @@ def judge_landing(
         return
     if restored:
         yield from _moments(one, other, learner, tolerance)
-    yield from _formula(manifest, other, learner, info[1], tolerance)
+    yield from judge_formula(manifest, other, learner, info[1], tolerance)
     yield from _held(manifest, other, learner)
     yield from _weights(manifest, one, other, learner, tolerance)
 
@@ -93,7 +93,7 @@ def _moments(one: StepRecord, other: StepRecord, learner: str, tolerance: Tolera
     yield Check("optimizer", one.step, what, finite(error), tolerance.optimizer, where)
 
 
-def _formula(
+def judge_formula(
     manifest: Mapping[str, Any], record: StepRecord, learner: str, info: dict[str, Any], tolerance: Tolerance
 ) -> Iterator[Check]:
     if not any(name.startswith(f"{learner}/0/sample/") for name in record.tensors):

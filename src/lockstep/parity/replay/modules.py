@@ -58,10 +58,12 @@ def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:
     return found
 
 
-def blame(a: StepRecord, b: StepRecord, tolerance: Tolerance) -> Blamed | None:
+def blame(
+    a: StepRecord, b: StepRecord, tolerance: Tolerance, phases: Sequence[str] = (FORWARD, BACKWARD)
+) -> Blamed | None:
     """The first module of the first rank at which two probes part: forwards first, then backwards."""
     ours, theirs = traces_of(a), traces_of(b)
-    for phase in (FORWARD, BACKWARD):
+    for phase in phases:
         for learner, rank in sorted(theirs):
             # A probe is the same on every rank, so one of a single process stands against each of many.
             mine = ours.get((learner, rank)) or ours.get((learner, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -30,7 +30,7 @@ from lockstep.run.files import atomic_write_text
 from lockstep.run.folder import RunFolder
 from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
-from lockstep.tape.probe import FORWARD
+from lockstep.tape.probe import BACKWARD, FORWARD
 
 REPLAYS = "replays"
 RESULT = "replay.json"
@@ -196,10 +196,14 @@ def judge(
     tolerance: Tolerance | None = None,
     *,
     trained: dict[str, Any] | None = None,
+    first: int = 1,
+    skip: Collection[str] = (),
+    phases: Sequence[str] = (FORWARD, BACKWARD),
 ) -> Replayed:
     """Every step that both have. Steps that do not start from recorded weights inherit what came before them.
 
-    `trained` is the recipe of A's steps, where it is not that with which the run went on at last.
+    `trained` is the recipe of A's steps, where it is not that with which the run went on at last. `first` is the step
+    that both sides start from. Stages in `skip`, and modules outside of `phases`, are not judged.
     """
     ours, theirs = Side.open(a), Side.open(b)
     if trained is not None:
@@ -215,7 +219,7 @@ def judge(
             f"{theirs.drawn_by}'s would be others."
         )
     for step in steps:
-        fresh = mode == "forced" or step == 1
+        fresh = mode == "forced" or step == first
         found = judge_step(
             ours,
             theirs,
@@ -223,6 +227,7 @@ def judge(
             tolerance if fresh else inherited(tolerance, step),
             generated=mode == "forced" or (mode == "free" and fresh),
         )
+        found = [check for check in found if check.stage not in skip]
         if mode == "free" and not fresh and not found[0].passed:
             remarks.append(
                 f"From step {step} on the responses are others: rounding moved the weights and, with them, a token. "
@@ -231,7 +236,7 @@ def judge(
             break
         checks += found
         if cause is None and module is None:
-            module = blame(a.read_step(step), b.read_step(step), tolerance) if fresh else None
+            module = blame(a.read_step(step), b.read_step(step), tolerance, phases) if fresh else None
             cause = first_cause(found)
             if cause is not None and module is not None and not _explains(module, cause):
                 module = None

@@ -13,10 +13,11 @@ MODES = {
 }
 
 
-def show(result: Replayed, console: Console) -> None:
+def show(result: Replayed, console: Console, title: str | None = None) -> None:
     steps = f"{len(result.steps)} steps ({result.steps[0]} to {result.steps[-1]})" if result.steps else "no step"
     console.banner(
-        f"replay, {result.mode}: {MODES[result.mode]}", [("replayed", steps), ("folder", str(result.folder))]
+        title or f"replay, {result.mode}: {MODES[result.mode]}",
+        [("judged" if title else "replayed", steps), ("folder", str(result.folder))],
     )
     console.say("")
     console.say(f"{'stage':<12}{'verdict':<12}{'worst':>10}{'allowed':>10}  at step, of what")
@@ -27,10 +28,11 @@ def show(result: Replayed, console: Console) -> None:
     console.say("")
     for remark in result.remarks:
         console.say(remark)
+    verdict = "verdict" if title is None else "verdict, update by update"
     if result.in_step:
-        console.banner("verdict: in step", [])
+        console.banner(f"{verdict}: in step", [])
         return
-    console.banner("verdict: out of step", first_divergence(result))
+    console.banner(f"{verdict}: out of step", first_divergence(result))
 
 
 def _line(stage: str, checks: list[Check]) -> str:

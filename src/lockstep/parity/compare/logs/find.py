@@ -18,7 +18,9 @@ from lockstep.parity.compare.logs import (
     llamafactory,
     megatron,
     mindspeed_rl,
+    msprobe,
     openrlhf,
+    swanlab,
     swift,
     table,
     tensorboard,
@@ -33,23 +35,27 @@ from lockstep.parity.compare.logs.kinds import (
     LLAMA_FACTORY,
     MEGATRON,
     MINDSPEED_RL,
+    MSPROBE,
     OPENRLHF,
+    RECORDING,
     RUN,
+    SWANLAB,
     SWIFT,
     TENSORBOARD_CSV,
     TRAINER_STATE,
     VERL_CONSOLE,
     VERL_FILE,
 )
-from lockstep.parity.compare.logs.run_folder import is_run_folder, refuse_lost_metrics
+from lockstep.parity.compare.logs.run_folder import is_run_folder, ranks_of, recorded_points, refuse_lost_metrics
 from lockstep.parity.compare.logs.run_folder import points as run_points
 from lockstep.parity.compare.logs.text import decoded, lines
 
 LOOKED_FOR = (
-    "looked for: a run folder (recipe.yaml, metrics.jsonl), the console output of verl (or its file logger), OpenRLHF, "
-    "Megatron, MindSpeed or DeepSpeed, a trainer_state.json, LLaMA-Factory's trainer_log.jsonl, ms-swift's "
-    "logging.jsonl, a tensorboard event file or its csv export, a .wandb file, and csv or JSON lines with a column "
-    "step, global_step, train/global_step, training/global_step, Step or _step"
+    "looked for: a run folder (recipe.yaml, metrics.jsonl), a recording (tape.json), the console output of verl (or "
+    "its file logger), OpenRLHF, Megatron, MindSpeed or DeepSpeed, a trainer_state.json, LLaMA-Factory's "
+    "trainer_log.jsonl, ms-swift's logging.jsonl, a tensorboard event file or its csv export, a .wandb or .swanlab "
+    "file, msprobe's dump.json or csv, and csv or JSON lines with a column step, global_step, train/global_step, "
+    "training/global_step, Step or _step"
 )
 _TEXT = (".jsonl", ".json", ".csv", ".tsv", ".log", ".txt", ".out")
 _EVENTS = "tfevents"
@@ -82,7 +88,11 @@ def find(source: str) -> FoundLog:
 def _in_folder(path: Path) -> FoundLog | None:
     if is_run_folder(path):
         return FoundLog(path, RUN, partial(run_points, path))
+    if ranks_of(path):
+        return FoundLog(path, RECORDING, partial(recorded_points, path))
     refuse_lost_metrics(path)
+    if probed := msprobe.files_of(path):
+        return FoundLog(path, MSPROBE, partial(msprobe.points, probed))
     candidates = _of_one_run(path, _candidates(path))
     if len(candidates) > 1:
         names = ", ".join(str(found.path.relative_to(path)) for found in candidates)
@@ -118,7 +128,7 @@ def _candidates(path: Path) -> list[FoundLog]:
         if any(_EVENTS in file.name for file in files):
             candidates.append(FoundLog(folder, "tensorboard", partial(tensorboard.points, folder)))
         for file in files:
-            if _EVENTS not in file.name and (file.suffix in _TEXT or file.suffix == ".wandb"):
+            if _EVENTS not in file.name and file.suffix in (*_TEXT, ".wandb", ".swanlab"):
                 found = _file(file)
                 if found is not None and file.resolve() not in seen:
                     seen.add(file.resolve())
@@ -135,6 +145,8 @@ def _file(path: Path) -> FoundLog | None:
     content = path.read_bytes()
     if content.startswith(wandb.MAGIC):
         return FoundLog(path, "wandb", lambda: table.points(file, wandb.rows(file, content)))
+    if content.startswith(swanlab.MAGIC):
+        return FoundLog(path, SWANLAB, partial(swanlab.points, file, content))
     text = decoded(content)
     return None if text is None else next(claims(path, text), None)
 
@@ -179,6 +191,8 @@ def _whole_json(path: Path, text: str) -> Iterator[FoundLog]:
         return
     if isinstance(whole, dict) and trainer_state.HISTORY in whole:
         yield FoundLog(path, TRAINER_STATE, lambda: trainer_state.points(file, whole))
+    if msprobe.is_dump(whole):
+        yield FoundLog(path, MSPROBE, lambda: msprobe.points([path]))
     listed: Sequence[Any] = whole if isinstance(whole, list) else []
     if listed and all(isinstance(row, dict) for row in listed) and any(table.has_step(row) for row in listed):
         kind = "wandb" if any(table.COUNT in row for row in listed) else "json"
@@ -192,7 +206,9 @@ def _csv(path: Path, text: str) -> Iterator[FoundLog]:
     except csv.Error:
         return
     names = [cell.strip() for cell in cells]
-    if tensorboard_csv.is_header(names):
+    if msprobe.is_header(names):
+        yield FoundLog(path, MSPROBE, lambda: msprobe.points([path]))
+    elif tensorboard_csv.is_header(names):
         yield FoundLog(path, TENSORBOARD_CSV, lambda: tensorboard_csv.points(file, text))
     elif len(names) > 1 and table.has_step(names):
         kind = "wandb" if table.COUNT in names else "csv"

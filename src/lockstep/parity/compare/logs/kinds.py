@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 RUN, VERL_CONSOLE, VERL_FILE = "lockstep run", "verl console", "verl file logger"
+RECORDING = "lockstep recording"
 OPENRLHF, DEEPSPEED = "OpenRLHF console", "DeepSpeed console"
 MEGATRON, MINDSPEED_RL = "Megatron console", "MindSpeed-RL console"
 TRAINER_STATE, LLAMA_FACTORY, SWIFT = "transformers trainer state", "LLaMA-Factory log", "ms-swift log"
 TENSORBOARD_CSV = "tensorboard csv"
+SWANLAB, MSPROBE = "SwanLab", "msprobe"
 
 OWN_NAMES = (RUN, VERL_CONSOLE, VERL_FILE)
-_EVERY_STEP = (RUN, VERL_CONSOLE, VERL_FILE, OPENRLHF, DEEPSPEED, MINDSPEED_RL)
+_EVERY_STEP = (RUN, RECORDING, VERL_CONSOLE, VERL_FILE, OPENRLHF, DEEPSPEED, MINDSPEED_RL, MSPROBE)
 
 # Where transformers' Trainer logs every so many steps, values are means since the log before, but for these.
 _OF_THE_STEP = {"grad_norm", "learning_rate", "lr", "epoch", "num_tokens", "num_input_tokens_seen", "total_flos"}

@@ -41,6 +41,25 @@ NAMES: dict[str, str] = {
     "learning rate": "train/lr",
 }
 
+# MindSpeed-RL: GRPO and DAPO name their scores after themselves, so did PPO at first; now PPO has verl's names.
+_METHODS = ("grpo", "dapo", "ppo")
+_MINDSPEED_RL = {
+    **{
+        f"{method}/{what}/{how}": f"critic/{what}/{how}"
+        for method in _METHODS
+        for what in ("rewards", "score")
+        for how in ("mean", "max", "min")
+    },
+    **{f"{method}/lr": "actor/lr" for method in _METHODS},
+    "grad_norm": "actor/grad_norm",
+    "timing/all": "timing_s/step",
+    "timing/rollout": "timing_s/gen",
+    "timing/update": "timing_s/update_actor",
+    "timing/update_critic": "timing_s/update_critic",
+}
+_MARKS = ("timing/all", *(f"{method}/{what}/mean" for method in _METHODS for what in ("rewards", "score")))
+_OF_MINDSPEED_RL = dict.fromkeys(_MARKS, _MINDSPEED_RL)
+
 # A log with the first name is of one kind of training, where some names mean something else or something more.
 KINDS: dict[str, dict[str, str]] = {
     # TRL's GRPO, RLOO and the like; OpenRLHF's PPO family
@@ -95,16 +114,7 @@ KINDS: dict[str, dict[str, str]] = {
     # OpenRLHF's KTO and process reward trainers
     "kto_loss": {"kto_loss": "train/loss", "kl": "train/kl"},
     "prm_loss": {"prm_loss": "train/loss", "acc": "train/step_accuracy"},
-    # MindSpeed-RL
-    "grpo/rewards/mean": {
-        "grpo/rewards/mean": "critic/rewards/mean",
-        "grpo/score/mean": "critic/score/mean",
-        "grpo/lr": "actor/lr",
-        "grad_norm": "actor/grad_norm",
-        "timing/all": "timing_s/step",
-        "timing/rollout": "timing_s/gen",
-        "timing/update": "timing_s/update_actor",
-    },
+    **_OF_MINDSPEED_RL,
     # TRL's KTO trainer
     "logps/KL": {"kl": "train/kl", "rewards/accuracies": "train/label_accuracy"},
 }

@@ -1,4 +1,4 @@
-"""Our own run folders: metrics, and the evidence beside them."""
+"""Our own run folders: metrics, and the evidence beside them. Also recordings, which `lockstep_record.py` makes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import yaml
 from lockstep.errors import Refusal
 from lockstep.masking import masked_tree
 from lockstep.parity.compare.log import Evidence
+from lockstep.parity.compare.logs import table
 from lockstep.parity.compare.logs.curves import Points
 from lockstep.run.folder import RunFolder, read_object
 from lockstep.run.metrics import read_metrics
 
 SAMPLES = 20
+# Of a recording: what says that it is one, and its curves.
+RECORDED, CURVES = "tape.json", "metrics.jsonl"
 
 
 def is_run_folder(path: Path) -> bool:
@@ -38,6 +41,40 @@ def points(path: Path) -> Points:
     found = Points()
     for step, values in steps:
         found.add(step, values)
+    return found
+
+
+def ranks_of(folder: Path) -> dict[int, Path]:
+    """The tapes of a recording by rank; empty where the folder is none."""
+    if _is_recorded(folder):
+        return {0: folder}
+    inner = {path.name[5:]: path for path in folder.glob("rank_*")} if folder.is_dir() else {}
+    return {int(rank): inner[rank] for rank in sorted(inner) if rank.isdigit() and _is_recorded(inner[rank])}
+
+
+def _is_recorded(folder: Path) -> bool:
+    try:
+        values = json.loads((folder / RECORDED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and "recorder" in values
+
+
+def recorded_points(path: Path) -> Points:
+    """The curves of a recording: of several ranks the means, at the steps that all of them have."""
+    sides = []
+    for folder in ranks_of(path).values():
+        file = folder / CURVES
+        if not file.is_file():
+            raise Refusal.at(file, "is missing: no update was recorded", "was the run cut off at once?")
+        rows = table.json_lines(str(file), file.read_text(encoding="utf-8"))
+        sides.append(table.points(str(file), rows).series())
+    found = Points()
+    for name in sides[0]:
+        curves = [dict(zip(s[name].steps.tolist(), s[name].values.tolist(), strict=True)) for s in sides if name in s]
+        shared = [step for step in curves[0] if len(curves) == len(sides) and all(step in one for one in curves)]
+        for step in shared:
+            found.add(step, {name: sum(one[step] for one in curves) / len(curves)})
     return found
 
 

@@ -28,9 +28,9 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 def rows(file: str, content: bytes) -> Iterator[LogRow]:
     """The rows of the run's history. A record that is cut short at the end is left out."""
-    for index, record in enumerate(_records(file, content), start=1):
+    for index, record in enumerate(records(file, content), start=1):
         try:
-            for number, history in _fields(record):
+            for number, history in fields(record):
                 if number == _RECORD_HISTORY and isinstance(history, bytes):
                     yield index, _row(history)
         except (ValueError, IndexError, struct.error):
@@ -39,7 +39,7 @@ def rows(file: str, content: bytes) -> Iterator[LogRow]:
             ) from None
 
 
-def _records(file: str, content: bytes) -> Iterator[bytes]:
+def records(file: str, content: bytes) -> Iterator[bytes]:
     offset, parts = _FILE_HEADER, b""
     while offset + _HEADER.size <= len(content):
         left = _BLOCK - offset % _BLOCK
@@ -63,11 +63,11 @@ def _records(file: str, content: bytes) -> Iterator[bytes]:
 
 def _row(history: bytes) -> dict[str, Any]:
     row: dict[str, Any] = {}
-    for number, item in _fields(history):
+    for number, item in fields(history):
         if number != _HISTORY_ITEM or not isinstance(item, bytes):
             continue
         keys, value = [], None
-        for field, found in _fields(item):
+        for field, found in fields(item):
             if field in (_ITEM_KEY, _ITEM_NESTED_KEY) and isinstance(found, bytes):
                 keys.append(found.decode())
             elif field == _ITEM_JSON and isinstance(found, bytes):
@@ -80,7 +80,7 @@ def _row(history: bytes) -> dict[str, Any]:
     return row
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, bytes | int | float]]:
+def fields(message: bytes) -> Iterator[tuple[int, bytes | int | float]]:
     """The fields of a protobuf message: number and value."""
     offset = 0
     while offset < len(message):
