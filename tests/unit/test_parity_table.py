@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.parity.compare.statistics import contrasts, score
+from lockstep.parity.compare.statistics import score
 from parity_curves import Fault, biased, clean, collapsed, judged, loss, reward, runs, stopped
 
 DOCS = Path(__file__).parents[2] / "docs" / "compare.md"
@@ -31,7 +31,7 @@ def shares(row: Row, pairs: int, few: int) -> tuple[list[float], list[float]]:
     for number, fault in enumerate((clean, *FAULTS)):
         draw = np.random.default_rng([steps, repeats, int(10 * memory), int(10 * wander), number])
         halves = [runs(draw, pairs // 2, curve(steps), (repeats, 0), memory, wander, fault) for curve in (reward, loss)]
-        alarms.append(float(np.mean([score(*contrasts(a, b))[0].found for a, b in halves])))
+        alarms.append(float(np.mean([score(a, b)[0].found for a, b in halves])))
         verdicts = [
             judged(one, other, kind)[0].verdict
             for (a, b), kind in zip(halves, ("reward", "loss"), strict=True)

@@ -51,7 +51,7 @@ class Noise:
 class Finding:
     """A statistic that is not what repeats do (statistics.py)."""
 
-    statistic: Literal["drift", "trend", "end", "window", "scatter", "opposed"]
+    statistic: Literal["drift", "trend", "end", "window", "spike", "scatter", "opposed"]
     first: int
     last: int
     """Steps."""

@@ -169,6 +169,8 @@ def told(found: Finding, who: str) -> str:
         moves = f"from step to step the curves move against each other (correlation {found.difference:.2g})"
         return f"{moves}, as no noise around one curve does: other steps or other data are compared"
     within = f", where {who} within {found.noise:.2g}"
+    if found.statistic == "spike":
+        return f"single step {found.first}: {found.difference:+.3g}{within}"
     if found.statistic == "trend":
         return f"trend: {found.difference:+.3g} from step {found.first} to {found.last}{within}"
     name = {"drift": "drift", "end": "end of the run", "window": "window"}[found.statistic]

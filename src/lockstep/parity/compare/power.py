@@ -39,14 +39,14 @@ MOST_TIMES_LONGER = 16
 def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int]) -> Power:
     """From what noise does in one comparison; `runs` are those of A and of B."""
     at = looks(len(steps))
-    need = bounds(spread, runs) + SURE * np.sqrt(spread.likely[at.which]) * _units(spread, at, runs)
+    need = _in_metric(spread, at, runs, _critical(spread, at) + SURE * np.sqrt(spread.likely[at.which]))
     if sum(runs) == 2:
         need = need * ROOM_ALONE
     kinds = np.array(at.kind)
     late = max(1, int(np.ceil(LATE * len(steps))))
     ends = kinds == "end"
     sizes = _collapses(need[ends], at.length[ends], len(steps))
-    sd = float(spread.sd * np.sqrt((spread.scale**2).mean()))
+    sd = float(spread.raw_sd * np.sqrt((spread.scale**2).mean()))
     seen = np.flatnonzero(sizes <= max(DEEP * sd, NOTHING))
     return Power(
         repeats=sum(runs) - 2,
@@ -66,21 +66,28 @@ def plain(size: float) -> float:
 def bounds(spread: Spread, runs: tuple[int, int]) -> np.ndarray:
     """How large a mean of b - a over each window must be to be a finding."""
     at = looks(spread.scale.shape[-1])
-    critical = as_t(at.critical, spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
-    return critical * _units(spread, at, runs)
+    return _in_metric(spread, at, runs, _critical(spread, at))
 
 
 def trend_bound(spread: Spread, runs: tuple[int, int]) -> float:
     """How much a straight line must add from the first step to the last to be a finding."""
     count = spread.scale.shape[-1]
-    size = as_t(looks(count).critical[-1:], spread.trend_freedom) * np.sqrt(spread.trend)
+    at = looks(count)
+    critical = (at.critical * spread.raised(at))[-1:]
+    size = as_t(critical, spread.trend_freedom) * np.sqrt(spread.trend) / spread.gain
     length = np.sqrt((count**2 - 1) * count / 12)
     return float(size[0]) * float(np.sqrt(1 / runs[0] + 1 / runs[1])) * (count - 1) / length
 
 
-def _units(spread: Spread, at: Looks, runs: tuple[int, int]) -> np.ndarray:
-    """What a window mean of 1 in the noise of one run at scale 1 is in the metric, as a difference of the sides."""
-    return np.sqrt(1 / runs[0] + 1 / runs[1]) / window_means(1 / spread.scale, at.start, at.length)
+def _critical(spread: Spread, at: Looks) -> np.ndarray:
+    """Of each look: how large a window mean must be to be a finding, in the noise of one run at scale 1."""
+    return as_t(at.critical * spread.raised(at), spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
+
+
+def _in_metric(spread: Spread, at: Looks, runs: tuple[int, int], means: np.ndarray) -> np.ndarray:
+    """Such window means as differences of the sides, in the units of the metric."""
+    difference = spread.uncompressed(means * np.sqrt(1 / runs[0] + 1 / runs[1]))
+    return difference / window_means(1 / spread.scale, at.start, at.length)
 
 
 def _collapses(need: np.ndarray, length: np.ndarray, steps: int) -> np.ndarray:
