@@ -63,7 +63,8 @@ def examine(pair: Pair, a_repeats: Sequence[Series], b_repeats: Sequence[Series]
     found = _findings(steps, b.mean(axis=0) - a.mean(axis=0), scores, spread, runs)
     if sum(runs) == 2:
         found += _opposed(steps, a[0], b[0])
-    return Examined(steps, sum(runs) - 2, found, spread, power_of(spread, steps, runs))
+    drift = float((b[:, None] - a).mean())
+    return Examined(steps, sum(runs) - 2, found, spread, power_of(spread, steps, runs, drift))
 
 
 def _opposed(steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> list[Finding]:

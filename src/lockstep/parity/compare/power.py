@@ -11,13 +11,11 @@ from lockstep.parity.compare.comparison import Power
 from lockstep.parity.compare.statistics import (
     CAUTION,
     MODERATION,
-    SHARES,
     WANDER,
     Looks,
     Spread,
     as_t,
     looks,
-    two_sided,
     window_means,
 )
 
@@ -36,8 +34,8 @@ MOST_REPEATS = 8
 MOST_TIMES_LONGER = 16
 
 
-def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int]) -> Power:
-    """From what noise does in one comparison; `runs` are those of A and of B."""
+def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int], drift: float = 0.0) -> Power:
+    """From what noise does in one comparison; `runs` are those of A and of B, `drift` is the mean of b - a."""
     at = looks(len(steps))
     need = _in_metric(spread, at, runs, _critical(spread, at) + SURE * np.sqrt(spread.likely[at.which]))
     if sum(runs) == 2:
@@ -55,6 +53,7 @@ def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int]) -> Power:
         collapse=plain(sizes[late - 1]),
         collapse_steps=late,
         latest_step=int(steps[len(steps) - 1 - seen[0]]) if len(seen) else None,
+        drift_within=plain(abs(drift) + _uncertain(spread, at, runs)),
     )
 
 
@@ -77,6 +76,13 @@ def trend_bound(spread: Spread, runs: tuple[int, int]) -> float:
     size = as_t(critical, spread.trend_freedom) * np.sqrt(spread.trend) / spread.gain
     length = np.sqrt((count**2 - 1) * count / 12)
     return float(size[0]) * float(np.sqrt(1 / runs[0] + 1 / runs[1])) * (count - 1) / length
+
+
+def _uncertain(spread: Spread, at: Looks, runs: tuple[int, int]) -> float:
+    """How far the mean of b - a may lie from its truth, to either side with 5 %."""
+    whole = at.kind.index("drift")
+    means = as_t(np.array(SURE), spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
+    return float(_in_metric(spread, at, runs, means)[whole])
 
 
 def _critical(spread: Spread, at: Looks) -> np.ndarray:
@@ -104,8 +110,8 @@ class Wanted:
 
 
 def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wanted | None:
-    """How many repeats of one side, and runs of how many steps, would show a drift of `limit`; None where not even
-    many would. Taken from the noise as it was seen."""
+    """How many repeats of one side, and runs of how many steps, would exclude a drift of `limit` where there is none;
+    None where not even many would. Taken from the noise as it was seen."""
     at = looks(steps)
     index = int(np.flatnonzero(at.lengths == steps)[0])
     likely, sd = float(spread.likely[index]), float(spread.sd)
@@ -113,7 +119,7 @@ def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wan
         for repeats in range(max(power.repeats, 1), MOST_REPEATS + 1):
             mean = likely / times
             moderated = (repeats * mean + MODERATION * (CAUTION * mean + WANDER**2 * sd**2)) / (repeats + MODERATION)
-            crit = as_t(np.array(two_sided(SHARES["drift"])), np.array(repeats + MODERATION))
+            crit = as_t(np.array(SURE), np.array(repeats + MODERATION))
             size = float(crit) * np.sqrt(moderated) + SURE * np.sqrt(mean)
             drift = size * np.sqrt(1 + 1 / (repeats + 1)) * power.noise_sd / sd
             if drift <= CLEARLY * limit and (repeats > power.repeats or times > 1):

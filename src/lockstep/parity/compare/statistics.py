@@ -34,6 +34,8 @@ CAUTION_ALONE = 25
 MEMORY_ALONE = 36
 """And for (so many / N)^4 more, unless the memory that is seen is below N / 50 - 0.45: a long memory looks short in a
 short run."""
+MOST_UNSEEN = 25.0
+"""A memory of 0.9 makes no more of a mean."""
 WANDER_ALONE = 0.5
 """Without a repeat it stays an assumption, and is larger."""
 FREEDOM_ALONE = 10.0
@@ -328,7 +330,7 @@ def _alone(of: Compressed, at: Looks) -> Spread:
     lasting = variance * (1 + memory) / (1 - memory)
     short = variance[..., None] * _of_window(memory[..., None], at.lengths)
     steps = noise.shape[-1]
-    unseen = (MEMORY_ALONE / steps) ** 4 * np.clip(10 * (memory + 0.45 - steps / 50), 0, 1)
+    unseen = min((MEMORY_ALONE / steps) ** 4, MOST_UNSEEN) * np.clip(10 * (memory + 0.45 - steps / 50), 0, 1)
     caution = (1 + CAUTION_ALONE / steps + unseen)[..., None]
     wander = WANDER_ALONE**2 * variance * (1 + unseen)
     return Spread(
@@ -513,12 +515,12 @@ def _spike(a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray,
 
 
 def _own_moves(runs: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """The usual move of the curves themselves, but for the step `at`; 0 where most steps have none."""
+    """The noise of the curves themselves from their moves, but for the step `at`; 0 where most steps have none."""
     moves = np.abs(np.diff(runs, axis=-1))
     step = np.arange(moves.shape[-1])
     near = (step == at[..., None]) | (step == at[..., None] - 1)
     sizes = np.where(near[..., None, :], 0.0, moves)
-    return np.where((sizes > 0).mean(axis=(-1, -2)) > 0.5, np.sqrt(_typical_square(_joined(sizes))), 0.0)
+    return np.where((sizes > 0).mean(axis=(-1, -2)) > 0.5, np.sqrt(_typical_square(_joined(sizes)) / 2), 0.0)
 
 
 def _positive(values: np.ndarray) -> np.ndarray:

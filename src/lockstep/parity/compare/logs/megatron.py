@@ -13,7 +13,7 @@ from lockstep.parity.compare.logs.curves import LARGEST_STEP, Points
 from lockstep.parity.compare.logs.table import damaged
 from lockstep.parity.compare.logs.text import lines, number
 
-_TRAINED = re.compile(r"(?:^|[\s|\]])iteration +(\d{1,18})/ *\d{1,18} *\|(.*)$")
+_TRAINED = re.compile(r"(?:^|[\s|\]])iteration +(\d{1,18})/ *(\d{1,18}) *\|(.*)$")
 _VALIDATED = re.compile(r"(?:^|\s)validation loss at iteration (\d{1,18})( on (validation|test) set)? *\|(.*)$")
 # What no iteration is without, in the words of all who print such lines: a value that is no number is damage there.
 _MUST = ("loss", "norm", "learning rate")
@@ -26,7 +26,8 @@ def points(file: str, text: str) -> Points:
         if "iteration" not in line:
             continue
         if trained := _TRAINED.search(line):
-            step, fields = int(trained.group(1)), _fields(file, row, line, trained.group(2))
+            step, fields = int(trained.group(1)), _fields(file, row, line, trained.group(3))
+            found.planned = int(trained.group(2))
         elif validated := _VALIDATED.search(line):
             group = "test" if validated.group(3) == "test" else "eval"
             step, told = int(validated.group(1)), _fields(file, row, line, validated.group(4))
