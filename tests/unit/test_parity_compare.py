@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,10 @@ def test_offline_runs_are_judged_by_their_loss() -> None:
     assert [(metric.name, metric.bar_percent, metric.verdict) for metric in judged(got)] == [
         ("train/loss", 2.0, "in step")
     ]
-    assert (got.verdict, got.reason) == ("in step", "train/loss: absolute mean error 0.1 % <= 2 % (0.04 % of the curve)")
+    assert (got.verdict, got.reason) == (
+        "in step",
+        "train/loss: absolute mean error 0.1 % <= 2 % (0.04 % of the curve)",
+    )
     assert [metric.name for metric in got.metrics] == ["train/loss", "val/loss", "critic/rewards/mean"]
     assert got.metrics[1].figures.mean_error_percent == pytest.approx(800)
     assert got.metrics[1].decided_by == "shown, not judged"
@@ -198,6 +202,87 @@ def test_no_number_on_both_sides_is_left_out_and_counted() -> None:
     )
     never = compare(log(train__loss=[NAN]), log(train__loss=[NAN]))
     assert (never.verdict, never.metrics) == ("not comparable", [])
+
+
+def near(steps: int, first: int = 1, source: str = "b", seed: int = 1) -> Log:
+    """A loss around 1 with noise of 0.1 %."""
+    values = 1 + 0.001 * np.random.default_rng(seed).normal(size=steps)
+    return Log(source, "jsonl", {"train/loss": Series(np.arange(first, first + steps), values)}, {})
+
+
+def without(log: Log, *steps: int) -> Log:
+    series = log.metrics["train/loss"]
+    kept = ~np.isin(series.steps, steps)
+    return Log(log.source, log.kind, {"train/loss": Series(series.steps[kept], series.values[kept])}, {})
+
+
+def test_a_run_that_died_is_not_in_step() -> None:
+    whole, died = near(1000, seed=0), near(12)
+    got = compare(whole, died)
+    assert (got.verdict, got.metrics[0].bar_result) == ("cannot tell", "met")
+    assert got.reason.endswith("; incomplete: B ends at step 12 of 1,000")
+    assert compare(died, whole).reason.endswith("; incomplete: A ends at step 12 of 1,000")
+    # The same to the last bit as far as it went, which is not all that was planned.
+    same = compare(whole, Log("b", "jsonl", {"train/loss": Series(*(x[:12] for x in _values(whole)))}, {}))
+    assert (same.verdict, same.metrics[0].incomplete) == ("cannot tell", "B ends at step 12 of 1,000")
+    # What the user asks for is what is planned.
+    asked = compare(whole, near(20), steps=(1, 12))
+    assert (asked.verdict, asked.metrics[0].steps, asked.metrics[0].incomplete) == ("in step", list(range(1, 13)), "")
+    assert "only steps 1 to 12 are compared, as --steps says" in asked.remarks
+    # A difference is a difference, however early a run ended.
+    far = Log("b", "jsonl", {"train/loss": Series(np.arange(1, 13), np.full(12, 2.0))}, {})
+    assert compare(whole, far).verdict == "out of step"
+
+
+def _values(log: Log) -> tuple[np.ndarray, np.ndarray]:
+    series = log.metrics["train/loss"]
+    return series.steps, series.values
+
+
+def test_nan_on_both_sides_is_not_in_step() -> None:
+    a, b = near(200, seed=0), near(200)
+    assert compare(a, b).verdict == "in step"
+    for log in (a, b):
+        log.metrics["train/loss"].values[100:] = NAN
+    got = compare(a, b)
+    assert got.verdict == "cannot tell"
+    assert got.reason.endswith("incomplete: A ends at step 100 of 200, B ends at step 100 of 200")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "why"),
+    [
+        (near(50, seed=0), without(near(50), 20, 21, 40), "B lacks 3 steps after step 19"),
+        (
+            without(near(50, seed=0), 7),
+            without(near(50), 7),
+            "A lacks 1 step after step 6, B lacks 1 step after step 6",
+        ),
+        (near(50, seed=0), near(40, first=11), "B begins at step 11, the other at 1"),
+        # Step 0 is no update, and what one side logs every tenth step is not missing at the nine before.
+        (near(51, first=0, seed=0), near(50), ""),
+        (near(100, seed=0), without(near(100), *(step for step in range(1, 101) if step % 10)), ""),
+        (near(105, seed=0), without(near(105), *(step for step in range(1, 106) if step % 10)), ""),
+        (
+            near(100, seed=0),
+            without(near(80), *(step for step in range(1, 81) if step % 10)),
+            "B ends at step 80 of 100",
+        ),
+    ],
+)
+def test_gaps_and_late_starts_count(a: Log, b: Log, why: str) -> None:
+    got = compare(a, b, bars={"train/loss": 5.0})
+    assert got.metrics[0].incomplete == why
+    assert (got.verdict == "in step") == (why == "")
+
+
+def test_the_recipe_says_how_many_steps_were_planned() -> None:
+    """Both died at the same step: the curves alone cannot tell."""
+    a, b = near(12, seed=0, source="a"), near(12)
+    got = compare(*(replace(ours(log, run={"steps": 1000}), planned=1000) for log in (a, b)))
+    assert got.reason.endswith("incomplete: A ends at step 12 of 1,000, B ends at step 12 of 1,000")
+    assert Evidence({"run": {"steps": 1000}}, {}).planned == 1000
+    assert Evidence({"run": {"steps": 1000, "stop_early": {"metric": "val/loss"}}}, {}).planned is None
 
 
 def test_what_cannot_be_compared_says_why() -> None:
@@ -457,6 +542,20 @@ def test_exit_codes_of_the_command(tmp_path: Path, losses: list[float], code: in
     assert (done.exit_code, f"verdict: {verdict}" in done.stdout) == (code, True), done.output
     assert (b / "report.html").exists()
     assert not (a / "report.html").exists()
+
+
+def test_steps_of_the_command(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", [1.0, 0.9] * 10, {"run": {**RECIPE["run"], "steps": 40}})
+    b = write_run(tmp_path / "b", [1.0, 0.9] * 5, {"run": {**RECIPE["run"], "steps": 40}})
+    died = CliRunner().invoke(app, ["compare", str(a), str(b)])
+    assert (died.exit_code, "A ends at step 20 of 40, B ends at step 10 of 40" in " ".join(died.stdout.split())) == (
+        2,
+        True,
+    )
+    asked = CliRunner().invoke(app, ["compare", str(a), str(b), "--steps", "1:10"])
+    assert (asked.exit_code, "bar: met; statistical test: no difference" in asked.stdout) == (0, True), asked.output
+    for words in ("10", "9:1", "a:b"):
+        assert CliRunner().invoke(app, ["compare", str(a), str(b), "--steps", words]).exit_code == 2
 
 
 def test_not_comparable_ends_with_2(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_a_difference_of_many_deviations_does_not_pass_below_the_bar() -> None:
     judgement, _ = judged(a, b)
     assert (judgement.verdict, judgement.bar, judgement.test) == ("out of step", "met", "difference")
     assert judgement.explanation.startswith("absolute mean error 3.9")
-    assert "but the test finds a difference: drift: -0.039 in the mean of steps 1 to 200" in judgement.explanation
+    assert "but the test finds a difference: drift: -0.0393 in the mean of steps 1 to 200" in judgement.explanation
     # Without a repeat nobody knows whether runs of one side lie as far apart.
     alone, _ = judged(a[:1], b)
     assert (alone.verdict, alone.bar, alone.test) == ("cannot tell", "met", "difference")

@@ -177,8 +177,8 @@ def _beside_a_bar_that_is_met(found: Sequence[Finding], examined: Examined, allo
     the bar, nor noise that would hide a drift of the size of the bar."""
     assert examined.power is not None
     who = _who(examined)
+    found = sorted(found, key=lambda each: each.statistic != "drift")  # the whole run before a part of it
     material = [each for each in found if _is_material(each, allowed)]
-    material.sort(key=lambda each: each.statistic != "drift")  # the whole run before a part of it
     if material and examined.repeats:
         explanation = f", but the test finds a difference: {told(material[0], who)}{_and_more(material)}"
         return Judgement("out of step", explanation, None, "met", "difference")

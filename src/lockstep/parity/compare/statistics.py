@@ -493,6 +493,8 @@ def _spike(a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray,
     the k-th largest, sizes that are compressed as logarithms are fall off exponentially (Hill 1975), and the gap below
     the largest has k (chance^(-1/k) - 1) times their mean excess with that chance (Renyi 1953)."""
     difference, residuals = contrasts(a, b)
+    equal = mostly_equal(difference)
+    scale = np.where(equal[..., None], 1.0, scale)  # few steps differ: there is no shape to see
     sizes = np.abs(difference / scale)
     at = sizes.argmax(axis=-1)
     largest = sizes.max(axis=-1)
@@ -507,8 +509,8 @@ def _spike(a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray,
     excess = tail[..., :k].mean(axis=-1) - tail[..., k]
     gap = excess * k * (min(SPIKE_CHANCE, 0.5 / count) ** (-1 / k) - 1)
     bound = np.maximum(SPIKE_SIZE, SPIKE_LINEAR * np.sinh(np.minimum(tail.max(axis=-1) + gap, 100))) * usual
-    own = _own_moves(a, at) / scale.mean(axis=-1)
-    bound = np.where(mostly_equal(difference), np.where(own > 0, np.maximum(bound, SPIKE_SIZE * own), np.inf), bound)
+    own = _own_moves(a, at)
+    bound = np.where(equal, np.where(own > 0, np.maximum(bound, SPIKE_SIZE * own), np.inf), bound)
     unit = np.sqrt(1 / a.shape[-2] + 1 / b.shape[-2]) * np.take_along_axis(scale, at[..., None], -1)[..., 0]
     with np.errstate(over="ignore"):
         return largest / np.maximum(bound, TINY), at, bound * unit
