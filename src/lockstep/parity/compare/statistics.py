@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-SHARES = {"drift": 0.020, "trend": 0.005, "end": 0.010, "window": 0.010, "scatter": 0.005}
+SHARES = {"drift": 0.025, "trend": 0.004, "end": 0.010, "window": 0.007, "scatter": 0.004}
 """The chance of a false alarm that each statistic may spend; together 5 %."""
 END_PARTS = (0.025, 0.05, 0.1, 0.2, 0.4)
 """The ends of the run that are looked at, as parts of it."""

@@ -23,8 +23,9 @@ STEP_COLUMNS = (
     "Step",
 )
 COUNT = "_step"
-_NO_METRICS = frozenset({*STEP_COLUMNS, COUNT, "_runtime", "_timestamp", "_wandb"})
+# Which process wrote the row.
 RANK_COLUMNS = ("rank", "global_rank", "local_rank", "process_index", "process", "worker", "node", "host", "device")
+_NO_METRICS = frozenset({*STEP_COLUMNS, *RANK_COLUMNS, COUNT, "_runtime", "_timestamp", "_wandb"})
 _SIDE_COLUMNS = ("__MIN", "__MAX")
 
 LogRow = tuple[int, dict[str, Any]]
