@@ -121,7 +121,7 @@ def _findings(
         found.append(Finding(kind, int(steps[first]), int(steps[last - 1]), size, noise, float(excess[best])))  # type: ignore[arg-type]
     if (spike := float(scores.spike)) > 1:
         step = int(scores.spike_at)
-        noise, size = plain(scores.spike_noise), float(difference[step])
+        noise, size = plain(float(scores.spike_noise)), float(difference[step])
         found.append(Finding("spike", int(steps[step]), int(steps[step]), size, noise, min(spike, LARGEST)))
     if (scatter := float(scores.scatter)) > 1:
         times = float(scores.scattered)
