@@ -33,6 +33,27 @@ def remembering(draw: np.random.Generator, shape: tuple[int, ...], memory: float
     return noise + wander * draw.normal(size=(*shape[:-1], 1))
 
 
+def _outliers(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return draw.normal(size=shape) * np.where(draw.random(shape) < 0.02, 7, 1)
+
+
+def _skewed(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return (draw.lognormal(size=shape) - np.exp(0.5)) / np.sqrt((np.e - 1) * np.e)
+
+
+FAMILIES: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
+    "normal": lambda draw, shape: draw.normal(size=shape),
+    "AR(0.5)": lambda draw, shape: remembering(draw, shape, 0.5),
+    "AR(0.9)": lambda draw, shape: remembering(draw, shape, 0.9),
+    "t(3)": lambda draw, shape: draw.standard_t(3, size=shape) / np.sqrt(3),
+    "2 % of 7 sd": _outliers,
+    "lognormal": _skewed,
+    "quarters": lambda draw, shape: draw.binomial(4, 0.5, size=shape) / 4,
+    "rare quarters": lambda draw, shape: draw.binomial(4, 0.02, size=shape) / 4,
+}
+"""Noise of single steps: normal, with a memory, with heavy tails, skewed, and rewards of four responses."""
+
+
 def clean(noise: np.ndarray, curve: np.ndarray) -> np.ndarray:
     return curve + noise
 

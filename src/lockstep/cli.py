@@ -233,6 +233,9 @@ def compare(
         str | None, typer.Option(metavar="NAME", help="What the Value of a csv exported from tensorboard is.")
     ] = None,
     shift: Annotated[int, typer.Option(metavar="N", help="Add this to B's steps, where the two count otherwise.")] = 0,
+    steps: Annotated[
+        str | None, typer.Option(metavar="FIRST:LAST", help="Compare these steps only, as if no more were planned.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Where the page goes [B's run folder].")
@@ -245,7 +248,8 @@ def compare(
 
     bars = dict(_bar(words) for words in bar or [])
     kept = support if record else None
-    order = Order(a, b, tuple(repeat or ()), tuple(metric or ()), bars, names, report, kept, shift, value)
+    span = _span(steps) if steps is not None else None
+    order = Order(a, b, tuple(repeat or ()), tuple(metric or ()), bars, names, report, kept, shift, value, span)
     raise typer.Exit(compare_logs(order, as_json=json))
 
 
@@ -360,6 +364,13 @@ def import_gguf(
 
     for line in convert(file, folder, tie=tie):
         write(line)
+
+
+def _span(words: str) -> tuple[int, int]:
+    first, _, last = words.partition(":")
+    if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
+        raise typer.BadParameter(f"{words!r} is not two steps such as 1:200", param_hint="--steps")
+    return int(first), int(last)
 
 
 def _bar(words: str) -> tuple[str, float]:

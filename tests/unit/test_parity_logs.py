@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import Refusal
+from lockstep.parity.compare.compare import compare
 from lockstep.parity.compare.log import Log
 from lockstep.parity.compare.logs import read_log, read_names
 from lockstep.parity.compare.logs.names import KINDS, NAMES, aligned
@@ -359,6 +360,52 @@ def test_tensorboard_events(tmp_path: Path) -> None:
         assert log.kind == "tensorboard"
         assert curve(log, "train/loss") == {1: 0.5, 2: 0.125}
         assert curve(log, "train/lr") == {1: 0.25}
+
+
+# Several values for one step -----------------------------------------------------------------------------------------
+
+
+def by_rank(path: Path, blocks: bool, off: float, column: str = "rank") -> str:
+    """Forty steps of two ranks, of which rank 0 is `off`; a block a rank, or both ranks of a step after each other."""
+    rows = [(rank, step, 1 + step / 100 + (off if rank == 0 else 0)) for rank in (0, 1) for step in range(1, 41)]
+    rows = rows if blocks else sorted(rows, key=lambda row: row[1])
+    return write(path, f"step,{column},loss\n" + "".join(f"{step},{rank},{loss}\n" for rank, step, loss in rows))
+
+
+@pytest.mark.parametrize("column", ["rank", "unheard_of"])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_ranks_that_differ_are_refused(tmp_path: Path, blocks: bool, column: str) -> None:
+    """The last rank's values are the same in both files; those of rank 0 are 5 off in one."""
+    a, b = (by_rank(tmp_path / f"{name}.csv", blocks, off, column) for name, off in (("a", 0.0), ("b", 5.0)))
+    assert compare(read_log(a), read_log(a)).verdict == "in step"
+    with pytest.raises(Refusal, match=r"b.csv: loss: step 1 has 6.01.* and 1.01.*no resumed run explains it"):
+        compare(read_log(a), read_log(b))
+
+
+def test_a_metric_that_is_only_shown_is_left_out_and_told(tmp_path: Path) -> None:
+    rows = [{"step": step, "rank": rank, "loss": 1.0, "speed": rank} for step in range(1, 11) for rank in (1, 2)]
+    log = read_log(jsonl(tmp_path / "a.jsonl", rows))
+    got = compare(log, log)
+    assert [metric.name for metric in got.metrics if metric.name == "speed"] == []
+    assert "speed: a log has several values for one step" in " ".join(got.unknown)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [*range(1, 51), *range(41, 61)],  # resumed at a checkpoint
+        [*range(1, 51), *range(41, 46), *range(41, 101)],  # died again before it got as far
+        [1, 2, 3, *range(1, 30)],  # died before its first checkpoint, and began anew
+        [*range(1, 51), 50, 51, 51, 52],  # continued at the step that it had just logged
+        [*range(1, 101), *range(91, 101)],  # the last steps once more
+    ],
+)
+def test_a_resumed_run_may_log_a_step_again(tmp_path: Path, steps: list[int]) -> None:
+    rows = [{"step": step, "loss": 1 + index / 1000} for index, step in enumerate(steps)]
+    log = read_log(jsonl(tmp_path / "a.jsonl", rows))
+    assert log.ambiguous == {}
+    last = {step: 1 + index / 1000 for index, step in enumerate(steps)}
+    assert log.metrics["train/loss"].values.tolist() == [last[step] for step in sorted(last)]
 
 
 def test_tensorboard_of_a_continued_run(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_too_much_noise_is_said_with_what_would_suffice() -> None:
     assert judgement.verdict == "cannot tell"
     assert examined.power is not None
     assert examined.power.drift > examined.power.noise_sd
-    assert f"a drift below {examined.power.drift:.2g} would not be seen: " in judgement.explanation
+    assert f"a drift of {examined.power.drift_within:.2g} is not excluded: " in judgement.explanation
     assert judgement.explanation.endswith("would suffice")
     wanted = examined.suffices(examined.power.noise_sd)
     assert wanted is not None
@@ -178,3 +178,72 @@ def test_curves_that_are_equal_until_one_collapses_are_out_of_step(last: int) ->
     b[:, -last:] -= 0.3
     judgement, _ = judged(a, b)
     assert (judgement.verdict, judgement.parted_at) == ("out of step", 201 - last)
+
+
+# The bar and the test, each by itself; the worse one is the headline ------------------------------------------------
+
+
+def test_a_difference_of_many_deviations_does_not_pass_below_the_bar() -> None:
+    """0.25 against 0.211 is 3.9 %, below the bar of 4 %, and 13 standard deviations of the noise."""
+    draw = np.random.default_rng(0)
+    a, b = 0.25 + 0.003 * draw.normal(size=(4, 200)), 0.211 + 0.003 * draw.normal(size=(1, 200))
+    judgement, _ = judged(a, b)
+    assert (judgement.verdict, judgement.bar, judgement.test) == ("out of step", "met", "difference")
+    assert judgement.explanation.startswith("absolute mean error 3.9")
+    assert "but the test finds a difference: drift: -0.0393 in the mean of steps 1 to 200" in judgement.explanation
+    # Without a repeat nobody knows whether runs of one side lie as far apart.
+    alone, _ = judged(a[:1], b)
+    assert (alone.verdict, alone.bar, alone.test) == ("cannot tell", "met", "difference")
+    # A tenth of it is as certain, and too small beside the bar to be more than a remark.
+    small, _ = judged(a, b + 0.035)
+    assert (small.verdict, small.bar, small.test) == ("in step", "met", "small difference")
+    assert "though not by noise alone: drift: -0.004" in small.explanation
+
+
+def test_a_pass_excludes_a_drift_of_the_size_of_the_bar() -> None:
+    """Noise of 3 % around one curve: its mean error meets the bar of 4 %, and so it does in 12 steps with a drift of
+    0.04 in them that nobody can see."""
+    draw = np.random.default_rng(1)
+    a, b = 0.5 + 0.03 / np.sqrt(2) * draw.normal(size=(2, 1, 12))
+    judgement, examined = judged(a, b)
+    assert (judgement.verdict, judgement.bar, judgement.test) == ("cannot tell", "met", "cannot tell")
+    assert examined.power is not None
+    assert examined.power.drift_within > 0.04
+    assert "noise may hide a drift of the size of the bar" in judgement.explanation
+
+
+@pytest.mark.parametrize(("steps", "repeats"), [(30, 0), (30, 3), (100, 1), (200, 0), (200, 3)])
+def test_a_drift_of_the_size_of_the_bar_seldom_passes(steps: int, repeats: int) -> None:
+    for sd in (0.01, 0.03, 0.06):
+        a, b = runs(np.random.default_rng(steps + repeats), 60, reward(steps), (repeats, 0), 0.5)
+        a, b = ((side - reward(steps)) * sd / SD + reward(steps) for side in (a, b))
+        verdicts = [judged(one, other + 0.04)[0].verdict for one, other in zip(a, b, strict=True)]
+        assert sum(verdict in PASSES for verdict in verdicts) <= 9, sd  # 60 of 5 % have more once in a thousand times
+
+
+@pytest.mark.parametrize("repeats", [0, 3])
+@pytest.mark.parametrize("steps", [20, 100, 500])
+def test_a_single_step_of_20_deviations_is_found(steps: int, repeats: int) -> None:
+    a, b = runs(np.random.default_rng(steps), 40, np.full(steps, 0.5), (repeats, 0), 0.5)
+    b[:, 0, steps // 3] += 20 * SD * (1 - 0.5 / 3)
+    found = [judged(one, other) for one, other in zip(a, b, strict=True)]
+    spikes = [[each for each in examined.findings if each.statistic == "spike"] for _, examined in found]
+    assert sum(judgement.verdict == "out of step" for judgement, _ in found) >= 36
+    assert {spike[0].first for spike in spikes if spike} == {steps // 3 + 1}
+    assert sum(bool(spike) for spike in spikes) >= 36
+    told = next(judgement.explanation for judgement, examined in found if examined.findings[0].statistic == "spike")
+    assert f"single step {steps // 3 + 1}: +" in told
+
+
+def test_a_single_step_of_curves_that_are_equal_elsewhere() -> None:
+    """A step that is off is found beside a curve that moves; one response more in rewards that hardly move is not."""
+    draw = np.random.default_rng(2)
+    a = 1 + 0.05 * draw.normal(size=(1, 100))
+    b = a.copy()
+    b[0, 40] += 1
+    assert [found.statistic for found in judged(a, b, "loss")[1].findings] == ["spike"]
+    rare = np.zeros((1, 100))
+    rare[0, [7, 60]] = 0.25
+    other = rare.copy()
+    other[0, 40] = 0.25
+    assert judged(rare, other)[1].findings == []

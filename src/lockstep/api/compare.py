@@ -20,10 +20,13 @@ def compare(
     metrics: Sequence[str] = (),
     bars: Mapping[str, float] | None = None,
     shift: int = 0,
+    steps: tuple[int, int] | None = None,
 ) -> Comparison:
     """Did A and B (run folders, or logs of other frameworks) train in step? `.verdict` says it, `.reason` why.
+    Of each judged metric `.bar_result` and `.test_result` say what the bar and the statistical test say by themselves.
 
-    `repeats` are further runs of one side, the noise floor; the rest are the options of the command.
+    `repeats` are further runs of one side, the noise floor; `steps` are the first and the last that are compared; the
+    rest are the options of the command.
     """
     first, second, *others = (read_log(str(source), {}) for source in (a, b, *repeats))
-    return compare_logs(first, second, others, metrics, bars, shift)
+    return compare_logs(first, second, others, metrics, bars, shift, steps)

@@ -26,7 +26,7 @@ from lockstep.run.progress import Console
 @dataclass(frozen=True)
 class Order:
     """What the user asked for. `report` None: B's run folder. `support` None: nothing is recorded. `value`: what a
-    csv of tensorboard, which does not say it, holds."""
+    csv of tensorboard, which does not say it, holds. `steps`: the first and the last that are compared."""
 
     a: str
     b: str
@@ -38,13 +38,14 @@ class Order:
     support: Path | None = None
     shift: int = 0
     value: str | None = None
+    steps: tuple[int, int] | None = None
 
 
 def compare_logs(order: Order, as_json: bool = False) -> int:
     """The exit code: 0 in step or within noise, 1 out of step, 2 cannot tell or not comparable."""
     names = {**(read_names(order.names) if order.names else {}), **({VALUE: order.value} if order.value else {})}
     a, b, *repeats = (read_log(source, names) for source in (order.a, order.b, *order.repeats))
-    comparison = compare(a, b, repeats, order.metrics, order.bars, order.shift)
+    comparison = compare(a, b, repeats, order.metrics, order.bars, order.shift, order.steps)
     in_step = True
     if a.kind == b.kind == RECORDING:
         in_step = _recordings(a, b, comparison, as_json)

@@ -14,11 +14,11 @@ from lockstep.parity.compare.comparison import Comparison, Metric
 from lockstep.parity.compare.evidence import facts, same_setting, seed_of, side_by_side
 from lockstep.parity.compare.figures import align, figures, values_at
 from lockstep.parity.compare.findings import examine
-from lockstep.parity.compare.intervals import Curve, Matched, match
+from lockstep.parity.compare.intervals import Curve, Matched, incomplete, match
 from lockstep.parity.compare.judge import LOSS, REWARDS, bar_of, judge, kind_of, overall
 from lockstep.parity.compare.log import Log, Series
 from lockstep.parity.compare.noise import FEWEST_STEPS, noise_floor
-from lockstep.parity.compare.shift import better_shift, moved
+from lockstep.parity.compare.shift import better_shift, moved, within
 from lockstep.parity.compare.throughput import throughput
 from lockstep.recipe.methods import ONLINE
 
@@ -59,16 +59,27 @@ def compare(
     metrics: Sequence[str] = (),
     bars: Mapping[str, float] | None = None,
     shift: int = 0,
+    steps: tuple[int, int] | None = None,
 ) -> Comparison:
     """B held against A. `metrics` (`name` or `name in A=name in B`) says what is judged instead of the default;
-    `bars` (percent by name) judges what it names besides; `shift` is added to the steps of B and its repeats."""
+    `bars` (percent by name) judges what it names besides; `shift` is added to the steps of B and its repeats; only
+    `steps` (the first and the last) are compared."""
     found, unknown = differences(a, b)
     sides, doubts = _sides(a, b, repeats)
     sides = Sides(sides.a, tuple(moved(log, shift) for log in sides.b))
     remarks = [f"B's steps are moved by {shift:+d}, as --shift says"] if shift else []
+    if steps is not None:
+        sides = Sides(*(tuple(within(log, *steps) for log in side) for side in (sides.a, sides.b)))
+        remarks.append(f"only steps {steps[0]:,} to {steps[1]:,} are compared, as --steps says")
     compared: list[Metric] = []
     missing: list[str] = []
+    skipped: list[str] = []
     for choice in _choices(a, b, metrics, bars or {}):
+        if ambiguous := _ambiguous(choice, sides):
+            if choice.judged:
+                raise ambiguous
+            skipped.append(choice.name)
+            continue
         matched = _matched(choice, sides)
         if isinstance(matched, Matched):
             compared.append(_measure(choice, matched, sides))
@@ -83,9 +94,9 @@ def compare(
         verdict=verdict,
         reason=reason,
         metrics=compared,
-        throughput=throughput(a, sides.b[0]),
+        throughput=throughput(sides.a[0], sides.b[0]),
         differences=found,
-        unknown=[*unknown, *doubts, *(_without_floor(compared) if repeats else [])],
+        unknown=[*unknown, *doubts, *_skipped(skipped), *(_without_floor(compared) if repeats else [])],
         samples=side_by_side(a, b),
         facts=facts(a, b),
         setup_known=a.evidence is not None and b.evidence is not None,
@@ -104,6 +115,25 @@ def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
         if repeat.evidence and a.evidence and seed_of(a) == seed_of(b) != seed_of(repeat):
             doubts.append(f"noise at one seed: {repeat.source} has another, so rows in another order widen the floor")
     return Sides(tuple(of_a), tuple(of_b)), doubts
+
+
+def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
+    """Why a run's metric cannot be read, if it cannot: the last of several values would be any of them."""
+    for name, logs in ((choice.a, sides.a), (choice.b, sides.b)):
+        for log in logs:
+            if name in log.ambiguous:
+                return Refusal.at(
+                    log.source,
+                    f"{log.written.get(name, name)}: {log.ambiguous[name]}, and no resumed run explains it",
+                    "write a file for each rank or run, or keep the rows of one of them",
+                )
+    return None
+
+
+def _skipped(names: Sequence[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"{', '.join(names[:3])}{more}: a log has several values for one step"
 
 
 def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
@@ -199,7 +229,9 @@ def _measure(choice: Choice, matched: Matched, sides: Sides) -> Metric:
     measured = figures(pair, bar.tolerance(pair.a) if bar else None)
     noise = noise_floor(matched.a, matched.b)
     examined = examine(pair, matched.a[1:], matched.b[1:]) if choice.judged else None
-    judgement = judge(bar, pair, measured, examined) if bar and examined else None
+    planned = [log.planned for log in (sides.a[0], sides.b[0])]
+    lacking = incomplete(sides.a[0].metrics[choice.a], sides.b[0].metrics[choice.b], planned) if choice.judged else ""
+    judgement = judge(bar, pair, measured, examined, lacking) if bar and examined else None
     return Metric(
         name=choice.name,
         names=(sides.a[0].written.get(choice.a, choice.a), sides.b[0].written.get(choice.b, choice.b)),
@@ -219,6 +251,9 @@ def _measure(choice: Choice, matched: Matched, sides: Sides) -> Metric:
         matching=matched.explanation,
         findings=examined.findings if examined else [],
         power=examined.power if examined else None,
+        bar_result=judgement.bar if judgement else None,
+        test_result=judgement.test if judgement else None,
+        incomplete=lacking,
     )
 
 

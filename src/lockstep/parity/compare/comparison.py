@@ -8,6 +8,8 @@ from typing import Any, Literal
 from lockstep.recipe.effects import Weight
 
 Verdict = Literal["in step", "within noise", "cannot tell", "out of step", "not comparable"]
+BarResult = Literal["met", "missed"]
+TestResult = Literal["no difference", "small difference", "difference", "cannot tell"]
 Kind = Literal["loss", "reward", "other"]
 
 
@@ -51,7 +53,7 @@ class Noise:
 class Finding:
     """A statistic that is not what repeats do (statistics.py)."""
 
-    statistic: Literal["drift", "trend", "end", "window", "scatter", "opposed"]
+    statistic: Literal["drift", "trend", "end", "window", "spike", "scatter", "opposed"]
     first: int
     last: int
     """Steps."""
@@ -78,6 +80,8 @@ class Power:
     collapse_steps: int
     latest_step: int | None
     """The last step at which a collapse by ten noise standard deviations may begin and still be found."""
+    drift_within: float = 0.0
+    """How large the drift between the sides may be in truth: more is excluded with 95 %."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,12 @@ class Metric:
     findings: list[Finding] = field(default_factory=list)
     """Of judged metrics: the strongest first."""
     power: Power | None = None
+    bar_result: BarResult | None = None
+    """What the bar of the Ascend documents says by itself; None: not judged."""
+    test_result: TestResult | None = None
+    """What the statistical test says by itself. A small difference is certain, too small to count beside the bar."""
+    incomplete: str = ""
+    """In words: which planned steps are not compared. Then there is no pass."""
 
 
 @dataclass(frozen=True)

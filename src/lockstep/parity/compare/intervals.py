@@ -5,7 +5,7 @@ transformers' Trainer, and what is built on it, logs the mean of all steps since
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,6 +138,31 @@ def _within(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarra
     inside = index < len(ends)
     index = np.minimum(index, len(ends) - 1)
     return inside & (steps > starts[index]) & np.isin(ends[index], covered)
+
+
+def incomplete(a: Series, b: Series, planned: Sequence[int | None]) -> str:
+    """In words, which planned steps a side has no number at: the last ones, the first ones, and those in between; ""
+    where there are none. A side that logs every ten steps lacks none of the nine."""
+    last = max([*(step for step in planned if step is not None), *(int(each.steps[-1]) for each in (a, b))])
+    # Step 0 is no update: some log what the model does before the first one.
+    first = min((int(each.steps[each.steps > 0][0]) for each in (a, b) if (each.steps > 0).any()), default=0)
+    parts = [f"{side} {told}" for side, series in (("A", a), ("B", b)) for told in _lacking(series, first, last)]
+    return ", ".join(parts)
+
+
+def _lacking(series: Series, first: int, last: int) -> Iterator[str]:
+    steps, gap = series.steps[np.isfinite(series.values)], usual_gap(series)
+    if not len(steps):
+        yield "has no number at any step"
+        return
+    if last - steps[-1] >= gap:
+        yield f"ends at step {steps[-1]:,} of {last:,}"
+    if steps[0] - first >= gap:
+        yield f"begins at step {steps[0]:,}, the other at {first:,}"
+    between = np.maximum(np.rint(np.diff(steps) / gap) - 1, 0)
+    if count := int(between.sum()):
+        where = steps[int(np.argmax(between > 0))]
+        yield f"lacks {count:,} step{'s' if count != 1 else ''} after step {where:,}"
 
 
 def usual_gap(series: Series) -> float:

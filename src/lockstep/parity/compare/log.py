@@ -27,6 +27,12 @@ class Evidence:
     earlier: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Recipes that the run began with, by the last step that each trained; `recipe` is the one that came after."""
 
+    @property
+    def planned(self) -> int | None:
+        """The last step that the recipe asks for; None where it counts in epochs, or may end the run before."""
+        run = self.recipe.get("run", {})
+        return None if run.get("stop_early") else run.get("steps")
+
     def recipe_at(self, step: int) -> dict[str, Any]:
         """The recipe that trained this step."""
         return next((self.earlier[last] for last in sorted(self.earlier) if step <= last), self.recipe)
@@ -43,6 +49,12 @@ class Log:
     evidence: Evidence | None = None
     means: frozenset[str] | None = None
     """Metrics whose values are means over the steps since the one logged before; None: nobody tells."""
+
+    planned: int | None = None
+    """The last step of the run as it was planned; None: the log does not tell."""
+
+    ambiguous: dict[str, str] = field(default_factory=dict)
+    """Metrics with several values for one step that no resumed run explains, and in words which."""
 
     def is_mean(self, metric: str) -> bool | None:
         return None if self.means is None else metric in self.means

@@ -11,13 +11,11 @@ from lockstep.parity.compare.comparison import Power
 from lockstep.parity.compare.statistics import (
     CAUTION,
     MODERATION,
-    SHARES,
     WANDER,
     Looks,
     Spread,
     as_t,
     looks,
-    two_sided,
     window_means,
 )
 
@@ -36,17 +34,17 @@ MOST_REPEATS = 8
 MOST_TIMES_LONGER = 16
 
 
-def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int]) -> Power:
-    """From what noise does in one comparison; `runs` are those of A and of B."""
+def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int], drift: float = 0.0) -> Power:
+    """From what noise does in one comparison; `runs` are those of A and of B, `drift` is the mean of b - a."""
     at = looks(len(steps))
-    need = bounds(spread, runs) + SURE * np.sqrt(spread.likely[at.which]) * _units(spread, at, runs)
+    need = _in_metric(spread, at, runs, _critical(spread, at) + SURE * np.sqrt(spread.likely[at.which]))
     if sum(runs) == 2:
         need = need * ROOM_ALONE
     kinds = np.array(at.kind)
     late = max(1, int(np.ceil(LATE * len(steps))))
     ends = kinds == "end"
     sizes = _collapses(need[ends], at.length[ends], len(steps))
-    sd = float(spread.sd * np.sqrt((spread.scale**2).mean()))
+    sd = float(spread.raw_sd * np.sqrt((spread.scale**2).mean()))
     seen = np.flatnonzero(sizes <= max(DEEP * sd, NOTHING))
     return Power(
         repeats=sum(runs) - 2,
@@ -55,6 +53,7 @@ def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int]) -> Power:
         collapse=plain(sizes[late - 1]),
         collapse_steps=late,
         latest_step=int(steps[len(steps) - 1 - seen[0]]) if len(seen) else None,
+        drift_within=plain(abs(drift) + _uncertain(spread, at, runs)),
     )
 
 
@@ -66,21 +65,35 @@ def plain(size: float) -> float:
 def bounds(spread: Spread, runs: tuple[int, int]) -> np.ndarray:
     """How large a mean of b - a over each window must be to be a finding."""
     at = looks(spread.scale.shape[-1])
-    critical = as_t(at.critical, spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
-    return critical * _units(spread, at, runs)
+    return _in_metric(spread, at, runs, _critical(spread, at))
 
 
 def trend_bound(spread: Spread, runs: tuple[int, int]) -> float:
     """How much a straight line must add from the first step to the last to be a finding."""
     count = spread.scale.shape[-1]
-    size = as_t(looks(count).critical[-1:], spread.trend_freedom) * np.sqrt(spread.trend)
+    at = looks(count)
+    critical = (at.critical * spread.raised(at))[-1:]
+    size = as_t(critical, spread.trend_freedom) * np.sqrt(spread.trend) / spread.gain
     length = np.sqrt((count**2 - 1) * count / 12)
     return float(size[0]) * float(np.sqrt(1 / runs[0] + 1 / runs[1])) * (count - 1) / length
 
 
-def _units(spread: Spread, at: Looks, runs: tuple[int, int]) -> np.ndarray:
-    """What a window mean of 1 in the noise of one run at scale 1 is in the metric, as a difference of the sides."""
-    return np.sqrt(1 / runs[0] + 1 / runs[1]) / window_means(1 / spread.scale, at.start, at.length)
+def _uncertain(spread: Spread, at: Looks, runs: tuple[int, int]) -> float:
+    """How far the mean of b - a may lie from its truth, to either side with 5 %."""
+    whole = at.kind.index("drift")
+    means = as_t(np.array(SURE), spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
+    return float(_in_metric(spread, at, runs, means)[whole])
+
+
+def _critical(spread: Spread, at: Looks) -> np.ndarray:
+    """Of each look: how large a window mean must be to be a finding, in the noise of one run at scale 1."""
+    return as_t(at.critical * spread.raised(at), spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
+
+
+def _in_metric(spread: Spread, at: Looks, runs: tuple[int, int], means: np.ndarray) -> np.ndarray:
+    """Such window means as differences of the sides, in the units of the metric."""
+    difference = spread.uncompressed(means * np.sqrt(1 / runs[0] + 1 / runs[1]))
+    return difference / window_means(1 / spread.scale, at.start, at.length)
 
 
 def _collapses(need: np.ndarray, length: np.ndarray, steps: int) -> np.ndarray:
@@ -97,8 +110,8 @@ class Wanted:
 
 
 def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wanted | None:
-    """How many repeats of one side, and runs of how many steps, would show a drift of `limit`; None where not even
-    many would. Taken from the noise as it was seen."""
+    """How many repeats of one side, and runs of how many steps, would exclude a drift of `limit` where there is none;
+    None where not even many would. Taken from the noise as it was seen."""
     at = looks(steps)
     index = int(np.flatnonzero(at.lengths == steps)[0])
     likely, sd = float(spread.likely[index]), float(spread.sd)
@@ -106,7 +119,7 @@ def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wan
         for repeats in range(max(power.repeats, 1), MOST_REPEATS + 1):
             mean = likely / times
             moderated = (repeats * mean + MODERATION * (CAUTION * mean + WANDER**2 * sd**2)) / (repeats + MODERATION)
-            crit = as_t(np.array(two_sided(SHARES["drift"])), np.array(repeats + MODERATION))
+            crit = as_t(np.array(SURE), np.array(repeats + MODERATION))
             size = float(crit) * np.sqrt(moderated) + SURE * np.sqrt(mean)
             drift = size * np.sqrt(1 + 1 / (repeats + 1)) * power.noise_sd / sd
             if drift <= CLEARLY * limit and (repeats > power.repeats or times > 1):

@@ -97,7 +97,8 @@ def _thinned(metric: Metric) -> dict[str, Any]:
 def _error(metric: Metric) -> str:
     figures = metric.figures
     scaled = "" if figures.scaled_error_percent is None else f", scaled {figures.scaled_error_percent:.3g} %"
-    bar = "" if metric.bar_percent is None else f", bar {metric.bar_percent:g} %"
+    met = f" {metric.bar_result}" if metric.bar_result else ""
+    bar = "" if metric.bar_percent is None else f", bar {metric.bar_percent:g} %{met}"
     return f"{metric.name} {figures.mean_error_percent:.3g} %{scaled}{bar}"
 
 

@@ -32,7 +32,24 @@ class Shift:
 
 def moved(log: Log, by: int) -> Log:
     """The log with `by` added to all its steps."""
-    return replace(log, metrics={name: _moved(series, by) for name, series in log.metrics.items()}) if by else log
+    if not by:
+        return log
+    planned = None if log.planned is None else log.planned + by
+    return replace(log, metrics={name: _moved(series, by) for name, series in log.metrics.items()}, planned=planned)
+
+
+def within(log: Log, first: int, last: int) -> Log:
+    """The log from the step `first` to `last`, as if no more had been planned."""
+    metrics = {name: _within(series, first, last) for name, series in log.metrics.items()}
+    planned = None if log.planned is None else min(log.planned, last)
+    return replace(
+        log, metrics={name: series for name, series in metrics.items() if len(series.steps)}, planned=planned
+    )
+
+
+def _within(series: Series, first: int, last: int) -> Series:
+    inside = (series.steps >= first) & (series.steps <= last)
+    return Series(series.steps[inside], series.values[inside])
 
 
 def better_shift(a: Curve, b: Curve) -> Shift | None:

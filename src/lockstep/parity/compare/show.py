@@ -82,10 +82,13 @@ def _metric_lines(metric: Metric) -> list[str]:
     if metric.verdict is not None:
         steps = f"{figures.steps:,} step{'s' if figures.steps != 1 else ''} ({figures.first} to {figures.last})"
         lines.append(f"  {metric.verdict} over {steps}: {metric.decided_by}")
+        lines.append(f"  bar: {metric.bar_result}; statistical test: {metric.test_result}")
         if metric.matching:
             lines.append(f"  {metric.matching}")
     if metric.power is not None:
         lines.append(f"  {_power(metric.power)}")
+        if metric.power.noise_sd > 0:
+            lines.append(f"  drift in truth, with 95 %: within {metric.power.drift_within:.2g}")
     if metric.noise is not None:
         lines.append(f"  mean error between repeats {metric.noise.mean_error_percent:.3g} %")
     return lines

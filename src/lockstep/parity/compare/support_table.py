@@ -26,10 +26,10 @@ INTRODUCTION = """# Support: which pairs train in step
 Each row is one `lockstep compare A B --record`: run B held against run A, with the same algorithm on the same model.
 The mean error is the mean of |A - B| over the common steps, times 100: an absolute difference, written as a percentage;
 the scaled error divides the sum of |A - B| by the sum of |A|. The throughput ratio is B's tokens a second over A's.
-Hardware and versions say what A and B ran on. *In step* is within the bar and not parted; *within noise*, *out of step*
-and *cannot tell* are what the statistics of `lockstep compare` say beside it. A pair that is out of step, or of
-which nothing can be told, keeps its row, with the numbers. The evidence of a row holds its figures and its curves.
-Recording the same pair again replaces its row: the rows are written by the command, not by hand.
+Hardware and versions say what A and B ran on. *In step* meets the bar, with no difference beyond noise that is large
+beside it; the verdict is the worse of what the bar and the statistical test of `lockstep compare` say. A pair that is
+out of step, or of which nothing can be told, keeps its row, with the numbers. The evidence of a row holds its figures
+and its curves. Recording the same pair again replaces its row: the rows are written by the command, not by hand.
 """
 
 

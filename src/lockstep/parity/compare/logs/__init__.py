@@ -26,11 +26,14 @@ def read_log(source: str, names: Mapping[str, str] | None = None) -> Log:
         given = tensorboard_csv.named(found.path, given)
     written = aligned(points.names, found.kind in OWN_NAMES, given)
     series = points.series()
+    told = evidence(found.path) if found.kind == RUN else None
     return Log(
         source=source,
         kind=found.kind,
         metrics={ours: series[name] for ours, name in written.items()},
         written=written,
-        evidence=evidence(found.path) if found.kind == RUN else None,
+        evidence=told,
         means=interval_means(found.kind, written),
+        planned=points.planned if told is None else told.planned,
+        ambiguous={ours: why for ours, name in written.items() if (why := points.ambiguity(name))},
     )

@@ -24,4 +24,5 @@ def points(file: str, rows: Iterator[LogRow]) -> Points:
         if step is None:
             raise damaged(file, line, json.dumps(row), f"line with a whole number as {STEP}")
         found.add(step, numbers(row, _NO_METRICS))
+        found.planned = whole(row.get(TOTAL)) or found.planned
     return found

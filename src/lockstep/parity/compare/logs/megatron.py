@@ -25,7 +25,7 @@ _BEGINS = re.compile(
 )
 # Megatron's last field. What another process printed behind it is not this one's.
 _LAST = "number of nan iterations"
-_TRAINED = re.compile(r"(?:^|[\s|\]])iteration +(\d{1,18})/ *\d{1,18} *\|(.*)$")
+_TRAINED = re.compile(r"(?:^|[\s|\]])iteration +(\d{1,18})/ *(\d{1,18}) *\|(.*)$")
 _VALIDATED = re.compile(r"(?:^|\s)validation loss at iteration (\d{1,18})( on (validation|test) set)? *\|(.*)$")
 # What no iteration is without, in the words of all who print such lines: a value that is no number is damage there.
 _MUST = ("loss", "norm", "learning rate")
@@ -39,7 +39,8 @@ def points(file: str, text: str) -> Points:
             continue
         rank = _RANK.search(line.partition("iteration")[0])
         if trained := _TRAINED.search(line):
-            step, fields = int(trained.group(1)), _fields(file, row, line, trained.group(2))
+            step, fields = int(trained.group(1)), _fields(file, row, line, trained.group(3))
+            found.planned = int(trained.group(2))
         elif validated := _VALIDATED.search(line):
             group = "test" if validated.group(3) == "test" else "eval"
             step, told = int(validated.group(1)), _fields(file, row, line, validated.group(4))

@@ -16,7 +16,7 @@ from lockstep.parity.compare.logs.text import number
 from lockstep.parity.compare.logs.trainer_state import HISTORY
 
 STEPS = ("global_step/max_steps", "iteration")
-_STEP = re.compile(r"(\d{1,18})/\d{1,18}")
+_STEP = re.compile(r"(\d{1,18})/(\d{1,18})")
 
 
 def is_row(row: Mapping[str, Any]) -> bool:
@@ -35,6 +35,7 @@ def points(file: str, rows: Iterator[LogRow]) -> Points:
             raise damaged(file, line, json.dumps(row), f"line with a step like 10/93 as {STEPS[0]}")
         plain = {name: _plain(value) for name, value in row.items() if name not in STEPS}
         found.add(int(step.group(1)), numbers(plain))
+        found.planned = int(step.group(2))
     return found
 
 

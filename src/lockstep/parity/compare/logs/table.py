@@ -23,7 +23,9 @@ STEP_COLUMNS = (
     "Step",
 )
 COUNT = "_step"
-_NO_METRICS = frozenset({*STEP_COLUMNS, COUNT, "_runtime", "_timestamp", "_wandb"})
+# Which process wrote the row.
+RANK_COLUMNS = ("rank", "global_rank", "local_rank", "process_index", "process", "worker", "node", "host", "device")
+_NO_METRICS = frozenset({*STEP_COLUMNS, *RANK_COLUMNS, COUNT, "_runtime", "_timestamp", "_wandb"})
 _SIDE_COLUMNS = ("__MIN", "__MAX")
 
 LogRow = tuple[int, dict[str, Any]]
@@ -86,8 +88,18 @@ def points(file: str, rows: Iterator[LogRow]) -> Points:
             raise Refusal.at(
                 f"{file} line {line}", f"its step is {written!r}", "a step is a whole number; remove the row"
             )
-        found.add(step + first, numbers(row, _NO_METRICS))
+        found.add(step + first, numbers(row, _NO_METRICS), _source(row))
     return found
+
+
+def _source(row: Mapping[str, Any]) -> str:
+    """Which rank wrote the row, where it says so."""
+    parts = [
+        f"{name} {row[name]:g}" if isinstance(row[name], float) else f"{name} {row[name]}"
+        for name in RANK_COLUMNS
+        if row.get(name) is not None
+    ]
+    return ", ".join(parts)
 
 
 def verl_points(file: str, rows: Iterator[LogRow]) -> Points:

@@ -24,6 +24,7 @@ def points(file: str, state: dict[str, Any]) -> Points:
         if step is None:
             raise Refusal.at(f"{file}, {HISTORY}[{index}]", "has no step", "restore the file")
         found.add(step, numbers(row, frozenset({"step"})))
+    found.planned = whole(state.get("max_steps"))
     return found
 
 

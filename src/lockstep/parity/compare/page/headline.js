@@ -37,7 +37,15 @@ function power() {
   const told = displayOrder().filter((i) => DATA.metrics[i].power !== null);
   return told
     .slice(0, 2)
-    .map((i) => el("p", { class: "power quiet" }, metricName(DATA.metrics[i].name), ": ", seen(i)));
+    .map((i) => el("p", { class: "power quiet" }, metricName(DATA.metrics[i].name), ": ", results(i), seen(i)));
+}
+
+/** What the bar and the statistical test say, each by itself, and which planned steps are missing. */
+function results(i) {
+  const { bar_result: bar, test_result: test, incomplete } = DATA.metrics[i];
+  const parts = [bar && `bar ${bar}`, test && `statistical test: ${test}`, incomplete && `incomplete: ${incomplete}`];
+  const told = parts.filter(Boolean).join("; ");
+  return told ? `${told}. ` : "";
 }
 
 function seen(i) {
@@ -51,6 +59,8 @@ function seen(i) {
     at("collapse_steps", "count"),
     " steps; one of ten noise sd as late as step ",
     at("latest_step", "step"),
+    "; drift in truth within ",
+    at("drift_within"),
   ];
 }
 
