@@ -327,16 +327,16 @@ class MicroBatch:
         self.answers: torch.Tensor | None = None
         self.pulls: torch.Tensor | None = None
         self.exact, self.reached = False, False
+        self.locate(None)
 
     def locate(self, logits: torch.Tensor | None) -> bool:
         """Sequences without padding, their targets, and each target's row of the flattened logits; False: no logits."""
         ids = self.inputs.get("input_ids")
-        if ids is None or ids.ndim != 2 or logits is None or logits.ndim != 3 or len(logits) != len(ids):
+        self.ids = self.lengths = self.targets = self.tokens = self.index = torch.zeros(0, dtype=torch.int64)
+        self.asked = torch.zeros((0, 2), dtype=torch.int64)
+        if ids is None or ids.ndim != 2 or not ids.numel():
             return False
-        width, length, wide = ids.shape[1], logits.shape[1], logits.shape[2]
-        first, value = width - length, wide == 1  # trainers ask for the last logits only
-        if first < 0 or (not value and wide <= int(ids.max())):
-            return False
+        width = ids.shape[1]
         mask, positions = self.inputs.get("attention_mask"), self.inputs.get("position_ids")
         alive = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask
         valid = alive.reshape(-1).nonzero().flatten()
@@ -346,9 +346,15 @@ class MicroBatch:
             counted = positions.reshape(-1)[valid]
             new[1:] |= counted[1:] != counted[:-1] + 1
         owner, count = new.long().cumsum(0) - 1, int(new.sum())
-        self.lengths = torch.bincount(owner, minlength=count)
+        self.ids, self.lengths = ids.reshape(-1)[valid], torch.bincount(owner, minlength=count)
+        self.targets = torch.zeros(count, dtype=torch.int64)
+        if logits is None or logits.ndim != 3 or len(logits) != len(ids):
+            return False
+        length, wide = logits.shape[1], logits.shape[2]
+        first, value = width - length, wide == 1  # trainers ask for the last logits only
+        if first < 0 or (not value and wide <= int(ids.max())):
+            return False
         place = torch.arange(len(valid)) - (self.lengths.cumsum(0) - self.lengths)[owner]
-        self.ids = ids.reshape(-1)[valid]
         asks = (valid % width) >= first
         if not value:
             asks &= torch.cat([~new[1:], torch.zeros(min(1, len(new)), dtype=torch.bool)])
@@ -862,9 +868,8 @@ def _logits_of(output: Any) -> torch.Tensor | None:
 def _fed(micros: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
     """The calls as they were made, and the sequences in them without padding."""
     found = {f"micro/{i}/{name}": _small(value) for i, one in enumerate(micros) for name, value in one.inputs.items()}
-    said = [one for one in micros if one.answers is not None]
     for name, tail in (("ids", ()), ("lengths", ()), ("asked", (2,)), ("targets", ())):
-        parts = [getattr(one, name) for one in said]
+        parts = [getattr(one, name) for one in micros]
         found[f"fed/{name}"] = (torch.cat(parts) if parts else torch.zeros((0, *tail))).to(torch.int32)
     return found
 

@@ -59,7 +59,9 @@ def test_updates_of_other_trainers_are_replayed_in_step(stack: str, loop: str, m
     result = replay_recording(folder, str(model), ["device=cpu"])
     assert result.in_step, (result.stage, result.cause, result.module)
     assert result.steps == [1, 3]
-    assert {check.stage for check in result.checks} == ALL
+    judged = {check.stage for check in result.checks}
+    # The newest SFT trainer computes its loss without logits: tokens and modules are all that can be judged.
+    assert judged == ({"batch"} if (stack, loop) == ("LOCKSTEP_NEW_TRL", "trl_sft") else ALL)
     assert len(read_log(str(folder)).metrics["train/loss"].steps) == (4 if loop == "verl" else 3)
 
 
