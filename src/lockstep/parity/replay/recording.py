@@ -21,7 +21,7 @@ from lockstep.errors import Refusal
 from lockstep.parity.compare.logs.run_folder import ranks_of
 from lockstep.parity.replay.checks import Check
 from lockstep.parity.replay.landing import UNTOUCHED, judge_formula
-from lockstep.parity.replay.replay import REPLAYS, RESULT, Replayed, as_json, first_cause, free_name, judge
+from lockstep.parity.replay.replay import REPLAYS, RESULT, Replayed, as_json, first_cause, judge, reserved_name
 from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.run.files import atomic_write_text
 from lockstep.run.folder import RunFolder
@@ -131,22 +131,25 @@ def replay_recording(folder: Path, model: str | None, overrides: Sequence[str], 
     if dtype not in DTYPES:
         raise Refusal.at("model.dtype", f"there is no {dtype!r}", f"use one of {', '.join(DTYPES)}")
     autocast = manifest["recipe"]["model"]["dtype"] if "model.dtype" not in keys else dtype
-    own = folder / REPLAYS / free_name(RunFolder(folder), "recorded")
-    network = _load(source, manifest["recipe"]["model"]["kind"], DTYPES[dtype], keys.get("model.attention"))
-    limits = _limits(tape, manifest, steps)
-    for step in steps:
-        _restore(network.to(device), tape, step, manifest, alike=dtype == manifest["recipe"]["model"]["weights"])
-        around = torch.autocast(device.type, DTYPES[autocast]) if autocast != dtype else nullcontext()
-        _replay_step(network, tape, step, manifest, own / f"step_{step}", around)
-    found = [
-        judge(tape, TapeFolder(own / f"step_{step}"), "forced", own, skip=limits.skip, phases=limits.phases)
-        for step in steps
-    ]
-    first = next((result for result in found if not result.in_step), found[0])
-    remarks = (*_remarks("Recorded", manifest), *limits.why)
-    result = replace(first, steps=list(steps), checks=[check for one in found for check in one.checks], remarks=remarks)
-    atomic_write_text(own / RESULT, json.dumps(as_json(result), indent=2) + "\n")
-    return result
+    with reserved_name(RunFolder(folder), "recorded") as name:
+        own = folder / REPLAYS / name
+        network = _load(source, manifest["recipe"]["model"]["kind"], DTYPES[dtype], keys.get("model.attention"))
+        limits = _limits(tape, manifest, steps)
+        for step in steps:
+            _restore(network.to(device), tape, step, manifest, alike=dtype == manifest["recipe"]["model"]["weights"])
+            around = torch.autocast(device.type, DTYPES[autocast]) if autocast != dtype else nullcontext()
+            _replay_step(network, tape, step, manifest, own / f"step_{step}", around)
+        found = [
+            judge(tape, TapeFolder(own / f"step_{step}"), "forced", own, skip=limits.skip, phases=limits.phases)
+            for step in steps
+        ]
+        first = next((result for result in found if not result.in_step), found[0])
+        remarks = (*_remarks("Recorded", manifest), *limits.why)
+        result = replace(
+            first, steps=list(steps), checks=[check for one in found for check in one.checks], remarks=remarks
+        )
+        atomic_write_text(own / RESULT, json.dumps(as_json(result), indent=2) + "\n")
+        return result
 
 
 def _keys(overrides: Sequence[str]) -> dict[str, str]:
