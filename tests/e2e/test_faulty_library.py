@@ -31,7 +31,10 @@ def test_a_matrix_unit_of_less_precision_is_found_in_a_module_with_a_product(tap
     with kernels(products(round_to=torch.bfloat16)):
         found = replayed(run)
     assert found.module is not None
-    assert (found.stage, found.module.module) == ("log-probs", "model.layers.0.self_attn.q_proj")
+    # The rotary embedding comes before the first projection, and has a product in some versions of transformers.
+    products_first = ("model.rotary_emb", "model.layers.0.self_attn.q_proj")
+    assert found.stage == "log-probs"
+    assert found.module.module in products_first
 
 
 def test_a_kto_replay_goes_on_where_the_first_loss_is_wrong(tape: Callable[[str], Path]) -> None:

@@ -153,8 +153,8 @@ def trusting(tree: ast.Module) -> list[int]:
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("from_pretrained", "from_config")
-        # An adapter has no code of its own, and is put on a model that is there.
-        and not (isinstance(node.func.value, ast.Name) and node.func.value.id == "PeftModel")
+        # An adapter and a quantizer have no code of their own.
+        and not (isinstance(node.func.value, ast.Name) and node.func.value.id in ("PeftModel", "AutoHfQuantizer"))
         and not any(
             word.arg == "trust_remote_code" and isinstance(word.value, ast.Constant) and word.value.value is False
             for word in node.keywords

@@ -200,6 +200,7 @@ def test_what_cannot_fit_is_refused_before_loading(recipe_file: Path, tiny_folde
     config |= {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 200}
     config.pop("layer_types", None)
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()  # never read
     with pytest.raises(Refusal, match=r"needs about [\d.]+ GiB") as caught:
         train(recipe_file, f"model.path={folder}")
     assert "gradient_checkpointing" in caught.value.problems[0].remedy

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,11 +228,12 @@ def test_a_changed_secret_is_no_changed_recipe() -> None:
         return {"method": "grpo", "reward": {"remote": remote, "arguments": arguments}}
 
     stored = recipe(f"http://user:{SECRET}@host/s?api_key=old", api_key=SECRET)
+    state: Any = SimpleNamespace(recipe=stored, models={})
     for now in ("http://user:${env:PW}@host/s?api_key=${env:KEY}", "http://user:***@host/s", "http://host/s"):
-        assert refuse_changed_recipe(stored, recipe(now, api_key="${env:KEY}")) == []
+        assert refuse_changed_recipe(state, recipe(now, api_key="${env:KEY}"), ()) == []
         assert list(_unlike(stored, recipe(now, api_key="${env:KEY}"))) == []
     with pytest.raises(Refusal, match=r"reward\.remote") as refused:
-        refuse_changed_recipe(stored, recipe("http://other/s", api_key="${env:KEY}"))
+        refuse_changed_recipe(state, recipe("http://other/s", api_key="${env:KEY}"), ())
     assert SECRET not in str(refused.value)
 
 

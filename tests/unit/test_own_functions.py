@@ -216,7 +216,7 @@ def test_rows_of_a_reader_are_rows_like_any_other(tmp_path: Path) -> None:
         ("yield {}", "rows.db row 0: is an empty row"),
         ("yield {'a': object()}", "rows.db row 0: cannot be kept: Object of type object"),
         ("yield {'a': float('nan')}", "rows.db row 0: cannot be kept: Out of range float"),
-        ("yield from [{'a': 1}, {'a': 1}, {'b': 1}]", "rows.db row 2: has the extra column 'b'"),
+        ("yield from [{'text': 'a'}, {'text': 'a'}, {'prompt': 'b'}]", "rows.db row 2: has the extra column 'prompt'"),
         ("yield {'a': 1}; raise OSError('gone')", "raised OSError: gone (own.py line 2)"),
     ],
 )

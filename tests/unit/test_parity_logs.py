@@ -636,8 +636,10 @@ def test_a_log_cut_anywhere_is_read_or_refused(originals: list[Path], tmp_path: 
         return
     whole = read_log(str(original))
     assert log.kind == whole.kind
+    # By the names in the file: a log that is cut before its rewards has names of another kind of training.
+    named = {written: name for name, written in whole.written.items()}
     for name, series in log.metrics.items():
-        known = curve(whole, name)
+        known = curve(whole, named.get(log.written.get(name, name), name))
         for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
             assert value == known[step] or (math.isnan(value) and math.isnan(known[step]))
 

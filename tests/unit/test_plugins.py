@@ -349,7 +349,8 @@ TOUCHED = {
         *("commands/init.py", "commands/smoke.py"),
     },
     "hf": {"rollout/hf.py", "recipe/rows.py"},
-    "swanlab": {"run/trackers/swanlab.py", "recipe/rows.py"},
+    # The last reads what it wrote, for `lockstep compare`.
+    "swanlab": {"run/trackers/swanlab.py", "recipe/rows.py", "parity/compare/logs/swanlab.py"},
 }
 
 

@@ -15,8 +15,8 @@ from lockstep.parity.replay.listen import hear
 from lockstep.parity.replay.oplog import Operator, OperatorLog
 from lockstep.parity.replay.reference import (
     ACTIVATIONS,
-    Line,
     Noted,
+    TokenLine,
     array,
     directional,
     host_digest,
@@ -55,10 +55,10 @@ def model(request: pytest.FixtureRequest) -> Any:
     return found
 
 
-def line() -> Line:
+def line() -> TokenLine:
     ids = np.random.default_rng(0).integers(0, 40, TOKENS)
     positions = np.concatenate([np.arange(n) for n in LENGTHS])
-    return Line(ids, positions, LENGTHS, np.arange(TOKENS - 1), np.roll(ids, -1)[:-1])
+    return TokenLine(ids, positions, LENGTHS, np.arange(TOKENS - 1), np.roll(ids, -1)[:-1])
 
 
 def mask() -> torch.Tensor:

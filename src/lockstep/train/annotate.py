@@ -157,13 +157,14 @@ def check_engine_logprobs(
     phases: PhaseTimer,
     experience: Experience,
     known: Annotated,
-    limit: float,
 ) -> dict[str, float]:
     """Compare the engine's log-probs of the step's tokens with the trainer's own, before any update.
 
     The weights are those that the responses were drawn with. The trainer scores the responses here where nothing else
-    of the recipe needed it (`old_needed`).
+    of the recipe needed it (`old_needed`). Nothing is compared where there is no limit.
     """
+    if (limit := logprob_limit(recipe)) is None:
+        return {}
     trainer_K = known.trainer_K if recipe.algorithm.correction.bypass else known.old_K
     if trainer_K is None:
         with phases("old_log_prob"):

@@ -8,7 +8,6 @@ other rank, also each rank of a context group, has tokens of its own and a strea
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping
 from hashlib import sha256
@@ -80,12 +79,12 @@ def restore_generators(
 
 def _python_state() -> torch.Tensor:
     _, words, gauss = random.getstate()
-    return torch.tensor([*words, math.nan if gauss is None else gauss], dtype=torch.float64)
+    return torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64)
 
 
 def _restore_python(state: torch.Tensor) -> None:
-    *words, gauss = state.tolist()
-    random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
+    *words, has_gauss, gauss = state.tolist()
+    random.setstate((3, tuple(map(int, words)), gauss if has_gauss else None))
 
 
 def _numpy_state() -> torch.Tensor:

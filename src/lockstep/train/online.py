@@ -12,7 +12,7 @@ from lockstep.recipe import Recipe
 from lockstep.reward.scorer import Scorer
 from lockstep.run.progress import Console
 from lockstep.train.advantages import Learned, estimate_advantages
-from lockstep.train.annotate import annotate, check_engine_logprobs, lay_updates, logprob_limit, plan_updates
+from lockstep.train.annotate import annotate, check_engine_logprobs, lay_updates, plan_updates
 from lockstep.train.failures import failure_warning
 from lockstep.train.kl_coefficient import next_coefficient
 from lockstep.train.moving import moved
@@ -31,7 +31,7 @@ from lockstep.types import Prompt
 
 
 def train_online(recipe: Recipe, console: Console, *, accept_changed: bool = False) -> None:
-    with open_online(recipe, console, accept_changed=accept_changed) as online:
+    with open_online(recipe, console, accept=accept_changed) as online:
         training = online.training
         training.validate_at_start()
         for step in training.steps():
@@ -50,8 +50,6 @@ class Online:
     loader: Loader[Prompt]
     scorer: Scorer
     warnings: Warnings
-    logprob_limit: float | None = None
-    """What the log-probs of an engine that drew the responses may differ from the trainer's; None: no check."""
 
     def take_rollouts(self) -> Rollouts:
         """The next prompts, answered and scored."""
@@ -63,21 +61,17 @@ class Online:
 
 
 @contextmanager
-def open_online(
-    recipe: Recipe, console: Console, *, keeps: bool = True, accept_changed: bool = False
-) -> Iterator[Online]:
-    """Everything that the loop needs, checked and loaded. A replay `keeps` nothing."""
+def open_online(recipe: Recipe, console: Console, *, keeps: bool = True, accept: bool = False) -> Iterator[Online]:
+    """Everything that the loop needs, checked and loaded. A replay `keeps` nothing; `accept` changed models."""
     with open_runtime(recipe, console) as runtime:
         prepared = prepare_online(recipe, runtime.device, runtime.world.size, runtime.console)
         with (
             open_scorer(prepared, runtime) as scorer,
-            open_training(prepared, runtime, scorer, keeps=keeps, accept_changed=accept_changed) as training,
+            open_training(prepared, runtime, scorer, keeps=keeps, accept_changed=accept) as training,
         ):
             start = {"position": 0.0, "kl_coefficient": recipe.algorithm.kl.coefficient}
             training.position.carried = {**start, **training.carried}
-            # A replay trains on recorded log-probs, and reports what differs.
-            limit = logprob_limit(recipe) if keeps else None
-            yield Online(training, make_loader(recipe, prepared.train), scorer, Warnings(recipe), limit)
+            yield Online(training, make_loader(recipe, prepared.train), scorer, Warnings(recipe))
 
 
 def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float]:
@@ -89,9 +83,8 @@ def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float
     experience = moved(rollouts.experience, updates, run.world)
     plans = plan_updates(experience, updates, models)
     known = annotate(plans, models, recipe, run.phases, experience.engine_K)
-    checked: dict[str, float] = {}
-    if (limit := online.logprob_limit) is not None:
-        checked = check_engine_logprobs(plans, models, recipe, run.phases, experience, known, limit)
+    # A replay trains on recorded log-probs, and reports what differs.
+    checked = check_engine_logprobs(plans, models, recipe, run.phases, experience, known) if training.keeps else {}
     with run.phases("adv"):
         advantages = estimate_advantages(experience, known, recipe, beta, (recipe.run.seed, step))
     record_rollouts(training.tape, rollouts, experience, known, advantages)

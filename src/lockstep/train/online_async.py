@@ -28,7 +28,7 @@ from lockstep.types import Request
 
 
 def train_online_async(recipe: Recipe, console: Console, *, accept_changed: bool = False) -> None:
-    with open_online(recipe, console, accept_changed=accept_changed) as online, open_worker(online) as ahead:
+    with open_online(recipe, console, accept=accept_changed) as online, open_worker(online) as ahead:
         training = online.training
         training.validate_at_start()
         for step in training.steps():

@@ -19,15 +19,15 @@ from lockstep.parity.replay.host_operators import on_host
 from lockstep.parity.replay.listen import Heard, hear
 from lockstep.parity.replay.modules import Blamed
 from lockstep.parity.replay.operators import Culprit, other_code, other_values, wrong_kernel
-from lockstep.parity.replay.reference import Line
+from lockstep.parity.replay.reference import TokenLine
 from lockstep.parity.replay.reproduce import write_reproducer
 from lockstep.parity.replay.restore import restore_learner
 from lockstep.parity.replay.side import (
     RECORDED,
     REPLAY,
     UNKNOWN,
-    Case,
-    Judged,
+    SideCase,
+    SideVerdict,
     line_of,
     read_config,
     weights_for,
@@ -105,7 +105,7 @@ def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Lea
     return learner
 
 
-def _case(recipe: Recipe, clean: Learner, tape: TapeFolder, step: int, blamed: Blamed, line: Line) -> Case:
+def _case(recipe: Recipe, clean: Learner, tape: TapeFolder, step: int, blamed: Blamed, line: TokenLine) -> SideCase:
     """What a judge of the two sides needs: settings and weights from files, and the line that went through."""
     folder, recorded = Path(model_folder(recipe.model.path)), tape.manifest()["recipe"]["model"]["dtype"]
     dtypes = DTYPES[recorded], DTYPES[recipe.model.dtype]
@@ -113,10 +113,12 @@ def _case(recipe: Recipe, clean: Learner, tape: TapeFolder, step: int, blamed: B
     scoring = clean.module.scoring if isinstance(clean.module, Policy) else None
     plain = scoring is not None and scoring.truncation is None and scoring.comparison is None
     temperature = scoring.temperature if scoring is not None and plain else None
-    return Case(blamed, read_config(folder), *weights, line, temperature, tolerance_of(recorded, recipe.model.dtype))
+    return SideCase(
+        blamed, read_config(folder), *weights, line, temperature, tolerance_of(recorded, recipe.model.dtype)
+    )
 
 
-def judge_module(heard: Heard, same: Heard, judged: Judged, blamed: Blamed, run: Run) -> Located:
+def judge_module(heard: Heard, same: Heard, judged: SideVerdict, blamed: Blamed, run: Run) -> Located:
     """Which operator of the replay's module is off. `same` is a clean copy of the module in the replay's own precision,
     on the very numbers that the replay's was given."""
     shapes = [list(t.shape) for t in heard.outputs]

@@ -204,7 +204,7 @@ def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> 
             "record on the other machine too, and use `lockstep compare A B`",
         )
     chosen = {} if attention is None else {"attn_implementation": attention}
-    network: torch.nn.Module = cls.from_pretrained(source, dtype=dtype, **chosen)
+    network: torch.nn.Module = cls.from_pretrained(source, dtype=dtype, trust_remote_code=False, **chosen)
     return network
 
 

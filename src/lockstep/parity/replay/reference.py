@@ -35,7 +35,7 @@ ROWS = 64
 
 
 @dataclass(frozen=True)
-class Line:
+class TokenLine:
     """The packed line that went through the module."""
 
     ids: Array
@@ -72,7 +72,7 @@ def reference_of(
     kind: str,
     config: Mapping[str, Any],
     weights: Mapping[str, Array],
-    line: Line,
+    line: TokenLine,
     temperature: float | None,
 ) -> Reference | None:
     """The reference of a module by its name and class; None where there is none.
@@ -106,7 +106,9 @@ def reference_of(
     return None
 
 
-def _single(last: str, kind: str, own: dict[str, Array], config: Mapping[str, Any], line: Line) -> Reference | None:
+def _single(
+    last: str, kind: str, own: dict[str, Array], config: Mapping[str, Any], line: TokenLine
+) -> Reference | None:
     """A module with a weight, and perhaps a bias, of its own."""
     shape = own["weight"].shape if "weight" in own else ()
     if kind == "Linear" and len(shape) == 2:
@@ -221,7 +223,7 @@ def _mlp(x: Array, w: Mapping[str, Array], config: Mapping[str, Any], note: Note
 
 
 def _attention(
-    x: Array, cos: Array, sin: Array, w: Mapping[str, Array], config: Mapping[str, Any], line: Line, note: Noted
+    x: Array, cos: Array, sin: Array, w: Mapping[str, Array], config: Mapping[str, Any], line: TokenLine, note: Noted
 ) -> Array:
     size, tokens = _head_size(config), len(line.ids)
 
@@ -248,7 +250,7 @@ def _rotated(x: Array, cos: Array, sin: Array, note: Noted) -> Array:
 
 
 def _layer(
-    x: Array, cos: Array, sin: Array, w: Mapping[str, Array], config: Mapping[str, Any], line: Line, note: Noted
+    x: Array, cos: Array, sin: Array, w: Mapping[str, Array], config: Mapping[str, Any], line: TokenLine, note: Noted
 ) -> Array:
     def part(name: str) -> dict[str, Array]:
         return {key.removeprefix(f"{name}."): value for key, value in w.items() if key.startswith(f"{name}.")}
@@ -262,7 +264,7 @@ def _layer(
 
 
 def _answers(
-    config: Mapping[str, Any], weights: Mapping[str, Array], line: Line, temperature: float | None
+    config: Mapping[str, Any], weights: Mapping[str, Array], line: TokenLine, temperature: float | None
 ) -> Reference | None:
     """Log-probabilities of the targets, from the last states of the line."""
     name = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
@@ -281,7 +283,7 @@ def _answers(
     return Reference(compute, {key: w for key, w in weights.items() if key in (name, "lm_head.bias")}, tied=True)
 
 
-def _rotary(base: float, size: int, line: Line, note: Noted) -> list[Array]:
+def _rotary(base: float, size: int, line: TokenLine, note: Noted) -> list[Array]:
     turns = 1 / base ** (np.arange(0, size, 2) / size)
     angles = note(line.positions[:, None] * turns[None], "mm", "mul")
     angles = note(np.concatenate([angles, angles], -1), "cat")[None]

@@ -22,9 +22,9 @@ from lockstep.parity.replay.listen import Heard
 from lockstep.parity.replay.modules import WAY_BACK, Blamed, traces_of
 from lockstep.parity.replay.reference import (
     Array,
-    Line,
     Noted,
     Reference,
+    TokenLine,
     array,
     directional,
     host_digest,
@@ -46,7 +46,7 @@ MOST_WORK = 2e13
 
 
 @dataclass(frozen=True)
-class Judged:
+class SideVerdict:
     """Who is wrong, by what, and on the way the reference's own values."""
 
     side: str
@@ -56,14 +56,14 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Case:
+class SideCase:
     """What a judge knows of the module besides what it computed."""
 
     blamed: Blamed
     config: Mapping[str, Any]
     recorded_weights: Mapping[str, Array]
     replayed_weights: Mapping[str, Array]
-    line: Line
+    line: TokenLine
     temperature: float | None
     tolerance: Tolerance
 
@@ -77,7 +77,7 @@ class Case:
         return max(floor, self.tolerance.growth * self.blamed.error_in)
 
 
-def which_side(case: Case, heard: Heard, clean: Heard, record: StepRecord) -> Judged:
+def which_side(case: SideCase, heard: Heard, clean: Heard, record: StepRecord) -> SideVerdict:
     """`heard` is the replay's module. `clean` has the gradients that arrive at one that lost them in the replay."""
     blamed = case.blamed
     trace = _trace(record, blamed)
@@ -86,12 +86,12 @@ def which_side(case: Case, heard: Heard, clean: Heard, record: StepRecord) -> Ju
     kind = blamed.kind or next((e.kind for e in events if e.module == blamed.module and e.kind), "")
     references = [case.reference(kind, weights) for weights in (case.replayed_weights, case.recorded_weights)]
     if trace is None or references[0] is None or references[1] is None:
-        return Judged(UNKNOWN, f"there is no float64 reference of {kind or blamed.module}")
+        return SideVerdict(UNKNOWN, f"there is no float64 reference of {kind or blamed.module}")
     inputs = _inputs(heard, blamed)
     if inputs is None:
-        return Judged(UNKNOWN, "the module's inputs are not known")
+        return SideVerdict(UNKNOWN, "the module's inputs are not known")
     if _work(references[0], inputs, case) > MOST_WORK:
-        return Judged(UNKNOWN, "the module is too large for a float64 reference on the host")
+        return SideVerdict(UNKNOWN, "the module is too large for a float64 reference on the host")
     noted = Noted()
     try:
         if blamed.phase == FORWARD:
@@ -100,11 +100,11 @@ def which_side(case: Case, heard: Heard, clean: Heard, record: StepRecord) -> Ju
         else:
             found = _backward(case, (references[0], references[1]), inputs, heard, clean, trace)
             if found is None:
-                return Judged(UNKNOWN, "the gradients at the module's outputs are not known")
+                return SideVerdict(UNKNOWN, "the gradients at the module's outputs are not known")
             replayed, recorded = found
     except (StopIteration, ValueError, KeyError, IndexError) as error:
-        return Judged(UNKNOWN, f"the float64 reference of {kind} does not fit this module: {error}")
-    return Judged(*_verdict(replayed, recorded), noted)
+        return SideVerdict(UNKNOWN, f"the float64 reference of {kind} does not fit this module: {error}")
+    return SideVerdict(*_verdict(replayed, recorded), noted)
 
 
 def _verdict(replayed: float, recorded: float) -> tuple[str, str]:
@@ -117,7 +117,7 @@ def _verdict(replayed: float, recorded: float) -> tuple[str, str]:
 
 
 def _forward(
-    case: Case, reference: Reference, inputs: Sequence[Array], found: Sequence[torch.Tensor], noted: Noted
+    case: SideCase, reference: Reference, inputs: Sequence[Array], found: Sequence[torch.Tensor], noted: Noted
 ) -> float:
     """How far the outputs are off, of what they may be."""
     wanted = reference.compute(inputs, reference.weights, noted)
@@ -126,7 +126,7 @@ def _forward(
     return max(_times(x, y, case) for x, y in zip(found, wanted, strict=False))
 
 
-def _times(found: torch.Tensor, wanted: Array, case: Case) -> float:
+def _times(found: torch.Tensor, wanted: Array, case: SideCase) -> float:
     expected, limits = host_digest(wanted), case.tolerance.systematic
     shapes = [list(wanted.shape)]
     excess = NOTHING if limits is None else excess_of([expected], [found.double()], shapes, limits.forward)
@@ -134,7 +134,12 @@ def _times(found: torch.Tensor, wanted: Array, case: Case) -> float:
 
 
 def _backward(
-    case: Case, references: tuple[Reference, Reference], inputs: list[Array], heard: Heard, clean: Heard, trace: Trace
+    case: SideCase,
+    references: tuple[Reference, Reference],
+    inputs: list[Array],
+    heard: Heard,
+    clean: Heard,
+    trace: Trace,
 ) -> tuple[float, float] | None:
     """The gradients at the first input, which are the states, and those of the module's own parameters."""
     blamed = case.blamed
@@ -224,19 +229,19 @@ def _recorded_outputs(trace: Trace, blamed: Blamed) -> list[torch.Tensor]:
     return trace.outputs(events[0]) if events else []
 
 
-def _work(reference: Reference, inputs: Sequence[Array], case: Case) -> float:
+def _work(reference: Reference, inputs: Sequence[Array], case: SideCase) -> float:
     weights = sum(weight.size for weight in reference.weights.values())
     once = 2.0 * weights * len(case.line.ids)
     # Complex products are four, and there are SKETCH directions for the states and each weight.
     return once if case.blamed.phase == FORWARD else once * 4 * SKETCH * (1 + len(reference.weights))
 
 
-def line_of(batch: MicroBatch) -> Line:
+def line_of(batch: MicroBatch) -> TokenLine:
     ids, positions, predictors, targets = (
         tensor.cpu().numpy().ravel()
         for tensor in (batch.input_ids_NT, batch.position_ids_NT, batch.predictors_K, batch.targets_K)
     )
-    return Line(ids, positions, batch.lengths, predictors, targets)
+    return TokenLine(ids, positions, batch.lengths, predictors, targets)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
