@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TypeVar
@@ -52,14 +52,18 @@ def in_processes(
     """Each task with its result, in whatever order they come."""
     left = list(range(len(tasks)))
     if processes > 1:
-        for number, result in _forked(work, tasks, processes):
-            left.remove(number)
-            yield tasks[number], result
+        # Closed by name: from Python 3.12 on a generator that is closed keeps the one inside of it until it is freed.
+        with contextlib.closing(_forked(work, tasks, processes)) as results:
+            for number, result in results:
+                left.remove(number)
+                yield tasks[number], result
     for number in left:
         yield tasks[number], work(tasks[number])
 
 
-def _forked(work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], processes: int) -> Iterator[tuple[int, ResultT]]:
+def _forked(
+    work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], processes: int
+) -> Generator[tuple[int, ResultT], None, None]:
     context = mp.get_context("fork")
     started: list[mp.context.ForkProcess] = []
     ours: list[Connection] = []
