@@ -31,10 +31,8 @@ def test_a_matrix_unit_of_less_precision_is_found_in_a_module_with_a_product(tap
     with kernels(products(round_to=torch.bfloat16)):
         found = replayed(run)
     assert found.module is not None
-    # The rotary embedding comes before the first projection, and has a product in some versions of transformers.
-    products_first = ("model.rotary_emb", "model.layers.0.self_attn.q_proj")
     assert found.stage == "log-probs"
-    assert found.module.module in products_first
+    assert found.module.module in (ROTARY, "model.layers.0.self_attn.q_proj")
 
 
 def test_a_kto_replay_goes_on_where_the_first_loss_is_wrong(tape: Callable[[str], Path]) -> None:
@@ -52,6 +50,13 @@ def test_a_kto_replay_goes_on_where_the_first_loss_is_wrong(tape: Callable[[str]
 DAILY = ("linear", "silu backwards")
 # Recording is refused there before the first step.
 REFUSED = ("attention",)
+# In some versions of transformers it is made with a product, and comes before the first projection.
+ROTARY = "model.rotary_emb"
+
+
+def first_wrong(name: str, module: str) -> tuple[str, str]:
+    """The module that a fault of the library is found in, and where a fault of products may be found before it."""
+    return LIBRARY[name].module, ROTARY if name.startswith("product") and module == ROTARY else LIBRARY[name].module
 
 
 def faults(*, left_out: tuple[str, ...] = ()) -> list[object]:
@@ -70,8 +75,10 @@ def test_a_replay_with_a_wrong_library_blames_itself_and_names_the_operator(
         found = replayed(run)
     assert found.module is not None
     assert found.operator is not None
-    assert (found.module.module, found.operator.side) == (fault.module, REPLAY), found.operator
-    assert str(found.operator.operator).startswith(fault.operators), found.operator
+    assert found.module.module in first_wrong(name, found.module.module), found.operator
+    assert found.operator.side == REPLAY, found.operator
+    operators = "aten.bmm" if found.module.module == ROTARY else fault.operators
+    assert str(found.operator.operator).startswith(operators), found.operator
     assert found.operator.script is not None
 
 
@@ -86,7 +93,8 @@ def test_a_right_replay_blames_a_recorded_run_with_a_wrong_library(
     assert found is not None
     assert found.module is not None
     assert found.operator is not None
-    assert (found.module.module, found.operator.side) == (fault.module, RECORDED), found.operator
+    assert found.module.module in first_wrong(name, found.module.module), found.operator
+    assert found.operator.side == RECORDED, found.operator
     assert found.operator.operator is None
 
 

@@ -243,6 +243,11 @@ def run(job: dict[str, Any]) -> None:
         code = 0 if end.code is None else end.code
         if not isinstance(code, int):
             raise
+    except KeyboardInterrupt:
+        # As an interpreter ends; a forked one of Python 3.12 would exit with 1.
+        sys.excepthook(*sys.exc_info())
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
