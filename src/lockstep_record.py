@@ -593,7 +593,7 @@ class Recorder:
             ids, self.traced = whole.get("input_ids"), self.pending[-1]
             self.tracer = _Tracer(self.root, self.modules, self._guarded, whole.get("attention_mask"))
             self.tracer.opened[ROOT] = [(self.tracer.tick(), [] if ids is None else [self.tracer.of(ids)])]
-            self._note_dropout()
+        self._note_dropout()
 
     def _forwarded(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or self.depth or not self.pending:
@@ -730,6 +730,8 @@ class Recorder:
         self.notes.setdefault(key, text)
 
     def _note_dropout(self) -> None:
+        if "dropout" in self.notes:
+            return
         dropped = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in self.root.modules())
         config: Any = getattr(self.root, "config", None)
         if self.root.training and (dropped or bool(getattr(config, "attention_dropout", False))):

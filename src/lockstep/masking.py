@@ -35,9 +35,11 @@ _NAME = re.compile(
 )
 # Tokens that are known by how they begin.
 _TOKEN = re.compile(
-    r"\b(?:sk-[A-Za-z0-9_-]{20,}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|"
+    r"\b(?:sk-(?:(?:proj|ant|or|svcacct|admin)-[A-Za-z0-9_-]{20,}|[A-Za-z0-9]{20,})|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|"
     r"AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,})\b"
 )
+# What people write where a program asks for a key and none is needed.
+_PLACEHOLDERS = frozenset({"", "empty", "none", "null", "dummy", "no-key", "x"})
 _FLAG = re.compile(r"--?([\w.-]+)(?:=(.*))?$", re.DOTALL)
 # Shorter values would be found everywhere.
 _SHORTEST = 4
@@ -145,8 +147,12 @@ def secrets_in(values: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
         own = key.rpartition(".")[0] if name.isdigit() else key
         if references(values) and not is_expanded(own):
             yield key, "holds a reference to a secret, which is not read here", f"references are read in {_places()}"
-        elif masked(values) != values or (is_expanded(own) and _NAME.search(name) and _kept(values) != values):
+        elif masked(values) != values or (_is_secret_key(own, name, values) and _kept(values) != values):
             yield key, "holds a secret, which every file of the run would repeat", _REMEDY.format(name=_variable(own))
+
+
+def _is_secret_key(key: str, name: str, value: str) -> bool:
+    return is_expanded(key) and _NAME.search(name) is not None and value.lower() not in _PLACEHOLDERS
 
 
 _REMEDY = (
@@ -164,7 +170,7 @@ def _secret_flags(words: list[str], key: str) -> Iterator[tuple[str, str, str]]:
         flag = _FLAG.match(word)
         if flag and _NAME.search(flag[1]) and (flag[2] or (following and not following.startswith("-"))):
             why = f"--{flag[1]} holds a secret, which everybody on the machine sees in the list of processes"
-            yield key, why, "pass it to the engine by rollout.server.env: {VLLM_API_KEY: '${env:ENGINE_KEY}'}"
+            yield key, why, "remove it: lockstep gives its servers a key; for one of yours set LOCKSTEP_SERVER_KEY"
 
 
 def is_expanded(key: str) -> bool:

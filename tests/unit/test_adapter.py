@@ -199,3 +199,19 @@ def test_settings_that_contradict(tmp_path: Path, words: list[str], where: str) 
     with pytest.raises(Refusal) as refused:
         load_recipe(str(file), words)
     assert [problem.where for problem in refused.value.problems] == [where]
+
+
+def test_names_of_the_language_model_are_understood_by_a_critic(tiny_folder: Path) -> None:
+    """It has the decoder alone, without the head and without the prefix."""
+    lora = {
+        "rank": 2,
+        "alpha": 4,
+        "targets": ["q_proj", "v_proj"],
+        "exclude": ["lm_head", "model.layers.0.self_attn.q_proj"],
+    }
+    settings = Model.model_validate({"path": str(tiny_folder), "lora": lora})
+    critic = load_value_model(settings, str(tiny_folder), torch.device("cpu"), "sdpa", 0)
+    trained = {name for name, _ in critic.trainable() if "lora_A" in name}
+    assert any("layers.0.self_attn.v_proj" in name for name in trained)
+    assert any("layers.1.self_attn.q_proj" in name for name in trained)
+    assert not any("layers.0.self_attn.q_proj" in name for name in trained)

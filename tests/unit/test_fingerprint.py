@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,3 +158,14 @@ def test_a_large_file_without_a_safetensors_header_is_sampled_too(
         before = folder_fingerprint(str(folder))
         flip(folder / name, 65)
         assert differing_files(before, folder_fingerprint(str(folder))) == [f"{name} has other content"]
+
+
+def test_who_wrote_a_config_is_no_part_of_the_model(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    before = folder_fingerprint(str(folder))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "0.0"}), encoding="utf-8")
+    assert folder_fingerprint(str(folder)) == before
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}), encoding="utf-8")
+    assert folder_fingerprint(str(folder)) != before

@@ -100,6 +100,7 @@ def test_an_entry_that_is_nearly_a_data_source_is_refused() -> None:
     assert problem.remedy == "did you mean openai/gsm8k? Else remove it"
     assert not unmatched_rules({"openai/gsm8k": "math", "openai/gsm8": "math"}, ["openai/gsm8k"])
     assert not unmatched_rules({"lighteval/MATH": "math"}, ["openai/gsm8k"])  # of another dataset
+    assert not unmatched_rules({"lighteval/MATH-Hard": "math", "aime24": "math"}, ["lighteval/MATH", "aime25"])
 
 
 def test_an_unknown_rule_is_refused_with_the_nearest() -> None:

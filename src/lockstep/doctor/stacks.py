@@ -157,9 +157,9 @@ def cann_fits(version: str, listed: tuple[str, ...]) -> bool:
     return version.lower() in exact or any(satisfies(version, floor) for floor in floors)
 
 
-def canns_for(torch_npu: str) -> tuple[str, ...]:
+def canns_for(installed: str) -> tuple[str, ...]:
     """The CANN versions that TorchNPU's table or a stack names for this torch_npu; none where nothing is known."""
-    version = torch_npu.partition("+")[0]
+    version = installed.partition("+")[0]
     listed = TORCH_NPU_CANN.get(version)
     named = [listed] if listed is not None else []
     for stack in known_stacks().values():

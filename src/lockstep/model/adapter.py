@@ -53,6 +53,8 @@ def put_adapter(model: Any, settings: Lora, seed: int, task: str | None) -> Any:
     """A PEFT model around `model`; without a task, `model` itself with adapters in its layers."""
     from peft import get_peft_model, inject_adapter_in_model
 
+    if task is None:
+        settings = _of_decoder(settings, getattr(model, "base_model_prefix", "model"))
     config = lora_config(settings, task)
     refuse_all(list(_unmatched_exclude(model, settings)))
     modules = [name for name, _ in model.named_modules() if name]
@@ -73,6 +75,16 @@ def put_adapter(model: Any, settings: Lora, seed: int, task: str | None) -> Any:
     replaced = set(settings.targets) - set(config.target_modules or ()) if config.target_parameters else set()
     refuse_all([*_unmatched_targets(settings.targets, modules, replaced), *_unfit_layers(model, settings, holders)])
     return found
+
+
+def _of_decoder(settings: Lora, prefix: str) -> Lora:
+    """The names of a recipe are those of the language model; a value model puts its adapter on the decoder inside."""
+    named = {
+        key: [entry.removeprefix(f"{prefix}.") for entry in entries if (key, entry) != ("exclude", "lm_head")]
+        for key, entries in (("targets", settings.targets), ("exclude", settings.exclude))
+        if isinstance(entries, list)
+    }
+    return settings.model_copy(update=named)
 
 
 def _refused(said: str, settings: Lora, modules: Sequence[str]) -> list[Problem]:

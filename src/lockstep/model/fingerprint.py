@@ -66,8 +66,20 @@ def folder_fingerprint(folder: str, progress: Callable[[str], None] = lambda _: 
     for file in files:
         if file in weights or file.name in (*SETTINGS_FILES, *TOKENIZER_FILES):
             progress(file.name)
-            found[file.name] = _sampled_tensors(file) if large and file in weights else f"sha256 {checksum(file)}"
+            found[file.name] = _sampled_tensors(file) if large and file in weights else f"sha256 {_digest(file)}"
     return found
+
+
+def _digest(file: Path) -> str:
+    """Of its content; of a config without the version of whoever wrote it, which changes nothing that is computed."""
+    if file.name not in ("config.json", "generation_config.json"):
+        return checksum(file)
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        told.pop("transformers_version", None)
+    except (ValueError, AttributeError, RecursionError):
+        return checksum(file)
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def differing_files(before: dict[str, str], now: dict[str, str]) -> list[str]:

@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout  # a class of its own before Python 3.11
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -204,7 +205,7 @@ class LocalCalls:
         self._calls.put(job)
         try:
             return job.future.result(self._seconds)
-        except TimeoutError:
+        except FutureTimeout:
             self._calls.put(None)
             self._calls = None
             return Raised(f"gave nothing in {self._seconds:g} s (reward.time_limit)")

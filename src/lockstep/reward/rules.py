@@ -169,10 +169,22 @@ def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str
     problems = []
     for name in rules:
         near = difflib.get_close_matches(name, alone, n=1, cutoff=0.8) if name not in sources else []
+        # `aime24` beside `aime25`, `MATH-Hard` beside `MATH`: another dataset, not a misspelt one.
+        near = [one for one in near if _numbers(one) == _numbers(name) and not _is_part(one, name)]
         if near:
             why = f"no row has the data source {name!r}"
             problems.append(Problem(f"{key}.{name}", why, f"did you mean {near[0]}? Else remove it"))
     return problems
+
+
+def _is_part(one: str, other: str) -> bool:
+    """Whether one is the other and a word more: `MATH` and `MATH-Hard`."""
+    short, long = sorted((one, other), key=len)
+    return long.startswith(short) and not long[len(short)].isalnum()
+
+
+def _numbers(name: str) -> list[str]:
+    return re.findall(r"\d+", name)
 
 
 def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str = "reward.rules") -> Rule:

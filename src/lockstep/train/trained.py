@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from lockstep.device.base import Device
@@ -56,7 +57,9 @@ def refuse_models(recipe: Recipe, device: Device) -> list[Problem]:
         if key == "distill.teacher":
             collect(lambda key=key, path=path: refuse_other_tokenizer(recipe, key, path))  # type: ignore[misc]
         if len(problems) == before:
-            arguments = (config, path, dtype, kernel, device.torch_device(0))
+            # The device that this rank uses: kernels run on the current one.
+            here = device.torch_device(int(os.environ.get("LOCAL_RANK", "0")))
+            arguments = (config, path, dtype, kernel, here)
             collect(lambda arguments=arguments: check_architecture(*arguments))  # type: ignore[misc]
     return problems
 

@@ -139,7 +139,7 @@ class Training:
                 self.checkpointer.settle()
         self.checkpointer.tell()
         self.tape.leave(step)
-        if idle:
+        if idle and not last:
             raise self.idle.refusal(step)
         if stopping and not last:
             raise Interrupted(f"stopped after step {step}, saved; the same command goes on from there")

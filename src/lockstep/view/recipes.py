@@ -24,14 +24,14 @@ def recipe_of(root: Path, run: Path) -> dict[str, Any]:
     """`recipe` and `env` by key, the recipe's text, and the recipes that trained earlier steps."""
     folder = RunFolder(run)
     earlier = [
-        {"last_step": last, "text": masked(read_small(root, path, MOST_BYTES))}
+        {"last_step": last, "text": _shown(read_small(root, path, MOST_BYTES))}
         for last, path in folder.earlier_recipes().items()
     ]
     told: dict[str, Any] = {"text": None, "recipe": {}, "env": {}, "earlier": earlier, "problems": []}
     if folder.recipe.is_file():
         try:
             text = read_small(root, folder.recipe, MOST_BYTES)
-            told["text"], told["recipe"] = masked(text), _without_secrets(flat(loaded(text)))
+            told["text"], told["recipe"] = _shown(text), _without_secrets(flat(loaded(text)))
         except Missing as error:
             told["problems"].append(str(error))
     if folder.env.is_file():
@@ -40,6 +40,17 @@ def recipe_of(root: Path, run: Path) -> dict[str, Any]:
         except (Missing, ValueError, RecursionError) as error:
             told["problems"].append(f"env.json: {error}")
     return told
+
+
+def _shown(text: str) -> str:
+    """The text of a recipe; written anew where an earlier version stored a secret in it."""
+    try:
+        values = loaded(text)
+        flat(values)  # refuses what anchors make endless
+    except Missing:
+        return masked(text)
+    clean = masked_tree(values)
+    return masked(text) if clean == values else yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
 
 
 def _without_secrets(values: dict[str, str]) -> dict[str, str]:

@@ -64,7 +64,16 @@ def _compare(a: TapeFolder, b: TapeFolder) -> Replayed:
     failed = first_cause([check for check in (*start, *formula) if not check.passed])
     if failed is not None and (failed.update < 0 or result.cause is None or result.cause.stage == "weights"):
         result = replace(result, cause=failed, step=failed.step, module=None if failed.update < 0 else result.module)
+    if not result.in_step:
+        for side, manifest in zip((a, b), manifests, strict=True):
+            _refuse_dropout(str(side.path), manifest)
     return replace(result, remarks=(*_remarks("A", manifests[0]), *_remarks("B", manifests[1]), *result.remarks))
+
+
+def _refuse_dropout(folder: str, manifest: Mapping[str, Any]) -> None:
+    """No second run draws the same masks, so every difference would be blamed on them."""
+    if "dropout" in manifest["recorder"]["notes"]:
+        raise Refusal.at(folder, "was recorded with dropout on", "record again with all dropout rates at 0")
 
 
 def _weights_dtypes(manifests: Sequence[Mapping[str, Any]]) -> bool:
@@ -121,6 +130,7 @@ def replay_recording(folder: Path, model: str | None, overrides: Sequence[str], 
     """Make the recorded calls again here, from the recorded weights, and judge what they give."""
     tape = TapeFolder(folder)
     manifest = tape.manifest()
+    _refuse_dropout(str(folder), manifest)
     keys = _keys(overrides)
     steps = _steps(tape, manifest, only)
     source = model or manifest["recipe"]["model"]["path"]

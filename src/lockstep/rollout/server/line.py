@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from lockstep.errors import with_secrets
-from lockstep.masking import comparable
+from lockstep.masking import comparable, conceal
 from lockstep.parallel.meeting import say
 from lockstep.reward.exchange import HttpAnswer, TooLong, Trouble, answers, exchanged, open_client, short
 from lockstep.rollout.server.failed import ServerFailed
@@ -30,6 +30,10 @@ T = TypeVar("T")
 # What the servers ask for: of those that lockstep starts it is made up, unless this is set. Not a key of the recipe,
 # which is kept and shown.
 KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
+# vLLM's own variable for the key of its /v1 routes.
+ENGINE_KEY = "VLLM_API_KEY"
+# A second header for the key, because a user and password in an address replace the first.
+KEY_HEADER = "X-Lockstep-Key"
 # For a verb that only turns a switch.
 SWITCH_SECONDS = 120.0
 # For a word of goodbye, which nobody needs an answer to.
@@ -113,7 +117,9 @@ class Lines:
     def authorize(self, key: str | None) -> None:
         """Every request from here on brings the key."""
         if key:
-            self._loop.call_soon_threadsafe(self._client.headers.__setitem__, "Authorization", f"Bearer {key}")
+            conceal(key)
+            for name, value in (("Authorization", f"Bearer {key}"), (KEY_HEADER, key)):
+                self._loop.call_soon_threadsafe(self._client.headers.__setitem__, name, value)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin something on the thread."""

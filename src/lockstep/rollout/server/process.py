@@ -17,6 +17,7 @@ from pathlib import Path
 from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
 from lockstep.errors import Refusal, with_secrets
+from lockstep.masking import conceal
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
 from lockstep.processes.process import FunctionProcess
@@ -25,7 +26,7 @@ from lockstep.recipe.rows import ENGINES, imported
 from lockstep.rollout.server.collective import own_address
 from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import KEY_VARIABLE
+from lockstep.rollout.server.line import ENGINE_KEY, KEY_VARIABLE
 
 HOST = "127.0.0.1"
 LAST_LINES = 25
@@ -125,7 +126,11 @@ def start_server(
     """A server on a free port of this machine, its address, and the key that it asks for. It is not waited for."""
     server = settings.server
     folder = str(Path(model_folder(model)).absolute())
-    key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
+    own = {name: with_secrets(value, f"rollout.server.env.{name}") for name, value in server.env.items()}
+    # One key, whoever names it: the server must ask for what the run brings.
+    given = [own.pop(name, "") for name in (KEY_VARIABLE, ENGINE_KEY)]
+    key = next(filter(None, given), "") or os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
+    conceal(key)
     key_file = _written_key(key, server.args) if dialect.reads_key_file else None
     start = ServerStart(
         python_of(settings),
@@ -139,7 +144,6 @@ def start_server(
         key,
         "" if key_file is None else str(key_file),
     )
-    own = {name: with_secrets(value, f"rollout.server.env.{name}") for name, value in server.env.items()}
     environment = {**dialect.environment(start), **own}
     if server.devices is not None and device.visible_variable is not None:
         environment[device.visible_variable] = ",".join(map(str, server.devices))

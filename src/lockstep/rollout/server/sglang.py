@@ -143,7 +143,9 @@ class Sglang:
                 logprobs = told["output_token_sampling_logprobs"]
             reason = told["finish_reason"]
             kind = reason["type"]
-            prompt, length = str(told["id"]).partition("-")[0], told["prompt_tokens"]
+            prompt = str(told["id"]).partition("-")[0]
+            # SGLang does not count the prompt of a request that it aborts before it is scheduled.
+            length = len(wanted.ids) if kind == "abort" else told["prompt_tokens"]
         except (KeyError, TypeError, IndexError) as error:
             raise ServerFailed(f"an answer of another form than SGLang's: {error!r}") from error
         refuse_other_prompt(wanted, prompt)

@@ -26,7 +26,7 @@ from lockstep.rollout.server.dialect import (
     refuse_other_prompt,
 )
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
+from lockstep.rollout.server.line import ENGINE_KEY, KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
 
 PLUGIN = Path(__file__).parent / "plugin"
 MODEL = "lockstep"
@@ -88,6 +88,7 @@ class Vllm:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             KEY_VARIABLE: start.key,
+            ENGINE_KEY: start.key,
         }
         return said | serving_on(start.needs.device, self.name).environment(sleep=start.needs.sleep)
 

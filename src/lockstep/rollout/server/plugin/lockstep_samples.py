@@ -58,6 +58,9 @@ class SampleRoute:
     def _may_ask(self, scope: dict[str, Any]) -> bool:
         if scope["type"] == "http" and scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
             return True
+        own = [value for name, value in scope["headers"] if name.lower() == b"x-lockstep-key"]
+        if self._key and len(own) == 1 and hmac.compare_digest(own[0], self._key.encode()):
+            return True
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
         # Without a key nobody may: an empty one is none.
