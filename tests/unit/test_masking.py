@@ -308,3 +308,20 @@ reward: {{remote: "http://user:${{env:REWARD_PASSWORD}}@{host}?api_key=${{env:RE
     assert told == {"reward.remote": f"*** from the environment variable REWARD_PASSWORD and the file {tmp_path}/key"}
     printed = capsys.readouterr()
     assert "secret" not in (printed.out + printed.err).replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model": {"path": "/data/sk-2024-experiments-long-folder/model"}},
+        {"data": {"train": "hub:org/sk-very-long-name-of-a-dataset"}},
+        {"reward": {"arguments": {"api_key": "EMPTY"}}},
+    ],
+)
+def test_ordinary_values_are_no_secrets(values: dict[str, Any]) -> None:
+    assert list(secrets_in(values)) == []
+
+
+def test_a_key_of_that_form_is_a_secret() -> None:
+    for key in (f"sk-{'a1B2' * 8}", f"sk-proj-{'a1_B-' * 6}"):
+        assert list(secrets_in({"reward": {"arguments": {"judge": key}}}))

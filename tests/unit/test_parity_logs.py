@@ -398,6 +398,7 @@ def test_a_metric_that_is_only_shown_is_left_out_and_told(tmp_path: Path) -> Non
         [1, 2, 3, *range(1, 30)],  # died before its first checkpoint, and began anew
         [*range(1, 51), 50, 51, 51, 52],  # continued at the step that it had just logged
         [*range(1, 101), *range(91, 101)],  # the last steps once more
+        sorted([*range(1, 101), 20, 40, 60, 80]),  # saved at every step, and preempted four times
     ],
 )
 def test_a_resumed_run_may_log_a_step_again(tmp_path: Path, steps: list[int]) -> None:

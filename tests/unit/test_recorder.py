@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -227,6 +228,17 @@ def test_replay_names_the_module_that_was_wrong_where_it_was_recorded(model: str
     assert result.stage == "log-probs"
     assert result.module is not None
     assert result.module.module == "model.layers.1.post_attention_layernorm"
+
+
+def test_replay_refuses_a_recording_with_dropout(model: str, tape: Path, tmp_path: Path) -> None:
+    """No second run draws the same masks: whatever it found would be blamed on them."""
+    shutil.copytree(tape, tmp_path / "tape")
+    file = tmp_path / "tape" / "tape.json"
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    manifest["recorder"]["notes"]["dropout"] = "dropout is on"
+    file.write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(Refusal, match="was recorded with dropout on"):
+        replay_recording(tmp_path / "tape", model, ["device=cpu"])
 
 
 def test_replay_refuses_another_model(model: str, tape: Path, tmp_path: Path) -> None:

@@ -217,6 +217,13 @@ def test_why_a_response_ended(ids: list[int], reason: dict[str, Any], ended: str
     assert Sglang().read(answered(ids, reason), WANTED) == Answer(ids, [-0.5] * len(ids), ended, "a-1")  # type: ignore[arg-type]
 
 
+def test_a_request_that_is_aborted_in_the_queue_is_asked_again() -> None:
+    """SGLang has not counted its prompt yet."""
+    said = answered([], {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None})
+    del said["meta_info"]["prompt_tokens"]
+    assert Sglang().read(said, WANTED).ended == "aborted"
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [
