@@ -40,6 +40,7 @@ _TOKEN = re.compile(
 )
 # What people write where a program asks for a key and none is needed.
 _PLACEHOLDERS = frozenset({"", "empty", "none", "null", "dummy", "no-key", "x"})
+_PAIR = re.compile(r"([\w.-]+)\s*:\s*([^,{}\[\]]+)")
 _FLAG = re.compile(r"--?([\w.-]+)(?:=(.*))?$", re.DOTALL)
 # Shorter values would be found everywhere.
 _SHORTEST = 4
@@ -95,9 +96,16 @@ def masked_words(words: Sequence[str]) -> list[str]:
             told.append(_kept(word))
         elif equals and _NAME.search(flag[1] if flag else name):
             told.append(f"{name}={_kept(value)}")
+        elif equals and value[:1] in ("{", "["):
+            told.append(masked(f"{name}={_PAIR.sub(_mask_pair, value)}"))
         else:
             told.append(masked(word))
     return told
+
+
+def _mask_pair(found: re.Match[str]) -> str:
+    """`HF_TOKEN: value` inside a group that is given as one word."""
+    return f"{found[1]}: {_kept(found[2].strip())}" if _NAME.search(found[1]) else found[0]
 
 
 def masked_tree(value: Any, name: str = "") -> Any:

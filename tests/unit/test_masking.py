@@ -325,3 +325,16 @@ def test_ordinary_values_are_no_secrets(values: dict[str, Any]) -> None:
 def test_a_key_of_that_form_is_a_secret() -> None:
     for key in (f"sk-{'a1B2' * 8}", f"sk-proj-{'a1_B-' * 6}"):
         assert list(secrets_in({"reward": {"arguments": {"judge": key}}}))
+
+
+def test_a_group_on_a_command_line_is_masked() -> None:
+    words = [
+        "train",
+        "r.yaml",
+        f"rollout.server.env={{HF_TOKEN: {SECRET}, OTHER: shown}}",
+        "data.train=[a.jsonl, b.jsonl]",
+    ]
+    told = " ".join(masked_words(words))
+    assert SECRET not in told
+    assert "OTHER: shown" in told
+    assert "data.train=[a.jsonl, b.jsonl]" in told
