@@ -93,7 +93,9 @@ def _tagged(path: Path) -> list[Path]:
         return []
     name = latest.read_text(encoding="utf-8", errors="replace").strip()
     if name in ("", "..") or Path(name).name != name:
-        raise Refusal.at(latest, f"names {name[:80]!r}, which is no folder beside it", "name the folder of one step")
+        raise Refusal.at(
+            latest, f"names {name[:80]!r}, and there is no such folder here", "name the folder of one step"
+        )
     return [path / name]
 
 

@@ -238,7 +238,7 @@ def _refused_by_hub(name: str, given: str) -> Refusal | None:
 
 @contextmanager
 def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
-    """With `only`, what an earlier download left is read and nothing is asked of the network."""
+    """With `only`, read the cache of an earlier download and do not use the network."""
     from huggingface_hub import constants
 
     switches = [(datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")]

@@ -137,8 +137,8 @@ def _unmatched(key: str, entry: str, modules: Sequence[str]) -> Problem:
 
 
 def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Sequence[str]]) -> Iterator[Problem]:
-    """Layers that carry an adapter now and cannot be trained, or not be merged. A tie is told by the parameter, which
-    is one object then: merged, an adapter of one layer would change the other too, which training did not."""
+    """Layers whose adapter cannot be trained or merged. Tied layers share one parameter object: a merged adapter of one
+    would change the other too, which training did not."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     where, remedy = "model.lora.targets", "remove it from the targets, or name it in model.lora.exclude"

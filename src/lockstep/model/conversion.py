@@ -137,7 +137,7 @@ def places_by_name(
     model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
 ) -> dict[str, InFiles]:
     """Where each tensor of the model is that the files have, found as transformers finds it; `Unmapped` where that is
-    not the same for certain. The model is told which conversions were used, for when it is saved. Names that the model
+    not the same for certain. The model keeps the list of conversions for saving. Names that the model
     has no tensor for are added to `unused`."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 

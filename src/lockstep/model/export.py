@@ -101,7 +101,7 @@ def _write_whole(
     *,
     adapter: bool,
 ) -> None:
-    """With the whole model in memory, which is let go of before the folder is verified."""
+    """With the whole model in memory, which is freed before the folder is verified."""
     from transformers import AutoModelForCausalLM
 
     where_from = f"model.path {settings.path}"
